@@ -6,9 +6,12 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Cases that take turns do so by the day, one for a session and all its workers: after some days all have run.
+os.environ.setdefault("MEGACORE_DAY", str(datetime.now(UTC).date().toordinal()))
 # The library uses no threads in processes that are forked from one that has used them, and says so unless told.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Kernels for GPUs run here as they are written, by Triton's interpreter, which is chosen when triton is imported.
@@ -16,7 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
-from families import ROTATION
+from families import ROTATION, TURN
 from hypothesis import HealthCheck, settings
 from pool import Pool
 
@@ -32,6 +35,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Time depends on who else uses the machine.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+def pytest_report_header() -> str:
+    return f"MEGACORE_DAY={TURN - ROTATION} MEGACORE_ROTATION={ROTATION}"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -64,7 +71,7 @@ def _has_its_turn(item: pytest.Item) -> bool:
     if marker is None:
         return True
     every, place = (*marker.args, zlib.crc32(item.nodeid.encode()))[:2]
-    return (ROTATION - place) % every == 0
+    return (TURN - place) % every == 0
 
 
 def pytest_collection_finish() -> None:

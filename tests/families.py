@@ -54,7 +54,9 @@ SMALL: dict[str, Any] = {
 
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
-"""Another number gives each family other cases of those that it shares with the others."""
+"""Another number draws other seeds, and gives each family other cases of those that it shares with the others."""
+TURN = ROTATION + int(os.environ["MEGACORE_DAY"])
+"""Whose turn it is: conftest's ``in_turn``."""
 
 
 def rotated(cases: Iterable[T], few: int = 1) -> list[ParameterSet]:

@@ -10,13 +10,13 @@ import gc
 import multiprocessing
 import multiprocessing.context
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 LARGEST = 8
 TIMEOUT_S = 120
@@ -31,18 +31,18 @@ class Pool:
     def __init__(self) -> None:
         self._workers: list[tuple[multiprocessing.context.ForkServerProcess, Connection]] = []
         self._jobs = 0
-        self._folder = tempfile.TemporaryDirectory()
+        # One for the session: ranks that look for each other in a file look every 10 ms.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """``function(*arguments)`` on ranks 0..world-1 of a gloo group -> what each returned."""
         if world > LARGEST:
             raise ValueError(f"the pool has {LARGEST} processes, {world} are asked for")
         while len(self._workers) < world:
-            self._workers.append(_start())
+            self._workers.append(_start(self._store.port))
         self._jobs += 1
-        store = str(Path(self._folder.name) / f"store{self._jobs}")
         for rank in range(world):
-            self._workers[rank][1].send((rank, world, store, function, arguments))
+            self._workers[rank][1].send((rank, world, self._jobs, function, arguments))
         return self._collect(world)
 
     def _collect(self, world: int) -> list[Any]:
@@ -87,30 +87,31 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _start() -> tuple[multiprocessing.context.ForkServerProcess, Connection]:
+def _start(port: int) -> tuple[multiprocessing.context.ForkServerProcess, Connection]:
     context = forkserver()
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, port), daemon=True)
     process.start()
     theirs.close()
     return process, ours
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=TIMEOUT_S))
     gc.freeze()
     while True:
         try:
-            rank, world, store, function, arguments = connection.recv()
+            rank, world, job, function, arguments = connection.recv()
         except EOFError:
             return
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(store, world),
+                store=dist.PrefixStore(f"job{job}", store),
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(seconds=TIMEOUT_S),

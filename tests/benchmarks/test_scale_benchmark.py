@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
+
 from benchmarks import scale
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_corpus_of_any_size_has_a_whole_index_and_no_blocks(tmp_path: Path) -> None:
     with patch.object(scale, "SMALL", 4 * 10**6), patch.object(scale, "LARGE", 4 * 10**7):
         rows = {row.what: row for row in scale.data(tmp_path)}

@@ -55,9 +55,7 @@ SLOW: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*SLOW][ROTATION % 3 :: 3]
-    + [pytest.param(each, marks=pytest.mark.grid) for number, each in enumerate(SLOW) if number % 3 != ROTATION % 3],
+    "case", [pytest.param(each, marks=pytest.mark.in_turn(len(SLOW), number)) for number, each in enumerate(SLOW)]
 )
 def test_what_is_slow_is_waited_for(recipe: str, cache: Path, tmp_path: Path, case: str) -> None:
     layout, what = SLOW[case]
@@ -74,6 +72,7 @@ def test_a_stall_of_30_s_in_any_phase_is_waited_for(recipe: str, cache: Path, tm
         ends_well(run, recipe, cache, "pp")
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("seconds", long(4.0, 60.0))
 @pytest.mark.parametrize("who", ["launcher", "one rank", "all ranks", "everything"])
 def test_processes_that_are_stopped_for_a_while_lose_nothing(
@@ -95,6 +94,7 @@ def test_processes_that_are_stopped_for_a_while_lose_nothing(
         ends_well(run, recipe, cache, "dp")
 
 
+@pytest.mark.in_turn(2, 0)
 @pytest.mark.parametrize("seconds", long(4.0, 70.0))
 def test_a_terminal_that_takes_nothing_for_a_while_is_waited_for(
     recipe: str, cache: Path, tmp_path: Path, seconds: float
@@ -120,6 +120,7 @@ def drain(file: int) -> None:
         pass
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_folder_that_is_away_for_a_while_ends_nothing(recipe: str, cache: Path, tmp_path: Path) -> None:
     """Renamed, and back before the last save: saves that fail are told, and tried again."""
     run = live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.1}}})
@@ -150,6 +151,7 @@ def test_a_machine_that_is_busy_slows_and_ends_nobody(recipe: str, cache: Path, 
 # -- done is done
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
 def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
     recipe: str, tmp_path: Path, stopped: bool
@@ -163,14 +165,13 @@ def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
     assert run.starts() == [0] and run.incidents == [], run.said[-3000:]
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("phase", ["forward", "save", "data"])
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
     recipe: str, cache: Path, tmp_path: Path, phase: str, number: signal.Signals
 ) -> None:
     """In whatever phase; and what goes on from there ends as if nothing had been."""
-    if (hash_of(phase) + number) % 3 != ROTATION % 3:
-        pytest.skip("has its turn with another MEGACORE_ROTATION")
     run = live(recipe, tmp_path / "run", "dp", {"slow": {phase: {"10": 1.0, "11": 1.0}}})
     with run.running():
         run.until(lambda: run.step >= 10)
@@ -183,10 +184,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
     assert run.state() == calm(recipe, cache, "dp")
 
 
-def hash_of(text: str) -> int:
-    return sum(text.encode())
-
-
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_questions_of_the_first_seconds_end_nothing(
     recipe: str, cache: Path, tmp_path: Path, number: signal.Signals

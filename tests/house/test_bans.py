@@ -8,14 +8,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-FILES = sorted(
-    path for package in ("megacore", "models", "parallel", "tools") for path in (ROOT / package).rglob("*.py")
-)
+from graph import FILES, ROOT
 
 METHODS = {
     "from_pretrained": "megacore.pretrained",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 _LINK = re.compile(r"(`?)(?P<text>[^]`]*)\1\]\((?P<path>[^)#\s]+)(#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in _LINK.finditer(page.read_text()):
-        if not link["path"].startswith("http"):
-            assert (page.parent / link["path"]).exists(), f"{page.name} leads to {link['path']}"
+def test_links_lead_somewhere() -> None:
+    links = [(page, link["path"]) for page in PAGES for link in _LINK.finditer(page.read_text())]
+    assert not [
+        f"{page.name} leads to {path}"
+        for page, path in links
+        if not path.startswith("http") and not (page.parent / path).exists()
+    ]
 
 
 def test_the_walk_names_what_stands_in_each_file() -> None:

@@ -109,6 +109,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_examples_train_as_they_do_alone(pool: Pool, folder: Path, layout: str) -> None:
     alone = _alone(pool, folder)

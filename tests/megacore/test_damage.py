@@ -74,6 +74,7 @@ TENSOR = "layers.1.attn.qkv.weight"
 PLACES = [("master", 7), ("exp_avg", 0), ("exp_avg_sq", 3)]
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("state", "bit"), PLACES)
 @pytest.mark.parametrize(("world", "mesh"), [(1, []), (4, ["mesh.tp=4"]), (4, ["mesh.tp=2", "mesh.pp=2"]), (2, [])])
 def test_one_bit_is_found_on_any_layout(
@@ -187,6 +188,7 @@ WAYS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("damage", WAYS)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     recipe: str, out: Path, capsys: pytest.CaptureFixture[str], damage: Any

@@ -45,6 +45,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("there", "then"), CHAINS)
 def test_a_run_goes_on_with_the_same_numbers_wherever_experts_lie(
     there: list[str], then: list[str], pool: Pool, recipe: str, six: Path, tmp_path: Path

@@ -68,6 +68,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"model": GPT2 | {"tie_word_embeddings": True}})
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 1 else pytest.mark.grid) for n in range(10)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_flipped_bit_is_found(pool: Pool, recipe: str, layout: str, seed: int) -> None:

@@ -61,7 +61,7 @@ def test_experts_stay_wide_beside_what_is_fp8(recipe: str, name: str, tmp_path: 
     assert found != wide and found[-1] < found[0]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [

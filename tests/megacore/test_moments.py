@@ -46,6 +46,7 @@ def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
     assert all(np.array_equal(value, rest.weights[name]) for name, value in whole.weights.items())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_replicas_share_them_out(pool: Pool, recipe: str, tmp_path: Path, shard: str) -> None:
     common = [*NARROW, "checkpoint.every=0"]

@@ -88,6 +88,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # -- what is there
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_objects_are_the_files_that_a_disk_would_have(
     recipe: str, straight: dict[str, bytes], folder: ObjectPath, tmp_path: Path, pool: Pool
 ) -> None:
@@ -107,6 +108,7 @@ def test_the_objects_are_the_files_that_a_disk_would_have(
     assert {name.partition("/")[0] for name in straight} == {at(folder, step).name for step in (2, 4, 6)}  # no lock
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("named", ["resume", "resume of the folder", "init"])
 def test_a_run_starts_from_a_url_on_another_layout(
     recipe: str, folder: ObjectPath, tmp_path: Path, named: str, capsys: pytest.CaptureFixture[str]
@@ -186,6 +188,7 @@ DAMAGE: dict[Callable[[ObjectPath], None], str] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_a_store(
     recipe: str, folder: ObjectPath, tmp_path: Path, damage: Any, capsys: pytest.CaptureFixture[str]
@@ -276,6 +279,7 @@ def killed(rank: int, store: str, recipe: str, overrides: list[str], ready: Conn
         train(recipe, overrides)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_kill_while_a_rank_uploads_leaves_the_older_one(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

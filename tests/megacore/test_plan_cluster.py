@@ -83,6 +83,7 @@ def started_saved_and_resumed(recipe: str, overrides: list[str]) -> Seen:
     return Seen(groups, len(written), sum(sizes), read)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("overrides", [["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"]], ids=" ".join)
 def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], pool: Pool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE)

@@ -266,6 +266,7 @@ STATES = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("case", STATES, ids=repr)
 def test_the_state_is_what_the_plan_says(pool: Pool, case: Case) -> None:
     plan = planned(case)
@@ -328,7 +329,7 @@ TUNED_FOUR = [
 PEAKS = [(1, OF_ONE), (2, OF_TWO), (4, OF_FOUR), (1, TUNED_ONE), (2, TUNED_TWO), (4, TUNED_FOUR)]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(("world", "cases"), PEAKS, ids=["one", "two", "four", "tuned-one", "tuned-two", "tuned-four"])
 def test_the_peak_of_a_step_is_what_the_plan_says(pool: Pool, world: int, cases: list[Case]) -> None:
     compare(pool.run(world, peaks, cases), cases)
@@ -396,7 +397,7 @@ MIXTURES_OF_FOUR = [
 ]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("world", "cases"),
     [(1, MIXTURES), (2, MIXTURES_OF_TWO), (4, MIXTURES_OF_FOUR)],

@@ -381,6 +381,7 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
     assert "Done" not in shown.out
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
@@ -444,6 +445,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
     assert capfd.readouterr().err == "Interrupted again: ended at once, without a checkpoint.\n"
 
 
+@pytest.mark.in_turn(2, 0)
 @pytest.mark.slow
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
     """Another launcher than ours; `test_start.py` has ours."""

@@ -111,6 +111,7 @@ def kinds(told: list[Incident]) -> list[tuple[str, str]]:
     return [(each.kind, each.action) for each in told]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("precision", ["fp64", "fp16"])
 @pytest.mark.parametrize("every", [1, 4], ids=["at-once", "at-the-next-record"])
 def test_a_step_that_is_bad_once_leaves_no_trace(recipe: str, tmp_path: Path, every: int, precision: str) -> None:
@@ -145,6 +146,7 @@ def test_all_ranks_repeat_and_name_the_one(
         assert_same(one, other)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [(1, ["log.every=4"]), (2, ["mesh.tp=2", "log.every=2"]), (2, ["log.every=3"])],
@@ -202,6 +204,7 @@ def test_other_numbers_that_are_bad_again_are_the_hardware_s(recipe: str, tmp_pa
     assert error.value.status == exits.EVICT
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["disk", "store"])
 def test_the_run_goes_back_before_bad_data(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], elsewhere: bool
@@ -225,6 +228,7 @@ def test_the_run_goes_back_before_bad_data(
     assert found and found == files("plain", "recovery.skip_samples=[32-48]")
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("restarted", [False, True], ids=["fresh", "restarted"])
 @pytest.mark.parametrize("damage", ["a bit", "the index"])
 def test_the_run_goes_back_over_a_damaged_checkpoint(

@@ -99,6 +99,7 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
 # -- on the same layout, bitwise
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -176,6 +177,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("world", "overrides"), LAYOUTS)
 def test_another_layout_goes_on_with_the_same_numbers(
     pool: Pool, recipe: str, six: Path, tmp_path: Path, world: int, overrides: list[str]

@@ -183,6 +183,7 @@ def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
     return wrote, sum(host.nbytes for each in written for host in each.host.values())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "overrides",
     [["mesh.dp=4"], ["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"], ["mesh.tp=2", "zero.shard=parameters"]],

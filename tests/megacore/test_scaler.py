@@ -176,6 +176,7 @@ def with_overflow(recipe: str, overrides: list[str], rank: int, steps: set[int])
     return Seen((place.pp, place.tp), last, engine.result(made, last).records, moved, before)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("mesh", "rank", "world"),
     [

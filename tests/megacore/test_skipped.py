@@ -107,6 +107,7 @@ def test_a_step_is_of_the_samples_that_are_left_and_the_batch_stays_full(recipe:
     assert all(np.array_equal(one.tokens, other.tokens) for one, other in zip(*both, strict=True))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [(2, []), (2, ["mesh.tp=2", "batch.micro_size=2"]), (2, ["mesh.pp=2"])],

@@ -44,6 +44,7 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
 # -- any layout, the same numbers
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -325,6 +326,7 @@ def loss_of(made: engine.Trainer, batch: Sequence[Batch], seed: int) -> float:
     return made.train_step.backward(made.upload(batch, seed), made.enter).loss.item()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [(1, []), (4, ["mesh.tp=2", "mesh.pp=2"]), (2, ["mesh.cp=2"])],
@@ -460,6 +462,7 @@ def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
 # -- memory
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_a_run_that_keeps_less_gives_the_same_numbers(pool: Pool, tmp_path: Path, recompute: str) -> None:
     path = write_recipe(tmp_path)

@@ -65,6 +65,7 @@ def test_adapters_are_saved_alone_and_go_on_bitwise(pool: Pool, folder: Path, tm
         assert not filecmp.cmp(file, third / file.relative_to(last), shallow=False), file
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("rung", "dim"), [("none", "cp"), ("parameters", "dp")])
 def test_adapters_go_on_in_another_layout(pool: Pool, folder: Path, tmp_path: Path, rung: str, dim: str) -> None:
     recipe = str(folder / "recipe.yaml")
@@ -109,6 +110,7 @@ def test_another_base_is_refused(folder: Path, tmp_path: Path) -> None:
         train(recipe, [*overrides(folder, tmp_path / "two"), *wrong])
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -151,6 +153,7 @@ def test_problems_are_named(folder: Path, tmp_path: Path, more: list[str], said:
     assert said in problems(str(folder / "recipe.yaml"), [*overrides(folder, tmp_path / "x"), *more])
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_a_run_with_a_frozen_stage_goes_on_in_another_layout(
     pool: Pool, folder: Path, tmp_path: Path, precision: str

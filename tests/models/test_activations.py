@@ -173,6 +173,7 @@ def test_selective_recomputation_communicates_nothing_again(pool: Pool) -> None:
         assert pool.run(2, messages, recompute) == [(LAYERS * 4, LAYERS * (6 + again))] * 2
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("recompute", "offload"), [("selective", False), ("full", True)])
 def test_compiled_blocks_compute_the_same(recompute: Recompute, offload: bool) -> None:
     """The compiler chooses what it keeps of a block; blocks are still computed again, and offloaded."""

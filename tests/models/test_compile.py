@@ -140,6 +140,7 @@ def calls(graph: fx.Graph) -> list[str]:
     return [node.target.__name__.partition(".")[0] for node in graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_blocks_are_one_graph(fake_mesh: Mesh, case: Case) -> None:
     graphs = Graphs()
@@ -203,6 +204,7 @@ def test_layers_that_differ_are_computed_again_as_they_were() -> None:
         )
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("case", [LATENT, pytest.param(LATENT_FP8, marks=pytest.mark.grid)], ids=lambda case: case.name)
 def test_compiled_latents_are_the_same(pool: Pool, case: Case) -> None:
     assert max(distance for (distance,) in pool.run(2, compared, [case])) < case.tolerance
@@ -258,6 +260,7 @@ def compared_over_cp() -> list[float]:
     return found
 
 
+@pytest.mark.in_turn(2, 0)
 def test_compiled_exchanges_compute_the_same(pool: Pool) -> None:
     assert max(map(max, pool.run(2, compared_over_cp))) < 1e-12
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from extended_family import extended
+from pool import Pool
 from torch import Tensor
 
 from megacore.data.batches import Batches
@@ -164,6 +165,7 @@ class Run:
             + (f"-x{self.replicas}" if self.replicas > 1 else "")
             + (("-file" if self.offload.folder else "-host") if self.offload else "")
             + "-slices" * self.offload_parameters
+            + (f"-micro{self.micro}" if self.micro > 1 else "")
         )
 
 
@@ -327,6 +329,14 @@ def measured(case: Case, run: Run) -> Measured:
     """:func:`measure`, of a family that is invented here too."""
     with extended():
         return measure(case, run)
+
+
+@cache
+def one_process(pool: Pool, case: Case, micro: int | None = None) -> Measured:
+    """:func:`measured` by one process, which has all tokens at once unless ``micro`` says how many sequences."""
+    (found,) = pool.run(1, measured, case, Run(micro=micro or case.sequences))
+    assert isinstance(found, Measured)
+    return found
 
 
 @cache

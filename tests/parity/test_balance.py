@@ -205,7 +205,8 @@ RUNS = (
 )
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run}-{run.micro}")
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("run", RUNS, ids=str)
 def test_each_layout_has_the_gradients_of_the_formulas(
     pool: Pool, references: dict[Coefficients, Found], run: Run
 ) -> None:

@@ -1,121 +1,37 @@
-"""The rungs of the data parallel ladder: the same numbers on each, in the memory that the formula says."""
+"""The rungs of the data parallel ladder: the memory that the formula says; bits agree where sums have one order."""
 
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from oracle import TOLERANCE, Case, Measured, Run, check, measure, microbatches, snapshot
+from layouts import LLAMA, RUNGS, SHARDED, TIED, UNTIED
+from oracle import TOLERANCE, Case, Run, measure, microbatches, snapshot
 from pool import Pool
-from test_layouts import CASES, LLAMA
 from torch import Tensor
 
 from megacore.training.optimizer import Optimizer
-from megacore.training.states.offload import Offload
 from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
-from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.rank_sets import divide
 from parallel.weights.layout import MeshShape
 
-RUNGS: tuple[ZeroShard, ...] = ("optimizer", "gradients", "parameters")
-BY_NAME = {case.name: case for case in CASES}
-UNTIED, TIED, GPT2 = "llama", "llama-tied-biases", "gpt2"
-
-
-def run(mesh: MeshShape, chunks: int = 1, **others: Any) -> Run:
-    return Run(mesh, chunks, others.pop("schedule", "interleaved" if chunks > 1 else "1f1b"), **others)
-
-
-SPREADS: list[tuple[str, Run]] = [
-    (UNTIED, run(MeshShape(dp=2))),
-    (GPT2, run(MeshShape(dp=4))),
-    (TIED, run(MeshShape(tp=4))),  # shared kv heads; without dp the ranks share out the norms
-    (UNTIED, run(MeshShape(tp=2, dp=2), micro=2)),
-    (TIED, run(MeshShape(tp=4, dp=2))),
-    (GPT2, run(MeshShape(pp=2, dp=2))),
-    (GPT2, run(MeshShape(dp=2), chunks=2)),  # a tied table in two chunks of one rank
-    (TIED, run(MeshShape(pp=2, dp=2), chunks=2)),
-    (UNTIED, run(MeshShape(pp=2, dp=2), schedule="gpipe")),
-    (TIED, run(MeshShape(tp=2, pp=2, dp=2))),
-    (GPT2, run(MeshShape(pp=4, dp=2))),
-    (UNTIED, run(MeshShape(dp=2, ep=2, tp=2))),
-    (UNTIED, run(MeshShape(dp=4), replicas=2)),
-    (GPT2, run(MeshShape(pp=2, dp=4), replicas=2)),
-    (TIED, run(MeshShape(tp=2, dp=4), replicas=2)),
-    (UNTIED, run(MeshShape(dp=2), replicas=2)),  # groups of one
-]
-PAIRS = [
-    pytest.param(case, spread, shard, id=f"{case}-{spread}-{shard}") for case, spread in SPREADS for shard in RUNGS
-]
-
-
-@cache
-def _one(pool: Pool, name: str, layers: int) -> tuple[Case, Measured]:
-    case = BY_NAME[name].with_layers(layers)
-    return case, pool.run(1, measure, case, Run())[0]
-
-
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize(("name", "spread", "shard"), PAIRS)
-def test_each_rung_computes_what_one_process_computes(pool: Pool, name: str, spread: Run, shard: ZeroShard) -> None:
-    compare(pool, name, on(spread, shard))
-
-
-def on(spread: Run, shard: ZeroShard, **changes: Any) -> Run:
-    return Run(**{**vars(spread), "shard": shard, **changes})
-
-
-def compare(pool: Pool, name: str, spread: Run) -> None:
-    case, one = _one(pool, name, max(3, spread.mesh.pp * spread.chunks + 1))
-    check(case, spread, one, pool.run(spread.mesh.world, measure, case, spread))
-
-
-@pytest.mark.parametrize("shard", RUNGS)
-@pytest.mark.parametrize(
-    "activations", [Activations("full"), Activations("selective", True)], ids=["full", "selective-offload"]
-)
-def test_with_recomputation(pool: Pool, shard: ZeroShard, activations: Activations) -> None:
-    compare(pool, TIED, on(run(MeshShape(pp=2, dp=2), chunks=2), shard, activations=activations, loss_chunk=5))
-
-
-# Windows that are smaller than most parts.
-HOST, FILE = Offload(None, 1 << 15), Offload(Path(tempfile.gettempdir()), 1 << 15)
-OFFLOADED: list[tuple[str, Run]] = [
-    (TIED, run(MeshShape(tp=4), offload=FILE)),  # spans with gaps
-    (GPT2, run(MeshShape(pp=2, dp=2), shard="optimizer", offload=HOST)),
-    (TIED, run(MeshShape(tp=2, pp=2, dp=2), shard="gradients", offload=FILE)),
-    (UNTIED, run(MeshShape(tp=2, dp=4), replicas=2, shard="parameters", offload=FILE)),
-    (TIED, run(MeshShape(tp=4, dp=2), shard="parameters", offload=HOST, offload_parameters=True)),
-    (GPT2, run(MeshShape(pp=2, dp=2), chunks=2, shard="parameters", offload=FILE, offload_parameters=True)),
-    (UNTIED, run(MeshShape(), shard="parameters", offload=HOST, offload_parameters=True)),
-]
-
-
-@pytest.mark.parametrize(("name", "spread"), OFFLOADED, ids=str)
-def test_offloaded_states_and_parameters(pool: Pool, name: str, spread: Run) -> None:
-    compare(pool, name, spread)
-
 
 @pytest.mark.parametrize("mesh", [MeshShape(dp=2), MeshShape(tp=2, pp=2, dp=2)], ids=["dp2", "tp2-pp2-dp2"])
 def test_rungs_agree_bitwise_where_sums_have_one_order(pool: Pool, mesh: MeshShape) -> None:
     """Two replicas, one microbatch: a + b and no more. Norm weights on tp=2 x dp=2 have four replicas."""
-    case = BY_NAME[UNTIED].with_layers(3)
-    runs = [Run(mesh, micro=2, shard=shard) for shard in ("none", *RUNGS)]
+    case = UNTIED.with_layers(3)
+    runs = [Run(mesh, micro=2, shard=shard) for shard in RUNGS]
     plain, *others = [pool.run(mesh.world, measure, case, each) for each in runs]
     for got in others:
         for rank, (mine, want) in enumerate(zip(got, plain, strict=True)):
@@ -127,7 +43,7 @@ def test_rungs_agree_bitwise_where_sums_have_one_order(pool: Pool, mesh: MeshSha
 
 def compiled(shard: ZeroShard) -> tuple[list[float], list[float]]:
     """The losses of two steps, without and with torch.compile."""
-    mesh, case = Mesh.create(MeshShape(dp=2)), BY_NAME[UNTIED].with_layers(2)
+    mesh, case = Mesh.create(MeshShape(dp=2)), UNTIED.with_layers(2)
     found = []
     for compiles in (False, True):
         model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
@@ -140,6 +56,7 @@ def compiled(shard: ZeroShard) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_blocks_can_be_compiled(pool: Pool, shard: ZeroShard) -> None:
@@ -199,7 +116,8 @@ FORMULA: dict[str, dict[ZeroShard, tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("shard", ["none", *RUNGS])
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("shard", RUNGS)
 @pytest.mark.parametrize(("mesh", "replicas"), [(MeshShape(dp=4), 1), (MeshShape(dp=4), 2), (MeshShape(tp=2, dp=2), 1)])
 def test_what_is_held_is_what_the_formula_says(pool: Pool, mesh: MeshShape, replicas: int, shard: ZeroShard) -> None:
     shares = mesh.dp // replicas if shard != "none" else 1
@@ -212,7 +130,7 @@ def test_what_is_held_is_what_the_formula_says(pool: Pool, mesh: MeshShape, repl
 def seen_memory(shard: ZeroShard) -> tuple[list[int], list[int]]:
     """Units whose parameters are there: while each computes, forward and backward; and at the end of a step."""
     mesh = Mesh.create(MeshShape(dp=2))
-    case = BY_NAME[UNTIED].with_layers(6)
+    case = UNTIED.with_layers(6)
     model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
     model.parameters.initialise(0)
     gradients = Gradients(model.parameters, model.chunks, torch.float64, shard)
@@ -246,7 +164,7 @@ def test_parameters_are_there_only_while_they_are_used(pool: Pool) -> None:
 def from_hollow() -> tuple[int, int, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(bytes of the parameters before and after they are filled, what they are filled with, what is there)."""
     mesh = Mesh.create(MeshShape(dp=2, tp=4))
-    case = BY_NAME[TIED].with_layers(3)
+    case = TIED.with_layers(3)
     layout = layout_of(case.config, mesh.shape)
     model = Model.create(case.config, layout, mesh, torch.float64, hollow=True)
     before = nbytes(model.parameters.values())
@@ -285,7 +203,7 @@ def test_stages_and_replicas_divide_a_set() -> None:
 
 def norms_are_shared() -> list[str]:
     mesh = Mesh.create(MeshShape(tp=2))
-    case = BY_NAME[UNTIED].with_layers(3)
+    case = UNTIED.with_layers(3)
     model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
     gradients = Gradients(model.parameters, model.chunks, torch.float64, "optimizer")
     return sorted({place.span.name for b in gradients.buckets if b.group.size > 1 for place in b.flat.places})
@@ -299,7 +217,7 @@ def test_tensor_parallel_ranks_share_out_what_they_all_hold(pool: Pool) -> None:
 def read_twice(shard: ZeroShard) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The weights that were filled in, and those that come back."""
     mesh = Mesh.create(MeshShape(dp=2, tp=4))
-    case = BY_NAME[TIED].with_layers(3)
+    case = TIED.with_layers(3)
     model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
     gradients = Gradients(model.parameters, model.chunks, torch.float64, shard)
     optimizer = Optimizer(gradients, lr=0.1)
@@ -310,7 +228,7 @@ def read_twice(shard: ZeroShard) -> tuple[dict[str, np.ndarray], dict[str, np.nd
     return filled, snapshot(gradients)
 
 
-@pytest.mark.parametrize("shard", RUNGS)
+@pytest.mark.parametrize("shard", SHARDED)
 def test_weights_come_back_as_they_were_filled_in(pool: Pool, shard: ZeroShard) -> None:
     for filled, found in pool.run(8, read_twice, shard):
         for name, want in filled.items():

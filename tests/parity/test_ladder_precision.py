@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from layouts import BIASES, GPT2, LLAMA, NO_DROPOUT, RUNGS
 from oracle import Case, Run, lively, microbatches, relative
 from pool import Pool
-from test_layouts import BIASES, GPT2, LLAMA, NO_DROPOUT
 from torch import Tensor
 
 from megacore.training.optimizer import Optimizer
@@ -25,7 +25,6 @@ from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.weights.layout import MeshShape
 
-RUNGS: tuple[ZeroShard, ...] = ("none", "optimizer", "gradients", "parameters")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # fp8 leaves out the first layer and the last.
 UNTIED = Case("llama", LLAMA, sequences=8, ignored=0.3).with_layers(4)
@@ -114,7 +113,7 @@ ONE_ORDER = {
 LOSSES, MASTERS = 1e-4, 1e-4
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [

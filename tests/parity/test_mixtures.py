@@ -1,13 +1,8 @@
-"""Experts on any layout: the numbers, counts and biases of one process, and of a formula in which every expert computes
-every token."""
+"""A layer of experts on any layout beside a formula in which every expert computes every token."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,185 +10,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from extended_family import extended
-from families import ROTATION, drawn
+from layouts import AFTERWARDS, EXPERTS, GROUPS, SIGMOID
 from oracle import (
     LENGTH,
     TOLERANCE,
     Case,
-    Measured,
     Run,
     buffers_of,
-    check,
-    deep,
     expected,
     lively,
-    measured,
     relative,
     trained,
 )
 from pool import Pool
-from test_layouts import LLAMA
 from torch import Tensor
 
-from megacore.training.states.offload import Offload
 from models.assemble import Model
 from models.context import CausalAttention, Context
-from models.registry import FAMILIES, configure
-from parallel.balance import Coefficients
-from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.routing import Routing
 from parallel.weights.layout import MeshShape
 
-SEQUENCES = 12
-MIXED = [name for name in FAMILIES if configure(drawn(name)).anatomy.routing is not None]
-MESHES = [
-    (MeshShape(ep=2), False),
-    (MeshShape(ep=4), False),
-    (MeshShape(ep=2, tp=2), False),
-    (MeshShape(tp=2), False),
-    (MeshShape(tp=2), True),
-    (MeshShape(ep=2, tp=2), True),
-    (MeshShape(pp=2, ep=2), False),
-    (MeshShape(dp=2, ep=2), False),
-    (MeshShape(ep=2, tp=2, pp=2), False),
-    (MeshShape(ep=2, tp=4), False),
-    (MeshShape(tp=4, dp=2), True),  # parts of experts are padded
-]
-# Windows that are smaller than most parts.
-HOST, FILE = Offload(None, 1 << 15), Offload(Path(tempfile.gettempdir()), 1 << 15)
-DRAWN = 3
-"""Runs on each mesh of a family's grid."""
-
-SIGMOID = {"top_k": 2, "score": "sigmoid", "normalised": True, "epsilon": 1e-20, "factor": 2.5}
-GROUPS = SIGMOID | {"top_k": 3, "groups": 4, "kept_groups": 2, "group_score": "top2"}
 BY_MAX = {"top_k": 2, "groups": 2, "group_score": "max"}
-AFTERWARDS = {"top_k": 2, "weigh": "chosen"}
-EXPERTS = {
-    "family": "extended",
-    "experts": [1, 0, 1],
-    "expert_size": 10,
-    "shared_expert": True,
-    "correction": True,
-    "routing": SIGMOID,
-}
-SEQUENCE = Coefficients(sequence=0.05, z_loss=1e-2, bias_rate=1e-2)
-BATCH = Coefficients(batch=0.05, z_loss=1e-2, bias_rate=1e-2)
-
-
-def cases_of(name: str, seed: int) -> tuple[Case, Case]:
-    """A family by itself, with either balance; documents and rows that are not filled with one of them."""
-    section = drawn(name, seed, vocab=101)
-    return (
-        Case(f"{name}-sequence", section, SEQUENCES, ignored=0.3, coefficients=SEQUENCE),
-        Case(f"{name}-batch", section, SEQUENCES, ignored=0.3, documents=True, padded=True, coefficients=BATCH),
-    )
-
-
-PARTS = LLAMA | EXPERTS
-OF_PARTS = (
-    Case("starved", PARTS, SEQUENCES, ignored=0.3, padded=True, coefficients=SEQUENCE, starved=True),
-    Case(
-        "parts",
-        PARTS | {"routing": GROUPS, "windows": [3, 0, 5], "sinks": True, "norms": True, "tie_word_embeddings": True},
-        SEQUENCES,
-        documents=True,
-        padded=True,
-        coefficients=BATCH,
-    ),
-    Case("few", PARTS | {"experts": [1, 0, 0]}, SEQUENCES, ignored=0.3, coefficients=BATCH),  # a stage has none
-    Case(
-        "side-by-side",
-        PARTS | {"routing": AFTERWARDS, "expert_bias": True, "parallel": True},
-        SEQUENCES,
-        coefficients=SEQUENCE,
-    ),
-)
-
-
-def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
-    """A run on the mesh, drawn."""
-    schedule = rng.choice(("1f1b", "gpipe", "interleaved") if mesh.pp > 1 else ("1f1b", "gpipe"))
-    accumulated = rng.choice([n for n in (1, 2, 3, 4) if SEQUENCES % (mesh.data * n) == 0])
-    if case.coefficients.batch and accumulated > 1:
-        schedule = "gpipe"  # the others begin the backward before all tokens are routed
-    shard: Any = rng.choice(("none", "optimizer", "gradients", "parameters"))
-    return Run(
-        mesh,
-        2 if schedule == "interleaved" else 1,
-        schedule,
-        micro=SEQUENCES // (mesh.data * accumulated),
-        activations=Activations(rng.choice(("none", "selective", "full")), rng.random() < 0.2),
-        loss_chunk=rng.choice((None, 5)),
-        shard=shard,
-        replicas=rng.choice((1, mesh.dp)),
-        offload=rng.choice((None, None, HOST, FILE)),
-        etp=etp,
-    )
-
-
-def grid(name: str, cases: tuple[Case, ...], seed: int) -> list[Any]:
-    """Runs on every mesh, of which one in ten is of the suite."""
-    made = []
-    for at, (mesh, etp) in enumerate(MESHES):
-        for number in range(DRAWN):
-            case = cases[(at + number) % len(cases)]
-            run = run_of(case, mesh, etp, Random(f"{name} {at} {number}"))
-            turn = at * DRAWN + number
-            suite = (3 * turn + seed + ROTATION) % 10 == 0
-            mark = [] if suite else [pytest.mark.grid]
-            made.append(pytest.param(case, run, id=f"{case.name}-{run}-{run.micro}-{number}", marks=mark))
-    return made
-
-
-PAIRS = [
-    *grid("extended", OF_PARTS[:2], 1),
-    *grid("extended again", OF_PARTS[2:], 8),
-    *(pair for seed, name in enumerate(MIXED) for pair in grid(name, cases_of(name, seed), seed)),
-]
-
-
-# Those of the suite that the faults of sensitivity.py name. With three sequences the ranks of tp=2 share one.
-ALWAYS = [
-    (OF_PARTS[0], Run(MeshShape(tp=2, ep=2), micro=3, activations=Activations("full"))),
-    (OF_PARTS[2], Run(MeshShape(pp=2, ep=2), schedule="gpipe", micro=3)),
-    (
-        OF_PARTS[0],
-        Run(MeshShape(tp=2, ep=2), micro=3, etp=True, activations=Activations("selective"), shard="parameters"),
-    ),
-]
-PAIRS += [pytest.param(case, run, id=f"{case.name}-{run}") for case, run in ALWAYS]
-
-
-@cache
-def one(pool: Pool, case: Case) -> Measured:
-    """By one process, that has all tokens at once."""
-    return pool.run(1, measured, case, Run(micro=SEQUENCES))[0]
-
-
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize(("case", "run"), PAIRS)
-def test_experts_compute_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
-    with extended():
-        case = deep(case, max(3, run.mesh.pp * run.chunks + 1))
-        check(case, run, one(pool, case), pool.run(run.mesh.world, measured, case, run))
-
-
-def test_an_expert_without_tokens_has_a_gradient_of_zeros(pool: Pool) -> None:
-    """And the others learn something, else equal weights would prove nothing."""
-    with extended():
-        found = one(pool, deep(OF_PARTS[0], 3))
-    assert found.loads[0].layers == (0, 2)
-    for counts in found.loads[0].counts:
-        assert counts[-1] == 0 < counts[:-1].min()
-    for name, gradient in found.gradients.items():
-        assert relative(found.final[name], found.initial[name]) > 1e-3
-        assert gradient.any()
-        if "experts" in name:
-            assert not gradient[-1].any() and np.all(np.any(gradient[:-1], axis=(1, 2)))
-
-
-# -- the formula
 
 
 def formula(x: Tensor, p: Mapping[str, Tensor], routing: Routing) -> Tensor:
@@ -263,7 +101,7 @@ def mixture(case: Case, run: Run) -> tuple[np.ndarray, np.ndarray, dict[str, np.
 @pytest.mark.parametrize("run", [Run(MeshShape(ep=2, tp=2)), Run(MeshShape(ep=2, tp=2), etp=True)], ids=str)
 @pytest.mark.parametrize("routing", [SIGMOID, GROUPS, BY_MAX, AFTERWARDS], ids=["sigmoid", "groups", "max", "chosen"])
 def test_a_mixture_is_the_formula_of_all_experts_for_all_tokens(pool: Pool, routing: dict[str, Any], run: Run) -> None:
-    case = Case("mixture", PARTS | {"routing": routing, "expert_bias": routing is AFTERWARDS})
+    case = Case("mixture", EXPERTS | {"routing": routing, "expert_bias": routing is AFTERWARDS})
     with extended():
         model = Model.create(case.config, lively(Run().layout(case)), Mesh.single(), torch.float64)
         model.parameters.initialise(seed=1)

@@ -3,114 +3,27 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
-import numpy as np
 import pytest
 import torch
-from families import drawn
-from oracle import Case, Measured, Run, check, deep, lively, measure, microbatches, relative
+from layouts import ALL, CONV, DOWN, LLAMA, MIXED_LORA, SOME, TUNED_FAMILIES
+from oracle import Case, Run, lively, microbatches
 from pool import Pool
-from test_layouts import BIASES, GPT2, LLAMA, NO_DROPOUT
 from torch import Tensor, nn
 
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.lora import Lora
-from models.registry import FAMILIES, configure
+from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
 from parallel.gradients.reduce import Gradients
 from parallel.layers.linear import ColumnParallelLinear
-from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
 from parallel.weights.layout import MeshShape
-
-TIED = {"tie_word_embeddings": True, "intermediate_size": 27}  # padded
-
-ALL = Case("lora-all", LLAMA, ignored=0.3, tuning=Tuning(Lora(4, 8.0, ("*",))))
-SOME = Case(
-    "lora-some", LLAMA | BIASES | TIED, tuning=Tuning(Lora(3, 2.0, ("q_proj", "attn.qkv.v", "mlp"), rslora=True))
-)
-CONV = Case("lora-gpt2", GPT2 | NO_DROPOUT, tuning=Tuning(Lora(2, 4.0, ("attn", "c_fc"))))
-ENDS = Case("freeze-first", LLAMA, tuning=Tuning(freeze=("embed", "layers.0", "layers.1.mlp")))
-ONLY = Case("only-attention", GPT2 | NO_DROPOUT, tuning=Tuning(only=("attn", "embed", "norm"), freeze=("attn.*.bias",)))
-MIDDLE = Case("only-middle", LLAMA | TIED, tuning=Tuning(only=("layers.1",)))
-MIXTRAL = drawn("mixtral", 1)
-MIXED = Case("lora-experts", MIXTRAL, ignored=0.3, tuning=Tuning(Lora(4, 8.0, ("*",))))
-DOWN = Case("lora-down", MIXTRAL, tuning=Tuning(Lora(3, 2.0, ("experts.down", "router"))))
-ROUTERS = Case("only-routers", MIXTRAL, tuning=Tuning(only=("router", "experts"), freeze=("experts.down",)))
-DRAWN = [
-    Case(f"lora-{name}-drawn", drawn(name, 2), sequences=2, tuning=Tuning(Lora(4, 8.0, ("*",)))) for name in FAMILIES
-]
-
-RUNS = {
-    "tp": Run(MeshShape(tp=4)),  # kv heads shared
-    "interleaved": Run(MeshShape(pp=2, tp=2), chunks=2, schedule="interleaved"),
-    "full": Run(MeshShape(pp=2, dp=2), activations=Activations("full")),
-    "optimizer": Run(MeshShape(tp=2, dp=2), shard="optimizer"),
-    "gradients": Run(MeshShape(pp=2, dp=2), shard="gradients"),
-    "parameters": Run(MeshShape(tp=2, pp=2, dp=2), shard="parameters"),
-    "parameters-offload": Run(MeshShape(dp=2), shard="parameters", activations=Activations("selective", True)),
-    "parameters-full": Run(
-        MeshShape(pp=2, dp=2), 2, "interleaved", activations=Activations("full"), shard="parameters", loss_chunk=5
-    ),
-}
-RUNS_OF_EXPERTS = {
-    "folded": Run(MeshShape(ep=2, tp=2), shard="parameters"),
-    "features": Run(MeshShape(ep=2, tp=2), etp=True, activations=Activations("full")),
-}
-QUICK = ("tp", "parameters")
-# Each case on layouts of the kinds that it could break on.
-PAIRS = [
-    pytest.param(
-        case, (RUNS | RUNS_OF_EXPERTS)[name], id=f"{case.name}-{name}", marks=[pytest.mark.quick] * (name in QUICK)
-    )
-    for case, names in (
-        (ALL, tuple(RUNS)),
-        (SOME, ("tp", "interleaved", "parameters")),
-        (CONV, ("tp", "interleaved", "gradients", "parameters")),
-        (ENDS, ("tp", "interleaved", "optimizer", "parameters-full")),
-        (ONLY, ("tp", "full", "parameters")),
-        (MIXED, ("folded", "features", "parameters-full")),
-        (DOWN, ("features",)),
-        (ROUTERS, ("folded",)),
-        (MIDDLE, ("full", "gradients", "parameters")),  # a stage of which nothing is trained
-        *((case, ("tp",)) for case in DRAWN),
-    )
-    for name in names
-]
-
-
-@cache
-def _one(pool: Pool, case: Case) -> Measured:
-    return pool.run(1, measure, case, Run())[0]
-
-
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize(("case", "run"), PAIRS)
-def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
-    case = deep(case, 5 if run.chunks > 1 else 3)
-    one = _one(pool, case)
-    check(case, run, one, pool.run(run.mesh.world, measure, case, run))
-
-
-@pytest.mark.parametrize(
-    "case", [ALL, SOME, CONV, ENDS, ONLY, MIDDLE, MIXED, DOWN, ROUTERS], ids=lambda case: case.name
-)
-def test_what_is_trained_learns_and_what_is_frozen_stays(pool: Pool, case: Case) -> None:
-    case = deep(case, 3)
-    one, frozen = _one(pool, case), case.tuning.frozen(case.config.schema)
-    assert frozen and frozen < one.initial.keys()
-    for name, before in one.initial.items():
-        if name in frozen:
-            assert np.array_equal(one.final[name], before) and not one.gradients[name].any(), name
-        else:
-            assert relative(one.final[name], before) > 1e-3 and one.gradients[name].any(), name
-
 
 # -- the formula
 
@@ -130,7 +43,7 @@ def loss_of(case: Case, model: Model) -> Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", [ALL, SOME, CONV, MIXED, DOWN, *DRAWN], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [ALL, SOME, CONV, MIXED_LORA, DOWN, *TUNED_FAMILIES], ids=lambda case: case.name)
 def test_a_step_is_that_of_the_formula(case: Case) -> None:
     """W + scale B A in place of W, multiplied out piece by piece, gives the loss and, by the chain rule, dA and dB."""
     lora = case.tuning.lora

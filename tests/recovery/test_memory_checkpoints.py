@@ -99,6 +99,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("layout", ["mesh.dp=2 zero.shard=optimizer", "mesh.tp=2", "mesh.pp=2"])
 def test_a_run_that_is_started_again_ends_as_if_nothing_had_been(
     layout: str, pool: Pool, recipe: str, tmp_path: Path
@@ -169,6 +170,7 @@ def test_a_checkpoint_is_whole_if_the_machines_have_all_of_it_between_them() -> 
     assert partners.whole(told) == [(6, [told[0][1], told[1][0]]), (3, [told[0][0], None])]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("layout", ["mesh.dp=4 zero.shard=optimizer", "mesh.pp=2 mesh.dp=2"])
 def test_a_machine_that_is_lost_takes_nothing_along(layout: str, pool: Pool, recipe: str, tmp_path: Path) -> None:
     """Its files are at its partner; a new machine in its place is brought what it lacks."""
@@ -326,6 +328,7 @@ def test_a_save_that_fails_is_told_once_and_ends_nothing(
     assert kept == [] and len(told) == 1 and "no room" in told[0] and "The run goes on" in told[0]
 
 
+@pytest.mark.in_turn(2, 0)
 def test_it_saves_as_seldom_as_its_cost_demands(recipe: str, tmp_path: Path) -> None:
     """A clock on which each look takes a second: a save takes some seconds, and a hundred times as long passes."""
     now, begun = 0.0, list[tuple[int, float]]()

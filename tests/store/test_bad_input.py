@@ -738,6 +738,7 @@ def consistent(checkpoint: Checkpoint) -> None:
     assert checkpoint.config.schema.parameters == checkpoint.layout.schema.parameters
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", ["tree", "bytes"])
 @pytest.mark.parametrize("source", ["ckpt", "gpt2", "parts"])
 def test_fuzz_the_index(kind: str, source: str, given_folders: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def run(command: ModuleType, source: Path, target: Path, *more: str) -> None:
     assert command.main([str(source), str(target), *more]) == 0
 
 
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS))
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=4))
 def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     section, seen = SECTIONS[family][number], set()
 
@@ -169,7 +169,7 @@ def test_what_travels_with_a_model_is_copied_byte_for_byte(tmp_path: Path) -> No
         assert kept == TRAVELS
 
 
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=3))
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=9))
 def test_any_chain_of_layouts_with_optimizer_state(
     family: str, number: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -620,6 +620,7 @@ def peak(folder: Path, section: Section) -> int:
     return int(most)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_memory_does_not_grow_with_the_model(base: Section, tmp_path: Path) -> None:

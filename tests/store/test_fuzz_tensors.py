@@ -295,6 +295,7 @@ class Fuzz:
 KINDS = [Fuzz.flipped, Fuzz.replaced, Fuzz.cut, Fuzz.offsets, Fuzz.grafted, Fuzz.any_json, Fuzz.noise, Fuzz.spaced]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_random_files(tmp_path, kind, record_property):
     """Refused, or sound: then every tensor can be read, they tile the data, and the library agrees."""

@@ -126,7 +126,7 @@ def assert_said(found: Said, wanted: Said, tolerance: float) -> None:
 # -- what the merged model says
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", LORAS)
 def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: Path, not_durable: None) -> None:
@@ -142,6 +142,7 @@ def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: 
     assert plain.tokens != live.tokens
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -296,6 +297,7 @@ def test_all_ranks_know_that_one_cannot_read(llama: Folders, pool: Pool) -> None
     assert said.startswith("rank 1 (") and said.endswith("): the disk is broken")
 
 
+@pytest.mark.in_turn(4, 3)
 @pytest.mark.slow
 def test_processes_of_the_command_end_in_order(chat: Folders, tmp_path: Path) -> None:
     """What they find when they are live is said once, and none of them aborts."""

@@ -74,7 +74,7 @@ def ours(
 # -- tokens
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(9)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
@@ -95,6 +95,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
     return [ours(folder, shape, choose, stops=stops) for choose in ways]
 
 
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -341,6 +342,7 @@ def test_numbers_out_of_range(arguments: list[str], capsys: Capture) -> None:
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.in_turn(4, 2)
 @pytest.mark.slow
 def test_the_command_starts_its_own_processes(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     """And none of them imports from the folder that it is called in."""
@@ -354,6 +356,7 @@ def test_the_command_starts_its_own_processes(llama: Path, tmp_path: Path, capsy
     assert [json.loads(line) for line in done.stdout.splitlines()] == data(capsys, *given)
 
 
+@pytest.mark.in_turn(4, 0)
 def test_processes_of_torchrun_must_be_as_many_as_the_mesh_takes(
     llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ assert not {{"torch", "transformers", "safetensors"}} & set(sys.modules)
 # -- two folders
 
 
+@pytest.mark.in_turn(3)
 def test_every_layout_equals_every_other(folders: dict[str, Path], capsys: Capture) -> None:
     for one in folders.values():
         for other in folders.values():

@@ -99,6 +99,7 @@ def test_where_nobody_reads_on_nothing_is_said(
     assert "roken pipe" not in capfd.readouterr().err
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_program_is_there_and_speaks_for_itself(command: str) -> None:
     root = Path(__file__).parents[2]

@@ -275,6 +275,7 @@ BAD = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", BAD)
 def test_a_document_that_cannot_be_read_stops_or_is_skipped(tmp_path, trained, capsys, name):
     content, message = BAD[name]
@@ -449,6 +450,7 @@ def stop_after(monkeypatch, target: object, name: str, calls: int) -> None:
     monkeypatch.setattr(target, name, counted)
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("more", [[], ["--shuffle", "3"]])
 @pytest.mark.parametrize(
     ("where", "name", "calls"),
@@ -499,6 +501,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_resume_of_something_else_is_refused(lines, trained, tmp_path, monkeypatch, capsys, change):
     with monkeypatch.context() as patch:
@@ -564,6 +567,7 @@ def test_a_resume_of_what_is_damaged_is_refused(lines, trained, tmp_path, monkey
 # -- parts and orders
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("count", "more"), [(1, []), (3, ["--shuffle", "5"]), (30, [])])
 def test_merged_parts_are_the_bytes_of_one_run(lines, trained, tmp_path, capsys, count, more):
     whole = tmp_path / "whole"

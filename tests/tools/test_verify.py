@@ -60,7 +60,8 @@ def elements(checkpoint: Checkpoint) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), rotated(["--tp 1 --pp 1", "--tp 2 --pp 2", "--tp 4 --pp 3", "--tp 2 --pp 1 --chunks 2"])
+    ("family", "layout"),
+    rotated(["--tp 1 --pp 1", "--tp 2 --pp 2", "--tp 4 --pp 3", "--tp 2 --pp 1 --chunks 2"], few=4),
 )
 def test_every_layout_passes(family: str, layout: str, tmp_path: Path, capsys: Capture) -> None:
     hf = save(family, tmp_path / "hf")
@@ -213,7 +214,7 @@ WORLDS = {
 CP = {"--pp 2": 2}
 
 
-@pytest.mark.parametrize(("family", "layout"), rotated(WORLDS))
+@pytest.mark.parametrize(("family", "layout"), rotated(WORLDS, few=6))
 def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> None:
     world = WORLDS[layout]
     hf = save(family, tmp_path / "hf", num_hidden_layers=4)
@@ -238,6 +239,7 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
     assert f"weights/{changed.name}: layers.3.attn.out.weight" in reports[0].differing[0]
 
 
+@pytest.mark.in_turn(4, 0)
 @pytest.mark.slow
 def test_torchrun(llama: Path, tmp_path: Path) -> None:
     target = converted(llama, tmp_path / "sharded", "--tp", "2")

@@ -1,0 +1,494 @@
+"""What the files of each family may say: what means the same in other words, which layers have windows and ropes, what
+is refused; and published files mean here what they mean to transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from families import drawn, of_transformers, small
+from transformers import CONFIG_MAPPING
+
+from megacore.store.export import config_json
+from models.anatomy import FULL, ROPE, SLIDING
+from models.assemble import Model
+from models.config import ModelConfig, ModelConfigError, active_parameters
+from models.decoder import Microbatch
+from models.registry import configure, family
+from models.rope_config import DefaultRope, YarnRope
+from models.stages import layout_of
+from parallel.kernels.activation import clamped_swiglu, gated
+from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
+
+Fields = dict[str, Any]
+
+
+def read(name: str, config: Fields) -> ModelConfig:
+    return family(name).config.from_hugging_face(config)
+
+
+def without(config: Fields, *fields: str) -> Fields:
+    return {name: value for name, value in config.items() if name not in fields}
+
+
+def plain(name: str, **fields: Any) -> Fields:
+    """A small ``config.json`` as transformers writes it."""
+    return small(name, **fields).to_dict()
+
+
+def with_experts(name: str) -> Fields:
+    """One of five layers, of a family with experts."""
+    return of_transformers(drawn(name, 1, pad_token_id=None)).to_dict()
+
+
+# Of transformers 4, as it wrote them; the larger models of Gemma 3 leave out what is the default.
+OLD: dict[str, Fields] = {
+    "gemma3_text": {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 500000,
+        "rope_local_base_freq": 20000.0,
+        "sliding_window": 4,
+        "torch_dtype": "bfloat16",
+        "cache_implementation": "hybrid",
+    },
+    "qwen2": without(plain("qwen2"), "layer_types"),
+    "smollm3": without(plain("smollm3", pad_token_id=None), "layer_types", "no_rope_layers"),
+    "mistral": without(plain("mistral"), "sliding_window"),
+    "cohere2": without(plain("cohere2"), "layer_types", "rope_parameters"),
+    "falcon": without(plain("falcon"), "rope_parameters"),
+    **{name: without(plain(name, head_dim=8), "rope_parameters") for name in ("glm", "glm4")},
+}
+
+
+# -- other words for the same
+
+GEMMAS = ("gemma", "gemma2", "gemma3_text")
+DEEPSEEK = {"aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": True, "pretraining_tp": 1, "moe_layer_freq": 1}
+SAME: list[tuple[str, Fields]] = [
+    # Fields of published files that transformers' class does not have, or not any more.
+    ("gpt2", {"n_special": 0, "output_past": True, "predict_special_tokens": True}),
+    ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+    ("nemotron", {"kv_channels": 128}),
+    ("cohere2", {"_sliding_window_pattern": 4}),  # as transformers 4.53 saved it
+    ("cohere2", {"use_qk_norm": False}),
+    ("deepseek_v3", DEEPSEEK | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+    ("deepseek_v2", DEEPSEEK | {"scoring_func": "softmax"}),
+    ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 4096}),
+    # GELU means its approximation, and Gemma 2 reads one of two names.
+    ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
+    ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 4096}),
+    *((name, {"use_bidirectional_attention": off}) for name in GEMMAS for off in (None, False)),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), SAME)
+def test_what_is_said_beside_changes_nothing(name: str, fields: Fields) -> None:
+    assert read(name, plain(name) | fields) == read(name, plain(name))
+
+
+def test_a_name_that_is_read_is_enough() -> None:
+    """gpt-oss's own name of the experts of a token, and no constant of the gate; Gemma's other activations."""
+    bare = without(plain("gpt_oss"), "num_experts_per_tok", "swiglu_alpha")
+    assert read("gpt_oss", bare | {"experts_per_token": 2}) == read("gpt_oss", plain("gpt_oss"))
+    assert read("gemma", plain("gemma") | {"hidden_act": "relu"}).anatomy.activation == "relu"
+    assert "hidden_act" not in read("gemma2", plain("gemma2")).to_hugging_face()
+
+
+COHERE2 = {  # command-r7b's, one of which makes its layers
+    "cache_implementation": "hybrid",
+    "layer_switch": 2,
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rope_scaling": None,
+    "rope_theta": 50000,
+    "rotary_pct": 1.0,
+    "sliding_window_pattern": 2,
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OF_GLM: list[tuple[Fields, int]] = [
+    ({}, 4),
+    ({"rope_theta": 5e6, "partial_rotary_factor": 0.25}, 2),
+    ({"rope_parameters": GLM_ROPE}, 4),
+    ({"rope_parameters": GLM_ROPE | {"partial_rotary_factor": 1.0}}, 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("cohere2", COHERE2),
+        ("gemma3_text", {}),
+        ("gemma3_text", {"sliding_window_pattern": 3}),
+        ("gemma3_text", {"layer_types": [FULL, *[SLIDING] * 6]}),
+        *((name, fields) for name in ("glm", "glm4") for fields, _ in OF_GLM),
+    ],
+)
+def test_an_old_file_is_the_new_one_that_transformers_makes_of_it(name: str, fields: Fields) -> None:
+    theirs = CONFIG_MAPPING[name](**(OLD[name] | fields)).to_dict()
+    theirs.pop("sliding_window_pattern", None)  # kept, beside the layer_types that it made
+    ours = read(name, OLD[name] | fields)
+    if name != "cohere2":
+        assert ours == read(name, theirs)
+    for field in ("layer_types", "rope_parameters"):
+        assert name.startswith("glm") or ours.to_hugging_face()[field] == theirs[field]
+
+
+@pytest.mark.parametrize("name", ["glm", "glm4"])
+@pytest.mark.parametrize(("said", "turning"), OF_GLM)
+def test_half_of_a_head_of_glm_turns_unless_another_part_is_said(name: str, said: Fields, turning: int) -> None:
+    sizes = read(name, OLD[name] | said).sizes
+    assert sizes["two"] * sizes["half"] == turning and sizes.get("rest", 0) == 8 - turning
+
+
+def test_the_old_spelling_of_olmo_3() -> None:
+    """What transformers 4.57 wrote: the scaling is that of the layers that see all."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 32}
+    config = without(plain("olmo3"), "rope_parameters") | {"rope_theta": 7e5, "rope_scaling": scaling}
+    yarn = YarnRope(rope_theta=7e5, factor=8.0, original_max_position_embeddings=8)
+    assert read("olmo3", config).anatomy.ropes == {FULL: yarn, SLIDING: DefaultRope(rope_theta=7e5)}
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "other"),
+    [
+        ("mixtral", "num_local_experts", "num_experts"),
+        ("qwen3_moe", "num_local_experts", "num_experts"),
+        ("olmoe", "num_experts", "num_local_experts"),
+    ],
+)
+def test_a_field_has_two_names(name: str, written: str, other: str) -> None:
+    theirs, kind = with_experts(name), family(name).config
+    one, same = read(name, theirs), read(name, without(theirs, written) | {other: theirs[written]})
+    assert one == same and written in one.to_hugging_face() and other not in one.to_hugging_face()
+    assert one == read(name, theirs | {other: theirs[written]})
+    twice = f"{written} is {theirs[written]}, and {other} is 64: they are one field"
+    with pytest.raises(ModelConfigError, match=twice):
+        read(name, theirs | {other: 64})
+    # A name that nobody changes stays in the file, for older readers know no other.
+    assert kind.override({other: 8}, {"hidden_act": "relu"}) == {other: 8, "hidden_act": "relu"}
+    for field in (written, other):
+        assert configure({"preset": f"{name}-tiny", field: 32}).sizes["experts"] == 32
+
+
+def test_what_belongs_to_their_balance_is_carried() -> None:
+    raw = with_experts("olmoe") | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    assert read("olmoe", raw) == read("olmoe", with_experts("olmoe"))
+    assert b'"router_aux_loss_coef": 0.02' in config_json(raw)
+
+
+# -- published files
+
+_PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
+
+
+def published(name: str) -> Fields:
+    config = _PUBLISHED["every"] | _PUBLISHED["models"][name]["config"]
+    if period := config.get("layer_types"):
+        config["layer_types"] = period * (config["num_hidden_layers"] // len(period))
+    return config
+
+
+@pytest.mark.parametrize("name", _PUBLISHED["models"])
+def test_published_files_mean_what_they_mean_to_transformers(name: str) -> None:
+    config = published(name)
+    ours, theirs = read(config["model_type"], config), CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
+    assert ours == read(config["model_type"], theirs.to_dict())
+    assert ours.schema.parameters == _PUBLISHED["models"][name]["parameters"]
+
+
+OLMO_3 = published("Olmo-3-32B")
+BARE = {name: value for name, value in OLMO_3.items() if "rope" not in name}
+
+
+def test_one_rope_of_olmo_3_is_that_of_the_layers_that_see_all() -> None:
+    """Transformers 5.0 wrote such files of what 4.57 wrote as a rope_scaling. Version 5.23 writes the nested ones that
+    it computes by beside them; of flat ones alone it reads nothing, so they are not written again."""
+    flat = BARE | {"rope_parameters": {**OLMO_3["rope_scaling"], "rope_theta": OLMO_3["rope_theta"]}}
+    kind = family("olmo3").config
+    assert read("olmo3", flat) == read("olmo3", OLMO_3)
+    written = kind.as_written(flat)
+    theirs = CONFIG_MAPPING["olmo3"].from_dict(deepcopy(written))
+    assert theirs.rope_parameters == written["rope_parameters"]
+    assert read("olmo3", theirs.to_dict()) == read("olmo3", OLMO_3)
+    assert kind.as_written(OLMO_3) == OLMO_3
+
+    mixed = CONFIG_MAPPING["olmo3"].from_dict(deepcopy(flat)).to_dict()
+    assert read("olmo3", mixed) == read("olmo3", BARE)
+
+
+# -- which layers have windows, and which rotate
+
+SLIDES = {"use_sliding_window": True, "sliding_window": 5}
+WINDOWS: list[tuple[str, Fields, Sequence[int | None]]] = [
+    ("mistral", {}, [4096] * 3),
+    ("mistral", {"sliding_window": None}, [None] * 3),
+    ("mistral", {"sliding_window": 5}, [5] * 3),
+    # Qwen2's, that are off.
+    ("qwen2", {}, [None] * 3),
+    ("qwen2", {"sliding_window": 5}, [None] * 3),
+    ("qwen2", {"sliding_window": 5, "max_window_layers": 0}, [None] * 3),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None}, [None] * 3),
+    ("qwen2", {"layer_types": [FULL] * 3}, [None] * 3),
+    ("qwen2", SLIDES | {"max_window_layers": 3}, [None] * 3),
+    ("qwen2", SLIDES | {"max_window_layers": 1}, [None, 5, 5]),
+    ("qwen2", SLIDES | {"max_window_layers": 0}, [5, 5, 5]),
+    ("qwen2", SLIDES | {"max_window_layers": 0, "layer_types": [SLIDING, FULL, SLIDING]}, [5, None, 5]),
+    ("smollm3", {}, [None] * 3),
+    ("smollm3", {"no_rope_layer_interval": 2}, [None] * 3),
+    ("smollm3", {"no_rope_layer_interval": 2, "no_rope_layers": [0, 1, 1, 1, 0]}, [None] * 3),
+    ("smollm3", SLIDES | {"no_rope_layer_interval": 2}, [None, 5, None]),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "windows"), WINDOWS)
+def test_windows_and_ropes_are_those_of_transformers(name: str, fields: Fields, windows: list[int | None]) -> None:
+    anatomy, theirs = read(name, OLD[name] | fields).anatomy, CONFIG_MAPPING[name](**OLD[name] | fields)
+    assert [layer.window for layer in anatomy.layers] == windows
+    if not any(windows):
+        assert name == "smollm3" or anatomy == read(name, OLD[name] | {"sliding_window": None}).anatomy
+    kinds = getattr(theirs, "layer_types", None) or [SLIDING] * 3
+    assert [theirs.sliding_window if kind == SLIDING else None for kind in kinds] == windows
+    rotate = getattr(theirs, "no_rope_layers", [1] * 3)
+    assert [int(layer.rope is not None) for layer in anatomy.layers] == rotate[:3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rotate"),
+    [
+        ({}, [1, 1, 1]),
+        ({"no_rope_layer_interval": 2}, [1, 0, 1]),
+        ({"no_rope_layer_interval": 2, "no_rope_layers": [0, 1, 1, 1, 0]}, [0, 1, 1]),
+    ],
+)
+def test_layers_of_smollm3_that_rotate(fields: Fields, rotate: list[int]) -> None:
+    layers = read("smollm3", OLD["smollm3"] | fields).anatomy.layers
+    assert [int(layer.rope is not None) for layer in layers] == rotate
+
+
+def test_layers_of_cohere2_that_see_all_do_not_rotate() -> None:
+    config = plain("cohere2", num_hidden_layers=8, sliding_window=7) | {"layer_types": None}
+    layers = read("cohere2", config).anatomy.layers
+    assert [(layer.rope, layer.window) for layer in layers] == [(ROPE, 7), (ROPE, 7), (ROPE, 7), (None, None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "sparse"),
+    [
+        ({}, None),
+        ({"mlp_only_layers": [1, 3]}, (0, 2, 4)),
+        ({"decoder_sparse_step": 2}, (1, 3)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 3, 70]}, (1,)),
+    ],
+)
+def test_layers_without_experts(fields: Fields, sparse: tuple[int, ...] | None) -> None:
+    """Counted from 1 where every so many layers have some, and from 0 where they are named."""
+    config = with_experts("qwen3_moe") | {"decoder_sparse_step": 1, "mlp_only_layers": None}
+    schema = read("qwen3_moe", config | fields).schema
+    assert schema["layers.{layer}.mlp.router.weight"].layers == sparse
+    dense = None if sparse is None else tuple(sorted({*range(5)} - {*sparse}))
+    assert getattr(schema.by_name.get("layers.{layer}.mlp.up.weight"), "layers", None) == dense
+
+
+def test_a_model_without_experts_has_none() -> None:
+    config = read("deepseek_v3", plain("deepseek_v3", first_k_dense_replace=9))
+    assert not any("expert" in param.name or "router" in param.name for param in config.schema.params)
+
+
+# -- Falcon's heads, the gate of gpt-oss, StarCoder2's dropout, active parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({}, {"kv": 1}),
+        ({"multi_query": False}, {"kv": 4}),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, {"groups": 2, "share": 2}),
+    ],
+    ids=["7b", "one for each", "40b"],
+)
+def test_how_keys_and_values_of_falcon_are_shared(changes: Fields, shared: dict[str, int]) -> None:
+    sizes = read("falcon", plain("falcon", **changes)).sizes
+    assert {axis: sizes[axis] for axis in ("kv", "groups", "share") if axis in sizes} == shared
+
+
+def test_a_group_is_on_one_rank() -> None:
+    """Ranks that share keys and values would share the queries of the group, too, and count them twice."""
+    with pytest.raises(ValueError, match=r"cannot split groups \(8\) over tp=16: choose tp from 1, 2, 4, 8"):
+        layout_of(configure({"preset": "falcon-40b"}), MeshShape(tp=16))
+
+
+def test_the_gate_of_gpt_oss_is_the_formula_and_its_derivative() -> None:
+    """Below, within and above the limits."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up = (torch.randn(6, 16, generator=generator, dtype=torch.float64) * 6).requires_grad_()
+    gate, up = gate_up.detach().chunk(2, -1)
+    assert (gate > 7).any() and (gate < -7).any() and (up > 7).any() and (up < -7).any()
+    g, u = gate.clamp(max=7), up.clamp(-7, 7)
+    torch.testing.assert_close(gated("swiglu_oai", gate_up), (u + 1) * g / (1 + (-1.702 * g).exp()))
+    assert torch.autograd.gradcheck(clamped_swiglu, (gate_up,))
+    assert not clamped_swiglu(torch.zeros(2, 4)).any()  # what is padded with zeros stays zero
+
+
+@pytest.mark.parametrize("field", ["attention_dropout", "embedding_dropout", "residual_dropout"])
+def test_each_dropout_of_starcoder2_drops_in_training_alone(field: str) -> None:
+    config = configure(drawn("starcoder2") | {field: 0.5})
+    model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float64)
+    model.parameters.initialise(0)
+    tokens = torch.arange(12)
+
+    def loss(seed: int) -> float:
+        batch = Microbatch(tokens, tokens, tokens, 1, (12, config.sizes["embed"]), seed=seed)
+        return float(model.chunks[0](None, batch))
+
+    assert loss(1) == loss(1) != loss(2)
+    model.train(False)
+    assert loss(1) == loss(2)
+
+
+@pytest.mark.parametrize(("preset", "active"), [("gpt-oss-20b", 4_187_440_704), ("gpt-oss-120b", 5_711_982_912)])
+def test_a_token_meets_four_experts_of_a_layer(preset: str, active: int) -> None:
+    """By hand: all but the experts, and four of those."""
+    config = configure({"preset": preset})
+    sizes = config.sizes
+    each = 3 * sizes["embed"] * sizes["expert_mlp"] + 2 * sizes["expert_mlp"] + sizes["embed"]
+    idle = sizes["layer"] * (sizes["experts"] - 4) * each
+    assert active_parameters(config) == config.schema.parameters - idle == active
+
+
+def test_the_published_deepseek_is_active_as_published() -> None:
+    assert active_parameters(configure({"preset": "deepseek-v3"})) == 37_552_282_624
+
+
+# -- what is refused
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+ALL_SLIDE = {"layer_types": [SLIDING] * 3, "sliding_window": 5}
+REFUSED: list[tuple[str, Fields, str]] = [
+    ("cohere2", {"use_qk_norm": True}, "use_qk_norm=True would change the maths"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True would change the maths"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not one of greedy, group_limited_greedy"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": None}, "n_group is missing"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "so it must be num_attention_heads (4)"),
+    ("deepseek_v3", {"v_head_dim": 11}, "v_head_dim is 11: it may be up to 10, qk_nope_head_dim + qk_rope_head_dim"),
+    ("deepseek_v3", {"qk_head_dim": 12}, "qk_head_dim is 12: DeepseekV3ForCausalLM takes 10"),
+    ("deepseek_v3", {"qk_rope_head_dim": 5, "head_dim": 5, "qk_head_dim": 11}, "head_dim 5 is odd"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' would change the maths"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' would change the maths"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 would change the maths"),
+    ("deepseek_v3", {"n_group": 3}, "4 experts do not divide into 3 groups"),
+    ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: it must be at least 0"),
+    ("deepseek_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1: it must be from 0"),
+    ("deepseek_v3", {"quantization_config": FP8}, "only None is: let transformers load it with dequantize=True"),
+    ("falcon", {"alibi": True}, "alibi=True would change the maths and is not supported: only False is"),
+    ("falcon", {"hidden_dropout": 0.1}, "hidden_dropout=0.1 would change the maths and is not supported: only 0.0 is"),
+    ("falcon", {"attention_dropout": 0.1}, "attention_dropout=0.1 would change the maths and is not supported: only 0"),
+    ("falcon", {"partial_rotary_factor": 0.5}, "rope_type 'default' has no field 'partial_rotary_factor'"),
+    ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn is false: branches of new_"),
+    ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2: it must be 1 or null, or 2 with new_"),
+    ("gemma2", {"hidden_act": "relu"}, "hidden_act is 'relu': Gemma2ForCausalLM takes 'gelu_pytorch_tanh'"),
+    *(
+        (name, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True would change the maths")
+        for name in GEMMAS
+    ),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 would change the maths"),
+    *(
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": pattern},
+            f"sliding_window_pattern is {pattern!r}: it must be a whole",
+        )
+        for pattern in (0, 2.5, "6")
+    ),
+    (
+        "gpt_oss",
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        "only None is: let transformers load it with dequan",
+    ),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 would change the maths"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 would change the maths"),
+    ("gpt_oss", {"experts_per_token": 3}, "experts_per_token"),
+    *(("gptj", {"rotary_dim": turning}, f"rotary_dim is {turning}:") for turning in (0, 3, 6)),
+    ("gptj", {"rotary_dim": None}, "rotary_dim is None,"),
+    ("mistral", {"layer_types": [FULL] * 3}, "unknown field 'layer_types', which may change the maths"),
+    (
+        "qwen2",
+        {"layer_types": [FULL, FULL, SLIDING]},
+        "layer_types names sliding_attention, and there is no sliding_wi",
+    ),
+    ("qwen2", {"layer_types": [FULL] * 2}, "layer_types names 2 layers, and num_hidden_layers is 3: give as many, or"),
+    (
+        "qwen2",
+        {"layer_types": [FULL, FULL, "mamba"]},
+        "layer_types names mamba: only full_attention and sliding_attent",
+    ),
+    ("qwen2", {"layer_types": 3}, "layer_types is 3, which is not of type tuple[str, ...] | None"),
+    ("qwen2", SLIDES | {"sliding_window": 0}, "sliding_window is 0: it must be at least 1, or null"),
+    (
+        "smollm3",
+        {"no_rope_layers": [1, 0]},
+        "no_rope_layers names 2 layers, and num_hidden_layers is 3: give as many, or",
+    ),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0: it must be at least 1"),
+    ("smollm3", ALL_SLIDE, "layer_types names sliding_attention, and use_sliding_window is false: say which"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 would change the maths"),
+    ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0: it must be at least 1"),
+    ("mixtral", {"num_experts_per_tok": 9}, "top_k is 9: choose from 1 to 8, the number of experts"),
+    ("mixtral", {"num_experts_per_tok": 0}, "top_k is 0: choose from 1 to 8"),
+    ("mixtral", {"sliding_window": 0}, "sliding_window is 0"),
+    ("mixtral", {"input_jitter_noise": 0.1}, "unknown field 'input_jitter_noise'"),
+    ("mixtral", {"expert_capacity": 64}, "unknown field 'expert_capacity'"),
+    ("qwen3_moe", {"quantization_config": without(FP8, "fmt")}, "quantization_config={'quant_method': 'fp8'"),
+    ("qwen3_moe", {"num_nextn_predict_layers": 1}, "unknown field 'num_nextn_predict_layers'"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0: it must be at least 1"),
+    ("qwen3_moe", {"decoder_sparse_step": 9}, "leave no layer with experts"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3, 4]}, "leave no layer with experts"),
+    ("qwen3_moe", {"mlp_only_layers": ["a"]}, "mlp_only_layers is ('a',), which is not of type tuple[int, ...]"),
+    ("qwen3_moe", {"num_hidden_layers": 2**62}, f"num_hidden_layers is {2**62}: it may be up to 65536"),
+    ("qwen2_moe", {"num_local_experts": 8}, "unknown field 'num_local_experts'"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+    ("olmoe", {"clip_qkv": 0}, "clip_qkv is 0: it must be above 0, or null"),
+    ("olmoe", {"head_dim": 3}, "head_dim is 3: OlmoeForCausalLM takes"),
+    ("granitemoe", {"logits_scaling": 0}, "logits_scaling is 0"),
+    ("granitemoe", {"num_local_experts": None}, "num_local_experts is None, which is not of type int"),
+]
+MIXTURES = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_is_refused(name: str, fields: Fields, message: str) -> None:
+    config = with_experts(name) if name in MIXTURES else OLD.get(name) or plain(name)
+    if name == "falcon":
+        config = config | {"hidden_size": 32, "num_attention_heads": 4}
+    with pytest.raises(ModelConfigError) as caught:
+        read(name, without(config, *fields) | fields)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarn", "factr": 8.0}, "'factr': did you mean 'factor'"),
+        ({"full_attention": None, "global_attention": None}, "no kind of layer 'global_attention'"),
+    ],
+)
+def test_what_is_no_rope_of_olmo_3_is_refused(rope: Fields, message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        read("olmo3", BARE | {"rope_parameters": rope})
+
+
+def test_a_family_with_experts_that_is_unknown() -> None:
+    with pytest.raises(ModelConfigError, match="unknown family 'phimoe'"):
+        configure({"family": "phimoe"})
