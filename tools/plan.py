@@ -17,23 +17,23 @@ from megacore.checks.rules import problems
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
-from megacore.plan.cluster import COMMUNICATOR, Overheads, Storage
-from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
-from megacore.plan.fit import MARGIN, Candidate, fit
-from megacore.plan.memory import TERMS, Load, Memory, loads, memory
-from megacore.plan.of_config import alone, overrides, setting_of
-from megacore.plan.published import PUBLISHED
-from megacore.plan.setting import Setting
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, Estimate, estimate
-from megacore.plan.traffic import Traffic, traffic
+from megacore.planning.fit import MARGIN, Candidate, fit
+from megacore.planning.overheads import COMMUNICATOR, Overheads, Storage
+from megacore.planning.packed_documents import PackedMicrobatch, drawn, scores, standing_out
+from megacore.planning.peak_memory import TERMS, Load, Memory, loads, memory
+from megacore.planning.published import PUBLISHED
+from megacore.planning.recipe_setting import alone, overrides, setting_of
+from megacore.planning.setting import Setting
+from megacore.planning.state_bytes import Shares
+from megacore.planning.step_time import Cluster, Estimate, estimate
+from megacore.planning.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
 from models.config import ModelConfig, ModelConfigError, active_parameters, parameters_in_words
 from models.registry import configure
 from tools import folders
-from tools import goodput as goodputs
-from tools.goodput import above_0
+from tools import plan_goodput as goodputs
+from tools.plan_goodput import above_0
 from tools.tables import table
 
 CPU = "cpu"

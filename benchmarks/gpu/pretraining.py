@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.rows import Machine, Row, skipped
-from megacore.plan.memory import memory
-from megacore.plan.state import Shares
-from megacore.plan.step_time import estimate
+from megacore.planning.peak_memory import memory
+from megacore.planning.state_bytes import Shares
+from megacore.planning.step_time import estimate
 
 LARGE: Mapping[str, Any] = {
     "model": {
@@ -44,7 +44,7 @@ def pretraining(machine: Machine) -> Iterator[Row]:
     try:
         from megacore import checkpoints
         from megacore.data.indexed import IndexedWriter
-        from megacore.plan.of_config import setting_of
+        from megacore.planning.recipe_setting import setting_of
         from megacore.rank import Here
         from megacore.training import main, metrics
         from megacore.training.check import check

@@ -11,9 +11,9 @@ from benchmarks.gpu import work
 from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
 from benchmarks.gpu.work import SHAPES, Shape, Step, Way
 from megacore.hardware import peak_memory_gib
-from megacore.plan.memory import memory
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Estimate, estimate
+from megacore.planning.peak_memory import memory
+from megacore.planning.state_bytes import Shares
+from megacore.planning.step_time import Estimate, estimate
 from models.config import flops_per_token
 from parallel.memory.recompute import Activations
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacore.config import Config
-from megacore.plan.of_config import setting_of
-from megacore.plan.setting import Setting
-from megacore.plan.state import Shares, StateBytes, state
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.setting import Setting
+from megacore.planning.state_bytes import Shares, StateBytes, state
 from megacore.resources import host_memory
 from models.config import ModelConfig
 

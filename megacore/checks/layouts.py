@@ -13,9 +13,9 @@ from megacore.checks.capacity import capacity_problems
 from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
-from megacore.plan.fit import fit
-from megacore.plan.of_config import alone, overrides, setting_of
-from megacore.plan.step_time import Cluster
+from megacore.planning.fit import fit
+from megacore.planning.recipe_setting import alone, overrides, setting_of
+from megacore.planning.step_time import Cluster
 from megacore.recipe import ConfigError, changed
 from megacore.resources import gpus, host_memory, memory_of_gpus
 from models.config import ModelConfig

@@ -34,7 +34,7 @@ LOWER = {
 INTEGERS = {"numpy"} | sys.stdlib_module_names
 
 
-MEASURE = "megacore.plan.measure"
+MEASURE = "megacore.planning.measure"
 """Runs the model, and is imported when it is to."""
 FILLS_TENSORS = "megacore.store.load"
 AGENT = tuple(
@@ -62,7 +62,7 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     *(
         name
         for name in MODULES
-        if name.startswith(("megacore.plan.", "megacore.recovery.", "megacore.store."))
+        if name.startswith(("megacore.planning.", "megacore.recovery.", "megacore.store."))
         and name not in (FILLS_TENSORS, MEASURE, *AGENT)
     ),
     *(f"tools.{name}" for name in ("context", "convert", "reshard", "inspect", "main", "plan", "status")),

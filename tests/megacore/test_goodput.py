@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from megacore.plan.goodput import (
+from megacore.planning.goodput import (
     DAY_S,
     LEVELS,
     LLAMA_3,

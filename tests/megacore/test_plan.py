@@ -17,16 +17,16 @@ from operations import Flops
 from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig
 from megacore.devices import DEVICES
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.costs import ALL_TO_ALL
-from megacore.plan.fit import MARGIN, fit
-from megacore.plan.memory import TERMS, crowds, loads, memory, peaks
-from megacore.plan.of_config import setting_of
-from megacore.plan.published import PUBLISHED
-from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths
-from megacore.plan.state import Shares, StateBytes, state, state_of
-from megacore.plan.step_time import Cluster, MatMul, estimate
-from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.costs import ALL_TO_ALL
+from megacore.planning.fit import MARGIN, fit
+from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks
+from megacore.planning.published import PUBLISHED
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
+from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
+from megacore.planning.step_time import Cluster, MatMul, estimate
+from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import load
 from models.config import flops_per_token
 from models.lora import Lora
@@ -683,7 +683,7 @@ def test_devices_that_are_not_in_the_table(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_without_torch_it_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delitem(sys.modules, "megacore.plan.measure", raising=False)
+    monkeypatch.delitem(sys.modules, "megacore.planning.measure", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["plan", str(RECIPES / "llama-3.1-8b.yaml"), "--world", "8", "data.sequence_length=24"]) == 2
     assert "install torch" in capsys.readouterr().err

@@ -12,10 +12,10 @@ from extended_family import extended
 from operations import Flops
 
 from megacore.devices import DEVICES
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.setting import Setting, Widths
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, estimate
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.setting import Setting, Widths
+from megacore.planning.state_bytes import Shares
+from megacore.planning.step_time import Cluster, estimate
 from models.config import flops_per_token
 from models.registry import configure
 from models.stages import layout_of

@@ -25,10 +25,10 @@ from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import BLOCKS
 from megacore.devices import DEVICES
-from megacore.plan.cluster import Overheads, Storage
-from megacore.plan.of_config import setting_of
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, estimate
+from megacore.planning.overheads import Overheads, Storage
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.state_bytes import Shares
+from megacore.planning.step_time import Cluster, estimate
 from megacore.recipe import load
 from megacore.store import load as loading
 from megacore.store import shares

@@ -13,17 +13,17 @@ import pytest
 from megacore.checks.rules import problems
 from megacore.data.indexed import IndexedWriter
 from megacore.devices import DEVICES
-from megacore.plan.costs import ALL_TO_ALL, KeyExchange
-from megacore.plan.documents import drawn
-from megacore.plan.efficiency import LINKS, ring_s
-from megacore.plan.exchange import WHOLE, Packing
-from megacore.plan.fit import CHUNK, MARGIN, fit
-from megacore.plan.memory import memory
-from megacore.plan.of_config import setting_of
-from megacore.plan.setting import Setting, Widths
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, Estimate, estimate
-from megacore.plan.traffic import HEADS, traffic
+from megacore.planning.costs import ALL_TO_ALL, KeyExchange
+from megacore.planning.efficiency import LINKS, ring_s
+from megacore.planning.exchange import WHOLE, Packing
+from megacore.planning.fit import CHUNK, MARGIN, fit
+from megacore.planning.packed_documents import drawn
+from megacore.planning.peak_memory import memory
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.setting import Setting, Widths
+from megacore.planning.state_bytes import Shares
+from megacore.planning.step_time import Cluster, Estimate, estimate
+from megacore.planning.traffic import HEADS, traffic
 from megacore.recipe import load
 from models.config import looks
 from models.registry import configure

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
 
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.cluster import start_up
-from megacore.plan.memory import TERMS, Memory, memory
-from megacore.plan.setting import SHARDS, Setting, Widths
-from megacore.plan.state import Shares
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.overheads import start_up
+from megacore.planning.peak_memory import TERMS, Memory, memory
+from megacore.planning.setting import SHARDS, Setting, Widths
+from megacore.planning.state_bytes import Shares
 from megacore.training.optimizer import Optimizer
 from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep

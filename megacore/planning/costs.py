@@ -1,4 +1,4 @@
-"""The costs of a part of a model on one rank for one microbatch, as `megacore.plan.measure` finds them. No torch."""
+"""The costs of a part of a model on one rank for a microbatch, as `megacore.planning.measure` finds them. No torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The turns of one attention among the parts of cp (`megacore.plan.exchange`).
+    """The turns of one attention among the parts of cp (`megacore.planning.exchange`).
 
     Args:
         window: The tokens that each one looks at; None: all before it.

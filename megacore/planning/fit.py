@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from megacore.data.batches import filled_up
-from megacore.plan.exchange import WHOLE
-from megacore.plan.memory import Memory, memory, peaks
-from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Shares, state
-from megacore.plan.step_time import Cluster, Estimate, estimate
+from megacore.planning.exchange import WHOLE
+from megacore.planning.peak_memory import Memory, memory, peaks
+from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.state_bytes import Shares, state
+from megacore.planning.step_time import Cluster, Estimate, estimate
 from models.stages import layout_of
 from parallel.choices import ContextBalance, ContextExchange, Recompute, ZeroShard
 from parallel.context_split import ContextParallel

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective
-from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import ParameterShare, Shares, sharing
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective
+from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.state_bytes import ParameterShare, Shares, sharing
 
 TOKENS, HEADS, KEYS, GRADIENTS = "tokens", "tokens by heads", "keys and values", "gradients of keys and values"
 """The things that layers send, forward and backward: over tp and ep, over cp by heads, and by hops; each to ranks of

@@ -14,9 +14,8 @@ from megacore import incidents
 from megacore.config import Config
 from megacore.incidents import Incident
 from megacore.pictures import pyplot, save
-from megacore.plan.cluster import Overheads
-from megacore.plan.efficiency import LINKS
-from megacore.plan.goodput import (
+from megacore.planning.efficiency import LINKS
+from megacore.planning.goodput import (
     DAY_S,
     LEVELS,
     LLAMA_3,
@@ -28,8 +27,9 @@ from megacore.plan.goodput import (
     levels,
     per_device,
 )
-from megacore.plan.setting import Setting
-from megacore.plan.step_time import Cluster
+from megacore.planning.overheads import Overheads
+from megacore.planning.setting import Setting
+from megacore.planning.step_time import Cluster
 from megacore.recipe import ConfigError
 from tools.tables import table
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import ParameterShare, Shares, sharing, state
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.state_bytes import ParameterShare, Shares, sharing, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
 

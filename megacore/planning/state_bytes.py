@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megacore.plan.setting import SHARDS, Setting, Widths
+from megacore.planning.setting import SHARDS, Setting, Widths
 from parallel.choices import ZeroShard
 from parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
 from parallel.weights.schema import Param, Schema

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megacore.devices import DEVICES, Device
-from megacore.plan.setting import ADAM_16, Setting, Widths
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, estimate
+from megacore.planning.setting import ADAM_16, Setting, Widths
+from megacore.planning.state_bytes import Shares
+from megacore.planning.step_time import Cluster, estimate
 from models.config import flops_per_token
 from models.registry import configure
 from models.stages import layout_of

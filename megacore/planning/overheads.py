@@ -22,8 +22,8 @@ from megacore.data.batches import HELD, Batches
 from megacore.data.blend import Blend
 from megacore.data.indexed import IndexedDataset, Integers
 from megacore.data.samples import BLOCKS, Source, parts
-from megacore.plan.setting import Setting
-from megacore.plan.step_time import Cluster, Estimate
+from megacore.planning.setting import Setting
+from megacore.planning.step_time import Cluster, Estimate
 from megacore.store.index import MASTER, MOMENTS, STATES, on_disk
 from megacore.store.shares import States, share_out, share_reads
 from parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_context, of_mesh

@@ -10,16 +10,16 @@ from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Literal
 
-from megacore.plan.costs import LayerCost
-from megacore.plan.exchange import Packing
-from megacore.plan.setting import Setting
+from megacore.planning.costs import LayerCost
+from megacore.planning.exchange import Packing
+from megacore.planning.setting import Setting
 from models.config import ModelConfig
 from models.tuning import Tuning
 from parallel.choices import Recompute
 from parallel.weights.layout import MeshShape
 
 if TYPE_CHECKING:
-    from megacore.plan.measure import FakeModel
+    from megacore.planning.measure import FakeModel
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ActivationMemory:
 
     @cached_property
     def _fake(self) -> FakeModel:
-        from megacore.plan.measure import fake_model  # torch
+        from megacore.planning.measure import fake_model  # torch
 
         return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, self.device)
 

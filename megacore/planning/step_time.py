@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.devices import PEAK_TFLOPS, Device
-from megacore.plan import efficiency
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
-from megacore.plan.exchange import ExchangeWork
-from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import ParameterShare, Shares, state, updated
-from megacore.plan.traffic import ALL_REDUCE, HEADS, SEND, TOKENS, Traffic, traffic
+from megacore.planning import efficiency
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
+from megacore.planning.exchange import ExchangeWork
+from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.state_bytes import ParameterShare, Shares, state, updated
+from megacore.planning.traffic import ALL_REDUCE, HEADS, SEND, TOKENS, Traffic, traffic
 from models.config import flops_per_token
 from parallel.pipeline.schedules import SCHEDULES, simulate
 from parallel.weights.layout import MeshShape

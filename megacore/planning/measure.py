@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megacore.plan.costs import (
+from megacore.planning.costs import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -40,7 +40,7 @@ from megacore.plan.costs import (
     MatMul,
     OpCounts,
 )
-from megacore.plan.exchange import ExchangeWork, Packing
+from megacore.planning.exchange import ExchangeWork, Packing
 from models.assemble import Model
 from models.blocks import CHEAP
 from models.config import ModelConfig, looks

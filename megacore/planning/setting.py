@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megacore.plan.exchange import WHOLE, Packing
+from megacore.planning.exchange import WHOLE, Packing
 from models.config import ModelConfig
 from models.tuning import EVERYTHING, Tuning
 from parallel.budgets import BUCKET_BYTES

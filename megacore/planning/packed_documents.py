@@ -9,10 +9,10 @@ from pathlib import Path
 from megacore.data.batches import Batches
 from megacore.data.indexed import IndexedDataset
 from megacore.data.samples import parts
-from megacore.plan.memory import peaks
-from megacore.plan.setting import Setting
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, estimate
+from megacore.planning.peak_memory import peaks
+from megacore.planning.setting import Setting
+from megacore.planning.state_bytes import Shares
+from megacore.planning.step_time import Cluster, estimate
 
 DRAWN = 32
 """Microbatches that are drawn."""
