@@ -27,9 +27,7 @@ from megacore.planning.goodput import (
     levels,
     per_device,
 )
-from megacore.planning.overheads import Overheads
-from megacore.planning.setting import Setting
-from megacore.planning.step_time import Cluster
+from megacore.planning.run_plan import Plan
 from megacore.recipe import ConfigError
 from tools.tables import table
 
@@ -142,25 +140,14 @@ class Outlook:
         cls,
         arguments: argparse.Namespace,
         config: Config,
-        setting: Setting,
-        cluster: Cluster,
-        step_s: float,
-        beside: Overheads,
+        plan: Plan,
     ) -> Outlook:
-        """Return the outlook of a recipe.
-
-        Args:
-            arguments: The options of :func:`add_options`.
-            config: The recipe.
-            setting: The recipe on paper.
-            cluster: The devices.
-            step_s: Seconds of a step.
-            beside: The costs of starting, saving and resuming.
+        """Return the outlook of a recipe and its plan, by the options of :func:`add_options`.
 
         Raises:
             ConfigError: the run named has had no fault after which it went on.
         """
-        per_node = cluster.device.per_node
+        per_node, beside = plan.cluster.device.per_node, plan.overheads
         if arguments.faults:
             node_s = per_device(arguments.faults, per_node)
         else:
@@ -170,10 +157,10 @@ class Outlook:
             node_s,
             arguments.hardware or usual.hardware,
             arguments.away or usual.away_s,
-            setting.layout.mesh.dp > 1,
+            plan.setting.layout.mesh.dp > 1,
             arguments.together,
         )
-        costs, sources = _costs(config, setting, cluster, step_s, beside)
+        costs, sources = _costs(config, plan)
         given = dict(arguments.cost)
         if arguments.incidents:
             measured = measured_costs(incidents.read(arguments.incidents))
@@ -217,14 +204,13 @@ def measured_costs(met: Sequence[Incident]) -> Mapping[str, float]:
     return {"restart": statistics.median(lost), "load_memory": 0.0} if lost else {}
 
 
-def _costs(
-    config: Config, setting: Setting, cluster: Cluster, step_s: float, beside: Overheads
-) -> tuple[FaultCosts, dict[str, str]]:
-    groups, device, background = beside.start.seconds or 0.0, cluster.device, config.checkpoint.background
+def _costs(config: Config, plan: Plan) -> tuple[FaultCosts, dict[str, str]]:
+    beside, cluster, background = plan.overheads, plan.cluster, config.checkpoint.background
+    groups, device = beside.start.seconds or 0.0, cluster.device
     written, loaded = beside.save.busiest, beside.resume
     to_host = written / device.host
     send = written / min(device.network * LINKS, device.host) if beside.nodes > 1 else 0.0
-    shared = loaded.received / cluster.bandwidth(setting.layout.mesh, "dp x cp")
+    shared = loaded.received / cluster.bandwidth(plan.setting.layout.mesh, "dp x cp")
     costs = FaultCosts(
         notice=NOTICE_S,
         detect=DETECT_S,
@@ -235,7 +221,7 @@ def _costs(
         send=send,
         stall=to_host if background else beside.save.seconds,
         publish=beside.save.seconds if background else 0.0,
-        step=step_s,
+        step=plan.time.total,
     )
     sources = {
         "notice": "assumed: half an hour until somebody has seen it",

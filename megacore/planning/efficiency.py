@@ -1,5 +1,5 @@
 """The speed of a device at the products of a model and at what lies between them, and the time of a message: a few
-numbers, which published runs agree with (`megacore.planning.published`)."""
+numbers, which published runs agree with (`benchmarks/published_runs.py`)."""
 
 from __future__ import annotations
 

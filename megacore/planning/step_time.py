@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -183,6 +183,14 @@ class Estimate:
     def tflops_per_device(self) -> float:
         """The TFLOP/s of the model's own operations, recomputation not counted."""
         return self.model_tflop / self.total
+
+    def as_data(self, cluster: Cluster) -> Mapping[str, float]:
+        return asdict(self) | {
+            "total": self.total,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_device": self.tflops_per_device,
+            "mfu": self.tflops_per_device / cluster.tflops,
+        }
 
 
 Products = Mapping[MatMul, int]

@@ -14,6 +14,8 @@ import pytest
 from deep_family import deep
 from operations import Flops
 
+import megacore
+from benchmarks.published_runs import PUBLISHED
 from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig
 from megacore.devices import DEVICES
@@ -21,13 +23,12 @@ from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
 from megacore.planning.fit import MARGIN, fit
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks
-from megacore.planning.published import PUBLISHED
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
 from megacore.planning.step_time import Cluster, MatMul, estimate
 from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
-from megacore.recipe import load
+from megacore.recipe import ConfigError, load
 from models.config import flops_per_token
 from models.lora import Lora
 from models.registry import configure
@@ -555,15 +556,6 @@ def test_the_plan_chooses_what_others_have_found_fastest() -> None:
     assert few < many
 
 
-def test_published_runs_can_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--published"]) == 0
-    out = capsys.readouterr().out
-    assert "8B, 8 H100, FSDP " in out and "6,667" in out and "[1] pytorch/torchtitan" in out
-    assert main(["plan", "--published", "--json"]) == 0
-    assert {"name", "source", "tokens", "planned"} == {*json.loads(capsys.readouterr().out)[0]}
-    assert _too_many(lambda: main(["plan"])) == 2
-
-
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_the_formula_of_the_search_is_the_simulators(pp: int, chunks: int) -> None:
     made = setting({"preset": "llama-2-7b"}, MeshShape(pp=pp), chunks, sequence_length=4096)
@@ -642,6 +634,19 @@ def test_1024_ranks_take_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(sum(each["terms"].values()) == each["peak"] for each in found["memory"])
 
 
+def test_the_function_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, overrides = str(RECIPES / "llama-3.2-1b.yaml"), ["zero.shard=parameters", "batch.micro_size=2"]
+    given = ["--world", "8", "--gpu", "h200", "--memory-gb", "20", "--storage", "3", "--imbalance", "1.5", "--json"]
+    assert main(["plan", recipe, *overrides, *given]) == 0
+    found = megacore.plan(recipe, overrides, world=8, gpu="h200", device={"memory": 20e9}, storage=3e9, imbalance=1.5)
+    printed = json.loads(capsys.readouterr().out)
+    for each in (found, printed):
+        del each["beside"]["data"]  # is measured anew
+    assert json.loads(json.dumps(found)) == printed
+    with pytest.raises(ConfigError, match="cannot split"):
+        megacore.plan(recipe, ["mesh.tp=3"])
+
+
 @pytest.mark.parametrize("recipe", ["quickstart", "llama-3.2-1b", "llama-3.1-8b"])
 def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     gpu = "cpu" if recipe == "quickstart" else "h200"
@@ -678,6 +683,7 @@ def _too_many(parse: Callable[[], int]) -> int:
 
 
 def test_devices_that_are_not_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _too_many(lambda: main(["plan"])) == 2
     assert _too_many(lambda: main(["plan", "x.yaml", "--fit", "GPU=h1000"])) == 2
     assert "h100-80" in capsys.readouterr().err
 

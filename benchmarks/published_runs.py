@@ -1,10 +1,17 @@
-"""Runs that others have published, and what the plan says of the same ones."""
+"""Runs that others have published, and what the plan says of the same ones: tokens a second of a device.
+
+python benchmarks/published_runs.py
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.devices import DEVICES, Device
 from megacore.planning.setting import ADAM_16, Setting, Widths
@@ -15,6 +22,7 @@ from models.registry import configure
 from models.stages import layout_of
 from parallel.choices import Precision, Recompute, ZeroShard
 from parallel.weights.layout import MeshShape
+from tools.tables import table
 
 
 @dataclass(frozen=True)
@@ -171,3 +179,18 @@ PUBLISHED = (
     ),
 )
 # fmt: on
+
+
+def main() -> None:
+    sources = list(dict.fromkeys(run.source for run in PUBLISHED))
+    rows = [
+        (run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{tokens / run.tokens - 1:+.1%}", f"[{number}]")
+        for run in PUBLISHED
+        for tokens, number in [(run.planned(), sources.index(run.source) + 1)]
+    ]
+    print(table(("run", "published", "planned", "error", "source"), rows))
+    print("\n".join(f"  [{number}] {source}" for number, source in enumerate(sources, 1)))
+
+
+if __name__ == "__main__":
+    main()
