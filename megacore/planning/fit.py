@@ -92,14 +92,8 @@ class Candidate:
 
 
 def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Candidate, ...]:
-    """Return the settings that fit ``world`` devices, fastest first; if none does, those that do in chunks of tokens.
-
-    Args:
-        base: Model, widths, sequence length, offloads; its batch is the global one that all of them keep.
-        world: Devices in all.
-        cluster: The devices.
-        best: The number of settings to return.
-    """
+    """Return the best settings that fit ``world`` devices, fastest first; if none does, those that do in chunks of
+    tokens. All keep the global batch of ``base``, its model, widths, sequence length and offloads."""
     with _uncollected():
         candidates = sorted(_candidates(base, world, cluster), key=lambda each: each.time.total)
         again = list[Candidate]()

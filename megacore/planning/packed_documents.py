@@ -19,13 +19,8 @@ DRAWN = 32
 
 
 def drawn(corpus: str, length: int, micro_size: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of the documents of each of some microbatches, the first ones that training would have.
-
-    Args:
-        corpus: The prefix of a token file.
-        length: The tokens of a sequence.
-        micro_size: Sequences of a microbatch.
-        seed: That of the order of samples.
+    """Return the lengths of the documents of each of some microbatches, the first ones that training would have of the
+    token file with the prefix ``corpus``; ``seed`` is that of the order of samples.
 
     Raises:
         ValueError: the file is damaged, or too short for one sample.
@@ -43,18 +38,10 @@ def scores(setting: Setting, documents: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """A microbatch that stands out of those that were drawn, and a step if all were like it.
-
-    Args:
-        which: The way in which it does.
-        documents: The number of its documents.
-        longest: The length of the longest.
-        scores: The scores of the busiest part of cp, of a head.
-        imbalance: These over the mean of all parts.
-        keys: The tokens whose keys the part takes that takes most.
-        peak: Bytes on the device at the peak of the step, of the stage that has most.
-        seconds: The time of the step.
-    """
+    """A microbatch that stands out of those that were drawn, and a step if all were like it: the number of its
+    documents, the length of the longest, the scores of the busiest part of cp, of a head, these over the mean of all
+    parts, the tokens whose keys the part takes that takes most, the peak of the fullest stage in bytes, and a step's
+    seconds."""
 
     which: str
     documents: int

@@ -12,16 +12,7 @@ from megacore.planning.state_bytes import ParameterShare, Shares, sharing, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
 
-TERMS = (
-    "parameters",
-    "gradients",
-    "masters",
-    "moments",
-    "activations",
-    "logits",
-    "working",
-    "buffers",
-)
+TERMS = ("parameters", "gradients", "masters", "moments", "activations", "logits", "working", "buffers")
 """The terms whose sum is the peak."""
 _MESSAGES = 3
 """Activations that a stage of a pipeline holds for each neighbour: up to two asked for, one on its way out."""
@@ -32,12 +23,8 @@ class Memory:
     """The memory of each rank of one stage of the pipeline, all alike; in bytes.
 
     Args:
-        stage: The stage.
-        ranks: The number of its ranks.
         elements: Parameters on each.
         terms: {term of ``TERMS``: bytes on the device at the peak}.
-        host: Bytes in host memory.
-        disk: Bytes in a file.
         per_microbatch: Activations that one microbatch leaves in all chunks of the stage, logits included.
         in_flight: The most chunks times microbatches at once whose backward is still to come.
         peak_at: The point of the step at which the stage holds most.
@@ -64,13 +51,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Load:
-    """The fullest rank of those that experts are spread over.
-
-    Args:
-        times: The rows that its experts get, over the mean of all ranks.
-        rows: These rows, of one microbatch in one layer.
-        peak: Bytes on the device at the peak of a step, of the stage that has most.
-    """
+    """The fullest rank of those that experts are spread over: the rows that its experts get over the mean of all ranks,
+    these rows, of one microbatch in one layer, and the bytes at the peak of a step, of the stage that has most."""
 
     times: float
     rows: int

@@ -108,7 +108,7 @@ class Plan:
             loads(setting, shares),
             tuple(traffic(setting, shares, stage) for stage in range(setting.layout.mesh.pp)),
             time,
-            Overheads.of(config, setting, cluster, time, Storage.of(world, *storage)),
+            Overheads.of(config, setting, cluster, time.total, Storage.of(world, *storage)),
             standing_out(setting, microbatches, cluster) if microbatches else (),
         )
 

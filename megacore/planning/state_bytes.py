@@ -19,10 +19,8 @@ class ParameterShare:
     it.
 
     Args:
-        param: Its declaration.
         labels: Its pieces in this part.
-        elements: Their number of elements.
-        trained: The number of these that are trained; the others have values alone.
+        elements, trained: Their elements, and those of them that are trained; the others have values alone.
         tensors: The number of tensors that these are of, all alike: one for each layer.
         model_replicas: Ranks of one data parallel replica that hold the same.
         dims: Along which dimensions of the mesh these differ.
@@ -49,11 +47,7 @@ class ParameterShare:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares that the ranks of a layout hold. Those of one stage differ in which elements, not in how many.
-
-    Args:
-        stages: The shares of a rank of each stage.
-    """
+    """The shares that a rank of each stage holds. Those of one stage differ in which elements, not in how many."""
 
     stages: tuple[tuple[ParameterShare, ...], ...]
 

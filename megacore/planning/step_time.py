@@ -33,11 +33,9 @@ class Cluster:
     """Devices in nodes, and what is assumed of them.
 
     Args:
-        device: Each of them.
         tflops: The speed that matrix products could reach.
-        overlap: The share of messages within a node that is really hidden of what could be, as both want the same
-            memory and units.
-        overlap_between: The share of those between nodes, which also wait for each other.
+        overlap, overlap_between: The share of messages within a node, and of those between nodes, that is really hidden
+            of what could be: both want the same memory and units, and those between nodes wait for each other too.
     """
 
     device: Device
@@ -202,12 +200,10 @@ class LayerCompute:
     """The compute of a rank for one microbatch, in some blocks or in the head.
 
     Args:
-        forward: Products of the forward.
         backward: Products of its backward: for the gradients of what is read, where one is asked for, and for those of
             the weights that are trained; twice as many operations if all is.
         again: Products that recomputation repeats.
-        moved: Bytes that lie between the products of a forward.
-        moved_again: The bytes of these that are made again.
+        moved, moved_again: Bytes that lie between the products of a forward, and those of them that are made again.
         passes: Bytes that operators of our own read and write beside: forward, backward, and again.
         narrow: Whether its products are in fp8 where the run is.
     """
@@ -270,14 +266,8 @@ def _seconds(cluster: Cluster, each: LayerCompute) -> _Seconds:
 
 
 def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool = True) -> Estimate:
-    """Estimate the time of a step.
-
-    Args:
-        setting: The run.
-        shares: The shares that its ranks hold.
-        cluster: The devices that it runs on.
-        simulated: Whether the pipeline is simulated; else its bubble is (p-1)/(v m), which the simulator confirms.
-    """
+    """Estimate the time of a step. Where the pipeline is not simulated its bubble is (p-1)/(v m), which the simulator
+    confirms."""
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
     act = ActivationMemory.of(setting)

@@ -26,17 +26,9 @@ def ring(kind: str, size: float, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of one kind of a rank in a step.
-
-    Args:
-        kind: The kind of collective.
-        axis: Dimensions of the mesh that the group lies along, as "dp" or "dp x tp".
-        what: The tensors that are moved.
-        ranks: The size of the group.
-        count: Messages.
-        size: Bytes of one: of the whole tensor that is summed or gathered.
-        hidden: Whether compute of the same step can go on beside it.
-    """
+    """Messages of one kind of a rank in a step: ``count`` of ``size`` bytes, each of the whole tensor that is summed or
+    gathered, in groups of so many ranks that lie along some dimensions of the mesh ("dp x tp"); ``hidden``: compute of
+    the same step can go on beside them."""
 
     kind: str
     axis: str

@@ -46,7 +46,7 @@ def planned(recipe: str, overrides: list[str], world: int) -> Overheads:
     config = load(recipe, overrides)
     setting = setting_of(config, configure(config.model), world, "cpu")
     cluster = Cluster(replace(DEVICES["h100-80"], per_node=NODE), 1.0)
-    return Overheads.of(config, setting, cluster, estimate(setting, Shares.of(setting), cluster), STORAGE)
+    return Overheads.of(config, setting, cluster, estimate(setting, Shares.of(setting), cluster).total, STORAGE)
 
 
 @dataclass(frozen=True)
