@@ -26,7 +26,7 @@ from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
-from megacore.planning.step_time import Cluster, MatMul, estimate
+from megacore.planning.step_time import Cluster, Estimate, MatMul, estimate
 from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import ConfigError, load
 from models.config import flops_per_token
@@ -37,7 +37,7 @@ from models.tuning import EVERYTHING, Tuning
 from parallel.choices import OptimizerOffload
 from parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
 from parallel.weights.layout import MeshShape
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Split, split_of
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
 from tools.main import main
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
@@ -60,38 +60,41 @@ def setting(model: dict[str, Any], mesh: MeshShape, chunks: int = 1, microbatche
     return replace(made, **changed)
 
 
+def messages(made: Setting) -> tuple[Traffic, ...]:
+    """Of the first stage."""
+    return traffic(made, Shares.of(made), 0)
+
+
+def time_of(made: Setting, cluster: Cluster = H100) -> Estimate:
+    return estimate(made, Shares.of(made), cluster)
+
+
 # -- the worked examples
 
 
-def test_7b_with_adam_in_mixed_precision_takes_112_gb() -> None:
+def test_the_worked_examples_of_the_literature() -> None:
+    """A 7B with Adam in mixed precision takes 112 GB, weights of 175B 350 GB, 70B over 64 GPUs at stage 3 17.5 GB."""
     assert state_of(7 * 10**9, 1, ADAM_16, "none").total == 112 * 10**9
-
-
-@pytest.mark.parametrize("ranks", [1, 4, 64])
-def test_the_zero_table(ranks: int) -> None:
-    """Bytes per parameter of stages 0 to 3 over N ranks."""
-    found = [state_of(64_000, ranks, ADAM_16, shard).total / 64_000 for shard in SHARDS]
-    assert found == [16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks]
-
-
-def test_weights_of_175b_take_350_gb() -> None:
     assert state_of(175 * 10**9, 1, ADAM_16, "none").parameters == 350 * 10**9
-
-
-def test_70b_over_64_gpus_at_stage_3_takes_17_5_gb() -> None:
     assert state_of(70 * 10**9, 64, ADAM_16, "parameters").total == 17.5 * GB
-
-
-def test_a_ring_all_reduce_of_14_gb_over_8_gpus_at_25_gb_a_second() -> None:
+    for ranks in (1, 4, 64):
+        found = [state_of(64_000, ranks, ADAM_16, shard).total / 64_000 for shard in SHARDS]
+        assert found == [16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks]
+    # LLaMA 2 7B has 6.738 G parameters; at 70B over 64 ranks, what does not divide is rounded up.
+    for preset, ranks, shard, expected in (
+        ("llama-2-7b", 1, "none", 16 * 6_738_415_616),
+        ("llama-2-70b", 64, "parameters", 16 * 68_976_648_192 / 64),
+    ):
+        made = setting({"preset": preset}, MeshShape(dp=ranks), widths=ADAM_16, shard=shard)
+        (own,) = Shares.of(made).stages
+        assert state(own, made).total == pytest.approx(expected, rel=1e-6)
+    # An all-reduce of 14 GB over 8 GPUs at 25 GB/s; its halves; the bubble is (p-1)/(v m).
     assert ring(ALL_REDUCE, 14 * GB, 8) / (25 * GB) == pytest.approx(0.98)
     assert ring(REDUCE_SCATTER, 14 * GB, 8) + ring(ALL_GATHER, 14 * GB, 8) == ring(ALL_REDUCE, 14 * GB, 8)
-
-
-def test_the_bubble_is_p_1_over_v_m() -> None:
     assert simulate(SCHEDULES["1f1b"](4, 1, 8)).bubble == pytest.approx(0.375)
     for stages, chunks, microbatches in ((4, 2, 8), (2, 3, 4), (8, 2, 32)):
-        found = simulate(SCHEDULES["interleaved"](stages, chunks, microbatches)).bubble
-        assert found == pytest.approx((stages - 1) / (chunks * microbatches))
+        bubble = simulate(SCHEDULES["interleaved"](stages, chunks, microbatches)).bubble
+        assert bubble == pytest.approx((stages - 1) / (chunks * microbatches))
 
 
 def test_what_the_engine_holds_is_18_bytes_for_each_parameter() -> None:
@@ -103,33 +106,7 @@ def test_what_the_engine_holds_is_18_bytes_for_each_parameter() -> None:
     assert state_of(1, 1, Widths.of("bf16", moments="bf16"), "none") == StateBytes(2, 4, 4, 4)
 
 
-def test_real_models_through_the_same_functions() -> None:
-    """LLaMA 2 7B has 6.738 G parameters; at 70B over 64 ranks, what does not divide is rounded up."""
-    for preset, ranks, shard, expected in (
-        ("llama-2-7b", 1, "none", 16 * 6_738_415_616),
-        ("llama-2-70b", 64, "parameters", 16 * 68_976_648_192 / 64),
-    ):
-        made = setting({"preset": preset}, MeshShape(dp=ranks), widths=ADAM_16, shard=shard)
-        (own,) = Shares.of(made).stages
-        assert state(own, made).total == pytest.approx(expected, rel=1e-6)
-
-
 # -- sums over the layout
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("mesh", "chunks"),
-    [
-        (MeshShape(), 1),
-        (MeshShape(tp=4, dp=2), 1),
-        (MeshShape(pp=2, tp=2), 2),
-        (MeshShape(pp=5), 1),
-        (MeshShape(pp=4, dp=2, tp=4), 1),
-    ],
-)
-def test_what_a_stage_holds_is_what_each_of_its_ranks_holds(tied: bool, mesh: MeshShape, chunks: int) -> None:
-    agree(setting(SMALL | {"tie_word_embeddings": tied}, mesh, chunks))
 
 
 DEEP = deep(
@@ -139,30 +116,41 @@ DEEP = deep(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("split", [SPLIT, EXPERT_TENSOR_PARALLEL], ids=["folded", "etp"])
-@pytest.mark.parametrize(
-    "mesh",
-    [MeshShape(), MeshShape(ep=2, dp=2), MeshShape(ep=2, tp=4), MeshShape(pp=3, ep=4), MeshShape(pp=2, ep=2, tp=2)],
-)
-def test_what_a_stage_holds_where_layers_differ(mesh: MeshShape, split: Split) -> None:
-    layout = replace(layout_of(DEEP, mesh), split=split)
-    agree(Setting(DEEP, layout, Widths.of("bf16"), 64, 1, 8))
+LAYOUTS = [
+    *(
+        setting(SMALL | {"tie_word_embeddings": tied}, mesh, chunks)
+        for tied in (False, True)
+        for mesh, chunks in (
+            (MeshShape(), 1),
+            (MeshShape(tp=4, dp=2), 1),
+            (MeshShape(pp=2, tp=2), 2),
+            (MeshShape(pp=5), 1),
+            (MeshShape(pp=4, dp=2, tp=4), 1),
+        )
+    ),
+    *(
+        Setting(DEEP, replace(layout_of(DEEP, MeshShape(**mesh)), split=split), Widths.of("bf16"), 64, 1, 8)
+        for split in (SPLIT, EXPERT_TENSOR_PARALLEL)
+        for mesh in ({}, {"ep": 2, "dp": 2}, {"ep": 2, "tp": 4}, {"pp": 3, "ep": 4}, {"pp": 2, "ep": 2, "tp": 2})
+    ),
+]
 
 
-def agree(made: Setting) -> None:
-    """The shares against the shards of every rank."""
-    mesh, layout, shares = made.layout.mesh, made.layout, Shares.of(made)
-    for rank in range(mesh.world):
-        place = mesh.place(rank)
-        shards = list(layout.shards(place))
-        own = shares.stages[place.pp]
-        assert sum(part.elements for part in own) == sum(shard.numel for shard in shards)
-        assert state(own, made).parameters == sum((4 if s.param.buffer else 2) * s.numel for s in shards)
-        assert sum(part.trained for part in own) == sum(s.numel for s in shards if not s.param.buffer)
-        for shard in shards:
-            for label in shard.param.sentence.labels:
-                (part,) = [p for p in own if p.param.name == shard.param.name and label in p.labels]
-                assert part.model_replicas * mesh.dp == len(layout.replicas(shard, label))
+def test_what_a_stage_holds_is_what_each_of_its_ranks_holds() -> None:
+    """The shares against the shards of every rank, where layers are alike and where they differ."""
+    for made in LAYOUTS:
+        mesh, layout, shares = made.layout.mesh, made.layout, Shares.of(made)
+        for rank in range(mesh.world):
+            place = mesh.place(rank)
+            shards = list(layout.shards(place))
+            own = shares.stages[place.pp]
+            assert sum(part.elements for part in own) == sum(shard.numel for shard in shards)
+            assert state(own, made).parameters == sum((4 if s.param.buffer else 2) * s.numel for s in shards)
+            assert sum(part.trained for part in own) == sum(s.numel for s in shards if not s.param.buffer)
+            for shard in shards:
+                for label in shard.param.sentence.labels:
+                    (part,) = [p for p in own if p.param.name == shard.param.name and label in p.labels]
+                    assert part.model_replicas * mesh.dp == len(layout.replicas(shard, label))
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=2, dp=2), MeshShape(pp=2), MeshShape(pp=4, tp=2)])
@@ -229,13 +217,13 @@ def test_ranks_send_what_is_trained_alone() -> None:
         schema = made.model.schema
         layer = sum(schema.numel(param) for param in schema.params if "layer" in param.named_axes) // 8
         once = below * layer + bool(below) * schema.numel(schema["embed.weight"])
-        (gathers,) = (x for x in traffic(made, Shares.of(made), 0) if x.kind == ALL_GATHER)
+        (gathers,) = (x for x in messages(made) if x.kind == ALL_GATHER)
         assert gathers.size * gathers.count == 2 * 8 * (2 * schema.parameters - once)
 
 
 def test_adapters_gather_as_many_features_as_their_rank() -> None:
     made = tuned(Tuning(Lora(4, 8.0, ("*",))), MeshShape(tp=2))
-    moved = [x for x in traffic(made, Shares.of(made), 0) if x.kind in (ALL_GATHER, REDUCE_SCATTER) and x.size > 64 * 4]
+    moved = [x for x in messages(made) if x.kind in (ALL_GATHER, REDUCE_SCATTER) and x.size > 64 * 4]
     # q, k and v have three; the first product of the feed-forward network, fused of two, has two.
     narrow = {64 * 2 * rank for rank in (4, 8, 12)}
     assert {x.size for x in moved} == narrow | {64 * 2 * 16}
@@ -248,7 +236,7 @@ def test_adapters_gather_as_many_features_as_their_rank() -> None:
 def test_the_time_of_the_update_is_that_of_what_is_trained() -> None:
     every = (Tuning(Lora(4, 8.0, ("*",))), LOWER, EVERYTHING)
     lora, lower, everything = (tuned(tuning, MeshShape()) for tuning in every)
-    *some, whole = (estimate(made, Shares.of(made), H100) for made in (lora, lower, everything))
+    *some, whole = (time_of(made) for made in (lora, lower, everything))
     for made, found in zip((lora, lower), some, strict=True):
         share = made.tuning.trained(made.model.schema) / made.model.schema.parameters
         assert found.optimizer == pytest.approx(share * whole.optimizer)
@@ -364,13 +352,12 @@ def test_a_chunked_loss_never_holds_all_logits() -> None:
 def test_what_tensor_parallel_ranks_send() -> None:
     """A block: forward 2 gathers and 2 scatters, backward 4 gathers and 2 scatters, each of t x embed."""
     made = setting({"preset": "llama-tiny"}, MeshShape(pp=2, tp=2, dp=2), microbatches=4)
-    shares = Shares.of(made)
-    inner = [x for x in traffic(made, shares, 0) if x.axis == "tp"]
+    inner = [x for x in messages(made) if x.axis == "tp"]
     count = {kind: sum(x.count for x in inner if x.kind == kind) for kind in (ALL_GATHER, REDUCE_SCATTER)}
     # 2 blocks, 4 microbatches, and the embedding's scatter with the gather that is its backward.
     assert count == {ALL_GATHER: 6 * 2 * 4 + 4, REDUCE_SCATTER: 4 * 2 * 4 + 4}
     assert {x.size for x in inner} == {64 * 64 * 2}
-    again = traffic(replace(made, recompute="full"), shares, 0)
+    again = messages(replace(made, recompute="full"))
     assert sum(x.count for x in again if x.axis == "tp") - sum(x.count for x in inner) == 4 * 2 * 4
 
 
@@ -390,7 +377,7 @@ def mixtral(mesh: MeshShape, etp: int = 1, **changed: Any) -> Setting:
 def test_rows_go_to_the_ranks_over_which_experts_are_spread(mesh: MeshShape, etp: int, axis: str, rows: int) -> None:
     """64 tokens to 2 experts each, 64 features of 2 bytes: there and back, in the backward there twice and back."""
     made = mixtral(mesh, etp)
-    sent = [x for x in traffic(made, Shares.of(made), 0) if x.kind == ALL_TO_ALL]
+    sent = [x for x in messages(made) if x.kind == ALL_TO_ALL]
     assert {x.axis for x in sent} == {axis}
     size = rows * 64 * 2
     assert sum(x.count for x in sent if x.size == size) == (2 + 3) * 4 * 8
@@ -456,8 +443,7 @@ def test_gradients_go_to_who_shares_them(tied: bool) -> None:
 def test_what_each_rung_sends(shard: str, factor: int) -> None:
     """Bytes for each parameter, times (n-1)/n: fp32 gradients, bf16 parameters, 8 microbatches."""
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard=shard)
-    shares = Shares.of(made)
-    sent = sum(x.sent for x in traffic(made, shares, 0))
+    sent = sum(x.sent for x in messages(made))
     assert sent == pytest.approx(factor * made.layout.schema.parameters * 3 / 4, rel=1e-3)
 
 
@@ -475,7 +461,7 @@ def test_groups_inside_of_a_node_use_its_links() -> None:
 
 def test_the_parts_of_a_step_add_up() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(tp=4, dp=2), microbatches=4, sequence_length=8192)
-    found = estimate(made, Shares.of(made), H100)
+    found = time_of(made)
     floor = found.model_tflop / H100.tflops
     assert floor / H100.device.reach < found.compute < found.total
     slower = replace(H100, device=replace(H100.device, reach=0.33))
@@ -491,7 +477,7 @@ def test_blank_sequences_take_time_and_are_no_tokens() -> None:
     assert (uneven.microbatches, uneven.blank, uneven.sequences) == (3, 1, 8)
     assert (even.microbatches, even.blank, even.sequences) == (2, 0, 8)
     full = replace(uneven, blank=0)
-    found, whole = (estimate(each, Shares.of(each), H100) for each in (uneven, full))
+    found, whole = (time_of(each) for each in (uneven, full))
     assert found.total == whole.total and uneven.global_tokens == even.global_tokens
     for value, most in ((found.tokens_per_second, whole.tokens_per_second), (found.model_tflop, whole.model_tflop)):
         assert value / most == pytest.approx(8 / 9)
@@ -552,7 +538,7 @@ def test_the_plan_chooses_what_others_have_found_fastest() -> None:
     model = {"preset": "llama-3.1-70b"}
     deep = setting(model, MeshShape(pp=4, dp=64, tp=4), 5, 32, shard="optimizer", **common)
     wide = setting(model, MeshShape(dp=512, tp=2), 1, 4, shard="parameters", **common)
-    few, many = (estimate(each, Shares.of(each), H100).total for each in (deep, wide))
+    few, many = (time_of(each).total for each in (deep, wide))
     assert few < many
 
 
