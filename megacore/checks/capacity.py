@@ -19,12 +19,7 @@ def capacity_problems(
 ) -> Iterator[str]:
     """Yield where the state of training alone has no room, for a config in which `megacore.checks.rules` finds
     nothing. Of activations only inputs of blocks that wait in host memory are counted, so that no run that works is
-    refused.
-
-    Args:
-        world_size: Ranks in all.
-        local_ranks: Ranks on this node.
-        device_memory: Bytes of a GPU here; None where the CPU computes.
+    refused. ``local_ranks`` are those on this node, ``device_memory`` bytes of a GPU here; None where the CPU computes.
     """
     setting = setting_of(config, model, world_size, "cuda" if device_memory else "cpu")
     states = [state(shares, setting) for shares in Shares.of(setting).stages]

@@ -24,10 +24,7 @@ KEYS = (
     *(f"mesh.{dim}" for dim in ("pp", "dp", "cp", "ep", "tp", "etp")),
     *(f"context.{key}" for key in ("exchange", "balance", "heads")),
     *(f"pipeline.{key}" for key in ("schedule", "chunks", "layers_per_stage")),
-    *(f"zero.{key}" for key in ("shard", "replicas")),
-    "batch.micro_size",
-    "memory.recompute",
-    "memory.mlp_chunk",
+    *("zero.shard", "zero.replicas", "batch.micro_size", "memory.recompute", "memory.mlp_chunk"),
 )
 """The keys of a recipe that a layout may change."""
 
@@ -36,11 +33,7 @@ def overrides_of_nodes(
     config: Config, model: ModelConfig, least: int, most: int, processes: int
 ) -> Mapping[int, list[str]]:
     """Return {number of nodes: the overrides by which a recipe fits them}; each names all keys that any of them has, so
-    that it can follow on any other.
-
-    Args:
-        least, most: The nodes that there may be.
-        processes: Those on each node.
+    that it can follow on any other. Each node has so many processes.
 
     Raises:
         ConfigError: all numbers that no layout fits; or all that is wrong with the recipe on any number.

@@ -60,6 +60,11 @@ def setting(model: dict[str, Any], mesh: MeshShape, chunks: int = 1, microbatche
     return replace(made, **changed)
 
 
+def mixtral(mesh: MeshShape, etp: int = 1, **changed: Any) -> Setting:
+    config = configure({"preset": "mixtral-tiny"})
+    return setting({"preset": "mixtral-tiny"}, mesh, layout=layout_of(config, mesh, split=split_of(etp)), **changed)
+
+
 def messages(made: Setting) -> tuple[Traffic, ...]:
     """Of the first stage."""
     return traffic(made, Shares.of(made), 0)
@@ -153,11 +158,24 @@ def test_what_a_stage_holds_is_what_each_of_its_ranks_holds() -> None:
                     assert part.model_replicas * mesh.dp == len(layout.replicas(shard, label))
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=2, dp=2), MeshShape(pp=2), MeshShape(pp=4, tp=2)])
-@pytest.mark.parametrize("family", ["llama-tiny", "gpt2-tiny"])
-def test_operations_add_up_to_those_of_the_model(mesh: MeshShape, family: str) -> None:
-    made = setting({"preset": family}, mesh)
-    act = ActivationMemory.of(made)
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(
+            setting({"preset": family}, mesh)
+            for family in ("llama-tiny", "gpt2-tiny")
+            for mesh in (MeshShape(), MeshShape(tp=2, dp=2), MeshShape(pp=2), MeshShape(pp=4, tp=2))
+        ),
+        # The router has all of its ranks' tokens between them.
+        *(
+            mixtral(mesh, etp)
+            for mesh, etp in ((MeshShape(), 1), (MeshShape(ep=2, tp=2), 1), (MeshShape(ep=2, tp=2), 2))
+        ),
+    ],
+    ids=lambda made: f"{made.model.family} {made.layout.mesh}",
+)
+def test_operations_add_up_to_those_of_the_model(made: Setting) -> None:
+    mesh, act = made.layout.mesh, ActivationMemory.of(made)
     found = [Flops(act, virtual) for virtual in range(mesh.pp)]
     assert all(each.backward == 2 * each.forward for each in found)
     assert 3 * mesh.tp * sum(each.forward for each in found) == flops_per_token(made.model, 64) * made.tokens
@@ -361,11 +379,6 @@ def test_what_tensor_parallel_ranks_send() -> None:
     assert sum(x.count for x in again if x.axis == "tp") - sum(x.count for x in inner) == 4 * 2 * 4
 
 
-def mixtral(mesh: MeshShape, etp: int = 1, **changed: Any) -> Setting:
-    config = configure({"preset": "mixtral-tiny"})
-    return setting({"preset": "mixtral-tiny"}, mesh, layout=layout_of(config, mesh, split=split_of(etp)), **changed)
-
-
 @pytest.mark.parametrize(
     ("mesh", "etp", "axis", "rows"),
     [
@@ -400,23 +413,6 @@ def test_dense_models_and_whole_experts_send_no_rows() -> None:
         assert estimate(made, shares, H100).experts == 0
 
 
-def test_an_all_to_all_sends_through_each_adapter_what_is_for_other_nodes() -> None:
-    device = H100.device
-    assert H100.bandwidth(MeshShape(dp=4, ep=8), "ep", ALL_TO_ALL) == device.link
-    assert H100.bandwidth(MeshShape(ep=64), "ep", ALL_TO_ALL) == pytest.approx(device.network * 63 / 56)
-    message = Traffic(ALL_TO_ALL, "ep", "", 64, 1, 64 << 20, False)
-    through = (56 << 20) / device.network / 0.8
-    assert H100.seconds(MeshShape(ep=64), [message]) == pytest.approx(through + (8.4 + 14) * 1e-6)
-
-
-def test_operations_of_experts_add_up_to_those_of_the_model() -> None:
-    for mesh, etp in ((MeshShape(), 1), (MeshShape(ep=2, tp=2), 1), (MeshShape(ep=2, tp=2), 2)):
-        made = mixtral(mesh, etp)
-        found = Flops(ActivationMemory.of(made), 0)
-        # The router has all of its ranks' tokens between them.
-        assert 3 * mesh.tp * found.forward == flops_per_token(made.model, 64) * made.tokens
-
-
 def test_layers_with_experts_are_another_kind() -> None:
     act = ActivationMemory.of(Setting(DEEP, layout_of(DEEP, MeshShape(ep=2)), Widths.of("bf16"), 64, 1, 8))
     ((*dense, first, second, third, last),) = act.chunks
@@ -447,16 +443,29 @@ def test_what_each_rung_sends(shard: str, factor: int) -> None:
     assert sent == pytest.approx(factor * made.layout.schema.parameters * 3 / 4, rel=1e-3)
 
 
-def test_groups_inside_of_a_node_use_its_links() -> None:
-    mesh = MeshShape(pp=4, dp=8, tp=8)
-    device = H100.device
-    assert H100.bandwidth(mesh, "tp") == device.link
+# -- time
+
+
+def test_a_message_takes_the_hops_of_its_ring_and_the_links_between_them() -> None:
+    """A hop within a node takes 3.4 us, one to the next node 14, after a start of 8.4; twice around to sum."""
+    mesh, device = MeshShape(pp=4, dp=8, tp=8), H100.device
+    assert H100.bandwidth(mesh, "tp") == H100.bandwidth(MeshShape(dp=4, tp=2), "dp") == device.link
     assert H100.bandwidth(mesh, "dp") == device.network
     assert H100.bandwidth(mesh, "dp x tp") == 8 * device.network
-    assert H100.bandwidth(MeshShape(dp=4, tp=2), "dp") == device.link
+    assert H100.bandwidth(MeshShape(dp=4, ep=8), "ep", ALL_TO_ALL) == device.link
+    assert H100.bandwidth(MeshShape(ep=64), "ep", ALL_TO_ALL) == pytest.approx(device.network * 63 / 56)
 
+    def us(ranks: int, kind: str = ALL_GATHER, size: int = 0) -> float:
+        message = Traffic(kind, "dp", "", ranks, 1, size, False)
+        return H100.seconds(MeshShape(dp=ranks), [message]) * 1e6
 
-# -- time
+    assert us(8) == pytest.approx(8.4 + 7 * 3.4)
+    assert us(512) == pytest.approx(8.4 + 448 * 3.4 + 63 * 14)
+    assert us(512, ALL_REDUCE) - 8.4 == pytest.approx(2 * (us(512) - 8.4))
+    assert us(512, SEND) == pytest.approx(8.4 + 14) and us(8, SEND) == pytest.approx(8.4 + 3.4)
+    # Of an all-to-all, through each adapter goes what is for other nodes, at 80 % of its speed.
+    through = (56 << 20) / device.network / 0.8
+    assert us(64, ALL_TO_ALL, 64 << 20) == pytest.approx(through * 1e6 + 8.4 + 14)
 
 
 def test_the_parts_of_a_step_add_up() -> None:
@@ -506,19 +515,6 @@ def test_fp8_is_of_the_products_of_blocks() -> None:
     assert 1.2 < wide / fast < 1.8
     attention = MatMul(8192, 8193, 128, 32, attention=True)
     assert narrow.product_s(attention, narrow.tflops) == H100.product_s(attention, H100.tflops)
-
-
-def test_the_longer_a_ring_the_longer_a_message() -> None:
-    """A step to the next node takes 14 us and one within a node 3.4, after a start of 8.4; twice around to sum."""
-
-    def us(ranks: int, kind: str = ALL_GATHER) -> float:
-        message = Traffic(kind, "dp", "", ranks, 1, 0, False)
-        return H100.seconds(MeshShape(dp=ranks), [message]) * 1e6
-
-    assert us(8) == pytest.approx(8.4 + 7 * 3.4)
-    assert us(512) == pytest.approx(8.4 + 448 * 3.4 + 63 * 14)
-    assert us(512, ALL_REDUCE) - 8.4 == pytest.approx(2 * (us(512) - 8.4))
-    assert us(512, SEND) == pytest.approx(8.4 + 14) and us(8, SEND) == pytest.approx(8.4 + 3.4)
 
 
 def test_published_runs_are_as_fast_as_planned() -> None:
@@ -608,16 +604,6 @@ def test_fit_says_when_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "llama-3.1-70b.yaml")
     assert main(["plan", recipe, "--fit", "GPU=a100-40", "--nodes", "1"]) == 0
     assert "Nothing fits 8 x a100-40" in capsys.readouterr().out
-
-
-def test_1024_ranks_take_no_time(capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.process_time()
-    recipe = str(RECIPES / "llama-3.1-70b.yaml")
-    assert main(["plan", recipe, "mesh.dp=32", "batch.global_size=2048", "--world", "1024", "--json"]) == 0
-    assert time.process_time() - start < 5
-    found = json.loads(capsys.readouterr().out)
-    assert [each["ranks"] for each in found["memory"]] == [256] * 4
-    assert all(sum(each["terms"].values()) == each["peak"] for each in found["memory"])
 
 
 def test_the_function_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,8 @@ def test_a_405b_on_16384_ranks_is_planned_in_seconds(capsys: pytest.CaptureFixtu
     assert main(["plan", *LARGE, "--json"]) == 0
     assert time.process_time() - begin < 10
     found = json.loads(capsys.readouterr().out)
+    assert [each["ranks"] for each in found["memory"]] == [1024] * 16
+    assert all(sum(each["terms"].values()) == each["peak"] for each in found["memory"])
     beside, total = found["beside"], 14 * found["parameters"]
     assert (beside["ranks"], beside["nodes"]) == (16384, 2048)
     assert total < beside["save"]["size"] < 1.01 * total and beside["save"]["files"] <= 4096
