@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.devices import DEVICES, Device
 from megacore.planning.setting import ADAM_16, Setting, Widths
-from megacore.planning.state_bytes import Shares
 from megacore.planning.step_time import Cluster, estimate
 from models.config import flops_per_token
 from models.registry import configure
@@ -86,11 +85,10 @@ class Published:
     def planned(self) -> float:
         """Return the tokens per second of each device by the plan."""
         setting, cluster = self.setting(), self.cluster()
-        shares = Shares.of(setting)
-        seconds = estimate(setting, shares, cluster).total
+        seconds = estimate(setting, cluster).total
         if self.repeated:
             full = replace(setting, recompute="full")
-            seconds += self.repeated * estimate(full, shares, cluster).recompute
+            seconds += self.repeated * estimate(full, cluster).recompute
         return setting.global_tokens / seconds / self.mesh.world
 
 

@@ -11,7 +11,6 @@ from megacore.data.indexed import IndexedDataset
 from megacore.data.samples import parts
 from megacore.planning.peak_memory import peaks
 from megacore.planning.setting import Setting
-from megacore.planning.state_bytes import Shares
 from megacore.planning.step_time import Cluster, estimate
 
 DRAWN = 32
@@ -53,7 +52,7 @@ class PackedMicrobatch:
     seconds: float
 
     @classmethod
-    def of(cls, which: str, setting: Setting, shares: Shares, cluster: Cluster) -> PackedMicrobatch:
+    def of(cls, which: str, setting: Setting, cluster: Cluster) -> PackedMicrobatch:
         """Return what there is to know of the documents of a setting."""
         work, documents = setting.packing.exchange(None), setting.documents or ()
         return cls(
@@ -63,8 +62,8 @@ class PackedMicrobatch:
             work.busiest,
             work.imbalance,
             int(work.taken.sum(1).max()),
-            max(peaks(setting, shares)),
-            estimate(setting, shares, cluster).total,
+            max(peaks(setting)),
+            estimate(setting, cluster).total,
         )
 
 
@@ -80,8 +79,7 @@ def standing_out(
     chosen = {"median": by_scores[len(by_scores) // 2], "most scores": by_scores[-1]}
     if setting.context.parts > 1:
         chosen["most keys"] = most
-    shares = Shares.of(setting)
     return tuple(
-        PackedMicrobatch.of(which, replace(setting, documents=documents), shares, cluster)
+        PackedMicrobatch.of(which, replace(setting, documents=documents), cluster)
         for which, documents in chosen.items()
     )

@@ -59,7 +59,7 @@ class Load:
     peak: int
 
 
-def loads(setting: Setting, shares: Shares) -> tuple[Load, ...]:
+def loads(setting: Setting) -> tuple[Load, ...]:
     """Return the fullest rank where all ranks get as many rows, where they don't as the setting says, and where one
     gets all of them; nothing where experts are not spread over ranks."""
     layout, routing = setting.layout, setting.model.anatomy.routing
@@ -69,7 +69,7 @@ def loads(setting: Setting, shares: Shares) -> tuple[Load, ...]:
     mean = setting.tokens * layout.mesh.ep * routing.top_k // ranks
     found = []
     for times in sorted({1.0, min(setting.imbalance, float(ranks)), float(ranks)}):
-        peak = max(peaks(replace(setting, imbalance=times), shares))
+        peak = max(peaks(replace(setting, imbalance=times)))
         found.append(Load(times, round(mean * times), peak))
     return tuple(found)
 
@@ -98,16 +98,16 @@ def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return one[0] == other[0] and all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def memory(setting: Setting, shares: Shares) -> tuple[Memory, ...]:
-    """Return the memory of every stage, whose ranks hold ``shares``."""
+def memory(setting: Setting) -> tuple[Memory, ...]:
+    """Return the memory of every stage."""
     act = ActivationMemory.of(setting)
-    return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(shares.stages))
+    return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(Shares.of(setting).stages))
 
 
-def peaks(setting: Setting, shares: Shares) -> Iterator[int]:
+def peaks(setting: Setting) -> Iterator[int]:
     """Yield the bytes at the peaks of the stages, one after the other. Of those that are alike it is that of the first:
     before each of its backwards it has run as many forwards of each chunk as the others, or more."""
-    act = ActivationMemory.of(setting)
+    act, shares = ActivationMemory.of(setting), Shares.of(setting)
     return (_stage(setting, act, stage, shares.stages[stage]).peak for stage in act.unlike)
 
 

@@ -17,7 +17,6 @@ from megacore.planning.packed_documents import PackedMicrobatch, drawn, scores, 
 from megacore.planning.peak_memory import Load, Memory, loads, memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting
-from megacore.planning.state_bytes import Shares
 from megacore.planning.step_time import Cluster, Estimate, estimate
 from megacore.planning.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, load
@@ -100,13 +99,13 @@ class Plan:
             raise ConfigError(found)
         setting = replace(setting_of(config, model, world, "cpu" if on_cpus else "cuda"), imbalance=imbalance)
         setting, microbatches = with_documents(setting, documents, config.data.seed)
-        shares, time = Shares.of(setting), estimate(setting, Shares.of(setting), cluster)
+        time = estimate(setting, cluster)
         return cls(
             setting,
             cluster,
-            memory(setting, shares),
-            loads(setting, shares),
-            tuple(traffic(setting, shares, stage) for stage in range(setting.layout.mesh.pp)),
+            memory(setting),
+            loads(setting),
+            tuple(traffic(setting, stage) for stage in range(setting.layout.mesh.pp)),
             time,
             Overheads.of(config, setting, cluster, time.total, Storage.of(world, *storage)),
             standing_out(setting, microbatches, cluster) if microbatches else (),

@@ -53,6 +53,17 @@ class Shares:
 
     @classmethod
     def of(cls, setting: Setting) -> Shares:
+        """Return the shares; those of one model on one layout are counted once."""
+        layout = setting.layout
+        key = setting.model, setting.tuning, layout.mesh, layout.layers, tuple(layout.split.items())
+        if key not in _counted:
+            if len(_counted) >= MOST_COUNTED:
+                _counted.clear()
+            _counted[key] = cls._count(setting)
+        return _counted[key]
+
+    @classmethod
+    def _count(cls, setting: Setting) -> Shares:
         """Count the shares in one layer that has all that any layer has, and at both ends; dp and cp split none."""
         layout, pp, frozen = setting.layout, setting.layout.mesh.pp, setting.frozen
         params = {param.name: param for param in layout.schema.params}
@@ -84,6 +95,10 @@ class Shares:
     def unlike(self) -> tuple[tuple[ParameterShare, ...], ...]:
         """The shares of the stages, those of several that are alike once."""
         return tuple({id(own): own for own in self.stages}.values())
+
+
+MOST_COUNTED = 256
+_counted: dict[object, Shares] = {}
 
 
 def _parts(layout: Layout, place: Coordinates) -> tuple[ParameterShare, ...]:

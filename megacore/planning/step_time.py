@@ -265,13 +265,13 @@ def _seconds(cluster: Cluster, each: LayerCompute) -> _Seconds:
     return _Seconds(ahead + one * each.moved, back + 2 * one * each.moved, repeated + one * each.moved_again)
 
 
-def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool = True) -> Estimate:
+def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Estimate:
     """Estimate the time of a step. Where the pipeline is not simulated its bubble is (p-1)/(v m), which the simulator
     confirms."""
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
-    act = ActivationMemory.of(setting)
-    sent = {stage: traffic(setting, shares, stage) for stage in act.unlike}
+    act, shares = ActivationMemory.of(setting), Shares.of(setting)
+    sent = {stage: traffic(setting, stage) for stage in act.unlike}
     rows = {stage: _stage_times(setting, act, cluster, stage, messages) for stage, messages in sent.items()}
     slowest = max(rows.values(), key=lambda row: row.forward + row.backward)
     hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0

@@ -44,13 +44,13 @@ class Traffic:
         return self.count * ring(self.kind, self.size, self.ranks)
 
 
-def traffic(setting: Setting, shares: Shares, stage: int) -> tuple[Traffic, ...]:
+def traffic(setting: Setting, stage: int) -> tuple[Traffic, ...]:
     """Return all messages of a rank of a stage."""
     act = ActivationMemory.of(setting)
     messages = [
         *_layers(setting, act, stage),
         *_pipeline(setting, stage),
-        *_data(setting, act, shares.stages[stage], stage),
+        *_data(setting, act, Shares.of(setting).stages[stage], stage),
     ]
     return tuple(each for each in messages if each.ranks > 1 and each.count and each.size)
 

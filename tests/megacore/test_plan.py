@@ -26,7 +26,7 @@ from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
-from megacore.planning.step_time import Cluster, Estimate, MatMul, estimate
+from megacore.planning.step_time import Cluster, MatMul, estimate
 from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import ConfigError, load
 from models.config import flops_per_token
@@ -63,15 +63,6 @@ def setting(model: dict[str, Any], mesh: MeshShape, chunks: int = 1, microbatche
 def mixtral(mesh: MeshShape, etp: int = 1, **changed: Any) -> Setting:
     config = configure({"preset": "mixtral-tiny"})
     return setting({"preset": "mixtral-tiny"}, mesh, layout=layout_of(config, mesh, split=split_of(etp)), **changed)
-
-
-def messages(made: Setting) -> tuple[Traffic, ...]:
-    """Of the first stage."""
-    return traffic(made, Shares.of(made), 0)
-
-
-def time_of(made: Setting, cluster: Cluster = H100) -> Estimate:
-    return estimate(made, Shares.of(made), cluster)
 
 
 # -- the worked examples
@@ -225,9 +216,9 @@ def test_ranks_send_what_is_trained_alone() -> None:
     lora = tuned(Tuning(Lora(4, 8.0, ("*",))), mesh)
     shares, trained = Shares.of(lora), lora.tuning.trained(lora.model.schema)
     assert sum(part.trained for part in shares.stages[0]) == trained
-    (sums,) = (x for x in traffic(lora, shares, 0) if "gradients" in x.what)
+    (sums,) = (x for x in traffic(lora, 0) if "gradients" in x.what)
     assert sums.size * sums.count == 4 * trained
-    split = {x.kind: x for x in traffic(replace(lora, shard="gradients"), shares, 0)}
+    split = {x.kind: x for x in traffic(replace(lora, shard="gradients"), 0)}
     assert split[ALL_GATHER].size == 2 * trained
     # What lies below all that is trained is gathered for the forward alone: the embedding and half of the layers.
     for tuning, below in ((EVERYTHING, 0), (LOWER, 4)):
@@ -235,13 +226,13 @@ def test_ranks_send_what_is_trained_alone() -> None:
         schema = made.model.schema
         layer = sum(schema.numel(param) for param in schema.params if "layer" in param.named_axes) // 8
         once = below * layer + bool(below) * schema.numel(schema["embed.weight"])
-        (gathers,) = (x for x in messages(made) if x.kind == ALL_GATHER)
+        (gathers,) = (x for x in traffic(made, 0) if x.kind == ALL_GATHER)
         assert gathers.size * gathers.count == 2 * 8 * (2 * schema.parameters - once)
 
 
 def test_adapters_gather_as_many_features_as_their_rank() -> None:
     made = tuned(Tuning(Lora(4, 8.0, ("*",))), MeshShape(tp=2))
-    moved = [x for x in messages(made) if x.kind in (ALL_GATHER, REDUCE_SCATTER) and x.size > 64 * 4]
+    moved = [x for x in traffic(made, 0) if x.kind in (ALL_GATHER, REDUCE_SCATTER) and x.size > 64 * 4]
     # q, k and v have three; the first product of the feed-forward network, fused of two, has two.
     narrow = {64 * 2 * rank for rank in (4, 8, 12)}
     assert {x.size for x in moved} == narrow | {64 * 2 * 16}
@@ -254,7 +245,7 @@ def test_adapters_gather_as_many_features_as_their_rank() -> None:
 def test_the_time_of_the_update_is_that_of_what_is_trained() -> None:
     every = (Tuning(Lora(4, 8.0, ("*",))), LOWER, EVERYTHING)
     lora, lower, everything = (tuned(tuning, MeshShape()) for tuning in every)
-    *some, whole = (time_of(made) for made in (lora, lower, everything))
+    *some, whole = (estimate(made, H100) for made in (lora, lower, everything))
     for made, found in zip((lora, lower), some, strict=True):
         share = made.tuning.trained(made.model.schema) / made.model.schema.parameters
         assert found.optimizer == pytest.approx(share * whole.optimizer)
@@ -275,7 +266,7 @@ def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
 
     def fullest(**changed: Any) -> dict[str, int]:
         made = setting({"preset": "llama-tiny"}, mesh, **changed)
-        return memory(made, Shares.of(made))[0].terms
+        return memory(made)[0].terms
 
     plain = fullest()
     none, selective, full = (fullest(recompute=each)["activations"] for each in ("none", "selective", "full"))
@@ -298,7 +289,7 @@ def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
 def test_what_is_offloaded_lies_elsewhere() -> None:
     """Of each parameter 12 bytes of states and 2 of its own, and what passes through the buffer."""
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", offload_buffer=1000)
-    plain, shares = memory(made, Shares.of(made))[0], Shares.of(made)
+    (plain,) = memory(made)
     assert plain.host == plain.disk == 0
     cases: list[tuple[OptimizerOffload, bool, int, int]]
     states, parameters = plain.terms["masters"] + plain.terms["moments"], plain.terms["parameters"]
@@ -308,7 +299,7 @@ def test_what_is_offloaded_lies_elsewhere() -> None:
         ("file", True, 1000 + parameters, states),
     ]
     for where, too, host, disk in cases:
-        found = memory(replace(made, offload_optimizer=where, offload_parameters=too), shares)[0]
+        found = memory(replace(made, offload_optimizer=where, offload_parameters=too))[0]
         assert (found.host, found.disk) == (host, disk)
         assert found.peak < plain.peak and found.terms["masters"] == found.terms["moments"] == 0
         assert found.terms["parameters"] == (0 if too else parameters)
@@ -316,17 +307,16 @@ def test_what_is_offloaded_lies_elsewhere() -> None:
 
 def test_offloading_takes_the_time_of_the_slowest_way() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(dp=8), sequence_length=8192, shard="optimizer")
-    shares, cluster = Shares.of(made), Cluster(DEVICES["h100-80"], 989.4)
+    cluster = Cluster(DEVICES["h100-80"], 989.4)
     device, host, file = (
-        estimate(replace(made, offload_optimizer=where), shares, cluster).optimizer
-        for where in get_args(OptimizerOffload)
+        estimate(replace(made, offload_optimizer=where), cluster).optimizer for where in get_args(OptimizerOffload)
     )
     assert device < host < file
     assert file == pytest.approx(2 * 12 / 8 * made.layout.schema.parameters / 4e9, rel=0.01)
     slow = replace(cluster, device=replace(cluster.device, disk=2e9))
-    assert estimate(replace(made, offload_optimizer="file"), shares, slow).optimizer == pytest.approx(2 * file)
+    assert estimate(replace(made, offload_optimizer="file"), slow).optimizer == pytest.approx(2 * file)
     parameters = replace(made, shard="parameters", offload_optimizer="host", offload_parameters=True)
-    assert estimate(parameters, shares, cluster).offload > 0
+    assert estimate(parameters, cluster).offload > 0
 
 
 def test_the_recipe_s_offloading_arrives() -> None:
@@ -370,12 +360,12 @@ def test_a_chunked_loss_never_holds_all_logits() -> None:
 def test_what_tensor_parallel_ranks_send() -> None:
     """A block: forward 2 gathers and 2 scatters, backward 4 gathers and 2 scatters, each of t x embed."""
     made = setting({"preset": "llama-tiny"}, MeshShape(pp=2, tp=2, dp=2), microbatches=4)
-    inner = [x for x in messages(made) if x.axis == "tp"]
+    inner = [x for x in traffic(made, 0) if x.axis == "tp"]
     count = {kind: sum(x.count for x in inner if x.kind == kind) for kind in (ALL_GATHER, REDUCE_SCATTER)}
     # 2 blocks, 4 microbatches, and the embedding's scatter with the gather that is its backward.
     assert count == {ALL_GATHER: 6 * 2 * 4 + 4, REDUCE_SCATTER: 4 * 2 * 4 + 4}
     assert {x.size for x in inner} == {64 * 64 * 2}
-    again = messages(replace(made, recompute="full"))
+    again = traffic(replace(made, recompute="full"), 0)
     assert sum(x.count for x in again if x.axis == "tp") - sum(x.count for x in inner) == 4 * 2 * 4
 
 
@@ -390,27 +380,26 @@ def test_what_tensor_parallel_ranks_send() -> None:
 def test_rows_go_to_the_ranks_over_which_experts_are_spread(mesh: MeshShape, etp: int, axis: str, rows: int) -> None:
     """64 tokens to 2 experts each, 64 features of 2 bytes: there and back, in the backward there twice and back."""
     made = mixtral(mesh, etp)
-    sent = [x for x in messages(made) if x.kind == ALL_TO_ALL]
+    sent = [x for x in traffic(made, 0) if x.kind == ALL_TO_ALL]
     assert {x.axis for x in sent} == {axis}
     size = rows * 64 * 2
     assert sum(x.count for x in sent if x.size == size) == (2 + 3) * 4 * 8
     assert {x.size for x in sent} == {size, rows * 4, 8 * 8}  # and the weights of rows, and how many there are
-    even, worst = loads(made, Shares.of(made))
+    even, worst = loads(made)
     ranks = 4 if etp == 1 else 2
     assert (even.times, even.rows, worst.times, worst.rows) == (1, rows, ranks, ranks * rows)
-    assert even.peak == max(each.peak for each in memory(made, Shares.of(made))) < worst.peak
+    assert even.peak == max(each.peak for each in memory(made)) < worst.peak
     fuller = replace(made, imbalance=1.5)
-    assert [each.rows for each in loads(fuller, Shares.of(made))] == [rows, 1.5 * rows, ranks * rows]
-    assert max(x.size for x in traffic(fuller, Shares.of(made), 0) if x.kind == ALL_TO_ALL) == 1.5 * size
-    slower, least = (estimate(each, Shares.of(made), H100) for each in (fuller, made))
+    assert [each.rows for each in loads(fuller)] == [rows, 1.5 * rows, ranks * rows]
+    assert max(x.size for x in traffic(fuller, 0) if x.kind == ALL_TO_ALL) == 1.5 * size
+    slower, least = (estimate(each, H100) for each in (fuller, made))
     assert least.experts > 0 and slower.compute > least.compute
 
 
 def test_dense_models_and_whole_experts_send_no_rows() -> None:
     for made in (setting({"preset": "llama-tiny"}, MeshShape(tp=2)), mixtral(MeshShape(tp=2), 2)):
-        shares = Shares.of(made)
-        assert not [x for x in traffic(made, shares, 0) if x.kind == ALL_TO_ALL] and not loads(made, shares)
-        assert estimate(made, shares, H100).experts == 0
+        assert not [x for x in traffic(made, 0) if x.kind == ALL_TO_ALL] and not loads(made)
+        assert estimate(made, H100).experts == 0
 
 
 def test_layers_with_experts_are_another_kind() -> None:
@@ -423,7 +412,7 @@ def test_layers_with_experts_are_another_kind() -> None:
 def test_gradients_go_to_who_shares_them(tied: bool) -> None:
     made = setting(SMALL | {"tie_word_embeddings": tied}, MeshShape(pp=2, dp=2, tp=4))
     shares = Shares.of(made)
-    sums = [x for x in traffic(made, shares, 0) if x.kind == ALL_REDUCE and "gradients" in x.what]
+    sums = [x for x in traffic(made, 0) if x.kind == ALL_REDUCE and "gradients" in x.what]
     elements = sum(part.elements for part in shares.stages[0])
     assert sum(x.size * x.count for x in sums) == 4 * elements
     # 2 kv heads on 4 ranks are shared by pairs, norms by all four, a tied table by both ends.
@@ -439,7 +428,7 @@ def test_gradients_go_to_who_shares_them(tied: bool) -> None:
 def test_what_each_rung_sends(shard: str, factor: int) -> None:
     """Bytes for each parameter, times (n-1)/n: fp32 gradients, bf16 parameters, 8 microbatches."""
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard=shard)
-    sent = sum(x.sent for x in messages(made))
+    sent = sum(x.sent for x in traffic(made, 0))
     assert sent == pytest.approx(factor * made.layout.schema.parameters * 3 / 4, rel=1e-3)
 
 
@@ -470,12 +459,12 @@ def test_a_message_takes_the_hops_of_its_ring_and_the_links_between_them() -> No
 
 def test_the_parts_of_a_step_add_up() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(tp=4, dp=2), microbatches=4, sequence_length=8192)
-    found = time_of(made)
+    found = estimate(made, H100)
     floor = found.model_tflop / H100.tflops
     assert floor / H100.device.reach < found.compute < found.total
     slower = replace(H100, device=replace(H100.device, reach=0.33))
     # All but the attention and what lies between products takes twice as long.
-    assert 1.5 < estimate(made, Shares.of(made), slower).compute / found.compute < 2
+    assert 1.5 < estimate(made, slower).compute / found.compute < 2
 
 
 def test_blank_sequences_take_time_and_are_no_tokens() -> None:
@@ -486,7 +475,7 @@ def test_blank_sequences_take_time_and_are_no_tokens() -> None:
     assert (uneven.microbatches, uneven.blank, uneven.sequences) == (3, 1, 8)
     assert (even.microbatches, even.blank, even.sequences) == (2, 0, 8)
     full = replace(uneven, blank=0)
-    found, whole = (time_of(each) for each in (uneven, full))
+    found, whole = (estimate(each, H100) for each in (uneven, full))
     assert found.total == whole.total and uneven.global_tokens == even.global_tokens
     for value, most in ((found.tokens_per_second, whole.tokens_per_second), (found.model_tflop, whole.model_tflop)):
         assert value / most == pytest.approx(8 / 9)
@@ -511,7 +500,7 @@ def test_narrow_products_reach_less() -> None:
 def test_fp8_is_of_the_products_of_blocks() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192, microbatches=1)
     narrow = Cluster(H100.device, H100.device.tflops("fp8"))
-    wide, fast = (estimate(made, Shares.of(made), cluster).compute for cluster in (H100, narrow))
+    wide, fast = (estimate(made, cluster).compute for cluster in (H100, narrow))
     assert 1.2 < wide / fast < 1.8
     attention = MatMul(8192, 8193, 128, 32, attention=True)
     assert narrow.product_s(attention, narrow.tflops) == H100.product_s(attention, H100.tflops)
@@ -534,15 +523,14 @@ def test_the_plan_chooses_what_others_have_found_fastest() -> None:
     model = {"preset": "llama-3.1-70b"}
     deep = setting(model, MeshShape(pp=4, dp=64, tp=4), 5, 32, shard="optimizer", **common)
     wide = setting(model, MeshShape(dp=512, tp=2), 1, 4, shard="parameters", **common)
-    few, many = (time_of(each).total for each in (deep, wide))
+    few, many = (estimate(each, H100).total for each in (deep, wide))
     assert few < many
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_the_formula_of_the_search_is_the_simulators(pp: int, chunks: int) -> None:
     made = setting({"preset": "llama-2-7b"}, MeshShape(pp=pp), chunks, sequence_length=4096)
-    shares = Shares.of(made)
-    precise, quick = (estimate(made, shares, H100, simulated=each).total for each in (True, False))
+    precise, quick = (estimate(made, H100, simulated=each).total for each in (True, False))
     assert quick == pytest.approx(precise, rel=0.02)
 
 
@@ -552,8 +540,8 @@ def test_of_stages_that_are_alike_the_first_is_fullest(chunks: int, microbatches
     schedule = "interleaved" if chunks > 1 else "1f1b"
     made = setting({"preset": "llama-2-7b"}, MeshShape(pp=8), chunks, microbatches, schedule=schedule)
     shares = Shares.of(made)
-    found = [each.peak for each in memory(made, shares)]
-    looked = dict(zip(ActivationMemory.of(made).unlike, peaks(made, shares), strict=True))
+    found = [each.peak for each in memory(made)]
+    looked = dict(zip(ActivationMemory.of(made).unlike, peaks(made), strict=True))
     assert len(looked) < 8 and len(shares.unlike) < 8
     assert all(found[stage] == peak for stage, peak in looked.items()) and max(found) == max(looked.values())
     assert found[1:-1] == sorted(found[1:-1], reverse=True)
@@ -578,7 +566,7 @@ def test_fit_finds_recipes_that_fit_and_pass_every_rule(world: int) -> None:
         again = setting_of(pasted, model, world, "cuda")
         assert (again.layout.mesh, again.microbatches) == (each.setting.layout.mesh, each.setting.microbatches)
         assert again.sequences == each.setting.sequences == base.sequences
-        assert memory(again, Shares.of(again)) == each.memory
+        assert memory(again) == each.memory
 
 
 def test_fit_spreads_experts() -> None:

@@ -27,7 +27,6 @@ from megacore.data.samples import BLOCKS
 from megacore.devices import DEVICES
 from megacore.planning.overheads import Overheads, Storage
 from megacore.planning.recipe_setting import setting_of
-from megacore.planning.state_bytes import Shares
 from megacore.planning.step_time import Cluster, estimate
 from megacore.recipe import load
 from megacore.store import load as loading
@@ -46,7 +45,7 @@ def planned(recipe: str, overrides: list[str], world: int) -> Overheads:
     config = load(recipe, overrides)
     setting = setting_of(config, configure(config.model), world, "cpu")
     cluster = Cluster(replace(DEVICES["h100-80"], per_node=NODE), 1.0)
-    return Overheads.of(config, setting, cluster, estimate(setting, Shares.of(setting), cluster).total, STORAGE)
+    return Overheads.of(config, setting, cluster, estimate(setting, cluster).total, STORAGE)
 
 
 @dataclass(frozen=True)

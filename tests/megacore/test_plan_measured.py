@@ -25,7 +25,6 @@ from megacore.planning.activations import ActivationMemory
 from megacore.planning.overheads import start_up
 from megacore.planning.peak_memory import TERMS, memory
 from megacore.planning.setting import SHARDS, Setting, Widths
-from megacore.planning.state_bytes import Shares
 from megacore.training.optimizer import Optimizer
 from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep
@@ -457,7 +456,7 @@ def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: l
     wrong, found = [], pool.run(world, measure, cases, compared != {STATE})
     with registered(), extended():
         for number, case in enumerate(cases):
-            plan, ranks = memory(case.setting, Shares.of(case.setting)), [rank[number] for rank in found]
+            plan, ranks = memory(case.setting), [rank[number] for rank in found]
             for own in ranks:
                 stage = plan[own.place.pp]
                 fullest = max(each.peak for each in ranks if each.place.pp == own.place.pp)
