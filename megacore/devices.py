@@ -57,7 +57,7 @@ class Device:
     # channels of DDR5-4800 each are 614 GB/s for eight devices; a PCIe 4 NVMe disk for each device writes about 4 GB/s.
     cpu: float = 77e9
     disk: float = 4e9
-    # Fitted to published runs on H100 (`megacore.plan.published`); nobody held the others but the A100 against any.
+    # Fitted to runs on H100 (`benchmarks/published_runs.py`); nobody held the others but the A100 against any.
     reach: float = 0.66
     half: float = 470
 

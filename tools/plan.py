@@ -1,95 +1,33 @@
 """`megacore plan`: what a recipe needs of memory, network, time and storage, before anything is started.
 
 With --fit it searches instead: layouts, rungs, recomputation and micro-batches that fit the devices with the recipe's
-model and global batch, estimated fastest first. With --published it says what it makes of runs that others have
-published, and how far off it is. With --goodput it says what faults leave of the time at each level of protection.
+model and global batch, estimated fastest first. With --goodput it says what faults leave of the time at each level of
+protection.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 
-from megacore.checks.rules import problems
-from megacore.config import Config, CorpusConfig
-from megacore.data.batches import in_vain
-from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
-from megacore.plan.cluster import COMMUNICATOR, Overheads, Storage
-from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
-from megacore.plan.fit import MARGIN, Candidate, fit
-from megacore.plan.memory import TERMS, Load, Memory, loads, memory
-from megacore.plan.of_config import alone, overrides, setting_of
-from megacore.plan.published import PUBLISHED
-from megacore.plan.setting import Setting
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, Estimate, estimate
-from megacore.plan.traffic import Traffic, traffic
+from megacore.config import Config
+from megacore.devices import DEVICES
+from megacore.planning.fit import MARGIN, Candidate, fit
+from megacore.planning.overheads import COMMUNICATOR, Overheads
+from megacore.planning.peak_memory import TERMS
+from megacore.planning.recipe_setting import alone, overrides, setting_of
+from megacore.planning.run_plan import CPU, Plan, cluster_of, with_documents
+from megacore.planning.step_time import Cluster
+from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
-from models.config import ModelConfig, ModelConfigError, active_parameters, parameters_in_words
+from models.config import ModelConfigError, parameters_in_words
 from models.registry import configure
-from tools import folders
-from tools import goodput as goodputs
-from tools.goodput import above_0
+from tools import folders, plan_goodput
+from tools.plan_goodput import above_0
 from tools.tables import table
-
-CPU = "cpu"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The plan of a run: all that is known of it on paper."""
-
-    setting: Setting
-    cluster: Cluster
-    memory: tuple[Memory, ...]
-    loads: tuple[Load, ...]
-    traffic: tuple[tuple[Traffic, ...], ...]
-    time: Estimate
-    beside: Overheads
-    packed: tuple[PackedMicrobatch, ...] = ()
-
-    @classmethod
-    def of(
-        cls, config: Config, setting: Setting, cluster: Cluster, storage: Storage, drawn: Sequence[tuple[int, ...]] = ()
-    ) -> Plan:
-        """Return the plan of a recipe; of some microbatches' documents, if they were drawn."""
-        shares = Shares.of(setting)
-        sent = tuple(traffic(setting, shares, stage) for stage in range(setting.layout.mesh.pp))
-        time = estimate(setting, shares, cluster)
-        beside = Overheads.of(config, setting, cluster, time, storage)
-        packed = standing_out(setting, drawn, cluster) if drawn else ()
-        return cls(setting, cluster, memory(setting, shares), loads(setting, shares), sent, time, beside, packed)
-
-    @property
-    def fullest(self) -> Memory:
-        return max(self.memory, key=lambda each: each.peak)
-
-    @property
-    def room(self) -> float:
-        return self.cluster.device.memory * (1 - MARGIN)
-
-    @property
-    def fits(self) -> bool:
-        return self.fullest.peak <= self.room
-
-    def warnings(self) -> Iterator[str]:
-        if not self.fits:
-            yield (
-                f"memory: {_gb(self.fullest.peak)} GB do not fit {_gb(self.cluster.device.memory)} GB less "
-                f"{MARGIN:.0%}: --fit looks for what does"
-            )
-        yield from in_vain(self.setting.sequences, self.setting.micro_size, self.setting.layout.mesh.data)
-        for each in self.packed:
-            if each.peak > self.room:
-                yield (
-                    f"documents: the microbatch with {each.which} takes {_gb(each.peak)} GB, which do not fit: choose "
-                    "context.balance=auto, or more mesh.cp"
-                )
-        yield from self.beside.warnings()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gpu", choices=[*DEVICES, CPU], default="h100-80", help="the device (%(default)s)")
     parser.add_argument("--gpus-per-node", type=folders.count, metavar="N", help="8 by default")
-    parser.add_argument("--published", action="store_true", help="hold the plan against published runs")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--imbalance",
@@ -121,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
     search.add_argument("--nodes", type=folders.count, metavar="N", help="of the devices (1)")
     search.add_argument("--best", type=folders.count, default=5, metavar="N", help="how many to print (5)")
-    goodputs.add_options(parser)
+    plan_goodput.add_options(parser)
     given = parser.add_argument_group("instead of the table's numbers")
     given.add_argument("--peak-tflops", type=above_0, metavar="X", help="of one device in the recipe's precision")
     given.add_argument("--memory-gb", type=above_0, metavar="X", help="of one device")
@@ -132,9 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.add_argument("--storage-per-node", type=above_0, metavar="GB/S", help="between a node and it (4)")
     given.add_argument("--efficiency", type=above_0, metavar="X", help="share of it that large products reach")
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.published:
-        show_published(arguments.json)
-        return 0
     if arguments.recipe is None:
         parser.error("name a recipe")
     try:
@@ -151,81 +85,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.recipe, arguments.overrides)
-    model = configure(config.model)
     name = arguments.fit or arguments.gpu
-    cluster = _cluster(arguments, name, config.train.precision)
-    if (idle := goodputs.given(arguments)) and not (arguments.goodput and not arguments.fit):
+    gb_per_s = {
+        "memory": arguments.memory_gb,
+        "bandwidth": arguments.memory_bandwidth,
+        "link": arguments.bandwidth,
+        "network": arguments.network,
+    }
+    changed = {"per_node": arguments.gpus_per_node, "reach": arguments.efficiency}
+    changed |= {key: value and value * 1e9 for key, value in gb_per_s.items()}
+    given = {key: value for key, value in changed.items() if value}
+    cluster = cluster_of(name, config.train.precision, arguments.peak_tflops, given)
+    if (idle := plan_goodput.given(arguments)) and not (arguments.goodput and not arguments.fit):
         raise ConfigError([f"{', '.join(idle)} belong to --goodput: give that, and no --fit, or leave them out"])
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
-        base = replace(setting_of(alone(config), model, 1, "cuda"), imbalance=arguments.imbalance)
-        base, _ = _with_documents(base, arguments.documents, config)
+        base = replace(setting_of(alone(config), configure(config.model), 1, "cuda"), imbalance=arguments.imbalance)
+        base, _ = with_documents(base, arguments.documents, config.data.seed)
         _show_fit(fit(base, world, cluster, arguments.best), config, world, name, cluster, arguments.json)
         return 0
-    world = arguments.world or config.mesh.model_ranks * (config.mesh.dp or 1)
-    found = _problems(config, world, model)
-    if found:
-        raise ConfigError(found)
-    total, per_node = (given and given * 1e9 for given in (arguments.storage, arguments.storage_per_node))
-    setting = setting_of(config, model, world, "cpu" if name == CPU else "cuda")
-    setting = replace(setting, imbalance=arguments.imbalance)
-    setting, microbatches = _with_documents(setting, arguments.documents, config)
-    plan = Plan.of(config, setting, cluster, Storage.of(world, total, per_node), microbatches)
-    if not arguments.goodput:
-        if arguments.json:
-            say_data(as_data(plan), indent=2)
-        else:
-            say(show(plan, name))
-        return 0
-    outlook = goodputs.Outlook.of(arguments, config, setting, cluster, plan.time.total, plan.beside)
+    total, per_node = (each and each * 1e9 for each in (arguments.storage, arguments.storage_per_node))
+    plan = Plan.of(
+        config, cluster, name == CPU, arguments.world, (total, per_node), arguments.imbalance, arguments.documents
+    )
+    outlook = plan_goodput.Outlook.of(arguments, config, plan) if arguments.goodput else None
     if arguments.json:
-        say_data(goodputs.as_data(outlook), indent=2)
+        say_data(plan_goodput.as_data(outlook) if outlook else plan.as_data(), indent=2)
     else:
-        say(goodputs.show(outlook))
-    if arguments.picture:
-        goodputs.draw(outlook, arguments.picture)
+        say(plan_goodput.show(outlook) if outlook else show(plan, name))
+    if outlook and arguments.picture:
+        plan_goodput.draw(outlook, arguments.picture)
         err(f"drawn: {arguments.picture}")
     return 0
-
-
-def _with_documents(setting: Setting, corpus: str | None, config: Config) -> tuple[Setting, Sequence[tuple[int, ...]]]:
-    """Return the setting with the documents of the median of some microbatches of a corpus, and those of all."""
-    if corpus is None:
-        return setting, ()
-    try:
-        microbatches = drawn(corpus, setting.sequence_length, setting.micro_size, config.data.seed)
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"--documents {corpus}: {error}"]) from error
-    middle = sorted(microbatches, key=lambda each: scores(setting, each))[len(microbatches) // 2]
-    return replace(setting, documents=middle), microbatches
-
-
-def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
-    """Return the problems of the numbers; where data and models lie and what this machine has does not matter here."""
-    named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
-    if config.lora is not None:
-        named = replace(named, checkpoint=replace(config.checkpoint, init=config.checkpoint.init or "-"))
-    return problems(named, world, model, gpus=world, local_ranks=1)
-
-
-def _cluster(arguments: argparse.Namespace, name: str, precision: str) -> Cluster:
-    device = SMALL_CPU if name == CPU else DEVICES[name]
-    tflops = arguments.peak_tflops or (CPU_TFLOPS if name == CPU else device.tflops(precision))
-    changed: dict[str, Any] = {
-        "per_node": arguments.gpus_per_node,
-        "reach": arguments.efficiency,
-        **{
-            key: value and value * 1e9
-            for key, value in (
-                ("memory", arguments.memory_gb),
-                ("bandwidth", arguments.memory_bandwidth),
-                ("link", arguments.bandwidth),
-                ("network", arguments.network),
-            )
-        },
-    }
-    device = replace(device, **{key: value for key, value in changed.items() if value})
-    return Cluster(device, tflops)
 
 
 def _fitted(text: str) -> str:
@@ -254,7 +145,7 @@ def show(plan: Plan, name: str) -> str:
         _packed(plan),
         _traffic(plan),
         _time(plan),
-        _beside(plan.beside),
+        _beside(plan.overheads),
         (f"Warning: {each}" for each in plan.warnings()),
     )
     return "\n\n".join(text for section in sections if (text := "\n".join(section)))
@@ -300,7 +191,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"  The fullest ranks are those of stage {most.stage}: {_gb(most.peak)} GB, most of it {most.largest} "
         f"({_gb(most.terms[most.largest])} GB). It {fits} {_gb(room)} GB less {MARGIN:.0%}."
     )
-    number = plan.beside.start.communicators
+    number = plan.overheads.start.communicators
     if number and plan.setting.device == "cuda":
         yield (
             f"  Of these {_gb(room * MARGIN)} GB NCCL takes about {_gb(number * COMMUNICATOR)} GB, for the {number} "
@@ -458,7 +349,15 @@ def _show_fit(
     candidates: Sequence[Candidate], config: Config, world: int, name: str, cluster: Cluster, as_json: bool
 ) -> None:
     if as_json:
-        say_data([_candidate(each, config, cluster) for each in candidates], indent=2)
+        data = [
+            {
+                "overrides": overrides(each, config),
+                "memory": [asdict(m) | {"peak": m.peak} for m in each.memory],
+                "time": each.time.as_data(cluster),
+            }
+            for each in candidates
+        ]
+        say_data(data, indent=2)
         return
     if not candidates:
         say(
@@ -477,72 +376,6 @@ def _show_fit(
         for each in candidates
     ]
     say(table(("s", "MFU", "GB", "overrides"), rows))
-
-
-def show_published(as_json: bool) -> None:
-    """Print published runs beside what the plan makes of them."""
-    runs = [(run, run.planned()) for run in PUBLISHED]
-    if as_json:
-        keys = ("name", "source", "tokens")
-        say_data([{key: getattr(run, key) for key in keys} | {"planned": tokens} for run, tokens in runs], indent=2)
-        return
-    sources = list(dict.fromkeys(run.source for run in PUBLISHED))
-    rows = [
-        (run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{tokens / run.tokens - 1:+.1%}", f"[{number}]")
-        for run, tokens in runs
-        for number in [sources.index(run.source) + 1]
-    ]
-    say("Tokens a second of a device")
-    say(table(("run", "published", "planned", "error", "source"), rows))
-    say("\n".join(f"  [{number}] {source}" for number, source in enumerate(sources, 1)))
-
-
-# -- as data
-
-
-def as_data(plan: Plan) -> Mapping[str, Any]:
-    """Return the plan as data, in bytes and seconds."""
-    s, mesh = plan.setting, plan.setting.layout.mesh
-    return {
-        "parameters": s.model.schema.parameters,
-        "active": active_parameters(s.model),
-        "trained": s.tuning.trained(s.model.schema),
-        "mesh": {dim: mesh[dim] for dim in mesh.DIMS},
-        "layers": s.layout.layers,
-        "schedule": s.schedule,
-        "microbatches": s.microbatches,
-        "blank_sequences": s.blank,
-        "tokens_of_a_microbatch": s.tokens,
-        "bytes_of_an_element": asdict(s.widths),
-        "shard": s.shard,
-        "recompute": s.recompute,
-        "context": asdict(s.context),
-        "memory": [asdict(m) | {"peak": m.peak, "largest": m.largest} for m in plan.memory],
-        "imbalance": s.imbalance,
-        "loads": [asdict(load) for load in plan.loads],
-        "documents": [asdict(each) for each in plan.packed],
-        "traffic": [[asdict(x) | {"sent": x.sent} for x in row] for row in plan.traffic],
-        "time": _seconds(plan.time, plan.cluster),
-        "beside": asdict(plan.beside),
-        "warnings": list(plan.warnings()),
-    }
-
-
-def _seconds(time: Estimate, cluster: Cluster) -> Mapping[str, Any]:
-    return asdict(time) | {
-        "total": time.total,
-        "tokens_per_second": time.tokens_per_second,
-        "tflops_per_device": time.tflops_per_device,
-        "mfu": time.tflops_per_device / cluster.tflops,
-    }
-
-
-def _candidate(each: Candidate, config: Config, cluster: Cluster) -> Mapping[str, Any]:
-    return {
-        "overrides": overrides(each, config),
-        "memory": [asdict(m) | {"peak": m.peak} for m in each.memory],
-        "time": _seconds(each.time, cluster),
-    }
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.rows import Machine, Row, skipped
-from megacore.plan.memory import memory
-from megacore.plan.state import Shares
-from megacore.plan.step_time import estimate
+from megacore.planning.peak_memory import memory
+from megacore.planning.step_time import estimate
 
 LARGE: Mapping[str, Any] = {
     "model": {
@@ -44,7 +43,7 @@ def pretraining(machine: Machine) -> Iterator[Row]:
     try:
         from megacore import checkpoints
         from megacore.data.indexed import IndexedWriter
-        from megacore.plan.of_config import setting_of
+        from megacore.planning.recipe_setting import setting_of
         from megacore.rank import Here
         from megacore.training import main, metrics
         from megacore.training.check import check
@@ -84,12 +83,11 @@ def pretraining(machine: Machine) -> Iterator[Row]:
         resumed, _ = run("resumed", f"checkpoint.resume={half}")
         setup = check(str(recipe), [], 1, 1)
         setting = setting_of(setup.config, setup.model, 1, "cuda" if machine.gpu else "cpu")
-        shares = Shares.of(setting)
-        expected = estimate(setting, shares, machine.cluster("bf16"))
+        expected = estimate(setting, machine.cluster("bf16"))
         later = [record["tokens_per_second"] or 0.0 for record in whole[steps // 4 : steps // 2]]
         yield Row("pretraining", float(np.median(later)), expected.tokens_per_second, "tokens/s")
         gib = whole[steps // 2 - 1]["peak_memory_gib"]
-        yield Row("pretraining", gib, memory(setting, shares)[0].peak / 2**30, "GiB")
+        yield Row("pretraining", gib, memory(setting)[0].peak / 2**30, "GiB")
         paper = steps * expected.total
         yield Row("pretraining, all of it", seconds, paper, "s", note="with its start and 2 checkpoints")
         first, last = (record["loss"] or 0.0 for record in (whole[0], whole[-1]))

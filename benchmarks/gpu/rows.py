@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacore.devices import DEVICES, Device
 from megacore.hardware import claim
-from megacore.plan.step_time import Cluster
+from megacore.planning.step_time import Cluster
 from parallel.choices import Precision
 
 

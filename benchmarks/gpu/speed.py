@@ -11,9 +11,8 @@ from benchmarks.gpu import work
 from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
 from benchmarks.gpu.work import SHAPES, Shape, Step, Way
 from megacore.hardware import peak_memory_gib
-from megacore.plan.memory import memory
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Estimate, estimate
+from megacore.planning.peak_memory import memory
+from megacore.planning.step_time import Estimate, estimate
 from models.config import flops_per_token
 from parallel.memory.recompute import Activations
 
@@ -68,6 +67,5 @@ def speed(machine: Machine, name: str, mode: str) -> Iterator[Row]:
 def plan(machine: Machine, shape: Shape, way: Way) -> tuple[Estimate, float]:
     """(a step, GiB at its peak) on paper."""
     setting = way.setting(shape, machine.device)
-    shares = Shares.of(setting)
     cluster = machine.cluster(way.precision)
-    return estimate(setting, shares, cluster), memory(setting, shares)[0].peak / 2**30
+    return estimate(setting, cluster), memory(setting)[0].peak / 2**30

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.plan.setting import Setting, Widths
+from megacore.planning.setting import Setting, Widths
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
 from models.assemble import Model

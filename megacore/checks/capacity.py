@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacore.config import Config
-from megacore.plan.of_config import setting_of
-from megacore.plan.setting import Setting
-from megacore.plan.state import Shares, StateBytes, state
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.setting import Setting
+from megacore.planning.state_bytes import Shares, StateBytes, state
 from megacore.resources import host_memory
 from models.config import ModelConfig
 
@@ -19,12 +19,7 @@ def capacity_problems(
 ) -> Iterator[str]:
     """Yield where the state of training alone has no room, for a config in which `megacore.checks.rules` finds
     nothing. Of activations only inputs of blocks that wait in host memory are counted, so that no run that works is
-    refused.
-
-    Args:
-        world_size: Ranks in all.
-        local_ranks: Ranks on this node.
-        device_memory: Bytes of a GPU here; None where the CPU computes.
+    refused. ``local_ranks`` are those on this node, ``device_memory`` bytes of a GPU here; None where the CPU computes.
     """
     setting = setting_of(config, model, world_size, "cuda" if device_memory else "cpu")
     states = [state(shares, setting) for shares in Shares.of(setting).stages]

@@ -13,9 +13,9 @@ from megacore.checks.capacity import capacity_problems
 from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
-from megacore.plan.fit import fit
-from megacore.plan.of_config import alone, overrides, setting_of
-from megacore.plan.step_time import Cluster
+from megacore.planning.fit import fit
+from megacore.planning.recipe_setting import alone, overrides, setting_of
+from megacore.planning.step_time import Cluster
 from megacore.recipe import ConfigError, changed
 from megacore.resources import gpus, host_memory, memory_of_gpus
 from models.config import ModelConfig
@@ -24,10 +24,7 @@ KEYS = (
     *(f"mesh.{dim}" for dim in ("pp", "dp", "cp", "ep", "tp", "etp")),
     *(f"context.{key}" for key in ("exchange", "balance", "heads")),
     *(f"pipeline.{key}" for key in ("schedule", "chunks", "layers_per_stage")),
-    *(f"zero.{key}" for key in ("shard", "replicas")),
-    "batch.micro_size",
-    "memory.recompute",
-    "memory.mlp_chunk",
+    *("zero.shard", "zero.replicas", "batch.micro_size", "memory.recompute", "memory.mlp_chunk"),
 )
 """The keys of a recipe that a layout may change."""
 
@@ -36,11 +33,7 @@ def overrides_of_nodes(
     config: Config, model: ModelConfig, least: int, most: int, processes: int
 ) -> Mapping[int, list[str]]:
     """Return {number of nodes: the overrides by which a recipe fits them}; each names all keys that any of them has, so
-    that it can follow on any other.
-
-    Args:
-        least, most: The nodes that there may be.
-        processes: Those on each node.
+    that it can follow on any other. Each node has so many processes.
 
     Raises:
         ConfigError: all numbers that no layout fits; or all that is wrong with the recipe on any number.

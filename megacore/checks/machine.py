@@ -28,16 +28,9 @@ FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
 def surroundings(config: Config, led: bool = False) -> list[str]:
     """Return missing token files, folders that cannot be used, and packages that a setting needs; ``led``: another
     process looks at what all of them share over a network."""
-    looks = (
-        _missing_files,
-        _unusable_out,
-        *(() if led else (_unusable_folder,)),
-        _unusable_export,
-        _unusable_offload_folder,
-        _missing_packages,
-    )
+    shared = () if led else (_unusable_folder,)
     missing = list[str]()
-    for look in looks:
+    for look in (_missing_files, _unusable_out, *shared, _unusable_export, _unusable_offload_folder, _missing_packages):
         try:
             missing += look(config)
         except (OSError, ValueError) as error:  # a name that no file can have

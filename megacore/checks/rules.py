@@ -27,21 +27,13 @@ def problems(
     config: Config, world_size: int, model: ModelConfig | None, *, gpus: int = 0, local_ranks: int = 1
 ) -> list[str]:
     """Return every violation: numbers out of range, then broken rules. A rule ends where it reads a value that is out
-    of range.
-
-    Args:
-        config: The config as it was loaded.
-        world_size: Ranks in all.
-        model: Axis sizes and limits; None if they are not known, which leaves out the rules that need them.
-        gpus: GPUs of this node.
-        local_ranks: Ranks on this node.
-    """
+    of range, or the model where that is not known; ``gpus`` and ``local_ranks`` are those of this node."""
     out_of_range = {key: message for key, bound in RANGES.items() for message in range_problems(config, key, bound)}
     facts = RuleContext(_without(config, out_of_range), world_size, model, gpus, local_ranks)
     found = list(out_of_range.values())
     for rule in RULES:
         with suppress(_OutOfRange):
-            for message in rule(facts):
+            for message in rule(facts):  # those before it ends count
                 found.append(message)
     return found
 
@@ -471,35 +463,10 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world,
-    _parts,
-    _stages,
-    _chunks,
-    _loss_chunk,
-    _mlp_chunk,
-    _offload,
-    _positions,
-    _tokens,
-    _context,
-    _context_of_model,
-    _corpora,
-    _shards,
-    _lengths,
-    _device,
-    _fp16,
-    _moments,
-    _fp8,
-    _async_tp,
-    _held_out,
-    _tuning,
-    _balances,
-    _experts,
-    _batch_balance,
-    _adapters,
-    _one_start,
-    _repetition,
-    _export,
-)
+    _world, _parts, _stages, _chunks, _loss_chunk, _mlp_chunk, _offload, _positions, _tokens, _context,
+    _context_of_model, _corpora, _shards, _lengths, _device, _fp16, _moments, _fp8, _async_tp, _held_out, _tuning,
+    _balances, _experts, _batch_balance, _adapters, _one_start, _repetition, _export,
+)  # fmt: skip
 
 
 def _multiples(value: int, step: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.step_time import Products, work
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.step_time import Products, work
 
 
 class Flops:

@@ -24,7 +24,7 @@ from megacore.checks import capacity
 from megacore.checks.machine import surroundings
 from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig, ZeroConfig
-from megacore.plan.setting import SHARDS
+from megacore.planning.setting import SHARDS
 from megacore.recipe import load
 from megacore.training.optimizer import Optimizer
 from megacore.training.states import window_stores

@@ -12,10 +12,9 @@ from extended_family import extended
 from operations import Flops
 
 from megacore.devices import DEVICES
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.setting import Setting, Widths
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, estimate
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.setting import Setting, Widths
+from megacore.planning.step_time import Cluster, estimate
 from models.config import flops_per_token
 from models.registry import configure
 from models.stages import layout_of
@@ -81,7 +80,7 @@ def test_ranks_divide_them() -> None:
 def test_the_time_and_the_model_s_operations_follow_the_window() -> None:
     full, windowed = (setting(windows=windows) for windows in ((), MIXED))
     less = 2 * 12 * HEADS * HEAD * SEQUENCES * (ALL_BEFORE - IN_WINDOW)
-    one, other = (estimate(made, Shares.of(made), H100) for made in (full, windowed))
+    one, other = (estimate(made, H100) for made in (full, windowed))
     assert (one.model_tflop - other.model_tflop) * 1e12 == pytest.approx(less, rel=1e-3)
     assert one.compute - other.compute == pytest.approx(less / (H100.tflops * 1e12 * 0.5), rel=1e-2)
 
@@ -107,10 +106,10 @@ def test_the_time_of_scores_that_pass_through_memory() -> None:
     assert ActivationMemory.of(plain).chunks[0][0].forward.passes == 0
     scores = 4 * HEADS * SEQUENCES * 1024 * 1024
     assert 8 * scores < block.forward.passes < block.backward.passes < 50 * scores
-    one, other = (estimate(made, Shares.of(made), H100) for made in (plain, capped))
+    one, other = (estimate(made, H100) for made in (plain, capped))
     passes = block.forward.passes + block.backward.passes
     assert other.compute - one.compute > LAYERS * passes / H100.device.bandwidth
-    full, narrow = (estimate(replace(capped, recompute=each), Shares.of(capped), H100) for each in ("full", "none"))
+    full, narrow = (estimate(replace(capped, recompute=each), H100) for each in ("full", "none"))
     assert full.recompute > LAYERS * block.forward.passes / H100.device.bandwidth > narrow.recompute == 0
 
 

@@ -25,10 +25,9 @@ from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import BLOCKS
 from megacore.devices import DEVICES
-from megacore.plan.cluster import Overheads, Storage
-from megacore.plan.of_config import setting_of
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, estimate
+from megacore.planning.overheads import Overheads, Storage
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.step_time import Cluster, estimate
 from megacore.recipe import load
 from megacore.store import load as loading
 from megacore.store import shares
@@ -46,7 +45,7 @@ def planned(recipe: str, overrides: list[str], world: int) -> Overheads:
     config = load(recipe, overrides)
     setting = setting_of(config, configure(config.model), world, "cpu")
     cluster = Cluster(replace(DEVICES["h100-80"], per_node=NODE), 1.0)
-    return Overheads.of(config, setting, cluster, estimate(setting, Shares.of(setting), cluster), STORAGE)
+    return Overheads.of(config, setting, cluster, estimate(setting, cluster).total, STORAGE)
 
 
 @dataclass(frozen=True)
@@ -160,6 +159,8 @@ def test_a_405b_on_16384_ranks_is_planned_in_seconds(capsys: pytest.CaptureFixtu
     assert main(["plan", *LARGE, "--json"]) == 0
     assert time.process_time() - begin < 10
     found = json.loads(capsys.readouterr().out)
+    assert [each["ranks"] for each in found["memory"]] == [1024] * 16
+    assert all(sum(each["terms"].values()) == each["peak"] for each in found["memory"])
     beside, total = found["beside"], 14 * found["parameters"]
     assert (beside["ranks"], beside["nodes"]) == (16384, 2048)
     assert total < beside["save"]["size"] < 1.01 * total and beside["save"]["files"] <= 4096

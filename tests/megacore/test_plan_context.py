@@ -13,17 +13,16 @@ import pytest
 from megacore.checks.rules import problems
 from megacore.data.indexed import IndexedWriter
 from megacore.devices import DEVICES
-from megacore.plan.costs import ALL_TO_ALL, KeyExchange
-from megacore.plan.documents import drawn
-from megacore.plan.efficiency import LINKS, ring_s
-from megacore.plan.exchange import WHOLE, Packing
-from megacore.plan.fit import CHUNK, MARGIN, fit
-from megacore.plan.memory import memory
-from megacore.plan.of_config import setting_of
-from megacore.plan.setting import Setting, Widths
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, Estimate, estimate
-from megacore.plan.traffic import HEADS, traffic
+from megacore.planning.costs import ALL_TO_ALL, KeyExchange
+from megacore.planning.efficiency import LINKS, ring_s
+from megacore.planning.exchange import WHOLE, Packing
+from megacore.planning.fit import CHUNK, MARGIN, fit
+from megacore.planning.packed_documents import drawn
+from megacore.planning.peak_memory import memory
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.setting import Setting, Widths
+from megacore.planning.step_time import Cluster, estimate
+from megacore.planning.traffic import HEADS, traffic
 from megacore.recipe import load
 from models.config import looks
 from models.registry import configure
@@ -42,10 +41,6 @@ KV_BYTES = 2 * 8 * 128 * 2
 def of_8b(mesh: MeshShape, context: ContextParallel, length: int, **others: Any) -> Setting:
     model = configure({"preset": "llama-3.1-8b", "max_position_embeddings": 1 << 23})
     return Setting(model, layout_of(model, mesh), Widths.of("bf16"), length, 1, 1, context=context, **others)
-
-
-def time_of(setting: Setting) -> Estimate:
-    return estimate(setting, Shares.of(setting), H100)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
@@ -73,7 +68,7 @@ def test_a_document_that_is_one_row_gives_its_parts_equal_work() -> None:
 
 def test_short_documents_send_nothing_by_heads_but_tokens() -> None:
     setting = of_8b(MeshShape(cp=8), ContextParallel(8, "heads", "rows", 8), 65536)
-    messages = [x for x in traffic(setting, Shares.of(setting), 0) if x.axis == "cp" and "gradients" not in x.what]
+    messages = [x for x in traffic(setting, 0) if x.axis == "cp" and "gradients" not in x.what]
     assert {x.kind for x in messages} == {ALL_TO_ALL}
     forward = sum(x.sent for x in messages if x.what == f"{HEADS}, forward")
     tokens = 65536 // 8
@@ -84,12 +79,12 @@ def test_short_documents_send_nothing_by_heads_but_tokens() -> None:
 def test_documents_that_are_known_take_less_of_the_attention() -> None:
     whole = of_8b(MeshShape(), ContextParallel(), 8192)
     cut = of_8b(MeshShape(), ContextParallel(), 8192, documents=(1024,) * 8)
-    assert time_of(cut).compute < time_of(whole).compute
+    assert estimate(cut, H100).compute < estimate(whole, H100).compute
 
 
 def shown(setting: Setting) -> float:
     """The share of a step that the messages of cp show."""
-    time = time_of(setting)
+    time = estimate(setting, H100)
     return time.context / time.total
 
 
@@ -108,7 +103,7 @@ def test_between_nodes_those_of_a_short_one_do_not_and_another_mesh_is_faster() 
     assert shown(alone) > 0.4 > 0.1 > shown(inside)
     best = fit(replace(of_8b(MeshShape(), WHOLE, 32768), microbatches=1), 32, H100)[0]
     assert 1 < best.setting.layout.mesh.cp < 32
-    assert best.time.total < time_of(alone).total / 2
+    assert best.time.total < estimate(alone, H100).total / 2
     assert shown(best.setting) < 0.1
 
 
@@ -157,7 +152,7 @@ def test_the_feed_forward_goes_in_chunks_where_nothing_fits_otherwise() -> None:
     base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 1 << 18, 1, 1, loss_chunk=2048)
     (best,) = fit(base, 1, H100)
     assert best.overrides["memory.mlp_chunk"] == CHUNK and best.overrides["memory.recompute"] == "full"
-    (without,) = memory(whole := replace(best.setting, mlp_chunk=None), Shares.of(whole))
+    (without,) = memory(_whole := replace(best.setting, mlp_chunk=None))
     assert best.fullest.peak <= (1 - MARGIN) * H100.device.memory < without.peak
     assert fit(base, 1, replace(H100, tflops=H100.device.tflops("fp8"))) == ()
 
@@ -195,8 +190,8 @@ def test_an_8b_fits_long_contexts_on_few_gpus(ranks: int, tokens: int, context: 
         MeshShape(cp=ranks), context, tokens, recompute="full", mlp_chunk=4096, loss_chunk=4096, shard="parameters",
         offload_activations=True, offload_optimizer="host", offload_parameters=True,
     )  # fmt: skip
-    (found,) = memory(setting, Shares.of(setting))
+    (found,) = memory(setting)
     assert found.peak <= 0.9 * H100.device.memory
     assert ranks * found.host <= 2e12
-    (without,) = memory(whole := replace(setting, mlp_chunk=None), Shares.of(whole))
+    (without,) = memory(_whole := replace(setting, mlp_chunk=None))
     assert without.peak > H100.device.memory

@@ -14,9 +14,8 @@ from megacore import incidents
 from megacore.config import Config
 from megacore.incidents import Incident
 from megacore.pictures import pyplot, save
-from megacore.plan.cluster import Overheads
-from megacore.plan.efficiency import LINKS
-from megacore.plan.goodput import (
+from megacore.planning.efficiency import LINKS
+from megacore.planning.goodput import (
     DAY_S,
     LEVELS,
     LLAMA_3,
@@ -26,10 +25,8 @@ from megacore.plan.goodput import (
     best_interval,
     goodput,
     levels,
-    per_device,
 )
-from megacore.plan.setting import Setting
-from megacore.plan.step_time import Cluster
+from megacore.planning.run_plan import Plan
 from megacore.recipe import ConfigError
 from tools.tables import table
 
@@ -118,9 +115,6 @@ class Outlook:
     """The goodput of a run, and all that it was computed from.
 
     Args:
-        devices, nodes: Those of the run.
-        rates: The faults of nodes.
-        costs: Seconds that things cost.
         sources: {cost: where it is from}.
         of_rank, of_node: Bytes of a checkpoint, of the rank and of the node that write most of it.
         every: Steps from one checkpoint in memory to the next.
@@ -142,27 +136,16 @@ class Outlook:
         cls,
         arguments: argparse.Namespace,
         config: Config,
-        setting: Setting,
-        cluster: Cluster,
-        step_s: float,
-        beside: Overheads,
+        plan: Plan,
     ) -> Outlook:
-        """Return the outlook of a recipe.
-
-        Args:
-            arguments: The options of :func:`add_options`.
-            config: The recipe.
-            setting: The recipe on paper.
-            cluster: The devices.
-            step_s: Seconds of a step.
-            beside: The costs of starting, saving and resuming.
+        """Return the outlook of a recipe and its plan, by the options of :func:`add_options`.
 
         Raises:
             ConfigError: the run named has had no fault after which it went on.
         """
-        per_node = cluster.device.per_node
+        per_node, beside = plan.cluster.device.per_node, plan.overheads
         if arguments.faults:
-            node_s = per_device(arguments.faults, per_node)
+            node_s = DAY_S / (arguments.faults / 100) / per_node  # any of its devices
         else:
             node_s = arguments.mtbf * DAY_S if arguments.mtbf else LLAMA_3 * 8 / per_node
         usual = FaultRates()
@@ -170,11 +153,12 @@ class Outlook:
             node_s,
             arguments.hardware or usual.hardware,
             arguments.away or usual.away_s,
-            setting.layout.mesh.dp > 1,
+            plan.setting.layout.mesh.dp > 1,
             arguments.together,
         )
-        costs, sources = _costs(config, setting, cluster, step_s, beside)
-        given = dict(arguments.cost)
+        planned, given = _costs(config, plan), dict(arguments.cost)
+        costs = FaultCosts(**{name: seconds for name, (seconds, _) in planned.items()}, step=plan.time.total)
+        sources = {name: source for name, (_, source) in planned.items()}
         if arguments.incidents:
             measured = measured_costs(incidents.read(arguments.incidents))
             if not measured:
@@ -186,20 +170,10 @@ class Outlook:
         sources |= dict.fromkeys(dict(arguments.cost), "given")
         costs = replace(costs, **given)
         every = costs.every(arguments.overhead or config.recovery.overhead)
-        interval = beside.save.interval
-        kept = every if config.recovery.memory else 0
-        own = goodput(beside.nodes, rates, costs, kept, interval) if interval else None
-        return cls(
-            beside.ranks,
-            beside.nodes,
-            rates,
-            costs,
-            sources,
-            beside.save.busiest,
-            beside.save.busiest_node,
-            every,
-            own,
-        )
+        save, kept = beside.save, every if config.recovery.memory else 0
+        own = goodput(beside.nodes, rates, costs, kept, save.interval) if save.interval else None
+        of_rank, of_node = save.busiest, save.busiest_node
+        return cls(beside.ranks, beside.nodes, rates, costs, sources, of_rank, of_node, every, own)
 
     @property
     def levels(self) -> Mapping[str, Goodput]:
@@ -217,38 +191,32 @@ def measured_costs(met: Sequence[Incident]) -> Mapping[str, float]:
     return {"restart": statistics.median(lost), "load_memory": 0.0} if lost else {}
 
 
-def _costs(
-    config: Config, setting: Setting, cluster: Cluster, step_s: float, beside: Overheads
-) -> tuple[FaultCosts, dict[str, str]]:
-    groups, device, background = beside.start.seconds or 0.0, cluster.device, config.checkpoint.background
+def _costs(config: Config, plan: Plan) -> Mapping[str, tuple[float, str]]:
+    """Return {cost: seconds, where they are from}."""
+    beside, cluster, background = plan.overheads, plan.cluster, config.checkpoint.background
+    groups, device = beside.start.seconds or 0.0, cluster.device
     written, loaded = beside.save.busiest, beside.resume
     to_host = written / device.host
     send = written / min(device.network * LINKS, device.host) if beside.nodes > 1 else 0.0
-    shared = loaded.received / cluster.bandwidth(setting.layout.mesh, "dp x cp")
-    costs = FaultCosts(
-        notice=NOTICE_S,
-        detect=DETECT_S,
-        restart=PROCESSES_S + groups,
-        load_memory=send + max(loaded.busiest / device.cpu, shared),
-        load_disk=loaded.seconds,
-        copy=to_host,
-        send=send,
-        stall=to_host if background else beside.save.seconds,
-        publish=beside.save.seconds if background else 0.0,
-        step=step_s,
-    )
-    sources = {
-        "notice": "assumed: half an hour until somebody has seen it",
-        "detect": "assumed: an end is seen at once, a node that is gone after seconds",
-        "restart": f"assumed {PROCESSES_S:g} s for processes, planned {_seconds(groups)} for groups",
-        "load_memory": "planned: what the newcomer gets from another node, then a load at the speed of memory",
-        "load_disk": "planned: a load",
-        "copy": "planned: a copy to the host, as if none of it were hidden",
-        "send": "planned: what a rank keeps, over the network",
-        "stall": f"planned: {'a copy to the host' if background else 'the whole save'}",
-        "publish": "planned: a save" if background else "",
+    shared = loaded.received / cluster.bandwidth(plan.setting.layout.mesh, "dp x cp")
+    stall, publish = (to_host, beside.save.seconds) if background else (beside.save.seconds, 0.0)
+    return {
+        "notice": (NOTICE_S, "assumed: half an hour until somebody has seen it"),
+        "detect": (DETECT_S, "assumed: an end is seen at once, a node that is gone after seconds"),
+        "restart": (
+            PROCESSES_S + groups,
+            f"assumed {PROCESSES_S:g} s for processes, planned {_seconds(groups)} for groups",
+        ),
+        "load_memory": (
+            send + max(loaded.busiest / device.cpu, shared),
+            "planned: what the newcomer gets from another node, then a load at the speed of memory",
+        ),
+        "load_disk": (loaded.seconds, "planned: a load"),
+        "copy": (to_host, "planned: a copy to the host, as if none of it were hidden"),
+        "send": (send, "planned: what a rank keeps, over the network"),
+        "stall": (stall, f"planned: {'a copy to the host' if background else 'the whole save'}"),
+        "publish": (publish, "planned: a save" if background else ""),
     }
-    return costs, sources
 
 
 # -- for people

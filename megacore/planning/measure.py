@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megacore.plan.costs import (
+from megacore.planning.costs import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -40,7 +40,7 @@ from megacore.plan.costs import (
     MatMul,
     OpCounts,
 )
-from megacore.plan.exchange import ExchangeWork, Packing
+from megacore.planning.exchange import ExchangeWork, Packing
 from models.assemble import Model
 from models.blocks import CHEAP
 from models.config import ModelConfig, looks
@@ -66,12 +66,8 @@ class FakeModel:
     """A rank's model in one chunk, without numbers: of layers that are alike the first one.
 
     Args:
-        config: The configuration of the whole model.
-        tuning: The part of it that is trained.
         mesh: The mesh that its layers are split over: neither pp nor dp.
-        split: (axis, dimensions of the mesh that split it), of all.
         width: Bytes of a parameter.
-        device: The kind of device it is to be on.
     """
 
     def __init__(
@@ -131,16 +127,8 @@ class FakeModel:
     def block(
         self, recompute: Recompute, mlp_chunk: int | None, imbalance: float, packing: Packing, kind: str, entered: bool
     ) -> LayerCost:
-        """Return the cost of a block: [tokens/tp, embed] -> same.
-
-        Args:
-            recompute: The part that is computed again.
-            mlp_chunk: The tokens whose feed-forward activations are there at a time.
-            imbalance: The rows of its experts, over those of all ranks on average; as many as there are at the most.
-            packing: The tokens of a microbatch.
-            kind: The first layer that is like it.
-            entered: Whether what comes in has a gradient.
-        """
+        """Return the cost of a block, [tokens/tp, embed] -> same, like the layer ``kind``; ``entered``: what comes in
+        has a gradient; ``imbalance``: the rows of its experts over the mean of all ranks, if there are as many."""
         block = self._chunk.layers[kind]
         activations = Activations(recompute, mlp_chunk=mlp_chunk)
         block.mlp_tokens = activations.mlp_tokens(self._mesh.shape.tp)  # type: ignore[assignment]
@@ -300,29 +288,18 @@ def _key(tensor: Tensor) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """Counts bytes of the storages that are made while it is active, products, and messages.
-
-    Args:
-        known: The storages that were there before, and do not count.
-        packing: The tokens that are looked at.
-
-    Attributes:
-        sizes: {storage: bytes} of those that are alive.
-        live, peak: Bytes now, and the most at the end of any operation.
-        started: The number of products that were.
-        windows: Those of the attentions that were.
-    """
+    """Counts bytes of the storages that are made while it is active (not of those ``known``, which were there before),
+    products, messages, and the windows of attentions."""
 
     def __init__(self, known: Set[int], packing: Packing) -> None:
         super().__init__()
         self._packing, self.windows = packing, set[int | None]()
         self.sizes: dict[int, int] = {}
+        """{storage: bytes} of those that are alive."""
         self._alive: dict[int, weakref.KeyedRef[int, Any]] = {}
         self.live = self.peak = self.started = 0
-        self._known = known
-        self._products, self.messages = Counter[MatMul](), Counter[Collective]()
-        self._exchanges = Counter[KeyExchange]()
-        self._inside, self._passes = False, 0
+        """Bytes now, and the most at the end of any operation; the number of products that were."""
+        self._known, self._inside, self._ops = known, False, OpCounts()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -342,38 +319,45 @@ class _Watch(TorchDispatchMode):
             return out
         out = _called(op, args, kwargs)
         if multiplies:
-            for product, count in _products(op, args, kwargs):
-                self._products[replace(product, attention=True) if self._inside else product] += count
-                self.started += 1
+            product, count = multiplies(_arguments(op, args, kwargs))
+            # A gradient of each factor in an attention's backward.
+            self._ops.products[replace(product, attention=True) if self._inside else product] += count * (
+                2 if "backward" in name else 1
+            )
+            self.started += 1
         elif self._inside and not op.is_view and "empty" not in name:
             moved = _tensors((args, *kwargs.values(), out))
-            self._passes += sum(leaf.nbytes for leaf in moved if leaf.is_meta)  # blocks of a CPU stay in its cache
+            self._ops.passes += sum(leaf.nbytes for leaf in moved if leaf.is_meta)  # blocks of a CPU stay in its cache
         for leaf in (out,) if isinstance(out, Tensor) else _tensors(out):
             self._add(leaf)
         return out
 
     def work(self) -> OpCounts:
         """Return the operations since it was asked last; of an attention those of the documents."""
-        products = self._products
+        found, self._ops = self._ops, OpCounts()
         if self._packing.context.parts == 1 and self._packing.documents is not None:
             seen = max((self._packing.seen(window) for window in self.windows), default=1.0)
-            products = Counter({_of_scores(each, seen): count for each, count in products.items()})
-        found = OpCounts(products, self.messages, self._passes, self._exchanges)
-        self._products, self.messages, self._passes, self._exchanges = Counter(), Counter(), 0, Counter()
+            products = {
+                replace(each, n=round(each.n * seen)) if each.attention else each: count
+                for each, count in found.products.items()
+            }
+            return replace(found, products=Counter(products))
         return found
+
+    def message(self, collective: Collective) -> None:
+        self._ops.messages[collective] += 1
 
     def _exchange(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Take what `parallel.layers.context_attention` takes, of the part that holds and computes most."""
-        given = {argument.name: argument.default_value for argument in op._schema.arguments}
-        given |= dict(zip(given, args, strict=False)) | kwargs
+        given = _arguments(op, args, kwargs)
         q, k, v, work = given["q"], given["k"], given["v"], self._packing.exchange(given["window"])
         heads, width = q.shape[1], k[0].numel() + v[0].numel()
         flops = 2 * heads * (q.shape[-1] + v.shape[-1])
         back = "backward" in op._schema.name
         exchange = KeyExchange(given["window"], width * k.itemsize, back * width * k.itemsize, (1 + back) * flops)
-        self._exchanges[exchange] += 1
+        self._ops.exchanges[exchange] += 1
         product = MatMul(1, work.busiest, q.shape[-1] + v.shape[-1], heads, _name(q), True)
-        self._products[product] += 1 + back
+        self._ops.products[product] += 1 + back
         self.started += 1
         return (_exchanged_back if back else _exchanged)(q, k, v, width, work)
 
@@ -396,13 +380,27 @@ class _Watch(TorchDispatchMode):
 
 
 @cache
-def _operator(op: Any) -> tuple[str, Callable[..., Any] | None, bool]:
-    """Return the name of an operator, what it is made of if it is one of ours, and whether it multiplies."""
+def _operator(op: Any) -> tuple[str, Callable[..., Any] | None, Callable[..., tuple[MatMul, int]] | None]:
+    """Return the name of an operator, what it is made of if it is one of ours, and what it multiplies if it does."""
     name = op._schema.name
     plain = name.removeprefix("aten::").rstrip("_")
     body = OPDEFS.get(name)
-    multiplies = plain in {*_FIRST, "_grouped_mm"} or "scaled_dot_product" in plain or "flash_attention" in plain
-    return name, body and body._init_fn, multiplies
+    return (
+        name,
+        body and body._init_fn,
+        next((own for like, own in _MULTIPLY.items() if re.fullmatch(like, plain)), None),
+    )
+
+
+@cache
+def _defaults(op: Any) -> dict[str, Any]:
+    return {argument.name: argument.default_value for argument in op._schema.arguments}
+
+
+def _arguments(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return {name: value} of all arguments of an operator."""
+    given = _defaults(op)
+    return given | dict(zip(given, args, strict=False)) | kwargs
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -471,32 +469,18 @@ def _whole(tensor: Tensor) -> bool:
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == needed
 
 
-_FIRST = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
-"""{operator: which of its arguments is the first factor}."""
+def _of_matrices(given: Mapping[str, Any]) -> tuple[MatMul, int]:
+    """a: [..., m, k], b: [..., k, n]; what the product is added to comes before them."""
+    a, b = [each for name, each in given.items() if name in ("self", "mat1", "mat2", "batch1", "batch2")][-2:]
+    return MatMul(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
 
 
-def _products(op: Any, args: Any, kwargs: Any) -> Iterable[tuple[MatMul, int]]:
-    """Yield the products of one operator of torch."""
-    name = _operator(op)[0].removeprefix("aten::").rstrip("_")
-    if name in _FIRST:
-        a, b = args[_FIRST[name] : _FIRST[name] + 2]
-        yield MatMul(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
-    elif name == "_grouped_mm":
-        yield _of_groups(*args[:3]), 1
-    elif "scaled_dot_product" in name or "flash_attention" in name:
-        given = {argument.name: argument.default_value for argument in op._schema.arguments}
-        given |= dict(zip(given, args, strict=False)) | kwargs
-        product, count = (_of_sequences if "scaled_dot_product" in name else _of_documents)(given)
-        # A gradient of each factor in the backward.
-        yield product, count * (2 if "backward" in name else 1)
-
-
-def _of_groups(a: Tensor, b: Tensor, ends: Tensor) -> MatMul:
+def _of_groups(given: Mapping[str, Any]) -> tuple[MatMul, int]:
     """a: [rows, k], b: [groups, k, n], or a: [m, rows], b: [rows, n]; all groups have as many rows."""
-    groups, rows = len(ends), a.shape[0 if b.dim() == 3 else 1]
-    each = -(-rows // groups)
+    a, b, groups = given["self"], given["mat2"], len(given["offs"])
+    each = -(-a.shape[0 if b.dim() == 3 else 1] // groups)
     m, k = (each, a.shape[1]) if b.dim() == 3 else (a.shape[0], each)
-    return MatMul(m, b.shape[-1], k, groups, _name(a))
+    return MatMul(m, b.shape[-1], k, groups, _name(a)), 1
 
 
 def _of_sequences(given: Mapping[str, Any]) -> tuple[MatMul, int]:
@@ -508,9 +492,18 @@ def _of_sequences(given: Mapping[str, Any]) -> tuple[MatMul, int]:
 
 
 def _of_documents(given: Mapping[str, Any]) -> tuple[MatMul, int]:
-    """Return it of q: [t, heads, head], of documents that are as long as the longest, at what is not behind them."""
+    """q: [t, heads, head], of documents that are as long as the longest; they look at what is not behind them."""
     q, length, left = given["query"], given["max_q"], given["window_size_left"]
     return _looking(q, length, len(q) // length, None if left is None or left < 0 else left + 1), 1
+
+
+_MULTIPLY = {
+    "(b|add|badd|_scaled_)?mm": _of_matrices,
+    "_grouped_mm": _of_groups,
+    ".*scaled_dot_product.*": _of_sequences,
+    ".*flash_attention.*": _of_documents,
+}
+"""{operators of torch, the first that match: their product and how often it is, by {argument: value}}."""
 
 
 def _looking(q: Tensor, length: int, sequences: int, window: int | None) -> MatMul:
@@ -518,11 +511,6 @@ def _looking(q: Tensor, length: int, sequences: int, window: int | None) -> MatM
     seen = min(length, window or length)
     heads, head = q.shape[1], q.shape[-1]
     return MatMul(seen, 2 * looks(length, window) // seen, head, heads * sequences, _name(q), True)
-
-
-def _of_scores(product: MatMul, share: float) -> MatMul:
-    """Return an attention's products, with a share of the scores; others as they are."""
-    return replace(product, n=round(product.n * share)) if product.attention else product
 
 
 def _name(tensor: Tensor) -> str:
@@ -665,7 +653,7 @@ class _Sent:
         if self._kind:
             hidden = self._seen.started > self._at
             group = self._group
-            self._seen.messages[Collective(self._kind, group.axis, group.size(), self._size, hidden)] += 1
+            self._seen.message(Collective(self._kind, group.axis, group.size(), self._size, hidden))
         return True
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from megacore.data.batches import filled_up
-from megacore.plan.exchange import WHOLE
-from megacore.plan.memory import Memory, memory, peaks
-from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Shares, state
-from megacore.plan.step_time import Cluster, Estimate, estimate
+from megacore.planning.exchange import WHOLE
+from megacore.planning.peak_memory import Memory, memory, peaks
+from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.state_bytes import Shares, state
+from megacore.planning.step_time import Cluster, Estimate, estimate
 from models.stages import layout_of
 from parallel.choices import ContextBalance, ContextExchange, Recompute, ZeroShard
 from parallel.context_split import ContextParallel
@@ -92,22 +92,15 @@ class Candidate:
 
 
 def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Candidate, ...]:
-    """Return the settings that fit ``world`` devices, fastest first; if none does, those that do in chunks of tokens.
-
-    Args:
-        base: Model, widths, sequence length, offloads; its batch is the global one that all of them keep.
-        world: Devices in all.
-        cluster: The devices.
-        best: The number of settings to return.
-    """
+    """Return the best settings that fit ``world`` devices, fastest first; if none does, those that do in chunks of
+    tokens. All keep the global batch of ``base``, its model, widths, sequence length and offloads."""
     with _uncollected():
         candidates = sorted(_candidates(base, world, cluster), key=lambda each: each.time.total)
         again = list[Candidate]()
         for each in _distinct(candidates, 3 * best):
             if len(again) >= best and again[best - 1].time.total <= each.time.total:
                 break  # a simulated pipeline is no faster than its formula
-            shares = Shares.of(each.setting)
-            again.append(Candidate(each.setting, memory(each.setting, shares), estimate(each.setting, shares, cluster)))
+            again.append(Candidate(each.setting, memory(each.setting), estimate(each.setting, cluster)))
             again.sort(key=lambda each: each.time.total)
     if not again and base.mlp_chunk is None and not cluster.narrow:  # each chunk would have a scale of its own
         return fit(replace(base, mlp_chunk=CHUNK), world, cluster, best)
@@ -203,13 +196,13 @@ def _spread(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Layout]:
 
 def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float, fastest: _Fastest) -> Iterator[Candidate]:
     """Yield what fits of a layout: microbatches as large as it pays, on every rung the least recomputation."""
-    shares, least = Shares.of(replace(base, layout=layout)), math.inf
+    least = math.inf
 
     def rungs(setting: Setting) -> list[Candidate]:
         nonlocal least
         candidates, tried = list[Candidate](), _RECOMPUTE
         for rung in _rungs(base, layout):
-            fits = _least_recomputed(replace(setting, shard=rung), shares, cluster, room, tried, least)
+            fits = _least_recomputed(replace(setting, shard=rung), cluster, room, tried, least)
             candidates += fits
             least = min([least, *(each.time.total for each in fits)])
             if fits and rung != "none":  # what splits more only sends more: it must recompute less
@@ -262,21 +255,21 @@ def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
 
 
 def _least_recomputed(
-    setting: Setting, shares: Shares, cluster: Cluster, room: float, choices: Sequence[Recompute], least: float
+    setting: Setting, cluster: Cluster, room: float, choices: Sequence[Recompute], least: float
 ) -> list[Candidate]:
     """Return the setting with the least of the recomputations that fits, if any does and may take less than ``least``
     seconds, those of another of its mesh."""
-    if not choices or any(state(own, setting).device(setting).total > room for own in shares.unlike):
+    if not choices or any(state(own, setting).device(setting).total > room for own in Shares.of(setting).unlike):
         return []
     for recompute in choices:
         if recompute == "selective" and least < math.inf:
-            kept = estimate(replace(setting, recompute="none"), shares, cluster, simulated=False)
+            kept = estimate(replace(setting, recompute="none"), cluster, simulated=False)
             # Recomputation may hide sums of gradients and leave less to offload, and rungs differ in the optimizer too.
             if kept.total - kept.data - kept.offload - kept.optimizer >= least:
                 return []
         tried = replace(setting, recompute=recompute)
-        if all(peak <= room for peak in peaks(tried, shares)):
-            return [Candidate(tried, (), estimate(tried, shares, cluster, simulated=False))]
+        if all(peak <= room for peak in peaks(tried)):
+            return [Candidate(tried, (), estimate(tried, cluster, simulated=False))]
     return []
 
 

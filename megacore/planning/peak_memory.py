@@ -6,22 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import ParameterShare, Shares, sharing, state
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.state_bytes import ParameterShare, Shares, sharing, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
 
-TERMS = (
-    "parameters",
-    "gradients",
-    "masters",
-    "moments",
-    "activations",
-    "logits",
-    "working",
-    "buffers",
-)
+TERMS = ("parameters", "gradients", "masters", "moments", "activations", "logits", "working", "buffers")
 """The terms whose sum is the peak."""
 _MESSAGES = 3
 """Activations that a stage of a pipeline holds for each neighbour: up to two asked for, one on its way out."""
@@ -32,12 +23,8 @@ class Memory:
     """The memory of each rank of one stage of the pipeline, all alike; in bytes.
 
     Args:
-        stage: The stage.
-        ranks: The number of its ranks.
         elements: Parameters on each.
         terms: {term of ``TERMS``: bytes on the device at the peak}.
-        host: Bytes in host memory.
-        disk: Bytes in a file.
         per_microbatch: Activations that one microbatch leaves in all chunks of the stage, logits included.
         in_flight: The most chunks times microbatches at once whose backward is still to come.
         peak_at: The point of the step at which the stage holds most.
@@ -64,20 +51,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Load:
-    """The fullest rank of those that experts are spread over.
-
-    Args:
-        times: The rows that its experts get, over the mean of all ranks.
-        rows: These rows, of one microbatch in one layer.
-        peak: Bytes on the device at the peak of a step, of the stage that has most.
-    """
+    """The fullest rank of those that experts are spread over: the rows that its experts get over the mean of all ranks,
+    these rows, of one microbatch in one layer, and the bytes at the peak of a step, of the stage that has most."""
 
     times: float
     rows: int
     peak: int
 
 
-def loads(setting: Setting, shares: Shares) -> tuple[Load, ...]:
+def loads(setting: Setting) -> tuple[Load, ...]:
     """Return the fullest rank where all ranks get as many rows, where they don't as the setting says, and where one
     gets all of them; nothing where experts are not spread over ranks."""
     layout, routing = setting.layout, setting.model.anatomy.routing
@@ -87,7 +69,7 @@ def loads(setting: Setting, shares: Shares) -> tuple[Load, ...]:
     mean = setting.tokens * layout.mesh.ep * routing.top_k // ranks
     found = []
     for times in sorted({1.0, min(setting.imbalance, float(ranks)), float(ranks)}):
-        peak = max(peaks(replace(setting, imbalance=times), shares))
+        peak = max(peaks(replace(setting, imbalance=times)))
         found.append(Load(times, round(mean * times), peak))
     return tuple(found)
 
@@ -116,16 +98,16 @@ def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return one[0] == other[0] and all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def memory(setting: Setting, shares: Shares) -> tuple[Memory, ...]:
-    """Return the memory of every stage, whose ranks hold ``shares``."""
+def memory(setting: Setting) -> tuple[Memory, ...]:
+    """Return the memory of every stage."""
     act = ActivationMemory.of(setting)
-    return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(shares.stages))
+    return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(Shares.of(setting).stages))
 
 
-def peaks(setting: Setting, shares: Shares) -> Iterator[int]:
+def peaks(setting: Setting) -> Iterator[int]:
     """Yield the bytes at the peaks of the stages, one after the other. Of those that are alike it is that of the first:
     before each of its backwards it has run as many forwards of each chunk as the others, or more."""
-    act = ActivationMemory.of(setting)
+    act, shares = ActivationMemory.of(setting), Shares.of(setting)
     return (_stage(setting, act, stage, shares.stages[stage]).peak for stage in act.unlike)
 
 

@@ -1,11 +1,11 @@
 """The speed of a device at the products of a model and at what lies between them, and the time of a message: a few
-numbers, which published runs agree with (`megacore.plan.published`)."""
+numbers, which published runs agree with (`benchmarks/published_runs.py`)."""
 
 from __future__ import annotations
 
 import math
 
-from megacore.plan.costs import MatMul
+from megacore.planning.costs import MatMul
 
 ATTENTION = 0.5
 """Share of the bf16 peak that the attention reaches of its causal half, forward and backward; published are 35 % for

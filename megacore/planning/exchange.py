@@ -81,14 +81,8 @@ class ExchangeWork:
 
 @dataclass(frozen=True)
 class Packing:
-    """The tokens of a microbatch, and the way in which cp shares them out.
-
-    Args:
-        length: The tokens of a sequence.
-        sequences: The number of sequences.
-        context: The way in which cp shares them out.
-        documents: The lengths of the documents that attention stays within; None: each sequence is one.
-    """
+    """The tokens of a microbatch, and the way in which cp shares them out; attention stays within documents of these
+    lengths, or each sequence is one."""
 
     length: int
     sequences: int
@@ -105,11 +99,8 @@ class Packing:
         return self.context.split(self.documents or (self.length,) * self.sequences, self.length)
 
     def exchange(self, window: int | None) -> ExchangeWork:
-        """Return the work of the parts in the attention of a layer.
-
-        Args:
-            window: The tokens that each one looks at, itself included; None: all before it.
-        """
+        """Return the work of the parts in the attention of a layer, each of whose tokens looks at a window of them,
+        itself included; None: all before it."""
         return _work(self, window)
 
     def seen(self, window: int | None) -> float:

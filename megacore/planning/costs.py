@@ -1,4 +1,4 @@
-"""The costs of a part of a model on one rank for one microbatch, as `megacore.plan.measure` finds them. No torch."""
+"""The costs of a part of a model on one rank for a microbatch, as `megacore.planning.measure` finds them. No torch."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class Collective:
     """A collective, or a message between stages.
 
     Args:
-        kind: The kind of collective.
-        axis: Dimensions of the mesh that its group lies along, as "tp".
-        ranks: The size of the group.
+        axis: Dimensions of the mesh that its group lies along, as "tp" or "dp x tp".
         size: Bytes of the whole tensor that is summed or gathered, or of what is sent; of an all-to-all, of what a rank
             has for all or gets of all, whichever is more.
         hidden: Whether a product is started between its start and the wait for it.
@@ -55,14 +53,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The turns of one attention among the parts of cp (`megacore.plan.exchange`).
-
-    Args:
-        window: The tokens that each one looks at; None: all before it.
-        keys: Bytes of a token's keys and values, which a part takes of the others.
-        gradients: Bytes of their gradients, which go back; 0 in a forward.
-        flops: Operations of one score and of its use, in all heads of a rank.
-    """
+    """The turns of one attention among the parts of cp (`megacore.planning.exchange`): bytes of a token's keys and
+    values, which a part takes of the others, those of their gradients, which go back (0 in a forward), and the
+    operations of one score and of its use, in all heads of a rank."""
 
     window: int | None
     keys: int
@@ -70,21 +63,19 @@ class KeyExchange:
     flops: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OpCounts:
-    """The operations of a part.
+    """The operations of a part: {what: how often}; the products of the exchanges are among the others.
 
     Args:
-        products, messages: {product or collective: how often}.
         passes: Bytes that operators of our own read and write beside their products: where no kernel does all of an
             attention, its scores pass through memory.
-        exchanges: {attention among the parts of cp: how often}; its products are among the others.
     """
 
-    products: Mapping[MatMul, int] = field(default_factory=Counter)
-    messages: Mapping[Collective, int] = field(default_factory=Counter)
+    products: Counter[MatMul] = field(default_factory=Counter)
+    messages: Counter[Collective] = field(default_factory=Counter)
     passes: int = 0
-    exchanges: Mapping[KeyExchange, int] = field(default_factory=Counter)
+    exchanges: Counter[KeyExchange] = field(default_factory=Counter)
 
     @property
     def flops(self) -> int:
@@ -96,13 +87,11 @@ class LayerCost:
     """The embedding, a block or the head: bytes, and work.
 
     Args:
-        elements: The elements of its parameters.
-        learning: The number of these that are trained.
+        learning: The elements of its parameters that are trained.
         kept: The bytes kept from its forward to its backward, with what it is given if it keeps that.
         tables: {rope: bytes} of the cos and sin that it keeps, which blocks share.
         peak: The most that is there at once beside what is kept, in its forward or in its backward.
         left: Whether what comes out has a gradient: whether there is a backward.
-        forward: The operations of its forward.
         backward: The operations of its backward, with all that is computed again.
     """
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from megacore.config import Config, ContextConfig, ZeroConfig
 from megacore.data.batches import filled_up
-from megacore.plan.fit import Candidate
-from megacore.plan.setting import Setting, Widths
+from megacore.planning.fit import Candidate
+from megacore.planning.setting import Setting, Widths
 from models.config import ModelConfig
 from models.stages import layout_of
 

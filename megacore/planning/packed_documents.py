@@ -9,23 +9,17 @@ from pathlib import Path
 from megacore.data.batches import Batches
 from megacore.data.indexed import IndexedDataset
 from megacore.data.samples import parts
-from megacore.plan.memory import peaks
-from megacore.plan.setting import Setting
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, estimate
+from megacore.planning.peak_memory import peaks
+from megacore.planning.setting import Setting
+from megacore.planning.step_time import Cluster, estimate
 
 DRAWN = 32
 """Microbatches that are drawn."""
 
 
 def drawn(corpus: str, length: int, micro_size: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of the documents of each of some microbatches, the first ones that training would have.
-
-    Args:
-        corpus: The prefix of a token file.
-        length: The tokens of a sequence.
-        micro_size: Sequences of a microbatch.
-        seed: That of the order of samples.
+    """Return the lengths of the documents of each of some microbatches, the first ones that training would have of the
+    token file with the prefix ``corpus``; ``seed`` is that of the order of samples.
 
     Raises:
         ValueError: the file is damaged, or too short for one sample.
@@ -43,18 +37,10 @@ def scores(setting: Setting, documents: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class PackedMicrobatch:
-    """A microbatch that stands out of those that were drawn, and a step if all were like it.
-
-    Args:
-        which: The way in which it does.
-        documents: The number of its documents.
-        longest: The length of the longest.
-        scores: The scores of the busiest part of cp, of a head.
-        imbalance: These over the mean of all parts.
-        keys: The tokens whose keys the part takes that takes most.
-        peak: Bytes on the device at the peak of the step, of the stage that has most.
-        seconds: The time of the step.
-    """
+    """A microbatch that stands out of those that were drawn, and a step if all were like it: the number of its
+    documents, the length of the longest, the scores of the busiest part of cp, of a head, these over the mean of all
+    parts, the tokens whose keys the part takes that takes most, the peak of the fullest stage in bytes, and a step's
+    seconds."""
 
     which: str
     documents: int
@@ -66,7 +52,7 @@ class PackedMicrobatch:
     seconds: float
 
     @classmethod
-    def of(cls, which: str, setting: Setting, shares: Shares, cluster: Cluster) -> PackedMicrobatch:
+    def of(cls, which: str, setting: Setting, cluster: Cluster) -> PackedMicrobatch:
         """Return what there is to know of the documents of a setting."""
         work, documents = setting.packing.exchange(None), setting.documents or ()
         return cls(
@@ -76,8 +62,8 @@ class PackedMicrobatch:
             work.busiest,
             work.imbalance,
             int(work.taken.sum(1).max()),
-            max(peaks(setting, shares)),
-            estimate(setting, shares, cluster).total,
+            max(peaks(setting)),
+            estimate(setting, cluster).total,
         )
 
 
@@ -93,8 +79,7 @@ def standing_out(
     chosen = {"median": by_scores[len(by_scores) // 2], "most scores": by_scores[-1]}
     if setting.context.parts > 1:
         chosen["most keys"] = most
-    shares = Shares.of(setting)
     return tuple(
-        PackedMicrobatch.of(which, replace(setting, documents=documents), shares, cluster)
+        PackedMicrobatch.of(which, replace(setting, documents=documents), cluster)
         for which, documents in chosen.items()
     )

@@ -24,22 +24,11 @@ HARDWARE = 0.78
 LEVELS = ("by hand, from disk", "by itself, from disk", "by itself, from memory")
 
 
-def per_device(percent: float, per_node: int) -> float:
-    """Return the mean seconds from one fault of a node to the next, if so many percent of all devices fail in a day."""
-    return DAY_S / (percent / 100) / per_node
-
-
 @dataclass(frozen=True)
 class FaultRates:
-    """The faults of nodes.
-
-    Args:
-        node_s: Mean seconds from one fault of a node to the next.
-        hardware: The share of faults that take the node away, and its memory with it.
-        away_s: Seconds until another node takes its place.
-        elastic: Whether the other nodes train on meanwhile, rather than wait.
-        together: The share of faults that take a node and its partner; None: that of two which are independent.
-    """
+    """The faults of nodes: mean seconds from one of a node to the next, the share that takes the node away, and its
+    memory with it, and the seconds until another takes its place; ``elastic``: the others train on meanwhile, rather
+    than wait. ``together`` is the share that takes a node and its partner; None: that of two which are independent."""
 
     node_s: float = LLAMA_3
     hardware: float = HARDWARE
@@ -53,15 +42,11 @@ class FaultCosts:
     """Seconds that faults and checkpoints cost.
 
     Args:
-        notice: Seconds until a person has seen that the run has ended, and has started it again.
-        detect: Seconds until a fault is known.
-        restart: Seconds of new processes and groups.
-        load_memory, load_disk: Seconds in which a checkpoint is loaded.
-        copy: Seconds that training stands for a checkpoint in memory.
-        send: Seconds until its copy is in the memory of another node, with training going on.
-        stall: Seconds that training stands for a checkpoint on disk.
-        publish: Seconds until that is whole, with training going on.
-        step: Seconds of a step.
+        notice: Until a person has seen that the run has ended, and has started it again.
+        detect, restart: Until a fault is known; of new processes and groups.
+        load_memory, load_disk: Until a checkpoint is loaded.
+        copy, stall: That training stands for a checkpoint in memory, and for one on disk.
+        send, publish: Until its copy is in the memory of another node, or it is whole on disk, with training going on.
     """
 
     notice: float
@@ -83,13 +68,8 @@ class FaultCosts:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The time that faults leave, of a whole of 1.
-
-    Args:
-        share: The share of the time of all nodes that goes into steps that count.
-        interval: Seconds of training from one checkpoint on disk to the next.
-        from_disk: The share of faults after which the run goes on from there.
-    """
+    """The share of the time of all nodes that goes into steps that count, the seconds of training from one checkpoint
+    on disk to the next, and the share of faults after which the run goes on from there."""
 
     share: float
     interval: float
@@ -111,15 +91,8 @@ def best_interval(rate: float, stall: float) -> float:
 
 
 def goodput(nodes: int, faults: FaultRates, costs: FaultCosts, every: int = 0, interval: float = 0.0) -> Goodput:
-    """Return the goodput that is expected of a run.
-
-    Args:
-        nodes: Its nodes.
-        faults: Their faults.
-        costs: The costs.
-        every: Steps from one checkpoint in memory to the next; 0: there are none.
-        interval: Seconds of training from one checkpoint on disk to the next; 0: the best.
-    """
+    """Return the goodput that is expected of a run with so many steps from one checkpoint in memory to the next (0:
+    there are none), and seconds of training from one on disk to the next (0: the best)."""
     rate, lacking = nodes / faults.node_s, faults.hardware * faults.away_s
     restart = costs.detect + costs.restart + (0.0 if faults.elastic else lacking)
     alone = restart + every * costs.step  # from the loss of a node until the next copy of what its partner keeps
@@ -135,12 +108,9 @@ def goodput(nodes: int, faults: FaultRates, costs: FaultCosts, every: int = 0, i
     return Goodput(share * max(1 - faults.elastic * lacking / faults.node_s, 0.0), interval, from_disk)
 
 
-def levels(
-    nodes: int, faults: FaultRates, costs: FaultCosts, every: int, interval: float = 0.0
-) -> Iterator[tuple[str, Goodput]]:
+def levels(nodes: int, faults: FaultRates, costs: FaultCosts, every: int) -> Iterator[tuple[str, Goodput]]:
     """Yield each level of protection and its goodput; the arguments are those of :func:`goodput`."""
     hand, itself, memory = LEVELS
-    by_hand = replace(costs, detect=costs.notice)
-    yield hand, goodput(nodes, replace(faults, elastic=False), by_hand, 0, interval)
-    yield itself, goodput(nodes, faults, costs, 0, interval)
-    yield memory, goodput(nodes, faults, costs, every, interval)
+    yield hand, goodput(nodes, replace(faults, elastic=False), replace(costs, detect=costs.notice))
+    yield itself, goodput(nodes, faults, costs)
+    yield memory, goodput(nodes, faults, costs, every)

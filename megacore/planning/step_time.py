@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.devices import PEAK_TFLOPS, Device
-from megacore.plan import efficiency
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
-from megacore.plan.exchange import ExchangeWork
-from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import ParameterShare, Shares, state, updated
-from megacore.plan.traffic import ALL_REDUCE, HEADS, SEND, TOKENS, Traffic, traffic
+from megacore.planning import efficiency
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
+from megacore.planning.exchange import ExchangeWork
+from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.state_bytes import ParameterShare, Shares, state, updated
+from megacore.planning.traffic import ALL_REDUCE, HEADS, SEND, TOKENS, Traffic, traffic
 from models.config import flops_per_token
 from parallel.pipeline.schedules import SCHEDULES, simulate
 from parallel.weights.layout import MeshShape
@@ -33,11 +33,9 @@ class Cluster:
     """Devices in nodes, and what is assumed of them.
 
     Args:
-        device: Each of them.
         tflops: The speed that matrix products could reach.
-        overlap: The share of messages within a node that is really hidden of what could be, as both want the same
-            memory and units.
-        overlap_between: The share of those between nodes, which also wait for each other.
+        overlap, overlap_between: The share of messages within a node, and of those between nodes, that is really hidden
+            of what could be: both want the same memory and units, and those between nodes wait for each other too.
     """
 
     device: Device
@@ -184,6 +182,14 @@ class Estimate:
         """The TFLOP/s of the model's own operations, recomputation not counted."""
         return self.model_tflop / self.total
 
+    def as_data(self, cluster: Cluster) -> Mapping[str, float]:
+        return asdict(self) | {
+            "total": self.total,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_device": self.tflops_per_device,
+            "mfu": self.tflops_per_device / cluster.tflops,
+        }
+
 
 Products = Mapping[MatMul, int]
 """{product: how often}."""
@@ -194,12 +200,10 @@ class LayerCompute:
     """The compute of a rank for one microbatch, in some blocks or in the head.
 
     Args:
-        forward: Products of the forward.
         backward: Products of its backward: for the gradients of what is read, where one is asked for, and for those of
             the weights that are trained; twice as many operations if all is.
         again: Products that recomputation repeats.
-        moved: Bytes that lie between the products of a forward.
-        moved_again: The bytes of these that are made again.
+        moved, moved_again: Bytes that lie between the products of a forward, and those of them that are made again.
         passes: Bytes that operators of our own read and write beside: forward, backward, and again.
         narrow: Whether its products are in fp8 where the run is.
     """
@@ -261,19 +265,13 @@ def _seconds(cluster: Cluster, each: LayerCompute) -> _Seconds:
     return _Seconds(ahead + one * each.moved, back + 2 * one * each.moved, repeated + one * each.moved_again)
 
 
-def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool = True) -> Estimate:
-    """Estimate the time of a step.
-
-    Args:
-        setting: The run.
-        shares: The shares that its ranks hold.
-        cluster: The devices that it runs on.
-        simulated: Whether the pipeline is simulated; else its bubble is (p-1)/(v m), which the simulator confirms.
-    """
+def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Estimate:
+    """Estimate the time of a step. Where the pipeline is not simulated its bubble is (p-1)/(v m), which the simulator
+    confirms."""
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
-    act = ActivationMemory.of(setting)
-    sent = {stage: traffic(setting, shares, stage) for stage in act.unlike}
+    act, shares = ActivationMemory.of(setting), Shares.of(setting)
+    sent = {stage: traffic(setting, stage) for stage in act.unlike}
     rows = {stage: _stage_times(setting, act, cluster, stage, messages) for stage, messages in sent.items()}
     slowest = max(rows.values(), key=lambda row: row.forward + row.backward)
     hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0

@@ -1,20 +1,27 @@
-"""Runs that others have published, and what the plan says of the same ones."""
+"""Runs that others have published, and what the plan says of the same ones: tokens a second of a device.
+
+python benchmarks/published_runs.py
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from megacore.devices import DEVICES, Device
-from megacore.plan.setting import ADAM_16, Setting, Widths
-from megacore.plan.state import Shares
-from megacore.plan.step_time import Cluster, estimate
+from megacore.planning.setting import ADAM_16, Setting, Widths
+from megacore.planning.step_time import Cluster, estimate
 from models.config import flops_per_token
 from models.registry import configure
 from models.stages import layout_of
 from parallel.choices import Precision, Recompute, ZeroShard
 from parallel.weights.layout import MeshShape
+from tools.tables import table
 
 
 @dataclass(frozen=True)
@@ -78,11 +85,10 @@ class Published:
     def planned(self) -> float:
         """Return the tokens per second of each device by the plan."""
         setting, cluster = self.setting(), self.cluster()
-        shares = Shares.of(setting)
-        seconds = estimate(setting, shares, cluster).total
+        seconds = estimate(setting, cluster).total
         if self.repeated:
             full = replace(setting, recompute="full")
-            seconds += self.repeated * estimate(full, shares, cluster).recompute
+            seconds += self.repeated * estimate(full, cluster).recompute
         return setting.global_tokens / seconds / self.mesh.world
 
 
@@ -171,3 +177,18 @@ PUBLISHED = (
     ),
 )
 # fmt: on
+
+
+def main() -> None:
+    sources = list(dict.fromkeys(run.source for run in PUBLISHED))
+    rows = [
+        (run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{tokens / run.tokens - 1:+.1%}", f"[{number}]")
+        for run in PUBLISHED
+        for tokens, number in [(run.planned(), sources.index(run.source) + 1)]
+    ]
+    print(table(("run", "published", "planned", "error", "source"), rows))
+    print("\n".join(f"  [{number}] {source}" for number, source in enumerate(sources, 1)))
+
+
+if __name__ == "__main__":
+    main()

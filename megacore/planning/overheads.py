@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,12 +22,11 @@ from megacore.data.batches import HELD, Batches
 from megacore.data.blend import Blend
 from megacore.data.indexed import IndexedDataset, Integers
 from megacore.data.samples import BLOCKS, Source, parts
-from megacore.plan.setting import Setting
-from megacore.plan.step_time import Cluster, Estimate
+from megacore.planning.setting import Setting
+from megacore.planning.step_time import Cluster
 from megacore.store.index import MASTER, MOMENTS, STATES, on_disk
-from megacore.store.shares import States, share_out, share_reads
+from megacore.store.shares import share_out, share_reads
 from parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_context, of_mesh
-from parallel.weights.layout import MeshShape
 from parallel.weights.pattern import Sizes
 from parallel.weights.transfer import Stored, native
 
@@ -67,15 +66,9 @@ class Storage:
 
 @dataclass(frozen=True)
 class StartUp:
-    """Making the groups of the rank that has most of them.
-
-    Args:
-        calls: Collective calls that make groups, on each rank.
-        groups: The number of groups that it talks in.
-        communicators: The number of NCCL's for them: each pair of stages has one for each direction.
-        largest: Ranks of the largest.
-        seconds: The time until all are connected; None where they are not NCCL's.
-    """
+    """The groups of the rank that has most: the calls that make them, those it talks in, NCCL's communicators for them
+    (a pair of stages has one for each direction), the ranks of the largest, and the seconds until all are connected,
+    which are known of NCCL's alone."""
 
     calls: int
     groups: int
@@ -86,18 +79,9 @@ class StartUp:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint.
-
-    Args:
-        size: Bytes of its tensors.
-        files: Tensor files.
-        writers: Ranks that write some.
-        nodes: Nodes that they are on.
-        busiest: Bytes that one rank writes at the most; it keeps as many in host memory.
-        busiest_node: Bytes of one node.
-        seconds: The time until all is written.
-        interval: Seconds of training from one to the next; None where none is.
-    """
+    """One checkpoint: bytes of its tensors, its files, the ranks that write some and their nodes, the bytes of the rank
+    that writes most, which keeps as many in host memory, and of the node that does, the seconds until all is written,
+    and the seconds of training from one to the next; None where none is."""
 
     size: int
     files: int
@@ -111,16 +95,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Resume:
-    """Going on from it on the same layout.
-
-    Args:
-        size: Bytes of the states that are loaded.
-        read: Bytes that all ranks read.
-        busiest: Bytes that one rank reads at the most.
-        busiest_node: Bytes of one node.
-        received: Bytes that the fullest rank gets from others.
-        seconds: The time until all have everything: reading and sending go on side by side.
-    """
+    """Going on from it on the same layout: bytes of the states that are loaded, those that all ranks read, one rank and
+    one node at the most, those that the fullest rank gets from others, and the seconds until all have everything:
+    reading and sending go on side by side."""
 
     size: int
     read: int
@@ -167,20 +144,13 @@ class Overheads:
     connections: Connections
 
     @classmethod
-    def of(cls, config: Config, setting: Setting, cluster: Cluster, time: Estimate, storage: Storage) -> Overheads:
-        """Return the costs of a recipe.
-
-        Args:
-            config: The recipe.
-            setting: The recipe on paper.
-            cluster: The devices that it runs on.
-            time: The time of a step.
-            storage: The storage of its checkpoints.
-        """
+    def of(cls, config: Config, setting: Setting, cluster: Cluster, step_s: float, storage: Storage) -> Overheads:
+        """Return the costs of a recipe, a step of which takes so many seconds."""
         world, per_node = setting.layout.mesh.world, cluster.device.per_node
         every, nodes = config.checkpoint.every, -(-world // per_node)
-        save = _save(setting, per_node, storage, every * time.total if every else None)
+        save = _save(setting, per_node, storage, every * step_s if every else None)
         copies = 1 + KEPT_IN_MEMORY * (1 if nodes == 1 else 2)
+        of_examples = bool(config.data.train) and config.data.train[0].has_examples
         return cls(
             world,
             nodes,
@@ -189,7 +159,7 @@ class Overheads:
             save,
             copies * save.busiest_node if config.recovery.memory else None,
             _resume(setting, cluster, storage),
-            None if config.data.train and config.data.train[0].has_examples else _data(config, setting),
+            None if of_examples else _data(config, setting),
             _connections(setting, per_node),
         )
 
@@ -215,16 +185,6 @@ class Overheads:
 # -- who does what
 
 
-def _held(setting: Setting, stored: Sequence[Stored], states: Mapping[str, int]) -> States:
-    """Return the shards of each state on a rank: weights of everything, the others of what is trained."""
-    frozen = setting.frozen
-    return {
-        state: held
-        for state, width in states.items()
-        if (held := [(each, width) for each in stored if state == WEIGHTS or each.name not in frozen])
-    }
-
-
 def _states(setting: Setting) -> Mapping[str, int]:
     """Return {state of a checkpoint: bytes of an element}."""
     widths = setting.widths
@@ -232,36 +192,40 @@ def _states(setting: Setting) -> Mapping[str, int]:
     return {WEIGHTS: widths.parameter, **master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS))}
 
 
+def _busiest(by_rank: Mapping[int, int], per_node: int) -> tuple[int, int, int, int]:
+    """Return how many ranks and nodes have some bytes, and the most that one rank and one node has."""
+    by_node = Counter[int]()
+    for rank, size in by_rank.items():
+        by_node[rank // per_node] += size
+    writers, nodes = (sum(size > 0 for size in each.values()) for each in (by_rank, by_node))
+    return writers, nodes, max(by_rank.values()), max(by_node.values())
+
+
 def _save(setting: Setting, per_node: int, storage: Storage, interval: float | None) -> Save:
+    """Return the costs of a save as `megacore.training.save` does it: weights of everything, other states of what is
+    trained."""
     layout = replace(setting.layout, schema=setting.tuning.kept(setting.model.schema))
-    disk, states = on_disk(layout), _states(setting)
+    disk, states, frozen = on_disk(layout), _states(setting), setting.frozen
     by_rank, files = Counter[int](), 0
     for ranks in layout.mesh.all_along("dp", "cp"):
-        place = disk.mesh.rank(replace(layout.mesh.place(ranks[0]), dp=0, cp=0))
-        written = share_out(disk, _held(setting, list(native(disk, [place])), states), len(ranks))
-        for rank, share in zip(ranks, written, strict=True):
+        stored = list(native(disk, [disk.mesh.rank(replace(layout.mesh.place(ranks[0]), dp=0, cp=0))]))
+        held = {
+            state: own
+            for state, width in states.items()
+            if (own := [(each, width) for each in stored if state == WEIGHTS or each.name not in frozen])
+        }
+        for rank, share in zip(ranks, share_out(disk, held, len(ranks)), strict=True):
             files += len(share)
             by_rank[rank] += sum(states[own.state] * math.prod(each.shape) for own in share for each in own.tensors)
-    size, nodes = by_rank.total(), _by_node(by_rank, per_node)
-    writers = sum(bytes_ > 0 for bytes_ in by_rank.values())
-    busiest_node = max(nodes.values())
-    return Save(
-        size,
-        files,
-        writers,
-        sum(bytes_ > 0 for bytes_ in nodes.values()),
-        max(by_rank.values()),
-        busiest_node,
-        storage.seconds(size, busiest_node),
-        interval,
-    )
+    writers, nodes, busiest, busiest_node = _busiest(by_rank, per_node)
+    seconds = storage.seconds(by_rank.total(), busiest_node)
+    return Save(by_rank.total(), files, writers, nodes, busiest, busiest_node, seconds, interval)
 
 
 def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
     """Return the costs of a resume as `megacore.training.load` does it: masters of what is trained, other weights, then
     moments."""
-    layout, states = setting.layout, _states(setting)
-    frozen = setting.frozen
+    layout, states, frozen = setting.layout, _states(setting), setting.frozen
     by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes
     first = MASTER if MASTER in states else WEIGHTS
     for ranks in layout.mesh.all_along("dp", "cp"):
@@ -276,16 +240,10 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
                     by_rank[ranks[reader]] += states[state] * _unpadded(part, sizes)
         own = by_rank.total() - before
         received = max(received, own - min(by_rank[rank] for rank in ranks))
-    busiest_node = max(_by_node(by_rank, cluster.device.per_node).values())
-    sending = received / cluster.bandwidth(layout.mesh, "dp x cp")
-    return Resume(
-        size,
-        by_rank.total(),
-        max(by_rank.values()),
-        busiest_node,
-        received,
-        max(storage.seconds(by_rank.total(), busiest_node), sending),
-    )
+    _, _, busiest, busiest_node = _busiest(by_rank, cluster.device.per_node)
+    reading = storage.seconds(by_rank.total(), busiest_node)
+    seconds = max(reading, received / cluster.bandwidth(layout.mesh, "dp x cp"))
+    return Resume(size, by_rank.total(), busiest, busiest_node, received, seconds)
 
 
 def _unpadded(stored: Stored, sizes: Sizes) -> int:
@@ -294,13 +252,6 @@ def _unpadded(stored: Stored, sizes: Sizes) -> int:
     for axis, (start, stop) in stored.box.items():
         elements = elements * (min(stop, max(start, sizes[axis])) - start) // (stop - start)
     return elements
-
-
-def _by_node(by_rank: Mapping[int, int], per_node: int) -> Counter[int]:
-    by_node = Counter[int]()
-    for rank, size in by_rank.items():
-        by_node[rank // per_node] += size
-    return by_node
 
 
 # -- who talks to whom
@@ -316,10 +267,6 @@ def _rounds(setting: Setting) -> list[list[RankSet]]:
     return [each for sets in batches for each in rounds.new(sets)]
 
 
-def _channels(mesh: MeshShape) -> int:
-    return 2 * channel_kinds(mesh.pp)
-
-
 def _on_hosts(setting: Setting, per_node: int) -> list[list[RankSet]]:
     """Return the levels of :class:`megacore.control.Control`; on one machine of CPUs the world's own group does."""
     world = setting.layout.mesh.world
@@ -330,13 +277,13 @@ def start_up(setting: Setting, per_node: int) -> StartUp:
     """Return what making the groups of a run takes, on nodes of so many devices."""
     mesh, rounds = setting.layout.mesh, _rounds(setting)
     most = max(Counter(rank for sets in rounds for ranks in sets for rank in ranks).values(), default=0)
-    on_hosts = len(_on_hosts(setting, per_node))
+    on_hosts, channels = len(_on_hosts(setting, per_node)), 2 * channel_kinds(mesh.pp)
     made = [sets for sets in rounds if len(sets[0]) < mesh.world]  # the world has its group already
-    largest = [max(map(len, sets)) for sets in rounds] + [mesh.pp] * _channels(mesh)
+    largest = [max(map(len, sets)) for sets in rounds] + [mesh.pp] * channels
     seconds = sum(COMMUNICATOR_S + COMMUNICATOR_RANK_S * ranks for ranks in largest)
     return StartUp(
-        len(made) + _channels(mesh) + on_hosts,
-        most + _channels(mesh) + on_hosts,
+        len(made) + channels + on_hosts,
+        most + channels + on_hosts,
         most + 4 * (mesh.pp > 1),
         max(largest, default=1),
         seconds if setting.device == "cuda" else None,
@@ -349,7 +296,7 @@ def _connections(setting: Setting, per_node: int) -> Connections:
     groups = [ranks for sets in _on_hosts(setting, per_node) for ranks in sets]
     if setting.device == "cpu":
         groups += [ranks for sets in _rounds(setting) for ranks in sets]
-        groups += mesh.all_along("pp") * _channels(mesh)
+        groups += mesh.all_along("pp") * (2 * channel_kinds(mesh.pp))
     for ranks in groups:
         for rank in ranks:
             own[rank] += len(ranks) - 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megacore.plan.setting import SHARDS, Setting, Widths
+from megacore.planning.setting import SHARDS, Setting, Widths
 from parallel.choices import ZeroShard
 from parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
 from parallel.weights.schema import Param, Schema
@@ -19,10 +19,8 @@ class ParameterShare:
     it.
 
     Args:
-        param: Its declaration.
         labels: Its pieces in this part.
-        elements: Their number of elements.
-        trained: The number of these that are trained; the others have values alone.
+        elements, trained: Their elements, and those of them that are trained; the others have values alone.
         tensors: The number of tensors that these are of, all alike: one for each layer.
         model_replicas: Ranks of one data parallel replica that hold the same.
         dims: Along which dimensions of the mesh these differ.
@@ -49,16 +47,23 @@ class ParameterShare:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares that the ranks of a layout hold. Those of one stage differ in which elements, not in how many.
-
-    Args:
-        stages: The shares of a rank of each stage.
-    """
+    """The shares that a rank of each stage holds. Those of one stage differ in which elements, not in how many."""
 
     stages: tuple[tuple[ParameterShare, ...], ...]
 
     @classmethod
     def of(cls, setting: Setting) -> Shares:
+        """Return the shares; those of one model on one layout are counted once."""
+        layout = setting.layout
+        key = setting.model, setting.tuning, layout.mesh, layout.layers, tuple(layout.split.items())
+        if key not in _counted:
+            if len(_counted) >= MOST_COUNTED:
+                _counted.clear()
+            _counted[key] = cls._count(setting)
+        return _counted[key]
+
+    @classmethod
+    def _count(cls, setting: Setting) -> Shares:
         """Count the shares in one layer that has all that any layer has, and at both ends; dp and cp split none."""
         layout, pp, frozen = setting.layout, setting.layout.mesh.pp, setting.frozen
         params = {param.name: param for param in layout.schema.params}
@@ -90,6 +95,10 @@ class Shares:
     def unlike(self) -> tuple[tuple[ParameterShare, ...], ...]:
         """The shares of the stages, those of several that are alike once."""
         return tuple({id(own): own for own in self.stages}.values())
+
+
+MOST_COUNTED = 256
+_counted: dict[object, Shares] = {}
 
 
 def _parts(layout: Layout, place: Coordinates) -> tuple[ParameterShare, ...]:

@@ -10,28 +10,22 @@ from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Literal
 
-from megacore.plan.costs import LayerCost
-from megacore.plan.exchange import Packing
-from megacore.plan.setting import Setting
+from megacore.planning.costs import LayerCost
+from megacore.planning.exchange import Packing
+from megacore.planning.setting import Setting
 from models.config import ModelConfig
 from models.tuning import Tuning
 from parallel.choices import Recompute
 from parallel.weights.layout import MeshShape
 
 if TYPE_CHECKING:
-    from megacore.plan.measure import FakeModel
+    from megacore.planning.measure import FakeModel
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A backward comes to a block.
-
-    Args:
-        block: The block.
-        which: Its place in its chunk.
-        freed: The bytes that those after it have kept.
-        learned: Elements of it and of those after it that are trained.
-    """
+    """A backward comes to a block: its place in its chunk, the bytes that those after it have kept, and the elements of
+    it and of those after it that are trained."""
 
     block: LayerCost
     which: Literal["last", "lower", "first"]
@@ -58,16 +52,9 @@ class ActivationMemory:
     on.
 
     Args:
-        model: The configuration of the model.
-        tuning: The part of it that is trained.
-        mesh: The mesh that its layers are split over.
-        split: (axis, dimensions of the mesh that split it), of all.
-        stages: The number of stages of the pipeline.
-        layers: The layers of each virtual stage.
+        mesh: The mesh that its layers are split over: neither pp nor dp.
+        stages, layers: The stages of the pipeline, and the layers of each virtual one.
         width: Bytes of a parameter and of an activation.
-        device: The kind of device.
-        packing: The tokens of a microbatch, and the way in which cp shares them out.
-        recompute: The part that is computed again in the backward.
         loss_chunk, mlp_chunk: Tokens whose logits, or feed-forward activations, exist at a time; None for all.
         imbalance: The rows of the fullest rank's experts over the mean of all ranks.
     """
@@ -88,11 +75,7 @@ class ActivationMemory:
 
     @classmethod
     def of(cls, setting: Setting) -> ActivationMemory:
-        """Return the activations of a run.
-
-        Raises:
-            ModuleNotFoundError: there is no torch, which they are measured with.
-        """
+        """Return the activations of a run; ModuleNotFoundError without torch, which they are measured with."""
         s, mesh = setting, setting.layout.mesh
         inner = replace(mesh, pp=1, dp=1)
         return _activations(
@@ -106,7 +89,7 @@ class ActivationMemory:
 
     @cached_property
     def _fake(self) -> FakeModel:
-        from megacore.plan.measure import fake_model  # torch
+        from megacore.planning.measure import fake_model  # torch
 
         return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, self.device)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megacore.plan.exchange import WHOLE, Packing
+from megacore.planning.exchange import WHOLE, Packing
 from models.config import ModelConfig
 from models.tuning import EVERYTHING, Tuning
 from parallel.budgets import BUCKET_BYTES
@@ -45,31 +45,17 @@ ADAM_16 = Widths(parameter=2, gradient=2, master=4, moments=8)
 
 @dataclass(frozen=True)
 class Setting:
-    """A run on paper.
+    """A run on paper: what the keys of a recipe with these names say.
 
     Args:
-        model: Its configuration.
         layout: Its parameters and its adapters on its mesh, dp included.
-        widths: The widths of the training state.
-        sequence_length: The tokens of a sequence.
-        micro_size: Sequences of a microbatch.
         microbatches: The number of those of one step on each data parallel rank.
-        schedule: The schedule of the pipeline.
-        shard: The states that data parallel ranks split.
-        replicas: Groups of data parallel ranks that each hold everything (HSDP).
-        recompute: The part of the activations that is computed again in the backward.
-        loss_chunk: Tokens whose logits exist at a time; None for all of a microbatch.
-        offload_optimizer: The place of masters and moments, if not the device.
-        offload_parameters: Whether a rank's slice of split parameters lies in host memory.
+        loss_chunk, mlp_chunk: Tokens whose logits, or feed-forward activations, exist at a time; None for all.
         offload_buffer: Bytes of host memory through which offloaded states pass.
-        offload_activations: Whether saved activations lie in host memory.
         device: The kind of device: their kernels keep different things.
-        bucket_bytes: The size of a gradient bucket.
-        tuning: The part of the model that is trained.
         imbalance: The rows that the experts of the fullest rank get over the mean of all ranks, if there are as many.
         context: The way in which cp, as large as that of the layout's mesh, shares out a microbatch.
         documents: The lengths of a microbatch's documents, which attention stays within; None: each row is one.
-        mlp_chunk: Tokens whose feed-forward activations exist at a time; None for all of a microbatch.
         blank: Sequences of a step that only fill the microbatches up, on all ranks.
     """
 

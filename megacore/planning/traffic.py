@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megacore.plan.activations import ActivationMemory
-from megacore.plan.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective
-from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import ParameterShare, Shares, sharing
+from megacore.planning.activations import ActivationMemory
+from megacore.planning.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective
+from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.state_bytes import ParameterShare, Shares, sharing
 
 TOKENS, HEADS, KEYS, GRADIENTS = "tokens", "tokens by heads", "keys and values", "gradients of keys and values"
 """The things that layers send, forward and backward: over tp and ep, over cp by heads, and by hops; each to ranks of
@@ -26,17 +26,9 @@ def ring(kind: str, size: float, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of one kind of a rank in a step.
-
-    Args:
-        kind: The kind of collective.
-        axis: Dimensions of the mesh that the group lies along, as "dp" or "dp x tp".
-        what: The tensors that are moved.
-        ranks: The size of the group.
-        count: Messages.
-        size: Bytes of one: of the whole tensor that is summed or gathered.
-        hidden: Whether compute of the same step can go on beside it.
-    """
+    """Messages of one kind of a rank in a step: ``count`` of ``size`` bytes, each of the whole tensor that is summed or
+    gathered, in groups of so many ranks that lie along some dimensions of the mesh ("dp x tp"); ``hidden``: compute of
+    the same step can go on beside them."""
 
     kind: str
     axis: str
@@ -52,13 +44,13 @@ class Traffic:
         return self.count * ring(self.kind, self.size, self.ranks)
 
 
-def traffic(setting: Setting, shares: Shares, stage: int) -> tuple[Traffic, ...]:
+def traffic(setting: Setting, stage: int) -> tuple[Traffic, ...]:
     """Return all messages of a rank of a stage."""
     act = ActivationMemory.of(setting)
     messages = [
         *_layers(setting, act, stage),
         *_pipeline(setting, stage),
-        *_data(setting, act, shares.stages[stage], stage),
+        *_data(setting, act, Shares.of(setting).stages[stage], stage),
     ]
     return tuple(each for each in messages if each.ranks > 1 and each.count and each.size)
 

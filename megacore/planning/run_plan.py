@@ -1,0 +1,185 @@
+"""The function `megacore.plan`: what a recipe needs of memory, network, time and storage, before it is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from megacore.checks.rules import problems
+from megacore.config import Config, CorpusConfig
+from megacore.data.batches import in_vain
+from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
+from megacore.planning.fit import MARGIN
+from megacore.planning.overheads import Overheads, Storage
+from megacore.planning.packed_documents import PackedMicrobatch, drawn, scores, standing_out
+from megacore.planning.peak_memory import Load, Memory, loads, memory
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.setting import Setting
+from megacore.planning.step_time import Cluster, Estimate, estimate
+from megacore.planning.traffic import Traffic, traffic
+from megacore.recipe import ConfigError, load
+from models.config import ModelConfig, active_parameters
+from models.registry import configure
+
+CPU = "cpu"
+AS_IN_THE_TABLE: Mapping[str, float] = MappingProxyType({})
+
+
+def plan(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    *,
+    world: int | None = None,
+    gpu: str = "h100-80",
+    device: Mapping[str, float] = AS_IN_THE_TABLE,
+    tflops: float | None = None,
+    storage: float | None = None,
+    storage_per_node: float | None = None,
+    imbalance: float = 1.0,
+    documents: str | None = None,
+) -> dict[str, Any]:
+    """Plan what a recipe describes -> what ``megacore plan --json`` prints, in bytes and seconds. Nothing is started.
+
+    Args:
+        recipe: A file, or the name of one that comes along.
+        overrides: Overrides of it, ``section.key=value``.
+        world: Ranks; by default what the mesh needs.
+        gpu: A name of `megacore.devices.DEVICES`, or "cpu".
+        device: {field of `megacore.devices.Device`: what it is instead of the table's}, as ``{"memory": 94e9}``.
+        tflops: The peak of matrix products in the recipe's precision, instead of the table's.
+        storage, storage_per_node: Bytes/s of the shared storage, and between a node and it.
+        imbalance: The rows that the experts of the fullest rank get, over the mean of all ranks.
+        documents: The prefix of a token file, within whose documents attention stays.
+
+    Raises:
+        ConfigError, ModelConfigError: all that is wrong with the recipe.
+        ModuleNotFoundError: there is no torch, which a block of the model is measured with.
+    """
+    config = load(recipe, overrides)
+    cluster = cluster_of(gpu, config.train.precision, tflops, device)
+    return Plan.of(config, cluster, gpu == CPU, world, (storage, storage_per_node), imbalance, documents).as_data()
+
+
+def cluster_of(name: str, precision: str, tflops: float | None, changed: Mapping[str, float]) -> Cluster:
+    """Return devices of the table, or CPUs, some of whose fields are others."""
+    device = SMALL_CPU if name == CPU else DEVICES[name]
+    peak = tflops or (CPU_TFLOPS if name == CPU else device.tflops(precision))
+    return Cluster(replace(device, **changed), peak)  # type: ignore[arg-type]  # per_node is a whole number
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run: all that is known of it on paper."""
+
+    setting: Setting
+    cluster: Cluster
+    memory: tuple[Memory, ...]
+    loads: tuple[Load, ...]
+    traffic: tuple[tuple[Traffic, ...], ...]
+    time: Estimate
+    overheads: Overheads
+    packed: tuple[PackedMicrobatch, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        cluster: Cluster,
+        on_cpus: bool,
+        world: int | None = None,
+        storage: tuple[float | None, float | None] = (None, None),
+        imbalance: float = 1.0,
+        documents: str | None = None,
+    ) -> Plan:
+        """Return the plan of a recipe; the other arguments, and the errors, are those of :func:`plan`."""
+        model, world = configure(config.model), world or config.mesh.model_ranks * (config.mesh.dp or 1)
+        if found := _problems(config, world, model):
+            raise ConfigError(found)
+        setting = replace(setting_of(config, model, world, "cpu" if on_cpus else "cuda"), imbalance=imbalance)
+        setting, microbatches = with_documents(setting, documents, config.data.seed)
+        time = estimate(setting, cluster)
+        return cls(
+            setting,
+            cluster,
+            memory(setting),
+            loads(setting),
+            tuple(traffic(setting, stage) for stage in range(setting.layout.mesh.pp)),
+            time,
+            Overheads.of(config, setting, cluster, time.total, Storage.of(world, *storage)),
+            standing_out(setting, microbatches, cluster) if microbatches else (),
+        )
+
+    @property
+    def fullest(self) -> Memory:
+        return max(self.memory, key=lambda each: each.peak)
+
+    @property
+    def room(self) -> float:
+        return self.cluster.device.memory * (1 - MARGIN)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.peak <= self.room
+
+    def warnings(self) -> Iterator[str]:
+        if not self.fits:
+            yield (
+                f"memory: {self.fullest.peak / 1e9:,.2f} GB do not fit {self.cluster.device.memory / 1e9:,.2f} GB less "
+                f"{MARGIN:.0%}: --fit looks for what does"
+            )
+        yield from in_vain(self.setting.sequences, self.setting.micro_size, self.setting.layout.mesh.data)
+        for each in self.packed:
+            if each.peak > self.room:
+                yield (
+                    f"documents: the microbatch with {each.which} takes {each.peak / 1e9:,.2f} GB, which do not fit: "
+                    "choose context.balance=auto, or more mesh.cp"
+                )
+        yield from self.overheads.warnings()
+
+    def as_data(self) -> dict[str, Any]:
+        s, mesh = self.setting, self.setting.layout.mesh
+        return {
+            "parameters": s.model.schema.parameters,
+            "active": active_parameters(s.model),
+            "trained": s.tuning.trained(s.model.schema),
+            "mesh": {dim: mesh[dim] for dim in mesh.DIMS},
+            "layers": s.layout.layers,
+            "schedule": s.schedule,
+            "microbatches": s.microbatches,
+            "blank_sequences": s.blank,
+            "tokens_of_a_microbatch": s.tokens,
+            "bytes_of_an_element": asdict(s.widths),
+            "shard": s.shard,
+            "recompute": s.recompute,
+            "context": asdict(s.context),
+            "memory": [asdict(m) | {"peak": m.peak, "largest": m.largest} for m in self.memory],
+            "imbalance": s.imbalance,
+            "loads": [asdict(load) for load in self.loads],
+            "documents": [asdict(each) for each in self.packed],
+            "traffic": [[asdict(x) | {"sent": x.sent} for x in row] for row in self.traffic],
+            "time": self.time.as_data(self.cluster),
+            "beside": asdict(self.overheads),
+            "warnings": list(self.warnings()),
+        }
+
+
+def with_documents(setting: Setting, corpus: str | None, seed: int) -> tuple[Setting, Sequence[tuple[int, ...]]]:
+    """Return the setting with the documents of the median of some microbatches of a corpus, and those of all."""
+    if corpus is None:
+        return setting, ()
+    try:
+        microbatches = drawn(corpus, setting.sequence_length, setting.micro_size, seed)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"--documents {corpus}: {error}"]) from error
+    middle = sorted(microbatches, key=lambda each: scores(setting, each))[len(microbatches) // 2]
+    return replace(setting, documents=middle), microbatches
+
+
+def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
+    """Return the problems of the numbers; where data and models lie and what this machine has does not matter here."""
+    named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
+    if config.lora is not None:
+        named = replace(named, checkpoint=replace(config.checkpoint, init=config.checkpoint.init or "-"))
+    return problems(named, world, model, gpus=world, local_ranks=1)
