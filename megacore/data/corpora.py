@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.config import Config, CorpusConfig
-from megacore.data import first_order, samples
+from megacore.data import samples
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus
@@ -19,7 +19,7 @@ from megacore.data.examples import Examples, Facts, Preparation
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
-from megacore.data.samples import ORDER, Source, split_documents
+from megacore.data.samples import Source, parts, split_documents
 from megacore.data.text import InputError
 from megacore.store.strict_json import StoreError
 from parallel.context_split import ContextParallel
@@ -47,15 +47,11 @@ class Corpora:
         return [corpus.identity for corpus in self.corpora]
 
     @classmethod
-    def open(
-        cls, config: Config, model: ModelFiles | None = None, order: int = ORDER, checked: bool = False
-    ) -> Corpora:
+    def open(cls, config: Config, model: ModelFiles | None = None, checked: bool = False) -> Corpora:
         """Map the token files and split them; of files of examples, those that are made for ``model``.
 
         Args:
-            config: The config of the run.
             model: The files that prepare examples.
-            order: The version of the order of the data that the run is in.
             checked: Whether another process of this machine reads the indexes of the token files, so that this one
                 need not.
 
@@ -67,8 +63,7 @@ class Corpora:
         if data.train[0].has_examples:
             if model is None:
                 raise InputError(f"{data.train[0].path} has examples, and there is no model to prepare them for")
-            return cls._of_examples(config, model, order)
-        parts = samples.parts if order == ORDER else first_order.parts
+            return cls._of_examples(config, model)
         train: list[Source] = []
         held_out: list[Source] = []
         opened = tuple(IndexedDataset(Path(corpus.path), checked) for corpus in data.train)
@@ -100,10 +95,9 @@ class Corpora:
                 yield str(error)
 
     @classmethod
-    def _of_examples(cls, config: Config, model: ModelFiles, order: int) -> Corpora:
+    def _of_examples(cls, config: Config, model: ModelFiles) -> Corpora:
         data = config.data
         folder, remarks = Path(config.out) / EXAMPLES, list[str]()
-        epoch_order = samples.epoch_order if order == ORDER else first_order.epoch_order
 
         def prepared(corpus: CorpusConfig) -> Examples:
             examples = Preparation(Path(corpus.path), folder, config.chat, data.sequence_length, model).examples()
@@ -114,7 +108,7 @@ class Corpora:
             if corpus.least:
                 known = [(chosen, examples.lengths[chosen])]
                 chosen = samples.of_least(known, corpus.least, f"{corpus.path} {name}")
-            made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name, epoch_order)
+            made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name)
             rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
             remarks.append(f"  {name}: {chosen.size:,} examples in {rows}")
             return made

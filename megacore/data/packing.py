@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from megacore.data.examples import Examples
 from megacore.data.indexed import Integers
-from megacore.data.samples import Places, Purpose, Sample, epoch_order, shuffled
+from megacore.data.permutation import Permutation
+from megacore.data.samples import Purpose, Sample, epoch_order, shuffled
 
 
 def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
@@ -45,7 +46,7 @@ def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
 @dataclass(frozen=True)
 class _Order:
     epoch: int
-    rows: Places
+    rows: Permutation
 
 
 class Packed:
@@ -63,13 +64,12 @@ class Packed:
         chosen: Integers | None = None,
         pack: bool = True,
         name: str = "examples",
-        order_of_epoch: Callable[[int, int, int], Places] = epoch_order,
     ) -> None:
         chosen = np.arange(examples.count) if chosen is None else chosen.astype(np.int64)
         if not chosen.size:
             raise ValueError(f"{name} has no examples: add some, or give this split a larger fraction")
         self.length = length
-        self._examples, self._seed, self._order_of_epoch = examples, seed, order_of_epoch
+        self._examples, self._seed = examples, seed
         chosen = chosen[shuffled(chosen.size, seed, Purpose.DOCUMENTS)]
         lengths = examples.lengths[chosen]
         if pack:
@@ -91,8 +91,8 @@ class Packed:
         epoch, within = divmod(index, self.per_epoch)
         order = self._order
         if order is None or order.epoch != epoch:
-            order = self._order = _Order(epoch, self._order_of_epoch(self.per_epoch, self._seed, epoch))
-        row = int(order.rows[within])
+            order = self._order = _Order(epoch, epoch_order(self.per_epoch, self._seed, epoch))
+        row = order.rows[within]
         begin = int(self._ends[row - 1]) if row else 0
         tokens, counted = np.zeros(self.length + 1, np.int64), np.zeros(self.length + 1, np.bool_)
         documents, filled = np.empty(self.length + 1, np.int32), 0

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol, SupportsInt
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,12 +55,6 @@ class Sample:
         return replace(self, counted=np.zeros_like(self.counted), filled=0)
 
 
-class Places(Protocol):
-    """A permutation: the place that each of 0, 1, ... goes to."""
-
-    def __getitem__(self, index: int, /) -> SupportsInt: ...
-
-
 class Source(Protocol):
     """An endless sequence of samples, each a function of its index alone."""
 
@@ -101,7 +95,7 @@ def split_documents(documents: int, fraction: float, seed: int) -> Split:
 
 
 ORDER = 2
-"""The version of the order in which samples come. Runs that began in 1 go on in it."""
+"""The version of the order in which samples come."""
 BLOCKS = 4096
 """The most that the documents of a corpus are held out in."""
 

@@ -55,6 +55,7 @@ TRAINER: Mapping[str, Any] = {
     "consumed_samples": 7,
     "tokens": 56,
     "optimizer_steps": 7,
+    "data_order": 2,
     "scaler": None,
     "recipe": {},
 }

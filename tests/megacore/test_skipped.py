@@ -61,7 +61,7 @@ def test_a_range_is_refused_exactly_where_it_would_change_what_is_done(
 @pytest.mark.parametrize("value", [None, 3, "3-5", [3, 5], [[3]], [[5, 3]], [[1, 4], [3, 5]], [[-1, 3]], [[0, True]]])
 def test_what_is_no_list_of_ranges_is_refused(value: object) -> None:
     assert SkippedSamples.read(value) is None
-    tree = {"step": 1, "consumed_samples": 8, "tokens": 64, "optimizer_steps": 1, "recipe": {}}
+    tree = {"step": 1, "consumed_samples": 8, "tokens": 64, "optimizer_steps": 1, "data_order": 2, "recipe": {}}
     assert Progress.read(tree, "x").skipped_samples == SkippedSamples()
     with pytest.raises(StoreError, match=r"x: skipped_samples are no ascending ranges"):
         Progress.read({**tree, "skipped_samples": value}, "x")
