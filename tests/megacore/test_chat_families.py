@@ -24,7 +24,7 @@ from megacore.data.corpora import _remarks
 from megacore.data.examples import Preparation
 from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, Tokens
 from megacore.data.text import InputError
-from megacore.inference.documents import DocumentFiles
+from megacore.inference.evaluation_data import DocumentFiles
 from megacore.store.companions import companions
 
 Spelled = Callable[[str], ModelTokenizer]

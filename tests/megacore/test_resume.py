@@ -35,7 +35,7 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.config import Config
 from megacore.data.samples import Samples
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import model_from
 from megacore.recipe import ConfigError, load
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder

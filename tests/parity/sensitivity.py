@@ -508,7 +508,7 @@ FAULTS = (
     ),
     fault(
         "a rank without windows leaves its peers alone",
-        "evaluate._dealt",
+        "perplexity._dealt",
         "yield dealt[rank] if rank < len(dealt) else [Excerpt.padding(1, pad)]",
         "if rank < len(dealt):\n    yield dealt[rank]",
         "test_evaluate.test_every_layout_finds_the_same[ep4]",

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
-from megacore.inference.documents import Document
-from megacore.inference.evaluate import Windows, evaluate
-from megacore.inference.load import model_from
+from megacore.inference.evaluation_data import Document
+from megacore.inference.model_loader import model_from
+from megacore.inference.perplexity import Windows, evaluate
 from megacore.store.open import open_folder
 from models.assemble import Model
 from parallel.mesh import Mesh
@@ -275,7 +275,7 @@ def test_the_commands_split_experts_as_they_are_told(
         made.append(model_from(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr("megacore.inference.load.model_from", kept)
+    monkeypatch.setattr("megacore.inference.model_loader.model_from", kept)
     monkeypatch.setattr(processes, "live", lambda *_: nullcontext(Mesh.single()))
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
@@ -345,10 +345,6 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, rows(tmp_path / "one.jsonl", {"text": ""}), [], "no token to predict"),
         (llama, rows(tmp_path / "empty.jsonl"), [], "there are no documents"),
         (bare, good, [], "has no tokenizer"),
-        (llama, good, ["--needle", "64"], "--needle 64: the model has 32 positions: choose up to those, or extend"),
-        (llama, good, ["--needle", "8"], "--needle 8: a fact and its question take"),
-        (llama, good, ["--needle", "8", "--by-position", "8"], "two questions"),
-        (llama, good, ["--depths", "3"], "--depths is of --needle"),
         (llama, good, ["--picture", "x.png"], "--picture is of --by-position"),
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from traps import set_traps
 
 from megacore.data import tokenizer
-from megacore.inference.generate import Ending, _begun, generate
-from megacore.inference.load import model_from
+from megacore.inference.generation import Ending, _begun, generate
+from megacore.inference.model_loader import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
 from megacore.store.open import open_folder

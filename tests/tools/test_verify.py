@@ -18,8 +18,8 @@ from pool import Pool
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from megacore.inference.verify import Pair, _microbatch, mesh_shape, parallel_model, transformers_model
-from megacore.inference.verify import verify as verify_pair
+from megacore.inference.verification import Pair, _microbatch, mesh_shape, parallel_model, transformers_model
+from megacore.inference.verification import verify as verify_pair
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
 from parallel.choices import ContextExchange

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacore import pretrained
 from megacore.control import Control
 from megacore.data.batches import Batch
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import model_from
 from megacore.store.audit import padding
 from megacore.store.compare import Compared, compare_bits, config_differences
 from megacore.store.dtypes import FLOATS

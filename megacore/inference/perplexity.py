@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megacore.control import Control
 from megacore.data.batches import Batch
-from megacore.inference.documents import Document
+from megacore.inference.evaluation_data import Document
 from models.assemble import Model
 from models.decoder import Decoder, Microbatch
 from parallel.choices import Score
