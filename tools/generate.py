@@ -22,7 +22,7 @@ from megacore.store.strict_json import StoreError
 from tools import folders, processes
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.inference.generation import New
+    from megacore.inference.generation import NewToken
     from megacore.inference.sampling import Choice
 
 
@@ -149,7 +149,7 @@ class Answer:
     text: str = ""
     ended: bool = False
 
-    def add(self, new: New) -> str:
+    def add(self, new: NewToken) -> str:
         """Return the text that is now certain."""
         self.ids.append(new.token)
         self.ended = new.last
@@ -179,7 +179,7 @@ class Page:
         self._shown, self._echo, self._at = shown, echo, 0
         self._begin()
 
-    def add(self, new: New) -> None:
+    def add(self, new: NewToken) -> None:
         more = self.answers[new.prompt].add(new)
         if new.prompt == self._at:
             self._print(more)

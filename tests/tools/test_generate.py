@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from traps import set_traps
 
 from megacore.data import tokenizer
-from megacore.inference.generation import Ending, _begun, generate
+from megacore.inference.generation import Ending, generate, prefill
 from megacore.inference.model_loader import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
@@ -123,7 +123,7 @@ def test_every_layout_generates_the_same(family: str, shape: MeshShape, tmp_path
 def beginnings(folder: Path, shape: MeshShape) -> tuple[list[list[float]], int]:
     """The logits of the last tokens of prompts, and the slots of the cache that they went into."""
     model = model_from(open_folder(folder), Mesh.create(shape), torch.float64)
-    cache, logits = _begun(model, PROMPTS, [len(prompt) + NEW for prompt in PROMPTS])
+    cache, logits = prefill(model, PROMPTS, [len(prompt) + NEW for prompt in PROMPTS])
     assert logits is not None
     return logits.tolist(), cache.positions.shape[1]
 
