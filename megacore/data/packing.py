@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.data.examples import Examples
 from megacore.data.indexed import Integers
-from megacore.data.permutation import Permutation
 from megacore.data.samples import Purpose, Sample, epoch_order, shuffled
 
 
@@ -41,12 +39,6 @@ def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
                 insort(free, left)
             having[left].append(row)
     return rows
-
-
-@dataclass(frozen=True)
-class _Order:
-    epoch: int
-    rows: Permutation
 
 
 class Packed:
@@ -84,15 +76,11 @@ class Packed:
         self.per_epoch = sizes.size
         filled = np.bincount(rows, weights=lengths)
         self.fill = float(np.minimum(filled, length).sum() / (self.per_epoch * length))
-        self._order: _Order | None = None
 
     def sample(self, index: int) -> Sample:
         """Return sample `index` >= 0 of the endless sequence of epochs."""
         epoch, within = divmod(index, self.per_epoch)
-        order = self._order
-        if order is None or order.epoch != epoch:
-            order = self._order = _Order(epoch, epoch_order(self.per_epoch, self._seed, epoch))
-        row = order.rows[within]
+        row = epoch_order(self.per_epoch, self._seed, epoch)[within]
         begin = int(self._ends[row - 1]) if row else 0
         tokens, counted = np.zeros(self.length + 1, np.int64), np.zeros(self.length + 1, np.bool_)
         documents, filled = np.empty(self.length + 1, np.int32), 0

@@ -113,7 +113,7 @@ def test_runs_of_documents_are_a_split(documents, fraction, seed):
     assert (sides > 0).all() and set(sides) == {1, 2} and train.documents == (sides == 1).sum()
     assert len(train.bounds) + len(held_out.bounds) <= BLOCKS
     if documents <= BLOCKS:
-        assert np.array_equal(np.flatnonzero(sides == 2), split_documents(documents, fraction, seed).validation)
+        assert np.array_equal(np.flatnonzero(sides == 2), split_documents(documents, fraction, seed)[1])
 
 
 def test_runs_hold_out_their_fraction_and_survive_appending():
