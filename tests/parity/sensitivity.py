@@ -1555,7 +1555,7 @@ FAULTS = (
     ),
     fault(
         "what generates and evaluates does not verify",
-        "inference.load.model_from",
+        "model_loader.model_from",
         "loader.verify()",
         "pass",
         "test_what_computes_with_a_model_refuses_it[2]",
