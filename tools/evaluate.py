@@ -26,7 +26,7 @@ from tools import folders, processes
 from tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.inference.perplexity import Measured, Windows
+    from megacore.inference.perplexity import EvaluationResult, Windows
 
 LONGEST = 2048
 """Tokens of a window by default, for models that would take more."""
@@ -135,7 +135,7 @@ def _texts(arguments: argparse.Namespace, folder: WeightFolder) -> Texts | None:
         raise
 
 
-def _data(measured: Measured, windows: Windows) -> dict[str, Any]:
+def _data(measured: EvaluationResult, windows: Windows) -> dict[str, Any]:
     loss, size = measured.loss / measured.tokens, measured.size
     per_byte = measured.loss / size if size else None
     data: dict[str, Any] = {

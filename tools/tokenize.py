@@ -21,10 +21,10 @@ from typing import Any
 from megacore.data import stage as stages
 from megacore.data import text
 from megacore.data.corpus import CORPUS, LISTED, Corpus, Tally
-from megacore.data.encode import EncodeTask, encode, grouped, watched
+from megacore.data.encode import EncodeTask, encode, grouped, with_progress
 from megacore.data.indexed import Extent
 from megacore.data.samples import Purpose, shuffled
-from megacore.data.stage import PART, Made, Partition, Stage, StageProgress, digests
+from megacore.data.stage import PART, Partition, Provenance, Stage, StageProgress, digests
 from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES, fetch, load, train
 from megacore.say import err, say
@@ -157,7 +157,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = time.perf_counter() - begin
 
 
-def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> StageProgress:
+def _encode_into(stage: Stage, options: Options, made: Provenance, total: int) -> StageProgress:
     """Encode what is not finished yet, and keep what is as it goes."""
     tokenizer = load(stage.folder)
     if options.append_eod and tokenizer.end is None:
@@ -176,7 +176,7 @@ def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> Stag
     )
     with (
         stage.pair(tokenizer.vocabulary, progress.extent) as pair,
-        closing(watched(encode, tasks, options.workers, size, "tokenize", finished)) as results,
+        closing(with_progress(encode, tasks, options.workers, size, "tokenize", finished)) as results,
     ):
         for result in results:
             if result.faults and not options.skip_faults:

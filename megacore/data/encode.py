@@ -28,7 +28,7 @@ from megacore.data.text import Fault, FileRange
 from megacore.say import harmless
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 OfPieces = TypeVar("OfPieces", bound="EncodedPieces")
 
 AT_ONCE = 2**20  # bytes of text that a worker is sent, and that it encodes, at once
@@ -118,7 +118,7 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
         yield group
 
 
-def watched(
+def with_progress(
     function: Callable[[Item], OfPieces], tasks: Iterator[Item], workers: int, total: int, name: str, done: int = 0
 ) -> Generator[OfPieces, None, None]:
     """Yield the results of :func:`in_order`, and show the bytes that are done of all."""
@@ -132,7 +132,7 @@ def watched(
             bar.update(result.size)
 
 
-def in_order(function: Callable[[Item], Made], items: Iterator[Item], workers: int) -> Generator[Made, None, None]:
+def in_order(function: Callable[[Item], Result], items: Iterator[Item], workers: int) -> Generator[Result, None, None]:
     """Yield the result of a function for each item, in their order, by several processes; at most two per worker
     wait."""
     if workers == 1:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from megacore.config import ChatConfig
 from megacore.data import text
 from megacore.data.chat import BadExample, Template, TrainOn, passages
-from megacore.data.encode import EncodedPieces, grouped, watched
+from megacore.data.encode import EncodedPieces, grouped, with_progress
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, NoTemplateError, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record
@@ -126,7 +126,7 @@ class Preparation:
                 if not target.exists():
                     self._prepare(target)
         found = Examples(target)
-        _within(found.facts.vocabulary, self.model.vocabulary, self.path)
+        _check_ids(found.facts.vocabulary, self.model.vocabulary, self.path)
         return found
 
     def look(self) -> None:
@@ -138,7 +138,7 @@ class Preparation:
         with self.model.folder() as folder:
             pieces = text.cut(text.without_link(self.path))
             facts = encode_examples(ExampleTask(pieces, folder, self.chat, self.length, LOOKED_AT)).facts
-        _within(facts.vocabulary, self.model.vocabulary, self.path)
+        _check_ids(facts.vocabulary, self.model.vocabulary, self.path)
         if facts.skipped:
             self._refuse(facts)
 
@@ -162,11 +162,11 @@ class Preparation:
             tasks = (ExampleTask(group, folder, self.chat, self.length) for group in groups)
             with (
                 IndexedWriter(made / NAME, self.model.vocabulary) as writer,
-                closing(watched(encode_examples, tasks, workers, size, f"prepare {self.path.name}")) as results,
+                closing(with_progress(encode_examples, tasks, workers, size, f"prepare {self.path.name}")) as results,
             ):
                 for result in results:
                     facts += result.facts
-                    _within(facts.vocabulary, self.model.vocabulary, self.path)
+                    _check_ids(facts.vocabulary, self.model.vocabulary, self.path)
                     for example in result.examples():
                         writer.write(*example)
             self._refuse(facts)
@@ -190,7 +190,7 @@ def _indented(lines: Iterable[object]) -> str:
     return "".join(f"\n       {line}" for line in lines)
 
 
-def _within(found: int, known: int, path: Path) -> None:
+def _check_ids(found: int, known: int, path: Path) -> None:
     if found > known:
         raise InputError(
             f"{path}: the tokenizer gives ids up to {found - 1}, and the model's vocabulary ends at {known - 1}: it is "

@@ -45,7 +45,7 @@ KEPT = 2**28
 BLOCK = 2**16
 """Documents whose places in the order are computed at once."""
 
-Made = Mapping[str, Any]
+Provenance = Mapping[str, Any]
 """{what the tokens depend on, as the user knows it: its value}."""
 
 
@@ -82,7 +82,7 @@ class StageProgress:
     """pieces, size: the number of those that are finished, and their bytes, of `total`. outputs: the files to be
     published, once all is finished; `end`: the id after each document."""
 
-    made: Made
+    made: Provenance
     pieces: int
     size: int
     total: int
@@ -191,7 +191,7 @@ class Stage:
                     raise InputError(f"{listed} is damaged ({error}): remove its folder and begin anew") from error
                 yield [path, size, changed]
 
-    def check(self, made: Made) -> None:
+    def check(self, made: Provenance) -> None:
         """Check what the tokens depend on; InputError names what has changed."""
         assert self.progress is not None
         before = self.progress.made

@@ -87,7 +87,7 @@ class PositionBucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationResult:
     """The summed loss of so many predicted tokens, in nats; documents: those with one of them; size: the bytes of their
     text, None where it is not known; buckets: the loss by position, up to the last one that counts."""
 
@@ -98,7 +98,9 @@ class Measured:
     buckets: tuple[PositionBucket, ...]
 
 
-def evaluate(model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0) -> Measured:
+def evaluate(
+    model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0
+) -> EvaluationResult:
     """Return the loss on documents, which are read once, a few microbatches ahead.
 
     Every rank of the model's mesh calls this with the same ones, and gets the same answer; data-parallel ranks share
@@ -109,7 +111,7 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
     losses = summed(model, _packs(count.windows(documents, windows), together), "loss", pad)
     # Labels that do not count may lie beyond the last one that does.
     buckets = tuple(PositionBucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
-    return Measured(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
+    return EvaluationResult(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
 
 
 def summed(model: Model, packs: Iterator[Pack], score: Score, pad: int = 0) -> list[float]:

@@ -1,7 +1,5 @@
 """Samples: every token of an epoch once as a label, the same order everywhere, documents known, splits disjoint."""
 
-from itertools import pairwise
-
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -78,13 +76,6 @@ def test_epochs_differ_and_any_order_of_access_gives_the_same(tmp_path):
     assert forward[:n] != [Samples(dataset, 8, seed=4).sample(i).tokens.tolist() for i in range(n)]
     # Each epoch cuts the stream into other samples.
     assert sorted(forward[:n]) != sorted(forward[n : 2 * n]) != sorted(forward[2 * n :])
-
-
-def test_samples_are_shuffled(tmp_path):
-    samples = Samples(dataset_of(tmp_path / "a", [10] * 100), 20, seed=0)
-    drawn = [samples.sample(i) for i in range(samples.per_epoch)]
-    # Neighbours in the stream are apart in the order of training.
-    assert sum(one.tokens[-1] == other.tokens[0] for one, other in pairwise(drawn)) < 5
 
 
 def test_what_is_left_out_of_an_epoch_is_somewhere_else_in_each(tmp_path):

@@ -95,7 +95,8 @@ def test_the_loss_is_that_of_transformers(
     words: Any = AutoTokenizer.from_pretrained(folder)
     wanted = [losses(folder, words(text)["input_ids"], length, stride or length) for text in TEXTS]
     given = ["--stride", stride] if stride else []
-    found = data(capsys, folder, "--data", path, "--sequence-length", length, *given)
+    given += ["--sequence-length", length, "--by-position", 8, "--picture", tmp_path / "x.png"]
+    found = data(capsys, folder, "--data", path, *given)
     tokens, total = sum(map(len, wanted)), sum(map(sum, wanted))
     size = sum(len(text.encode()) for text in TEXTS if len(text) > 1)
     # The first token of the second text is two characters and a half.
@@ -105,6 +106,18 @@ def test_the_loss_is_that_of_transformers(
     assert found["perplexity"] == pytest.approx(math.exp(total / tokens), rel=5e-5)
     assert found["loss_per_byte"] == pytest.approx(total / size, abs=5e-5)
     assert found["bits_per_byte"] == pytest.approx(total / size / math.log(2), abs=5e-5)
+    # Of each 8 successive positions: the number of tokens before a label.
+    buckets: dict[int, list[float]] = {}
+    for each in wanted:
+        for before, loss in enumerate(each, 1):
+            buckets.setdefault(before // 8, []).append(loss)
+    assert len(buckets) > 3 and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert [each["from"] for each in found["by_position"]] == [8 * number for number in range(len(buckets))]
+    for number, each in enumerate(found["by_position"]):
+        assert each["tokens"] == len(buckets[number])
+        assert each["loss"] == pytest.approx(sum(buckets[number]) / len(buckets[number]), abs=5e-5)
+    whole = sum(each["loss"] * each["tokens"] for each in found["by_position"])
+    assert found["loss"] * found["tokens"] == pytest.approx(whole, rel=1e-12)
 
 
 def test_short_documents_have_the_loss_that_transformers_returns(llama: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -190,29 +203,6 @@ def test_of_chats_the_answers_count(count: str, llama: Path, tmp_path: Path, cap
     assert found["loss"] == pytest.approx(sum(wanted) / len(wanted), abs=5e-5)
 
 
-@pytest.mark.parametrize(("length", "stride"), [(32, None), (12, 5)])
-def test_the_loss_by_position_is_that_of_transformers(
-    length: int, stride: int | None, llama: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    path = rows(tmp_path / "texts.jsonl", *({"text": text} for text in TEXTS))
-    words: Any = AutoTokenizer.from_pretrained(llama)
-    buckets: dict[int, list[float]] = {}
-    for text in TEXTS:
-        for before, loss in enumerate(losses(llama, words(text)["input_ids"], length, stride or length), 1):
-            buckets.setdefault(before // 8, []).append(loss)
-    assert len(buckets) > 3
-    given = ["--stride", stride] if stride else []
-    given += ["--sequence-length", length, "--by-position", 8, "--picture", tmp_path / "x.png"]
-    found = data(capsys, llama, "--data", path, *given)
-    assert [each["from"] for each in found["by_position"]] == [8 * number for number in range(len(buckets))]
-    assert [each["tokens"] for each in found["by_position"]] == [len(buckets[n]) for n in range(len(buckets))]
-    for number, each in enumerate(found["by_position"]):
-        assert each["loss"] == pytest.approx(sum(buckets[number]) / len(buckets[number]), abs=5e-5)
-    whole = sum(each["loss"] * each["tokens"] for each in found["by_position"])
-    assert found["loss"] * found["tokens"] == pytest.approx(whole, rel=1e-12)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
 # -- every layout
 
 IDS = [np.random.default_rng(n).integers(290, size=length) for n, length in enumerate((21, 2, 1, 9, 33, 14, 5, 26, 3))]
@@ -246,6 +236,8 @@ def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Pa
     folder = with_text(family, tmp_path)
     wanted = measured(folder, None, 25)
     assert wanted["loss"] > 100 and len(wanted["buckets"]) == 6
+    for together in (1, 10_000):  # however many windows are computed at once
+        assert measured(folder, None, together)["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
     for found in pool.run(shape.world, measured, folder, shape, 25):
         buckets = [(tokens, pytest.approx(loss, rel=1e-9)) for tokens, loss in wanted["buckets"]]
         assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9), "buckets": tuple(buckets)}
@@ -282,12 +274,6 @@ def test_the_commands_split_experts_as_they_are_told(
     given = ["--prompt", "a"] if tool is generate else ["--data", str(rows(tmp_path / "x.jsonl", {"text": "a b c"}))]
     assert tool.main([str(folder), *given, "--tp", "2", "--etp", etp]) == 0
     assert made[0].parameters.layout.split == split
-
-
-def test_it_does_not_matter_how_many_windows_are_computed_together(llama: Path) -> None:
-    one, some, all_of_them = (measured(llama, None, together) for together in (1, 40, 10_000))
-    assert some["loss"] == pytest.approx(one["loss"], rel=1e-12)
-    assert all_of_them["loss"] == pytest.approx(one["loss"], rel=1e-12)
 
 
 def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool) -> None:
