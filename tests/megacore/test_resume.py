@@ -233,7 +233,7 @@ def test_the_middle_of_the_second_epoch_goes_on_on_another_layout(pool: Pool, re
     common = ["batch.global_size=48", "batch.micro_size=4", "train.steps=13", "checkpoint.every=7", *OFF]
     straight = train(recipe, [f"out={tmp_path / 'straight'}", *common])
     start = f"checkpoint.resume={path_of(tmp_path / 'straight', 7)}"
-    epoch = trainer(recipe, [f"out={tmp_path / 'other'}", start, *common]).batches._source
+    epoch = trainer(recipe, [f"out={tmp_path / 'other'}", start, *common]).batches.source
     assert isinstance(epoch, Samples) and 7 * 48 % epoch.per_epoch and 7 * 48 // epoch.per_epoch == 2
     ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / 'run'}", start, "mesh.tp=2", *common])
     np.testing.assert_allclose(ranks[0].values("loss"), straight.values("loss")[7:], rtol=TOLERANCE)
@@ -253,7 +253,7 @@ def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path,
 
     made.train_step.backward = backward  # type: ignore[assignment, method-assign]
     made.fit()
-    samples = made.batches._source
+    samples = made.batches.source
     assert seen == [samples.sample(index).tokens[:-1].tolist() for index in range(24, 32)]
     told = json.loads((path_of(tmp_path / "run", 5) / "trainer.json").read_text())
     assert (told["consumed_samples"], told["tokens"]) == (32, 32 * LENGTH)

@@ -98,7 +98,7 @@ def path_of(out: Path, step: int) -> Path:
 
 def test_a_step_is_of_the_samples_that_are_left_and_the_batch_stays_full(recipe: str) -> None:
     plain, cut = trainer(recipe, []), trainer(recipe, [SKIP])
-    source = plain.batches._source
+    source = plain.batches.source
     wanted = [[0, 1, 2, 5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 24, 25], [26, 27, 28, 29, 31, 32, 33, 34]]
     for step, samples in enumerate(wanted):
         tokens = np.concatenate([batch.tokens for batch in cut.batches.microbatches(step)])
@@ -162,7 +162,6 @@ def test_the_start_says_what_is_left_out(recipe: str, whole: tuple[Path, Result]
 
 
 def test_errors_name_the_samples_themselves(recipe: str) -> None:
-    made = trainer(recipe, [SKIP])
-    made.batches._vocabulary = 3
+    batches = replace(trainer(recipe, [SKIP]).batches, vocabulary=3)
     with pytest.raises(TokenError, match=r"sample 5 has the token id"):
-        made.batches._sample(3)
+        batches._sample(3)

@@ -1201,7 +1201,7 @@ FAULTS = (
     fault(
         "data-parallel ranks read the same samples",
         "Batches.microbatches_from",
-        "position + self._rank * self._micro",
+        "position + self.data_rank * self.micro_batch",
         "position",
         "test_every_layout_logs_what_one_process_logs[dp2]",
     ),
