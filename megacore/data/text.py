@@ -202,7 +202,7 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
         else:  # a table has all of its keys, and a null is none of its values
             text = row.values.get(text_key)
             problem = text_problem(text, repr(text_key))
-            yield text if problem is None else row.fault(problem)
+            yield str(text) if problem is None else row.fault(problem)
 
 
 def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault]:
