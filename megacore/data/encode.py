@@ -46,7 +46,7 @@ class EncodeTask:
 
 @dataclass(frozen=True)
 class EncodedPieces:
-    """What is made of pieces of so many bytes."""
+    """The result of pieces of so many bytes."""
 
     size: int
 

@@ -41,26 +41,17 @@ def tokens(source: Source, count: int) -> set[int]:
     return {int(token) for i in range(count) for token in source.sample(i).tokens[:-1]}
 
 
-def test_a_held_out_fraction_shares_no_token_with_training(tmp_path: Path) -> None:
-    corpora = Corpora.open(config(write(tmp_path / "a", *[10] * 50), fraction=0.3))
+def test_what_is_held_out_is_a_fraction_or_other_corpora_or_nothing(tmp_path: Path) -> None:
+    """And shares no token with training."""
+    a, b = write(tmp_path / "a", *[10] * 50), write(tmp_path / "b", *[10] * 50, start=1000)
+    corpora = Corpora.open(config(a, fraction=0.3))
     assert corpora.validation is not None
     train, held_out = tokens(corpora.train, 30), tokens(corpora.validation, 10)
-    assert len(train) > 200 and len(held_out) > 60
-    assert not train & held_out
-
-
-def test_all_of_a_corpus_is_for_training_where_nothing_is_held_out(tmp_path: Path) -> None:
-    corpora = Corpora.open(config(write(tmp_path / "a", *[10] * 50)))
-    assert corpora.validation is None
-    assert len(tokens(corpora.train, 62)) == 62 * 8
-
-
-def test_validation_corpora_take_the_place_of_the_fraction(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a", *[10] * 50), write(tmp_path / "b", *[10] * 50, start=1000)
-    corpora = Corpora.open(config(a, validation=(b,), fraction=0.3))
-    assert corpora.validation is not None
-    assert len(tokens(corpora.train, 62)) == 62 * 8
-    assert min(tokens(corpora.validation, 62)) >= 1000
+    assert len(train) > 200 and len(held_out) > 60 and not train & held_out
+    whole, other = Corpora.open(config(a)), Corpora.open(config(a, validation=(b,), fraction=0.3))
+    assert len(tokens(whole.train, 62)) == len(tokens(other.train, 62)) == 62 * 8
+    assert whole.validation is None and other.validation is not None
+    assert min(tokens(other.validation, 62)) >= 1000
 
 
 def test_several_corpora_are_blended_by_weight_on_both_sides(tmp_path: Path) -> None:

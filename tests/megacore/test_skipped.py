@@ -42,6 +42,7 @@ def test_what_is_left_moves_up(ranges: list[tuple[int, int]], position: int, cou
     found = skipped.samples(position, count)
     assert [n for first, stop in found for n in range(first, stop)] == order[position : position + count]
     assert SkippedSamples.read(json.loads(json.dumps([*skipped]))) == skipped
+    assert (in_words([(3, 5), (7, 8)]), in_recipe([(3, 5), (7, 8)])) == ("3 to 4, 7", "3-5, 7-8")
 
 
 @pytest.mark.quick
@@ -65,11 +66,6 @@ def test_what_is_no_list_of_ranges_is_refused(value: object) -> None:
     assert Progress.read(tree, "x").skipped_samples == SkippedSamples()
     with pytest.raises(StoreError, match=r"x: skipped_samples are no ascending ranges"):
         Progress.read({**tree, "skipped_samples": value}, "x")
-
-
-@pytest.mark.quick
-def test_ranges_in_words() -> None:
-    assert (in_words([(3, 5), (7, 8)]), in_recipe([(3, 5), (7, 8)])) == ("3 to 4, 7", "3-5, 7-8")
 
 
 # -- runs
