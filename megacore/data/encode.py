@@ -29,7 +29,7 @@ from megacore.say import harmless
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-OfPieces = TypeVar("OfPieces", bound="EncodedPieces")
+Encoded = TypeVar("Encoded", bound="EncodedPieces")
 
 AT_ONCE = 2**20  # bytes of text that a worker is sent, and that it encodes, at once
 
@@ -119,8 +119,8 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
 
 
 def with_progress(
-    function: Callable[[Item], OfPieces], tasks: Iterator[Item], workers: int, total: int, name: str, done: int = 0
-) -> Generator[OfPieces, None, None]:
+    function: Callable[[Item], Encoded], tasks: Iterator[Item], workers: int, total: int, name: str, done: int = 0
+) -> Generator[Encoded, None, None]:
     """Yield the results of :func:`in_order`, and show the bytes that are done of all."""
     interval = 0.1 if sys.stderr.isatty() else 30
     with (
