@@ -86,7 +86,7 @@ import json, sys, time
 sys.path.insert(0, sys.argv[1])
 from megacore.config import Config, CorpusConfig, DataConfig
 from megacore.data.corpora import Corpora
-prefix, length, order, checked = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "checked"
+prefix, length, checked = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "checked"
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -94,7 +94,7 @@ def anonymous():
 
 config = Config(data=DataConfig((CorpusConfig(prefix),), (), 0.01, length))
 before, begin = anonymous(), time.perf_counter()
-corpora = Corpora.open(config, order=order, checked=checked)
+corpora = Corpora.open(config, checked=checked)
 opened = time.perf_counter() - begin
 corpora.train.sample(0)
 begin, per_epoch = time.perf_counter(), corpora.train.per_epoch
@@ -109,9 +109,9 @@ print(json.dumps({"open": opened, "seek": seek, "memory": anonymous() - before, 
 """
 
 
-def opened(prefix: Path, order: int, checked: bool) -> dict[str, float]:
+def opened(prefix: Path, checked: bool) -> dict[str, float]:
     """Medians of three processes."""
-    arguments = [str(ROOT), str(prefix), str(LENGTH), str(order), "checked" if checked else ""]
+    arguments = [str(ROOT), str(prefix), str(LENGTH), "checked" if checked else ""]
     found = [_json_of([sys.executable, "-c", OPENED, *arguments]) for _ in range(3)]
     return {key: statistics.median(each[key] for each in found) for key in found[0]}
 
@@ -120,18 +120,14 @@ def data(folder: Path) -> Iterator[Row]:
     """Opening a corpus, reaching a sample, and the memory of both; of a rank that need not check the index."""
     for name, tokens in (("small", SMALL), ("large", LARGE)):
         write_corpus(folder / name, tokens)
-    small, large = (opened(folder / name, order=2, checked=True) for name in ("small", "large"))
+    small, large = (opened(folder / name, checked=True) for name in ("small", "large"))
     yield Row("data: open, each rank", "s", small["open"], large["open"], 1)
-    first_small, first = (opened(folder / name, order=2, checked=False) for name in ("small", "large"))
+    first_small, first = (opened(folder / name, checked=False) for name in ("small", "large"))
     yield Row("data: open and check the index, one rank of a node", "s", first_small["open"], first["open"], 1)
     yield Row("data: memory of a rank", "MB", small["memory"] / 1e6, large["memory"] / 1e6, 20)
     yield Row("data: memory of the rank that checks", "MB", first_small["memory"] / 1e6, first["memory"] / 1e6, 20)
     yield Row("data: to a sample in the middle of epoch 5", "ms", small["seek"] * 1e3, large["seek"] * 1e3, 10)
     yield Row("data: samples of 4,096, a thread", "Mtokens/s", small["rate"] / 1e6, large["rate"] / 1e6, 20, least=True)
-    before_small, before = (opened(folder / name, order=1, checked=True) for name in ("small", "large"))
-    yield Row("  the first order: open", "s", before_small["open"], before["open"])
-    yield Row("  the first order: memory", "MB", before_small["memory"] / 1e6, before["memory"] / 1e6)
-    yield Row("  the first order: to a sample of epoch 5", "ms", before_small["seek"] * 1e3, before["seek"] * 1e3)
 
 
 # -- start-up

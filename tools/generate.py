@@ -11,19 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
-from megacore.rank import Here
 from megacore.say import err, say_data, write_out
 from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError
-from parallel.weights.schema import split_of
 from tools import folders, processes
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.inference.generate import New
+    from megacore.inference.generation import NewToken
     from megacore.inference.sampling import Choice
 
 
@@ -54,30 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    here = Here.now()
-    with processes.agreed(here):
-        folder = processes.model(arguments)
-        shape = processes.mesh_shape(folder.config, here, arguments)
-        texts, prompts = _prompts(arguments, folder)
-        stops = texts.stops()
-        kind = processes.device(arguments.device, here, shape.world)
-    if shape.world > 1 and not here.launched:
-        return processes.start("tools.main", ["generate", *given], shape.world)
-    processes.tell(arguments, folder, here)
-    from megacore.inference.generate import Ending, generate
-    from megacore.inference.load import model_from
+    job, (texts, prompts, stops) = processes.ModelRun.check(arguments, partial(_prepare, arguments))
+    if job.lacks_ranks:
+        return processes.start("tools.main", ["generate", *given], job.shape.world)
+    from megacore.inference.generation import Ending, generate
 
-    ending = Ending(stops, arguments.max_new_tokens, folder.config.max_positions)
-    started = time.perf_counter()
-    with processes.agreed(here), processes.live(shape, here, kind) as mesh:
-        model = model_from(folder, mesh, processes.dtype(arguments.dtype), split=split_of(arguments.etp))
+    ending = Ending(stops, arguments.max_new_tokens, job.folder.config.max_positions)
+    started, first = time.perf_counter(), job.here.rank == 0
+    with job.model() as model:
         loaded = time.perf_counter()
-        page = Page(texts.decode, prompts, shown=here.rank == 0 and not arguments.json, echo=not arguments.chat)
+        page = Page(texts.decode, prompts, shown=first and not arguments.json, echo=not arguments.chat)
         ids = [prompt.ids for prompt in prompts]
         for step in generate(model, ids, _choice(arguments), ending, arguments.batch):
             for new in step:
                 page.add(new)
-    if here.rank == 0:
+    if first:
         for answer in page.answers if arguments.json else ():
             say_data(answer.data(stops))
         seconds, count = time.perf_counter() - loaded, sum(len(answer.ids) for answer in page.answers)
@@ -105,8 +95,8 @@ class Prompt:
     ids: list[int]
 
 
-def _prompts(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Texts, list[Prompt]]:
-    """Return the tokenizer, and the prompts.
+def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Texts, list[Prompt], frozenset[int]]:
+    """Return the tokenizer, the prompts, and the tokens that end an answer.
 
     Raises:
         StoreError: everything that is wrong with them.
@@ -130,7 +120,7 @@ def _prompts(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Texts
     ]
     if wrong := [problem for prompt in prompts for problem in _wrong(prompt, folder)]:
         raise StoreError("\n".join(wrong))
-    return texts, prompts
+    return texts, prompts, texts.stops()
 
 
 def _wrong(prompt: Prompt, folder: WeightFolder) -> Iterator[str]:
@@ -159,7 +149,7 @@ class Answer:
     text: str = ""
     ended: bool = False
 
-    def add(self, new: New) -> str:
+    def add(self, new: NewToken) -> str:
         """Return the text that is now certain."""
         self.ids.append(new.token)
         self.ended = new.last
@@ -189,7 +179,7 @@ class Page:
         self._shown, self._echo, self._at = shown, echo, 0
         self._begin()
 
-    def add(self, new: New) -> None:
+    def add(self, new: NewToken) -> None:
         more = self.answers[new.prompt].add(new)
         if new.prompt == self._at:
             self._print(more)

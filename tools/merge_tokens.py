@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.data.corpus import CORPUS, Corpus, Tally
-from megacore.data.indexed import Extent, GrowingPair, IndexedDataset
-from megacore.data.partition import PART, Partition, finish, in_order
-from megacore.data.stage import Stage, StageProgress
+from megacore.data.indexed import Extent, IndexedDataset
+from megacore.data.stage import PART, Partition, Stage, StageProgress
 from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES
 from megacore.say import err, say
@@ -64,7 +63,7 @@ def merge(out: Path, name: str = "corpus", shuffle: int | None = None, overwrite
     first, *_ = parts.values()
     outputs = (f"{name}.idx", f"{name}.bin", CORPUS, *FILES)
     made = _common(first) | {"--shuffle": shuffle, "parts": len(parts)}
-    with Stage.open(out, name, resume=not overwrite, overwrite=overwrite) as stage:
+    with Stage.open(out, name, shuffle, resume=not overwrite, overwrite=overwrite) as stage:
         if stage.progress:  # interrupted while its outputs were moved
             stage.check(made)
         else:
@@ -72,21 +71,19 @@ def merge(out: Path, name: str = "corpus", shuffle: int | None = None, overwrite
             if existing and not overwrite:
                 raise InputError(f"{out} has {', '.join(existing)}: replace them with --overwrite")
             total, tally = sum(part.total for part in parts.values()), Tally.zero(first.tally.counts.size)
-            prefix = in_order(stage, name, shuffle)
-            with GrowingPair(prefix, tally.counts.size) as pair:
+            with stage.pair(tally.counts.size) as pair:
                 for folder, part in parts.items():
                     data = IndexedDataset(folder / name)
                     if (data.documents, data.start(data.documents)) != (part.tally.documents, part.tally.tokens):
                         raise InputError(f"{folder / name}.idx holds other documents than {PART} says: make it anew")
                     pair.join(data)
                     tally.add(part.tally)
-                pair.write_index(prefix.with_name(prefix.name + ".idx"))
             source = next(iter(parts))
             for file in FILES:
                 if (source / file).is_file():
                     copy_companion(Companion(source / file, source), stage.folder / file)
             progress = StageProgress(made, 0, total, total, Extent(documents=tally.documents), tally, first.end)
-            finish(stage, progress, name, shuffle)
+            stage.finish(progress)
         stage.publish(outputs)
         assert stage.progress is not None
         return stage.progress.tally.corpus(name, stage.progress.end)

@@ -1,4 +1,4 @@
-"""The mesh of the commands that run a model, and the processes that it takes."""
+"""The commands that run a model: the model that is named, its mesh, and the processes that this takes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from megacore.launcher import Node, launch, threads
 from megacore.rank import STORE, Here, join, leave
@@ -22,14 +23,16 @@ from models.config import ModelConfig
 from parallel.choices import ContextExchange
 from parallel.context_split import ContextParallel
 from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
+from parallel.weights.schema import split_of
 from tools import folders
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     import torch
 
+    from models.assemble import Model
     from parallel.mesh import Mesh
 
-
+Prepared = TypeVar("Prepared")
 LAST_WORDS_S = 10.0
 """The time that a process under torchrun waits for the first one to say what is wrong with all of them."""
 
@@ -49,7 +52,7 @@ def agreed(here: Here) -> Iterator[None]:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of :func:`model`."""
+    """Add the arguments that name the model."""
     parser.add_argument("folder", type=Path, help="a checkpoint, of a model or of adapters, or a Hugging Face folder")
     parser.add_argument(
         "--base",
@@ -58,23 +61,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="of a checkpoint of adapters: the model that they were trained on, a Hugging Face folder or a checkpoint "
         "(where it was then)",
     )
-
-
-def model(arguments: argparse.Namespace) -> WeightFolder:
-    """Return the model that the arguments name.
-
-    Raises:
-        StoreError: as :func:`~megacore.store.open.open_model`.
-    """
-    return open_model(arguments.folder, arguments.base)
-
-
-def tell(arguments: argparse.Namespace, found: WeightFolder, here: Here) -> None:
-    """Say which checkpoints the model is of, where folders of runs were given."""
-    if here.rank == 0:
-        folders.tell(arguments.folder, found)
-        if found.base is not None and arguments.base is not None:
-            folders.tell(arguments.base, found.base)
 
 
 def add_context(group: argparse._ActionsContainer, exchanges: bool = True) -> None:
@@ -189,3 +175,49 @@ def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
     leave(here)
     if problem is not None:
         raise problem
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """A command that computes with a model: its weights, and the ranks that share it, on one kind of device."""
+
+    arguments: argparse.Namespace
+    here: Here
+    folder: WeightFolder
+    shape: MeshShape
+    device: str
+
+    @classmethod
+    def check(
+        cls, arguments: argparse.Namespace, prepare: Callable[[WeightFolder], Prepared]
+    ) -> tuple[ModelRun, Prepared]:
+        """Return the run that arguments of :func:`add_model` and :func:`add_mesh` ask for, and what is prepared for it.
+
+        Raises:
+            StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank).
+        """
+        here = Here.now()
+        with agreed(here):
+            folder = open_model(arguments.folder, arguments.base)
+            shape = mesh_shape(folder.config, here, arguments)
+            prepared = prepare(folder)
+            return cls(arguments, here, folder, shape, device(arguments.device, here, shape.world)), prepared
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether its ranks are to be started yet: this process is none of them."""
+        return self.shape.world > 1 and not self.here.launched
+
+    @contextmanager
+    def model(self) -> Iterator[Model]:
+        """Load this rank's part of the model, for as long as it is needed; say of which checkpoints it is, where
+        folders of runs were given."""
+        from megacore.inference.model_loader import model_from
+
+        given = self.arguments
+        if self.here.rank == 0:
+            folders.tell(given.folder, self.folder)
+            if self.folder.base is not None and given.base is not None:
+                folders.tell(given.base, self.folder.base)
+        with agreed(self.here), live(self.shape, self.here, self.device) as mesh:
+            yield model_from(self.folder, mesh, dtype(given.dtype), split=split_of(given.etp), exchange=given.exchange)

@@ -18,16 +18,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from megacore.data import stage as stages
 from megacore.data import text
 from megacore.data.corpus import CORPUS, LISTED, Corpus, Tally
-from megacore.data.encode import EncodeTask, encode_all, grouped
-from megacore.data.indexed import Extent, GrowingPair
-from megacore.data.partition import PART, Partition, finish, in_order
+from megacore.data.encode import EncodeTask, encode, grouped, with_progress
+from megacore.data.indexed import Extent
 from megacore.data.samples import Purpose, shuffled
-from megacore.data.stage import Made, Stage, StageProgress, digests
+from megacore.data.stage import PART, Partition, Provenance, Stage, StageProgress, digests
 from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES, fetch, load, train
 from megacore.say import err, say
@@ -96,7 +93,7 @@ def tokenize(options: Options) -> Outcome:
     _refuse(options)
     outputs = (f"{name}.idx", f"{name}.bin", CORPUS, PART, *FILES)
     seconds: dict[str, float] = {}
-    with Stage.open(out, name, options.resume, options.overwrite) as stage:
+    with Stage.open(out, name, options.shuffle, options.resume, options.overwrite) as stage:
         kept = stage.progress
         existing = [file for file in outputs if (out / file).exists()]
         if existing and not options.overwrite and not (kept and kept.outputs):
@@ -111,7 +108,7 @@ def tokenize(options: Options) -> Outcome:
             with _timed(seconds, "encode"):
                 progress = _encode_into(stage, options, made, total)
             with _timed(seconds, "finish"):
-                finish(stage, progress, name, options.shuffle, options.part is not None)
+                stage.finish(progress, part=options.part is not None)
         with _timed(seconds, "publish"):
             done = stage.progress
             assert done is not None
@@ -160,7 +157,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = time.perf_counter() - begin
 
 
-def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> StageProgress:
+def _encode_into(stage: Stage, options: Options, made: Provenance, total: int) -> StageProgress:
     """Encode what is not finished yet, and keep what is as it goes."""
     tokenizer = load(stage.folder)
     if options.append_eod and tokenizer.end is None:
@@ -177,30 +174,20 @@ def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> Stag
     tasks = (
         EncodeTask(group, stage.folder, options.text_key, end) for group in grouped(left, lambda piece: piece.size)
     )
-    bar = tqdm(
-        total=size,
-        initial=finished,
-        desc="tokenize",
-        unit="B",
-        unit_scale=True,
-        mininterval=0.1 if sys.stderr.isatty() else 30,
-    )
-    prefix = in_order(stage, options.name, options.shuffle)
-    with bar, GrowingPair(prefix, tokenizer.vocabulary, progress.extent) as pair:
-        with closing(encode_all(tasks, options.workers)) as results:
-            for result in results:
-                if result.faults and not options.skip_faults:
-                    raise InputError(f"{result.faults[0]} (leave out what cannot be read with --on-error skip)")
-                pair.extend(result.tokens, result.lengths)
-                tally.add(result.tally(tally))
-                pieces += result.pieces
-                finished += result.size
-                bar.update(result.size)
-                if finished - progress.size >= stages.KEPT:
-                    progress = replace(progress, pieces=pieces, size=finished, extent=pair.sync())
-                    stage.keep(progress)
-        pair.sync()
-        pair.write_index(prefix.with_name(prefix.name + ".idx"))
+    with (
+        stage.pair(tokenizer.vocabulary, progress.extent) as pair,
+        closing(with_progress(encode, tasks, options.workers, size, "tokenize", finished)) as results,
+    ):
+        for result in results:
+            if result.faults and not options.skip_faults:
+                raise InputError(f"{result.faults[0]} (leave out what cannot be read with --on-error skip)")
+            pair.extend(result.tokens, result.lengths)
+            tally.add(result.tally(tally))
+            pieces += result.pieces
+            finished += result.size
+            if finished - progress.size >= stages.KEPT:
+                progress = replace(progress, pieces=pieces, size=finished, extent=pair.sync())
+                stage.keep(progress)
     return replace(progress, pieces=pieces, size=finished, extent=pair.extent)
 
 

@@ -18,19 +18,18 @@ import numpy as np
 
 from megacore.data.text import InputError
 from megacore.data.tokenizer import load
-from megacore.rank import Here, join, leave
+from megacore.rank import Here
 from megacore.say import say, say_data
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import WeightFolder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from tools import folders
-from tools.processes import add_context, agreed, context_problems
+from tools.processes import add_context, agreed, context_problems, live
 from tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.inference.verify import Pair, Report
-    from parallel.choices import ContextExchange
+    from megacore.inference.verification import Pair, Report
     from parallel.weights.layout import MeshShape
 
 TEXTS = (
@@ -60,8 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     here = Here.now()
     with agreed(here):
-        pair, prompts, mesh = _prepare(arguments, here.rank, here.world)
-    report = _verify(pair, prompts, mesh, here, folders.jobs(arguments), arguments.exchange)
+        pair, prompts, shape = _prepare(arguments, here.rank, here.world)
+    from megacore.inference.verification import verify
+
+    with live(shape, here, "cpu") as mesh:
+        report = verify(pair, prompts, mesh, folders.jobs(arguments), arguments.exchange)
     if here.rank == 0:
         if arguments.json:
             say_data(_data(pair, report), indent=1)
@@ -77,26 +79,12 @@ def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair
     if folder.format != HuggingFace.format:
         raise StoreError(f"{arguments.folder} is a checkpoint: compare checkpoints with `megacore inspect --diff`")
     texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
-    from megacore.inference.verify import Pair, mesh_shape
+    from megacore.inference.verification import Pair, mesh_shape
 
     mesh = mesh_shape(checkpoint, world, arguments.cp)
     if found := context_problems(checkpoint.config, mesh, arguments.exchange):
         raise StoreError("\n".join(found))
     return Pair(checkpoint, folder), encode(folder, texts, arguments.tokens, mesh.tp * mesh.cp), mesh
-
-
-def _verify(
-    pair: Pair, prompts: list[list[int]], shape: MeshShape, here: Here, jobs: int, exchange: ContextExchange
-) -> Report:
-    from megacore.inference.verify import verify
-    from parallel.mesh import TIMEOUT, Mesh
-
-    if shape.world == 1:
-        return verify(pair, prompts, Mesh.single(), jobs, exchange)
-    join(here, "cpu", TIMEOUT)
-    report = verify(pair, prompts, Mesh.create(shape), jobs, exchange)
-    leave(here)
-    return report
 
 
 # -- prompts

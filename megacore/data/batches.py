@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -105,6 +104,7 @@ class TokenError(ValueError):
     """A token id that the model does not have."""
 
 
+@dataclass(frozen=True)
 class Batches:
     """The microbatches of each global batch that one of `data_size` data-parallel ranks computes.
 
@@ -115,56 +115,49 @@ class Batches:
     where `context` shares it out. Ids outside of the vocabulary, if one is given, raise a TokenError when they are met.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        global_batch: int,
-        micro_batch: int,
-        data_rank: int,
-        data_size: int,
-        separate_documents: bool = False,
-        vocabulary: int | None = None,
-        context: ContextParallel = ContextParallel(),  # noqa: B008
-        context_rank: int = 0,
-    ) -> None:
-        if min(global_batch, micro_batch) < 1:
-            raise ValueError(f"cannot cut a global batch of {global_batch} into microbatches of {micro_batch}")
-        if not 0 <= data_rank < data_size:
-            raise ValueError(f"data rank {data_rank} is not among the {data_size} data-parallel ranks")
-        self._source = source
-        self._global, self._micro = global_batch, micro_batch
-        self._rank, self._size = data_rank, data_size
-        self._separate, self._vocabulary = separate_documents, vocabulary
-        self._context, self._context_rank = context, context_rank
-        self._skipped: SkippedSamples = NONE
+    source: Source
+    global_batch: int
+    micro_batch: int
+    data_rank: int
+    data_size: int
+    separate_documents: bool = False
+    vocabulary: int | None = None
+    context: ContextParallel = ContextParallel()  # noqa: RUF009
+    context_rank: int = 0
+    skipped: SkippedSamples = NONE
+
+    def __post_init__(self) -> None:
+        if min(self.global_batch, self.micro_batch) < 1:
+            raise ValueError(
+                f"cannot cut a global batch of {self.global_batch} into microbatches of {self.micro_batch}"
+            )
+        if not 0 <= self.data_rank < self.data_size:
+            raise ValueError(f"data rank {self.data_rank} is not among the {self.data_size} data-parallel ranks")
 
     def without(self, skipped: SkippedSamples) -> Batches:
         """Return the batches of the order that some samples of the source are cut from, whose place the next ones
         take."""
-        cut = copy.copy(self)
-        cut._skipped = skipped
-        return cut
+        return replace(self, skipped=skipped)
 
     def of(self, data_rank: int) -> Batches:
         """Return the batches of another data-parallel rank."""
-        other = copy.copy(self)
-        other._rank = data_rank
-        return other
+        return replace(self, data_rank=data_rank)
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
         global_batch)."""
-        return self.microbatches_from(step * self._global)
+        return self.microbatches_from(step * self.global_batch)
 
     def microbatches_from(self, position: int) -> list[Batch]:
         """Return this rank's microbatches of the global batch that begins at `position` of the run's order."""
-        end = position + self._global
-        filled = position + filled_up(self._global, self._micro, self._size)
-        first = range(position + self._rank * self._micro, filled, self._size * self._micro)
+        end = position + self.global_batch
+        filled = position + filled_up(self.global_batch, self.micro_batch, self.data_size)
+        first = range(position + self.data_rank * self.micro_batch, filled, self.data_size * self.micro_batch)
         whole = (
-            collate([self._row(i, end) for i in range(begin, begin + self._micro)], self._separate) for begin in first
+            collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], self.separate_documents)
+            for begin in first
         )
-        return [batch.of_rank(self._context, self._context_rank) for batch in whole]
+        return [batch.of_rank(self.context, self.context_rank) for batch in whole]
 
     def _row(self, position: int, end: int) -> Sample:
         """Return the sample at a position, or what stands in its place where the global batch has ended before."""
@@ -172,13 +165,13 @@ class Batches:
         return self._sample(position) if position < end else self._sample(end - 1).blank()
 
     def _sample(self, position: int) -> Sample:
-        index = self._skipped.sample(position)
-        sample = self._source.sample(index)
+        index = self.skipped.sample(position)
+        sample = self.source.sample(index)
         # An id that the model does not have would look up another rank's row, or none, and train in silence.
-        if self._vocabulary is not None and not 0 <= sample.tokens.min() <= sample.tokens.max() < self._vocabulary:
-            wrong = sample.tokens[(sample.tokens < 0) | (sample.tokens >= self._vocabulary)][0]
+        if self.vocabulary is not None and not 0 <= sample.tokens.min() <= sample.tokens.max() < self.vocabulary:
+            wrong = sample.tokens[(sample.tokens < 0) | (sample.tokens >= self.vocabulary)][0]
             raise TokenError(
-                f"sample {index} has the token id {wrong}, and the model's vocabulary ends at {self._vocabulary - 1}: "
+                f"sample {index} has the token id {wrong}, and the model's vocabulary ends at {self.vocabulary - 1}: "
                 "the corpus was tokenized for another model, or its token file is damaged"
             )
         return sample
@@ -187,7 +180,7 @@ class Batches:
         """Yield the microbatches of the global batch that begins at sample `position`, and of all after it."""
         while True:
             yield self.microbatches_from(position)
-            position += self._global
+            position += self.global_batch
 
 
 @dataclass(frozen=True)
@@ -238,8 +231,3 @@ class Prefetch(Generic[Item]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def prefetch(items: Iterator[Item], depth: int = DEPTH) -> Prefetch[Item]:
-    """Start to prepare the items of an iterator in a thread, `depth` ahead."""
-    return Prefetch(items, depth)

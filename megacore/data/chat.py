@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megacore.data.text import kind_of, text_problem
 from megacore.say import brief
 
 TrainOn = Literal["assistant", "last", "all"]
@@ -30,14 +31,8 @@ class BadExample(ValueError):
 
 @dataclass(frozen=True)
 class Passage:
-    """A text, and what of it counts.
-
-    Args:
-        text: It.
-        spans: The spans of it that count.
-        templated: Whether a chat template has written it, special tokens included.
-        ends: Whether the tokenizer's token of the end follows, which counts.
-    """
+    """A text, and the spans of it that count. templated: whether a chat template has written it, special tokens
+    included; ends: whether the tokenizer's token of the end follows, which counts."""
 
     text: str
     spans: list[Span]
@@ -47,15 +42,9 @@ class Passage:
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template, and what is known of its tokens.
-
-    Args:
-        render: Writes messages.
-        marks: Whether it marks what the assistant generates, by ``{% generation %}``.
-        special: Tokens that are more than text, as they are spelled.
-        end: The one that ends a text, "" if there is none.
-        stops: Those at which generating ends.
-    """
+    """A chat template, and what is known of its tokens. marks: whether it marks what the assistant generates, by
+    ``{% generation %}``; special: tokens that are more than text, as they are spelled; end: the one that ends a text,
+    "" if there is none; stops: those at which generating ends."""
 
     render: Render
     marks: bool
@@ -108,22 +97,15 @@ def _nothing_is_passed_over(present: Mapping[str, Any]) -> None:
 
 
 def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise BadExample(f"{what} is {_kind(value)}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadExample(f"{what} has the lone surrogate {value[error.start]!r} at {error.start}") from error
-    return value
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    problem = text_problem(value, what)
+    if problem is not None:
+        raise BadExample(problem)
+    return str(value)
 
 
 def _messages(value: object) -> list[Message]:
     if not isinstance(value, list):
-        raise BadExample(f"messages is {_kind(value)}, not a list")
+        raise BadExample(f"messages is {kind_of(value)}, not a list")
     if not value:
         raise BadExample("has no messages")
     return [_message(f"message {number}", message) for number, message in enumerate(value, start=1)]
@@ -131,13 +113,13 @@ def _messages(value: object) -> list[Message]:
 
 def _message(name: str, value: object) -> Message:
     if not isinstance(value, dict):
-        raise BadExample(f"{name} is {_kind(value)}, not an object")
+        raise BadExample(f"{name} is {kind_of(value)}, not an object")
     message = {key: each for key, each in value.items() if each is not None}
     role, calls = message.get("role"), message.get("tool_calls")
     if role not in ROLES:
         raise BadExample(f"{name} has the role {role!r}: choose from {', '.join(ROLES)}")
     if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
-        raise BadExample(f"{name}: tool_calls is {_kind(calls)}, not a list of objects")
+        raise BadExample(f"{name}: tool_calls is {kind_of(calls)}, not a list of objects")
     if "content" not in message and calls:
         message["content"] = ""
     content = _text(message.get("content"), f"the content of {name}")
@@ -158,7 +140,7 @@ def _tools(value: object) -> list[Any] | None:
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadExample(f"tools is {_kind(value)}, not a list of objects")
+        raise BadExample(f"tools is {kind_of(value)}, not a list of objects")
     return value
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megacore.config import Config, CorpusConfig
-from megacore.data import first_order, samples
+from megacore.config import Config, CorpusConfig, DataConfig
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus
@@ -19,7 +18,7 @@ from megacore.data.examples import Examples, Facts, Preparation
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
-from megacore.data.samples import ORDER, Source, split_documents
+from megacore.data.samples import Source, of_least, parts, split_documents
 from megacore.data.text import InputError
 from megacore.store.strict_json import StoreError
 from parallel.context_split import ContextParallel
@@ -47,15 +46,11 @@ class Corpora:
         return [corpus.identity for corpus in self.corpora]
 
     @classmethod
-    def open(
-        cls, config: Config, model: ModelFiles | None = None, order: int = ORDER, checked: bool = False
-    ) -> Corpora:
+    def open(cls, config: Config, model: ModelFiles | None = None, checked: bool = False) -> Corpora:
         """Map the token files and split them; of files of examples, those that are made for ``model``.
 
         Args:
-            config: The config of the run.
             model: The files that prepare examples.
-            order: The version of the order of the data that the run is in.
             checked: Whether another process of this machine reads the indexes of the token files, so that this one
                 need not.
 
@@ -63,27 +58,26 @@ class Corpora:
             ValueError: a file is damaged, or too short for one sample; examples are bad, or the model's tokenizer or
                 template does not serve.
         """
-        data = config.data
-        if data.train[0].has_examples:
+        data, remarks = config.data, list[str]()
+
+        def opened(corpus: CorpusConfig) -> _TokenFile | _ExampleFile:
+            if not corpus.has_examples:
+                return _TokenFile(data, corpus, IndexedDataset(Path(corpus.path), checked))
             if model is None:
-                raise InputError(f"{data.train[0].path} has examples, and there is no model to prepare them for")
-            return cls._of_examples(config, model, order)
-        parts = samples.parts if order == ORDER else first_order.parts
-        train: list[Source] = []
-        held_out: list[Source] = []
-        opened = tuple(IndexedDataset(Path(corpus.path), checked) for corpus in data.train)
-        for corpus, dataset in zip(data.train, opened, strict=True):
-            kept, held = parts(dataset, data.sequence_length, data.seed, _held_out(config), corpus.path, corpus.least)
-            train.append(kept)
-            held_out += [held] if held else []
-        validation: list[Source] = [
-            parts(
-                IndexedDataset(Path(each.path), checked), data.sequence_length, data.seed, 0.0, each.path, each.least
-            )[0]
-            for each in data.validation
-        ]
-        made = cls._blended(config, train, validation or held_out, data.within_documents)
-        return replace(made, corpora=opened)
+                raise InputError(f"{corpus.path} has examples, and there is no model to prepare them for")
+            return _ExampleFile.prepare(config, corpus, model, remarks)
+
+        files = [opened(corpus) for corpus in data.train]
+        sides = [file.split(0.0 if data.validation else data.validation_fraction, "to train on") for file in files]
+        validation = [opened(corpus).split(0.0, "to validate on")[0] for corpus in data.validation]
+        validation = validation or [held_out for _, held_out in sides if held_out is not None]
+        return cls(
+            _blend([train for train, _ in sides], data.train),
+            _blend(validation, data.validation or data.train) if validation else None,
+            data.within_documents or data.train[0].has_examples,
+            tuple(remarks),
+            tuple(file.known for file in files),
+        )
 
     @classmethod
     def look(cls, config: Config, model: ModelFiles) -> Iterator[str]:
@@ -98,49 +92,6 @@ class Corpora:
                     IndexedDataset(Path(corpus.path))
             except ValueError as error:
                 yield str(error)
-
-    @classmethod
-    def _of_examples(cls, config: Config, model: ModelFiles, order: int) -> Corpora:
-        data = config.data
-        folder, remarks = Path(config.out) / EXAMPLES, list[str]()
-        epoch_order = samples.epoch_order if order == ORDER else first_order.epoch_order
-
-        def prepared(corpus: CorpusConfig) -> Examples:
-            examples = Preparation(Path(corpus.path), folder, config.chat, data.sequence_length, model).examples()
-            remarks.extend(_remarks(corpus.path, examples.facts, data.sequence_length))
-            return examples
-
-        def packed(examples: Examples, chosen: npt.NDArray[np.int64], name: str, corpus: CorpusConfig) -> Source:
-            if corpus.least:
-                known = [(chosen, examples.lengths[chosen])]
-                chosen = samples.of_least(known, corpus.least, f"{corpus.path} {name}")
-            made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name, epoch_order)
-            rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
-            remarks.append(f"  {name}: {chosen.size:,} examples in {rows}")
-            return made
-
-        train: list[Source] = []
-        held_out: list[Source] = []
-        known = tuple(prepared(corpus) for corpus in data.train)
-        for corpus, examples in zip(data.train, known, strict=True):
-            chats = int(examples.chats.max(initial=-1)) + 1
-            split = split_documents(chats, _held_out(config), data.seed)  # the examples of a chat are on one side
-            kept, held = (np.flatnonzero(np.isin(examples.chats, side)) for side in (split.train, split.validation))
-            train.append(packed(examples, kept, "to train on", corpus))
-            if held.size:
-                held_out.append(packed(examples, held, "held out", corpus))
-        validation: list[Source] = []
-        for corpus in data.validation:
-            examples = prepared(corpus)
-            validation.append(packed(examples, np.arange(examples.count), "to validate on", corpus))
-        made = cls._blended(config, train, validation or held_out, separate=True)
-        return replace(made, remarks=tuple(remarks), corpora=known)
-
-    @classmethod
-    def _blended(cls, config: Config, train: list[Source], held_out: list[Source], separate: bool) -> Corpora:
-        data = config.data
-        validation = _blend(held_out, data.validation or data.train) if held_out else None
-        return cls(_blend(train, data.train), validation, separate)
 
     def batches(
         self,
@@ -158,9 +109,48 @@ class Corpora:
         return Batches(source, *sizes, self.separate, vocabulary, context, context_rank)
 
 
-def _held_out(config: Config) -> float:
-    """Return the fraction that is held out; 0 where there are validation corpora."""
-    return 0.0 if config.data.validation else config.data.validation_fraction
+@dataclass(frozen=True)
+class _TokenFile:
+    data: DataConfig
+    corpus: CorpusConfig
+    known: IndexedDataset
+
+    def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
+        """Return the samples of this part, and those of a fraction that is held out, None where that is 0."""
+        data, corpus = self.data, self.corpus
+        return parts(self.known, data.sequence_length, data.seed, fraction, corpus.path, corpus.least)
+
+
+@dataclass(frozen=True)
+class _ExampleFile:
+    config: Config
+    corpus: CorpusConfig
+    known: Examples
+    remarks: list[str]
+
+    @classmethod
+    def prepare(cls, config: Config, corpus: CorpusConfig, model: ModelFiles, remarks: list[str]) -> _ExampleFile:
+        folder, length = Path(config.out) / EXAMPLES, config.data.sequence_length
+        examples = Preparation(Path(corpus.path), folder, config.chat, length, model).examples()
+        remarks += _remarks(corpus.path, examples.facts, length)
+        return cls(config, corpus, examples, remarks)
+
+    def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
+        """Return the same as :meth:`_TokenFile.split`; the examples of a chat are on one side."""
+        chats = self.known.chats
+        sides = split_documents(int(chats.max(initial=-1)) + 1, fraction, self.config.data.seed)
+        kept, held = (np.flatnonzero(np.isin(chats, side)) for side in sides)
+        return self._packed(kept, name), self._packed(held, "held out") if held.size else None
+
+    def _packed(self, chosen: npt.NDArray[np.int64], name: str) -> Source:
+        data, least = self.config.data, self.corpus.least
+        if least:
+            known = [(chosen, self.known.lengths[chosen])]
+            chosen = of_least(known, least, f"{self.corpus.path} {name}")
+        made = Packed(self.known, data.sequence_length, data.seed, chosen, self.config.chat.pack, name)
+        rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
+        self.remarks.append(f"  {name}: {chosen.size:,} examples in {rows}")
+        return made
 
 
 def _remarks(path: str, known: Facts, length: int) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -17,14 +19,17 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from megacore.data import text, tokenizer
 from megacore.data.corpus import LISTED, Tally
 from megacore.data.indexed import Integers, token_dtype
 from megacore.data.text import Fault, FileRange
+from megacore.say import harmless
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
+Encoded = TypeVar("Encoded", bound="EncodedPieces")
 
 AT_ONCE = 2**20  # bytes of text that a worker is sent, and that it encodes, at once
 
@@ -40,9 +45,15 @@ class EncodeTask:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """tokens [of all documents], lengths int64 [documents]; empty: documents without text; pieces and size: their
-    number, and their bytes."""
+class EncodedPieces:
+    """The result of pieces of so many bytes."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class EncodedDocuments(EncodedPieces):
+    """tokens [of all documents], lengths int64 [documents]; empty: documents without text; pieces: their number."""
 
     tokens: Integers
     lengths: npt.NDArray[np.int64]
@@ -50,7 +61,6 @@ class Encoded:
     empty: int
     faults: list[Fault]
     pieces: int
-    size: int
 
     def tally(self, so_far: Tally) -> Tally:
         """Return the part that it adds to a tally; the faults in words are no more than that still lists."""
@@ -68,7 +78,7 @@ class Encoded:
 _load = lru_cache(maxsize=1)(tokenizer.load)  # once in each process
 
 
-def encode(task: EncodeTask) -> Encoded:
+def encode(task: EncodeTask) -> EncodedDocuments:
     """Encode one task in this process."""
     loaded = _load(task.folder)
     dtype = token_dtype(loaded.vocabulary)
@@ -83,14 +93,14 @@ def encode(task: EncodeTask) -> Encoded:
         empty += group.count("")
         text_bytes += sum(len(document.encode()) for document in texts)
         encoded += [np.append(ids, end).astype(dtype) for ids in loaded.encode(texts)]
-    return Encoded(
+    return EncodedDocuments(
+        sum(piece.size for piece in task.pieces),
         np.concatenate([np.empty(0, dtype), *encoded]),
         np.array([document.size for document in encoded], np.int64),
         text_bytes,
         empty,
         faults,
         len(task.pieces),
-        sum(piece.size for piece in task.pieces),
     )
 
 
@@ -108,12 +118,21 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
         yield group
 
 
-def encode_all(tasks: Iterator[EncodeTask], workers: int) -> Generator[Encoded, None, None]:
-    """Return the results of the tasks in their order; at most two per worker are under way."""
-    return in_order(encode, tasks, workers)
+def with_progress(
+    function: Callable[[Item], Encoded], tasks: Iterator[Item], workers: int, total: int, name: str, done: int = 0
+) -> Generator[Encoded, None, None]:
+    """Yield the results of :func:`in_order`, and show the bytes that are done of all."""
+    interval = 0.1 if sys.stderr.isatty() else 30
+    with (
+        tqdm(total=total, initial=done, desc=harmless(name), unit="B", unit_scale=True, mininterval=interval) as bar,
+        closing(in_order(function, tasks, workers)) as results,
+    ):
+        for result in results:
+            yield result
+            bar.update(result.size)
 
 
-def in_order(function: Callable[[Item], Made], items: Iterator[Item], workers: int) -> Generator[Made, None, None]:
+def in_order(function: Callable[[Item], Result], items: Iterator[Item], workers: int) -> Generator[Result, None, None]:
     """Yield the result of a function for each item, in their order, by several processes; at most two per worker
     wait."""
     if workers == 1:

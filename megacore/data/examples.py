@@ -21,16 +21,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from megacore.config import ChatConfig
 from megacore.data import text
 from megacore.data.chat import BadExample, Template, TrainOn, passages
-from megacore.data.encode import grouped, in_order
+from megacore.data.encode import EncodedPieces, grouped, with_progress
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, NoTemplateError, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record
-from megacore.say import harmless
 from megacore.store.files import open_lock
 from megacore.store.publish import publish, write_file
 from megacore.store.strict_json import StoreError, read_json
@@ -128,7 +126,7 @@ class Preparation:
                 if not target.exists():
                     self._prepare(target)
         found = Examples(target)
-        _within(found.facts.vocabulary, self.model.vocabulary, self.path)
+        _check_ids(found.facts.vocabulary, self.model.vocabulary, self.path)
         return found
 
     def look(self) -> None:
@@ -139,8 +137,8 @@ class Preparation:
         """
         with self.model.folder() as folder:
             pieces = text.cut(text.without_link(self.path))
-            facts = prepare(Task(pieces, folder, self.chat, self.length, LOOKED_AT)).facts
-        _within(facts.vocabulary, self.model.vocabulary, self.path)
+            facts = encode_examples(ExampleTask(pieces, folder, self.chat, self.length, LOOKED_AT)).facts
+        _check_ids(facts.vocabulary, self.model.vocabulary, self.path)
         if facts.skipped:
             self._refuse(facts)
 
@@ -159,26 +157,18 @@ class Preparation:
         pieces = text.cut(text.without_link(self.path))
         size = sum(piece.size for piece in pieces)
         workers = max(1, min(os.cpu_count() or 1, len(pieces), size // WORKER))
-        bar = tqdm(
-            total=size,
-            desc=harmless(f"prepare {self.path.name}"),
-            unit="B",
-            unit_scale=True,
-            mininterval=0.1 if sys.stderr.isatty() else 30,
-        )
-        with publish(target) as made, self.model.folder() as folder, bar:
-            facts = Facts()
-            tasks = (Task(group, folder, self.chat, self.length) for group in grouped(pieces, lambda piece: piece.size))
+        with publish(target) as made, self.model.folder() as folder:
+            facts, groups = Facts(), grouped(pieces, lambda piece: piece.size)
+            tasks = (ExampleTask(group, folder, self.chat, self.length) for group in groups)
             with (
                 IndexedWriter(made / NAME, self.model.vocabulary) as writer,
-                closing(in_order(prepare, tasks, workers)) as results,
+                closing(with_progress(encode_examples, tasks, workers, size, f"prepare {self.path.name}")) as results,
             ):
                 for result in results:
                     facts += result.facts
-                    _within(facts.vocabulary, self.model.vocabulary, self.path)
+                    _check_ids(facts.vocabulary, self.model.vocabulary, self.path)
                     for example in result.examples():
                         writer.write(*example)
-                    bar.update(result.size)
             self._refuse(facts)
             write_file(made / FACTS, (json.dumps(asdict(facts), indent=2) + "\n").encode())
 
@@ -200,7 +190,7 @@ def _indented(lines: Iterable[object]) -> str:
     return "".join(f"\n       {line}" for line in lines)
 
 
-def _within(found: int, known: int, path: Path) -> None:
+def _check_ids(found: int, known: int, path: Path) -> None:
     if found > known:
         raise InputError(
             f"{path}: the tokenizer gives ids up to {found - 1}, and the model's vocabulary ends at {known - 1}: it is "
@@ -220,7 +210,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Task:
+class ExampleTask:
     """Pieces to prepare by the tokenizer in a folder; no more than `most` rows of them."""
 
     pieces: list[FileRange]
@@ -231,15 +221,14 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class EncodedExamples(EncodedPieces):
     """tokens [of all examples]; runs: lengths of their sequences, by turns uncounted and counted, [of all examples];
-    sequences: the number that each example has; size: bytes of the pieces."""
+    sequences: the number that each example has."""
 
     tokens: Integers
     runs: npt.NDArray[np.int64]
     sequences: npt.NDArray[np.int64]
     facts: Facts
-    size: int
 
     def examples(self) -> Iterator[list[Integers]]:
         """Yield the sequences of each."""
@@ -249,10 +238,10 @@ class Prepared:
 
 
 @dataclass
-class _Made:
+class _ExampleBuilder:
     """The examples that a worker has made so far of a task."""
 
-    task: Task
+    task: ExampleTask
     tokens: list[Integers] = field(default_factory=list)
     runs: list[npt.NDArray[np.int64]] = field(default_factory=list)
     facts: Facts = Facts()
@@ -312,9 +301,9 @@ def _bad_with_any_template(rows: Iterable[Record | Fault], train_on: TrainOn) ->
 _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
-def prepare(task: Task) -> Prepared:
-    """Prepare one task in this process."""
-    tokenizer, made = _load(task.folder), _Made(task)
+def encode_examples(task: ExampleTask) -> EncodedExamples:
+    """Encode one task in this process."""
+    tokenizer, made = _load(task.folder), _ExampleBuilder(task)
     rows = islice((row for piece in task.pieces for row in text.rows(piece)), task.most)
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
         try:
@@ -331,10 +320,10 @@ def prepare(task: Task) -> Prepared:
             else:
                 assert isinstance(row, Record)
                 made.skip(row.fault("the loss would count none of its tokens"))
-    return Prepared(
+    return EncodedExamples(
+        sum(piece.size for piece in task.pieces),
         np.concatenate([np.empty(0, np.int64), *made.tokens]),
         np.concatenate([np.empty(0, np.int64), *made.runs]),
         np.array([runs.size for runs in made.runs], np.int64),
         made.facts,
-        sum(piece.size for piece in task.pieces),
     )

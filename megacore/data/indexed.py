@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from io import BufferedWriter
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -94,7 +93,7 @@ class GrowingPair:
         self.extent = extent or Extent()
         self.paths = [Path(f"{prefix}.{suffix}") for suffix in ("bin", "lengths", "bounds")]
 
-    def __enter__(self) -> GrowingPair:
+    def __enter__(self) -> Self:
         if self.extent == Extent():
             for path in self.paths:
                 path.unlink(missing_ok=True)  # of a process that was killed, or what is in the way
@@ -191,38 +190,28 @@ def _copy(path: Path, file: IO[bytes]) -> None:
         shutil.copyfileobj(read, file, 4 * CHUNK)
 
 
-class IndexedWriter:
+class IndexedWriter(GrowingPair):
     """Streams documents to `PREFIX.bin` and `PREFIX.idx`; both appear when the context ends without an exception.
 
     An existing pair is replaced. An index never stands beside another pair's data, whenever the process dies.
     """
 
     def __init__(self, prefix: str | Path, vocabulary: int) -> None:
-        self._bin, self._idx = _pair(prefix)
-        self._temporary = self._bin.with_name(f".{self._bin.name}.{os.getpid()}.partial")
-        self._pair = GrowingPair(self._temporary, vocabulary)
+        self._final = _pair(prefix)
+        self._index = self._final[0].with_name(f".{self._final[0].name}.{os.getpid()}.partial.idx")
+        super().__init__(self._index.with_suffix(""), vocabulary)
 
-    def __enter__(self) -> IndexedWriter:
-        self._pair.__enter__()
-        return self
-
-    def write(self, *sequences: npt.ArrayLike) -> None:
-        """Append one document of the given sequences, each of shape [tokens]; ValueError on a token that is none."""
-        self._pair.write(*sequences)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        index = self._temporary.with_name(self._temporary.name + ".idx")
+    def __exit__(self, *raised: object) -> None:
+        data, index = self._final
         try:
-            if kind is None:
-                self._pair.write_index(index)  # and all is written to the file of tokens
-                self._idx.unlink(missing_ok=True)
-                publish(self._pair.paths[0], self._bin)
-                publish(index, self._idx)
+            if not any(raised):
+                self.write_index(self._index)  # and all is written to the file of tokens
+                index.unlink(missing_ok=True)
+                publish(self.paths[0], data)
+                publish(self._index, index)
         finally:
-            self._pair.close()
-            for path in (*self._pair.paths, index):
+            self.close()
+            for path in (*self.paths, self._index):
                 path.unlink(missing_ok=True)
 
 

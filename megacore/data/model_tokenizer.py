@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +17,9 @@ from megacore import pretrained
 from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, passages
 from megacore.data.encode import grouped
 from megacore.data.text import Fault, InputError, Record
-from megacore.data.tokenizer import import_transformers
+from megacore.data.tokenizer import files_for_transformers, import_transformers
 from megacore.guard import Guard, GuardError
-from megacore.store.companions import Companion, copy_companion
-from megacore.store.publish import write_file
+from megacore.store.companions import Companion
 from megacore.store.strict_json import StoreError, read_json
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -48,12 +45,8 @@ class ModelFiles:
                 "examples need the model's tokenizer, and none is there: start from a folder that has it "
                 "(checkpoint.init), or put its files beside the data"
             )
-        with tempfile.TemporaryDirectory(prefix="megacore-tokenizer-") as folder:
-            for name, file in self.files.items():
-                copy_companion(file, Path(folder) / name, durable=False)
-            # Which class of tokenizer it is may be said by the kind of model alone.
-            write_file(Path(folder) / "config.json", json.dumps(dict(self.config)).encode(), durable=False)
-            yield Path(folder)
+        with files_for_transformers(self.files, self.config) as folder:
+            yield folder
 
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.data.examples import Examples
 from megacore.data.indexed import Integers
-from megacore.data.samples import Places, Purpose, Sample, epoch_order, shuffled
+from megacore.data.samples import Purpose, Sample, epoch_order, shuffled
 
 
 def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
@@ -42,12 +41,6 @@ def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
     return rows
 
 
-@dataclass(frozen=True)
-class _Order:
-    epoch: int
-    rows: Places
-
-
 class Packed:
     """The samples of some examples, in epochs of `per_epoch` rows, each in an order that belongs to (seed, epoch).
 
@@ -63,13 +56,12 @@ class Packed:
         chosen: Integers | None = None,
         pack: bool = True,
         name: str = "examples",
-        order_of_epoch: Callable[[int, int, int], Places] = epoch_order,
     ) -> None:
         chosen = np.arange(examples.count) if chosen is None else chosen.astype(np.int64)
         if not chosen.size:
             raise ValueError(f"{name} has no examples: add some, or give this split a larger fraction")
         self.length = length
-        self._examples, self._seed, self._order_of_epoch = examples, seed, order_of_epoch
+        self._examples, self._seed = examples, seed
         chosen = chosen[shuffled(chosen.size, seed, Purpose.DOCUMENTS)]
         lengths = examples.lengths[chosen]
         if pack:
@@ -84,15 +76,11 @@ class Packed:
         self.per_epoch = sizes.size
         filled = np.bincount(rows, weights=lengths)
         self.fill = float(np.minimum(filled, length).sum() / (self.per_epoch * length))
-        self._order: _Order | None = None
 
     def sample(self, index: int) -> Sample:
         """Return sample `index` >= 0 of the endless sequence of epochs."""
         epoch, within = divmod(index, self.per_epoch)
-        order = self._order
-        if order is None or order.epoch != epoch:
-            order = self._order = _Order(epoch, self._order_of_epoch(self.per_epoch, self._seed, epoch))
-        row = int(order.rows[within])
+        row = epoch_order(self.per_epoch, self._seed, epoch)[within]
         begin = int(self._ends[row - 1]) if row else 0
         tokens, counted = np.zeros(self.length + 1, np.int64), np.zeros(self.length + 1, np.bool_)
         documents, filled = np.empty(self.length + 1, np.int32), 0

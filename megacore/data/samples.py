@@ -6,7 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol, SupportsInt
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,12 +56,6 @@ class Sample:
         return replace(self, counted=np.zeros_like(self.counted), filled=0)
 
 
-class Places(Protocol):
-    """A permutation: the place that each of 0, 1, ... goes to."""
-
-    def __getitem__(self, index: int, /) -> SupportsInt: ...
-
-
 class Source(Protocol):
     """An endless sequence of samples, each a function of its index alone."""
 
@@ -70,16 +65,9 @@ class Source(Protocol):
     def sample(self, index: int) -> Sample: ...
 
 
-@dataclass(frozen=True)
-class Split:
-    """The documents of a corpus to train on and those held out, each int64 and ascending."""
-
-    train: npt.NDArray[np.int64]
-    validation: npt.NDArray[np.int64]
-
-
-def split_documents(documents: int, fraction: float, seed: int) -> Split:
-    """Hold out each document with probability `fraction`, by a hash of (seed, its index); never all and never none.
+def split_documents(documents: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Hold out each document with probability `fraction`, by a hash of (seed, its index); never all and never none ->
+    (those to train on, those held out), each ascending.
 
     fraction = 0 holds out nothing. A document stays on its side when others are appended, but for the one that is
     held out or kept so that neither side is empty. ValueError if there are too few documents for two sides.
@@ -87,7 +75,7 @@ def split_documents(documents: int, fraction: float, seed: int) -> Split:
     if not 0 <= fraction < 1:
         raise ValueError(f"the validation fraction is {fraction}: choose it from [0, 1)")
     if fraction == 0:
-        return Split(np.arange(documents), np.arange(0))
+        return np.arange(documents), np.arange(0)
     if documents < 2:
         raise ValueError(
             f"cannot hold out a fraction of {fraction} from {documents} document(s), two or more are needed: "
@@ -97,11 +85,11 @@ def split_documents(documents: int, fraction: float, seed: int) -> Split:
     held_out = words < np.uint64(int(fraction * 2**64))
     held_out[words.argmin()] = True
     held_out[words.argmax()] = False
-    return Split(np.flatnonzero(~held_out), np.flatnonzero(held_out))
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 ORDER = 2
-"""The version of the order in which samples come. Runs that began in 1 go on in it."""
+"""The version of the order in which samples come."""
 BLOCKS = 4096
 """The most that the documents of a corpus are held out in."""
 
@@ -159,8 +147,8 @@ def split_runs(documents: int, fraction: float, seed: int) -> tuple[Runs, Runs]:
     size = 1
     while size * BLOCKS < documents:
         size *= 2
-    split = split_documents(-(-documents // size), fraction, seed)
-    return _runs(split.train, size, documents), _runs(split.validation, size, documents)
+    train, held_out = split_documents(-(-documents // size), fraction, seed)
+    return _runs(train, size, documents), _runs(held_out, size, documents)
 
 
 def _runs(blocks: npt.NDArray[np.int64], size: int, documents: int) -> Runs:
@@ -169,13 +157,6 @@ def _runs(blocks: npt.NDArray[np.int64], size: int, documents: int) -> Runs:
     last = np.append(first[1:], blocks.size) - 1
     stops = np.minimum((blocks[last] + 1) * size, documents) if blocks.size else blocks
     return Runs(np.stack([blocks[first] * size, stops], axis=1))
-
-
-@dataclass(frozen=True)
-class _Epoch:
-    number: int
-    samples: Permutation  # in the order they are handed out
-    begin: int  # of the first one, in the stream
 
 
 def parts(
@@ -196,19 +177,16 @@ def parts(
     return part(train, f"the train part of {name}"), part(held_out, f"the validation part of {name}")
 
 
-def whole_samples(tokens: int, documents: int, length: int, name: str) -> int:
-    """Return the number of samples of an epoch, each a token longer than `length`. ValueError if there is none."""
-    if tokens <= length:
-        raise ValueError(
-            f"{name} has {tokens} tokens in {documents} document(s), and one sample of length {length} takes "
-            f"{length + 1}: add text, shorten the samples, or give this split a larger fraction"
-        )
-    return (tokens - 1) // length
-
-
+@lru_cache(1024)  # of each corpus the epoch that its samples are taken from
 def epoch_order(count: int, seed: int, epoch: int) -> Permutation:
     """Return the order of the samples of an epoch: a permutation of range(count) that belongs to (seed, epoch)."""
     return Permutation(count, draw(ROUNDS, seed, Purpose.SAMPLES, epoch).tolist())
+
+
+@lru_cache(1024)
+def _epoch_begin(seed: int, epoch: int) -> int:
+    """Return where an epoch begins in any stream: a share of it, times 2^64."""
+    return int(draw(1, seed, Purpose.STREAM, epoch)[0])
 
 
 class Samples:
@@ -236,20 +214,19 @@ class Samples:
         lengths = [stop - start for start, stop in zip(self._starts, stops, strict=True)]
         self._ends = np.cumsum(lengths, dtype=np.int64).tolist()  # of the runs, in the stream
         self.tokens: int = self._ends[-1] if self._ends else 0
-        self.per_epoch = whole_samples(self.tokens, runs.documents, length, name)
-        self._epoch: _Epoch | None = None
+        if self.tokens <= length:
+            raise ValueError(
+                f"{name} has {self.tokens} tokens in {runs.documents} document(s), and one sample of length {length} "
+                f"takes {length + 1}: add text, shorten the samples, or give this split a larger fraction"
+            )
+        self.per_epoch = (self.tokens - 1) // length
 
     def sample(self, index: int) -> Sample:
         """Return sample `index` >= 0 of the endless sequence of epochs."""
         number, within = divmod(index, self.per_epoch)
-        epoch = self._epoch
-        if epoch is None or epoch.number != number:
-            epoch = self._epoch = self._begin(number)
-        return self._cut((epoch.begin + epoch.samples[within] * self.length) % self.tokens)
-
-    def _begin(self, epoch: int) -> _Epoch:
-        (word,) = draw(1, self._seed, Purpose.STREAM, epoch).tolist()
-        return _Epoch(epoch, epoch_order(self.per_epoch, self._seed, epoch), word * self.tokens >> 64)
+        begin = _epoch_begin(self._seed, number) * self.tokens >> 64
+        place = epoch_order(self.per_epoch, self._seed, number)[within]
+        return self._cut((begin + place * self.length) % self.tokens)
 
     def _cut(self, at: int) -> Sample:
         """Return the sample that begins at a token of the stream."""

@@ -1,4 +1,5 @@
-"""A tokenized corpus on its way: `OUT/.NAME.partial`, where what is finished outlasts an interruption.
+"""A corpus, or a partition of one, while it is tokenized: `OUT/.NAME.partial`, where what is finished outlasts an
+interruption.
 
     .lock                     held by who writes it
     files.jsonl               the input: a line [path, bytes of its pieces, time of its last change] for each file
@@ -12,6 +13,8 @@ The token file is written once, at its end: a resume cuts it off where it was la
 from __future__ import annotations
 
 import json
+import re
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,20 +23,58 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megacore.data import text
-from megacore.data.corpus import Tally, fits
-from megacore.data.indexed import Extent, publish, sync
+from megacore.data.corpus import CORPUS, Tally, fits
+from megacore.data.encode import grouped
+from megacore.data.indexed import Extent, GrowingPair, IndexedDataset, publish, sync
+from megacore.data.permutation import ROUNDS, Permutation
+from megacore.data.samples import Purpose, draw
 from megacore.data.text import FileRange, InputError
+from megacore.data.tokenizer import FILES
 from megacore.store.files import open_file, replacing
 from megacore.store.publish import PARTIAL, discard, empty, make_and_hold, replace_file
 from megacore.store.strict_json import StoreError, read_json
 
-PROGRESS, FILES = "progress.json", "files.jsonl"
+PROGRESS, LISTED = "progress.json", "files.jsonl"
+PART = "part.json"
+"""Beside the token file of a partition: its :class:`StageProgress`."""
 KEPT = 2**28
 """Bytes of text after which what is finished is kept."""
+BLOCK = 2**16
+"""Documents whose places in the order are computed at once."""
 
-Made = Mapping[str, Any]
+Provenance = Mapping[str, Any]
 """{what the tokens depend on, as the user knows it: its value}."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The `number`-th, from 1, of `count` successive partitions of the input."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, value: str) -> Partition:
+        match = re.fullmatch(r"(\d+)/(\d+)", value)
+        part = cls(int(match[1]), int(match[2])) if match else cls(0, 0)
+        if not 1 <= part.number <= part.count:
+            raise ArgumentTypeError(f"{value} is not I/N with I from 1 to N, such as 2/8")
+        return part
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def folder(self, name: str) -> str:
+        return f"{name}.part-{self.number}-of-{self.count}"
+
+    def share(self, total: int) -> tuple[int, int | None]:
+        """Return the bytes [start, stop) in which its pieces begin; those at the end, which are empty, are the
+        last's."""
+        stop = None if self.number == self.count else total * self.number // self.count
+        return total * (self.number - 1) // self.count, stop
 
 
 @dataclass(frozen=True)
@@ -41,7 +82,7 @@ class StageProgress:
     """pieces, size: the number of those that are finished, and their bytes, of `total`. outputs: the files to be
     published, once all is finished; `end`: the id after each document."""
 
-    made: Made
+    made: Provenance
     pieces: int
     size: int
     total: int
@@ -68,15 +109,18 @@ class StageProgress:
 
 @dataclass
 class Stage:
-    """The folder while it is held. progress: the progress that was kept before, None at the beginning."""
+    """The folder while it is held. shuffle: the seed of the order of the documents, None for that of the input;
+    progress: the progress that was kept before, None at the beginning."""
 
     out: Path
+    name: str
+    shuffle: int | None
     folder: Path
     progress: StageProgress | None
 
     @classmethod
     @contextmanager
-    def open(cls, out: Path, name: str, resume: bool, overwrite: bool) -> Iterator[Stage]:
+    def open(cls, out: Path, name: str, shuffle: int | None, resume: bool, overwrite: bool) -> Iterator[Stage]:
         """Make the folder, or take up what an interrupted run has left in it.
 
         On a failure what was kept stays; without any, neither the folder nor an `out` that was made for it does.
@@ -100,7 +144,7 @@ class Stage:
                     (folder / PROGRESS).unlink(missing_ok=True)  # first, for it speaks of the others
                     empty(folder)
                 try:
-                    yield cls(out, folder, progress)
+                    yield cls(out, name, shuffle, folder, progress)
                 except BaseException as error:
                     if (folder / PROGRESS).exists():
                         error.add_note(f"what is finished is kept in {folder}: go on with --resume")
@@ -116,7 +160,7 @@ class Stage:
 
         InputError names the first one that has changed.
         """
-        listed = self.folder / FILES
+        listed = self.folder / LISTED
         files, total = text.find_files(inputs, exclude), 0
         if self.progress is None:
             with replacing(listed) as file:
@@ -138,7 +182,7 @@ class Stage:
         return total
 
     def _listed(self) -> Iterator[list[Any]]:
-        listed = self.folder / FILES
+        listed = self.folder / LISTED
         with open_file(listed, self.folder) as file:
             for line in file:
                 try:
@@ -147,7 +191,7 @@ class Stage:
                     raise InputError(f"{listed} is damaged ({error}): remove its folder and begin anew") from error
                 yield [path, size, changed]
 
-    def check(self, made: Made) -> None:
+    def check(self, made: Provenance) -> None:
         """Check what the tokens depend on; InputError names what has changed."""
         assert self.progress is not None
         before = self.progress.made
@@ -182,11 +226,31 @@ class Stage:
         progress.write(self.folder / PROGRESS)
         self.progress = progress
 
-    def finish(self, progress: StageProgress, outputs: Sequence[str]) -> None:
-        """Keep that all is finished: these files, which are in the folder."""
-        for name in outputs:
-            sync(self.folder / name)
-        self.keep(replace(progress, outputs=tuple(outputs)))
+    @contextmanager
+    def pair(self, vocabulary: int, extent: Extent | None = None) -> Iterator[GrowingPair]:
+        """Write documents in the order of the input, from an extent on, and at the end their index."""
+        with _indexed(self._in_order, vocabulary, extent) as pair:
+            yield pair
+
+    @property
+    def _in_order(self) -> Path:
+        return self.folder / (self.name if self.shuffle is None else f".{self.name}.in_order")
+
+    def finish(self, progress: StageProgress, part: bool = False) -> None:
+        """Make the outputs from :meth:`pair`, and keep that they are finished and in the folder."""
+        if self.shuffle is not None and progress.extent.documents:
+            source = IndexedDataset(self._in_order, checked=True)
+            with _indexed(self.folder / self.name, progress.tally.counts.size) as pair:
+                _shuffle(source, pair, self.shuffle)
+        if part:
+            progress.write(self.folder / PART)
+        else:
+            progress.tally.corpus(self.name, progress.end).write(self.folder)
+        tokenizer = [file for file in FILES if (self.folder / file).exists()]
+        outputs = (f"{self.name}.bin", *tokenizer, PART if part else CORPUS, f"{self.name}.idx")
+        for output in outputs:
+            sync(self.folder / output)
+        self.keep(replace(progress, outputs=outputs))
 
     def publish(self, replaced: Sequence[str]) -> None:
         """Move the outputs to their places, the index last, and remove what they replace and the folder's rest.
@@ -201,6 +265,23 @@ class Stage:
         for name in sorted(outputs, key=lambda name: name.endswith(".idx")):
             publish(self.folder / name, self.out / name)
         (self.folder / PROGRESS).unlink()
+
+
+@contextmanager
+def _indexed(prefix: Path, vocabulary: int, extent: Extent | None = None) -> Iterator[GrowingPair]:
+    with GrowingPair(prefix, vocabulary, extent) as pair:
+        yield pair
+        pair.sync()
+        pair.write_index(prefix.with_name(f"{prefix.name}.idx"))
+
+
+def _shuffle(source: IndexedDataset, pair: GrowingPair, seed: int) -> None:
+    order = Permutation(source.documents, draw(ROUNDS, seed, Purpose.FILE).tolist())
+    starts = range(0, source.documents, BLOCK)
+    blocks = (order.block(start, min(start + BLOCK, source.documents)) for start in starts)
+    documents = (source.document(document) for block in blocks for document in block.tolist())
+    for group in grouped(documents, lambda tokens: tokens.nbytes):
+        pair.extend(np.concatenate(group), np.array([tokens.size for tokens in group]))
 
 
 BEGIN_ANEW = "undo that, or begin anew with --overwrite"

@@ -192,22 +192,27 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
     `text_key`."""
     if piece.path.suffix in WHOLE:
         yield _whole(piece.path)
-    elif piece.path.suffix == ".jsonl":
-        for at, line in _lines(piece):
-            if line.strip():
-                yield _line_text(piece.path, at, line, text_key)
-    else:
-        yield from _rows(piece, text_key)
+        return
+    for row in rows(piece, text_key):
+        if isinstance(row, Fault):
+            yield row
+        elif text_key not in row.values and row.row is None:
+            keys = ", ".join(map(repr, row.values))
+            yield row.fault(f"no key {text_key!r} among {keys}: name the one with --text-key")
+        else:  # a table has all of its keys, and a null is none of its values
+            text = row.values.get(text_key)
+            problem = text_problem(text, repr(text_key))
+            yield str(text) if problem is None else row.fault(problem)
 
 
-def rows(piece: FileRange) -> Iterator[Record | Fault]:
+def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault]:
     """Yield the objects that the lines of a piece of a .jsonl file, or the rows of one of a .parquet file, hold; or why
-    that is nothing.
+    that is nothing. Of a table, all columns are read, or one.
 
-    Empty lines are passed over. InputError if a compressed file is damaged.
+    Empty lines are passed over. InputError if a compressed file is damaged, or a table has no such column.
     """
     if piece.path.suffix == ".parquet":
-        yield from _table_rows(piece)
+        yield from _table_rows(piece, column)
         return
     try:
         for at, line in _lines(piece):
@@ -218,11 +223,14 @@ def rows(piece: FileRange) -> Iterator[Record | Fault]:
         raise InputError(f"{piece.path} is no whole gzip file: {error}") from error
 
 
-def _table_rows(piece: FileRange) -> Iterator[Record]:
+def _table_rows(piece: FileRange, column: str | None) -> Iterator[Record]:
     parquet = _parquet()
     with _table_errors(piece.path), parquet.ParquetFile(piece.path) as file:
+        if column is not None and column not in file.schema_arrow.names:
+            names = ", ".join(map(repr, file.schema_arrow.names))
+            raise InputError(f"{piece.path}: no column {column!r} among {names}: name the one with --text-key")
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in _batches(file, piece):
+        for batch in _batches(file, piece, None if column is None else [column]):
             for values in batch.to_pylist():
                 yield Record(_without_nulls(values), piece.path, row=row, size=batch.nbytes // batch.num_rows)
                 row += 1
@@ -235,7 +243,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _batches(file: Any, piece: FileRange, columns: list[str] | None = None) -> Iterator[Any]:
+def _batches(file: Any, piece: FileRange, columns: list[str] | None) -> Iterator[Any]:
     """Yield some rows at a time. InputError where a few values are so many rows that they were no text."""
     most = _unpacked(piece.path)
     for batch in file.iter_batches(limits.ROWS, row_groups=[piece.start], columns=columns):
@@ -311,34 +319,20 @@ def _object(path: Path, at: int, line: bytes) -> dict[str, Any] | Fault:
     return row
 
 
-def _line_text(path: Path, at: int, line: bytes, text_key: str) -> str | Fault:
-    row = _object(path, at, line)
-    if isinstance(row, Fault):
-        return row
-    if text_key not in row:
-        return Fault(path, f"no key {text_key!r} among {', '.join(map(repr, row))}: name the one with --text-key", at)
-    return _text(path, row[text_key], f"{text_key!r}", at)
-
-
-def _text(path: Path, value: object, what: str, line_at: int | None) -> str | Fault:
+def text_problem(value: object, what: str) -> str | None:
+    """Return why a value is no text that can be encoded; None where it is one."""
     if not isinstance(value, str):
-        return Fault(path, f"{what} is {type(value).__name__}, not text", line_at)
+        return f"{what} is {kind_of(value)}, not text"
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        return Fault(path, f"{what} has the lone surrogate {value[error.start]!r} at {error.start}", line_at)
-    return value
+        return f"{what} has the lone surrogate {value[error.start]!r} at {error.start}"
+    return None
 
 
-def _rows(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
-    parquet = _parquet()
-    with _table_errors(piece.path), parquet.ParquetFile(piece.path) as file:
-        if text_key not in file.schema_arrow.names:
-            names = ", ".join(map(repr, file.schema_arrow.names))
-            raise InputError(f"{piece.path}: no column {text_key!r} among {names}: name the one with --text-key")
-        values = (value for batch in _batches(file, piece, [text_key]) for value in batch.column(0).to_pylist())
-        for row, value in enumerate(values):
-            yield _text(piece.path, value, f"{text_key!r} in row {row} of row group {piece.start}", None)
+def kind_of(value: object) -> str:
+    """Return the type of a JSON value, for a message."""
+    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _parquet() -> ModuleType:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from megacore import pretrained
 from megacore.data.indexed import Integers
 from megacore.data.text import InputError
 from megacore.guard import Guard, GuardError
-from megacore.store.companions import companions, copy_companion
+from megacore.store.companions import Companion, companions, copy_companion
 from megacore.store.publish import write_file
 from megacore.store.strict_json import StoreError, read_json, short
 from parallel import limits
@@ -189,16 +189,25 @@ class _Slow:
 
 
 @contextmanager
+def files_for_transformers(files: Mapping[str, Companion], config: Any) -> Iterator[Path]:
+    """Make a temporary folder that transformers loads a tokenizer from, and nothing else: its files, and the config of
+    its model if there is one, for the kind of model alone may say which class of tokenizer it is."""
+    with tempfile.TemporaryDirectory(prefix="megacore-tokenizer-") as folder:
+        for name, file in files.items():
+            copy_companion(file, Path(folder) / name, durable=False)
+        if isinstance(config, Mapping):
+            write_file(Path(folder) / "config.json", json.dumps(dict(config)).encode(), durable=False)
+        yield Path(folder)
+
+
+@contextmanager
 def _copied(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder that transformers loads the tokenizer of another one from, and nothing else."""
-    with tempfile.TemporaryDirectory(prefix="megacore-tokenizer-") as made:
-        for name, companion in companions(folder, folder).items():
-            copy_companion(companion, Path(made) / name, durable=False)
-        config = read_json(folder / "config.json", folder) if (folder / "config.json").is_file() else None
-        if isinstance(config, dict):
-            kind = {key: config[key] for key in ("model_type", "tokenizer_class") if key in config}
-            write_file(Path(made) / "config.json", json.dumps(kind).encode(), durable=False)
-        yield Path(made)
+    """Make such a folder of another one."""
+    config = read_json(folder / "config.json", folder) if (folder / "config.json").is_file() else None
+    if isinstance(config, dict):
+        config = {key: config[key] for key in ("model_type", "tokenizer_class") if key in config}
+    with files_for_transformers(companions(folder, folder), config) as copied:
+        yield copied
 
 
 def fetch(source: str, folder: Path) -> None:

@@ -16,12 +16,8 @@ class Choice(Protocol):
     """A way to choose the next token."""
 
     def __call__(self, logits: Tensor, which: Sequence[tuple[int, int]]) -> Tensor:
-        """logits: [n, vocab] -> token ids: [n].
-
-        Args:
-            logits: The logits of n sequences.
-            which: The number of each sequence's prompt, and of the token that is to be chosen for it.
-        """
+        """logits: [n, vocab] -> token ids: [n]; which: the numbers of each sequence's prompt, and of the token that is
+        chosen for it."""
         ...
 
 
@@ -45,7 +41,6 @@ class Sampling:
         top_k: Only so many of the most likely tokens; None for all.
         top_p: Only the fewest of the most likely of those that have this probability together (Holtzman et al. 2019,
             arXiv 1904.09751), above 0; 1 for all.
-        seed: The seed of the random numbers.
     """
 
     temperature: float = 1.0

@@ -20,13 +20,8 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokenizer of a folder, which another process holds, see `megacore.guard`.
-
-    Args:
-        folder: The model.
-        guard: The process of a :class:`_TransformersTokenizer`.
-        end: The token that ends a text, as the tokenizer says it.
-    """
+    """The tokenizer of a folder, which another process holds, see `megacore.guard`; end: the token that ends a text, as
+    the tokenizer says it."""
 
     folder: WeightFolder
     guard: Guard
@@ -135,12 +130,8 @@ def files_of(folder: WeightFolder) -> ModelFiles:
 
 @dataclass
 class Stream:
-    """Text of tokens that come one by one, given out as soon as no further token can change it.
-
-    Args:
-        decode: The text of some tokens.
-        shown: Tokens before, whose text is out; a tokenizer may drop a space where a text begins.
-    """
+    """Text of tokens that come one by one, given out as soon as no further token can change it; shown: tokens before,
+    whose text is out (a tokenizer may drop a space where a text begins)."""
 
     decode: Callable[[Sequence[int]], str]
     shown: Sequence[int]

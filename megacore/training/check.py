@@ -109,7 +109,7 @@ def check(
     if no_room := [*no_room, *open_files.problems(files_of(config, world_size, local_ranks))]:
         raise ConfigError(no_room)
     try:
-        corpora = Corpora.open(config, files, start.progress.order, checked)
+        corpora = Corpora.open(config, files, checked)
         changed = [] if checked or led or goes_on else [*changed_data(start, config, corpora)]
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error

@@ -19,6 +19,7 @@ from parallel.weights.layout import MeshShape
 _FIELDS = {"step": "step", "samples": "consumed_samples", "tokens": "tokens", "updates": "optimizer_steps"}
 """{field of Progress: its name in the file}."""
 _ORDER = "data_order"
+"""The version of the order of the data that the samples are counted in."""
 _SKIPPED = "skipped_samples"
 DATA = "data"
 
@@ -33,7 +34,6 @@ class Progress:
         tokens: Tokens of them.
         updates: Steps that have changed the weights: those with a gradient that was not finite have not.
         scaler: The state of the loss scale; None where losses are not scaled.
-        order: The version of the order of the data that the samples are counted in.
         skipped_samples: The samples that are cut from that order.
     """
 
@@ -42,7 +42,6 @@ class Progress:
     tokens: int = 0
     updates: int = 0
     scaler: Mapping[str, Any] | None = None
-    order: int = ORDER
     skipped_samples: SkippedSamples = NONE
 
     @property
@@ -83,7 +82,7 @@ class Progress:
 
         Raises:
             StoreError: a count is missing or none, the state of the loss scale is none, or the order of the data is
-                not known.
+                another one.
         """
         wrong = [
             name
@@ -95,17 +94,17 @@ class Progress:
         scaler = tree.get("scaler")
         if not is_scaler_state(scaler):
             raise StoreError(f"{where}: scaler is no state of a loss scale: {scaler!r:.80}")
-        order = tree.get(_ORDER, 1)  # the first one had no number
-        if type(order) is not int or not 1 <= order <= ORDER:
+        order = tree.get(_ORDER, 1)  # the first one, of before the first release, had no number
+        if type(order) is not int or order != ORDER:
             raise StoreError(
-                f"{where}: {_ORDER} is {order!r:.80}, and those from 1 to {ORDER} are known: go on with the version of "
-                "megacore that wrote it, or a later one"
+                f"{where}: {_ORDER} is {order!r:.80}, and this version has the samples in order {ORDER} alone: go on "
+                "with the version of megacore that wrote it, or begin another run with its weights by checkpoint.init"
             )
         skipped = SkippedSamples.read(tree.get(_SKIPPED, []))
         if skipped is None:
             raise StoreError(f"{where}: {_SKIPPED} are no ascending ranges [a, b]: {brief(tree[_SKIPPED])}")
         counts = {field: tree[name] for field, name in _FIELDS.items()}
-        return cls(**counts, scaler=scaler, order=order, skipped_samples=skipped)
+        return cls(**counts, scaler=scaler, skipped_samples=skipped)
 
 
 def is_scaler_state(value: Any) -> bool:
@@ -133,7 +132,7 @@ def document(
     """
     return {
         **{name: getattr(progress, field) for field, name in _FIELDS.items()},
-        _ORDER: progress.order,
+        _ORDER: ORDER,
         **({_SKIPPED: [list(each) for each in progress.skipped_samples]} if progress.skipped_samples else {}),
         DATA: list(data),
         "lr": lr,

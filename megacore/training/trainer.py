@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from megacore.config import Config
 from megacore.control import Control
-from megacore.data.batches import Batches, prefetch
+from megacore.data.batches import Batches, Prefetch
 from megacore.incidents import Incident
 from megacore.say import harmless
 
@@ -163,7 +163,7 @@ class Trainer:
 
     def _steps(self) -> None:
         """Do steps until the last one, or until the run goes back."""
-        with prefetch(self.batches.steps(self.position.samples)) as ahead:
+        with Prefetch(self.batches.steps(self.position.samples)) as ahead:
             self.enter("data")
             for batch in ahead:
                 self.step += 1

@@ -12,7 +12,7 @@ from whole import Whole
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
-from megacore.data.partition import Partition
+from megacore.data.stage import Partition
 from megacore.store.convert import to_checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import Index
@@ -55,6 +55,7 @@ TRAINER: Mapping[str, Any] = {
     "consumed_samples": 7,
     "tokens": 56,
     "optimizer_steps": 7,
+    "data_order": 2,
     "scaler": None,
     "recipe": {},
 }

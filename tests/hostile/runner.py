@@ -82,9 +82,9 @@ def _serve(connection: Connection) -> None:
         importlib.import_module(f"tools.{name}")
     for name in (
         "megacore.training.main",
-        "megacore.inference.evaluate",
-        "megacore.inference.load",
-        "megacore.inference.verify",
+        "megacore.inference.perplexity",
+        "megacore.inference.model_loader",
+        "megacore.inference.verification",
     ):
         importlib.import_module(name)
     limits.SECONDS = COMPUTING

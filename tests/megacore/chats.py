@@ -1,16 +1,20 @@
-"""Chat templates in the manner of several families, what each must write, and a small tokenizer to go with them."""
+"""Chats as families of models write them (``chat_families.json``), and a small tokenizer to go with each.
+
+Rows are named there. A family has a template in its format, the tokens of its tokenizer, and of some rows the examples
+that they become: the assistant has generated what stands in ⟦ ⟧, which is what the loss counts. ``all`` is where all
+tokens count, and ``refused`` has messages that the template raises at, by its words.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 Message = dict[str, Any]
-Piece = tuple[str, bool]
-"""Text, and whether the assistant generates it."""
+Row = dict[str, Any]
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<|begin|>", "<|head|>", "<|/head|>", "<|eot|>", "<|end|>"]
@@ -37,9 +41,13 @@ def write_tokenizer(
     )
     fast.train_from_iterator([TEXT], trainer)
     fast.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    first = []
     if begin is not None:
-        first = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, fast.token_to_id(begin))])
-        fast.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), first]) if trim else first
+        token = (begin, fast.token_to_id(begin))
+        first = [processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[token])]
+    if first or trim:
+        blanks = [processors.ByteLevel(trim_offsets=True)] if trim else []
+        fast.post_processor = processors.Sequence([*blanks, *first])
     folder.mkdir(parents=True, exist_ok=True)
     fast.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end}
@@ -65,148 +73,28 @@ def chat(*turns: str, system: str | None = None) -> list[Message]:
 
 @dataclass(frozen=True)
 class Family:
-    """A template, the token that ends a text, and what the template must write of messages.
-
-    closing: what comes at the end of a chat and counts, in the place of a new line. alone: whether each turn is learned
-    from a text that ends with it.
-    """
+    """See the module. stops: the tokens at which generating ends, of its generation_config.json."""
 
     template: str
     end: str
-    pieces: Callable[[Sequence[Message]], Iterator[Piece]]
-    closing: str = ""
-    alone: bool = False
+    cases: Mapping[str, Sequence[str]]
+    special: Sequence[str] = tuple(SPECIAL)
+    begin: str | None = "<s>"
+    stops: Sequence[str] = ()
+    all: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, Sequence[Message]] = field(default_factory=dict)
+    note: str = ""
 
-    def closed(self, text: str) -> str:
-        return text.removesuffix("\n") + self.closing if self.closing else text
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> Family:
+        template = tree["template"]
+        return cls(**{**tree, "template": template if isinstance(template, str) else "\n".join(template)})
 
-
-def _chatml(messages: Sequence[Message]) -> Iterator[Piece]:
-    for message in messages:
-        yield f"<|im_start|>{message['role']}\n", False
-        yield f"{message['content']}<|im_end|>", message["role"] == "assistant"
-        yield "\n", False
-
-
-def _with_default(messages: Sequence[Message]) -> Iterator[Piece]:
-    if messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": "Be brief."}, *messages]
-    return _chatml(messages)
+    def write(self, folder: Path, trim: bool = False) -> Path:
+        """Such a tokenizer."""
+        return write_tokenizer(folder, self.template, self.end, trim, self.special, self.begin, self.stops)
 
 
-def _brackets(messages: Sequence[Message]) -> Iterator[Piece]:
-    system = ""
-    for message in messages:
-        if message["role"] == "system":
-            system = f"((sys {message['content']})) "
-        elif message["role"] == "user":
-            yield f"<s>[ASK] {system}{message['content']} [/ASK]", False
-            system = ""
-        else:
-            yield f" {message['content']} </s>", True
-
-
-def _headers(messages: Sequence[Message]) -> Iterator[Piece]:
-    yield "<|begin|>", False
-    for message in messages:
-        yield f"<|head|>{message['role']}<|/head|>\n\n", False
-        yield f"{message['content'].strip()}<|eot|>", message["role"] == "assistant"
-
-
-def _pipes(messages: Sequence[Message]) -> Iterator[Piece]:
-    for message in messages:
-        yield f"<|{message['role']}|>", False
-        yield f"\n{message['content']}</s>", message["role"] == "assistant"
-        yield "\n", False
-
-
-def _ending(messages: Sequence[Message]) -> Iterator[Piece]:
-    for message in messages:
-        yield f"<|{message['role']}|>\n", False
-        yield f"{message['content']}<|end|>", message["role"] == "assistant"
-        yield "\n", False
-
-
-def _thinking(messages: Sequence[Message]) -> Iterator[Piece]:
-    for index, message in enumerate(messages):
-        last = index == len(messages) - 1
-        yield f"<|im_start|>{message['role']}\n", False
-        thought = "(no thought)\n" if last and message["role"] == "assistant" else ""
-        yield f"{thought}{message['content'].split('//')[-1]}<|im_end|>", message["role"] == "assistant"
-        yield "\n", False
-
-
-def _plain(messages: Sequence[Message]) -> Iterator[Piece]:
-    for message in messages:
-        if message["role"] == "assistant":
-            yield "Answer:", False
-            yield f" {message['content']}\n", True
-        else:
-            yield f"Question: {message['content']}\n", False
-
-
-_IM = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-FAMILIES = {
-    "chatml": Family(_IM, "<|im_end|>", _chatml),
-    "default-system": Family(
-        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}" + _IM,
-        "<|im_end|>",
-        _with_default,
-    ),
-    "brackets": Family(
-        "{% set ns = namespace(system='') %}{% for m in messages %}"
-        "{% if m.role == 'system' %}{% set ns.system = '((sys ' + m.content + ')) ' %}"
-        "{% elif m.role == 'user' %}{{ bos_token + '[ASK] ' + ns.system + m.content + ' [/ASK]' }}"
-        "{% set ns.system = '' %}{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}",
-        "</s>",
-        _brackets,
-    ),
-    "headers": Family(
-        "{{ '<|begin|>' }}{% for m in messages %}"
-        "{{ '<|head|>' + m.role + '<|/head|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}",
-        "<|eot|>",
-        _headers,
-    ),
-    "pipes": Family(
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}"
-        "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}",
-        "</s>",
-        _pipes,
-    ),
-    "ending": Family(
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
-        "</s>",
-        _ending,
-        closing="\n</s>",
-    ),
-    "thinking": Family(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{% if m.role == 'assistant' and loop.last %}{{ '(no thought)\n' }}{% endif %}"
-        "{{ m.content.split('//')[-1] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-        "<|im_end|>",
-        _thinking,
-        alone=True,
-    ),
-    "marks": Family(
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
-        "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}",
-        "<|im_end|>",
-        _chatml,
-    ),
-    "plain": Family(
-        "{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Answer: ' + m.content + '\n' }}"
-        "{% else %}{{ 'Question: ' + m.content + '\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'Answer:' }}{% endif %}",
-        "</s>",
-        _plain,
-        closing="\n</s>",
-        alone=True,
-    ),
-}
+_KNOWN = json.loads(Path(__file__).with_name("chat_families.json").read_text("utf-8"))
+ROWS: Mapping[str, Row] = _KNOWN["rows"]
+FAMILIES: Mapping[str, Family] = {name: Family.of(tree) for name, tree in _KNOWN["families"].items()}

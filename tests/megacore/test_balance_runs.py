@@ -17,7 +17,7 @@ from pool import Pool
 from test_resume import path_of, whole
 
 from megacore.data.batches import Batch
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import model_from
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import to_hugging_face
 from megacore.store.open import open_model

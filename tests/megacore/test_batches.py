@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data.batches import Batches, TokenError, collate, filled_up, in_vain, prefetch
+from megacore.data.batches import Batches, Prefetch, TokenError, collate, filled_up, in_vain
 from megacore.data.samples import Sample
 from parallel.context_split import ContextParallel
 from parallel.labels import IGNORE
@@ -69,9 +69,7 @@ def test_resuming_in_another_layout_neither_repeats_nor_skips(whole, phases):
             seen += [i for batch in of_all for i in indices(batch)[: len(batch.tokens) - batch.blank]]
             step += 1
     assert seen == list(range(step * whole))
-
-
-def test_another_global_batch_goes_on_at_the_same_sample():
+    # Another global batch goes on at the same sample.
     assert indices(Batches(Numbered(), 4, 2, 0, 1).microbatches_from(10)[1]) == [12, 13]
 
 
@@ -148,22 +146,18 @@ def test_ranks_of_cp_are_given_their_own_tokens():
     assert sorted(seen) == list(range(14))
 
 
-def test_steps_are_prefetched_in_order():
-    with prefetch(Batches(Numbered(), 2, 1, 0, 1).steps(6)) as steps:
+def test_steps_are_prefetched_in_order_up_to_their_end_or_failure():
+    """What the items raise is raised after the items before it, and the end stays the end."""
+    with Prefetch(Batches(Numbered(), 2, 1, 0, 1).steps(6)) as steps:
         assert [indices(batch) for batch in itertools.chain(next(steps), next(steps))] == [[6], [7], [8], [9]]
-
-
-def test_prefetch_ends_with_its_items_and_stays_at_its_end():
-    ahead = prefetch(iter(range(5)))
+    ahead = Prefetch(iter(range(5)))
     assert list(ahead) == [0, 1, 2, 3, 4] and list(ahead) == []
 
-
-def test_prefetch_raises_what_the_items_raise_after_the_items_before_it():
     def items():
         yield 1
         raise OSError("disk gone")
 
-    ahead = prefetch(items())
+    ahead = Prefetch(items())
     assert next(ahead) == 1
     with pytest.raises(OSError, match="disk gone"):
         next(ahead)
@@ -180,7 +174,7 @@ def test_prefetch_is_bounded_and_closes():
             yield i
 
     before = threading.active_count()
-    with prefetch(items(), depth=2) as ahead:
+    with Prefetch(items(), depth=2) as ahead:
         assert next(ahead) == 0
         deadline = time.monotonic() + 5
         while len(made) < 4 and time.monotonic() < deadline:

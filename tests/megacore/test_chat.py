@@ -2,112 +2,132 @@
 
 from __future__ import annotations
 
+import json
+import re
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from chats import FAMILIES, SPECIAL, chat, write_tokenizer
+from chats import FAMILIES, ROWS, Row, chat, write_jsonl, write_tokenizer
 
+from megacore.config import ChatConfig
 from megacore.data.chat import BadExample, TrainOn, passages
-from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, counts
+from megacore.data.corpora import _remarks
+from megacore.data.examples import Preparation
+from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, Tokens, counts
 from megacore.data.text import InputError
+from megacore.inference.evaluation_data import DocumentFiles
+from megacore.store.companions import companions
 
-CHATS = {
-    "one": chat("what is an axis?", "a name, with a size"),
-    "three": chat("hi", "hello  there", "and?", "weights: ünïcode 🙂🙂", "more", "\tx\n\n  y", system="speak well"),
-    "blanks": chat("  hi \n", "  two  blanks  around  ", "and", "\n\nlines\n\n"),
-    "spelled": chat("user", "assistant", "assistant", "user"),
-    "trailing": [*chat("hi", "hello", "and", "so"), {"role": "user", "content": "not answered"}],
-    "left-alone": [*chat("hi", "hello"), *chat("more", "text")],
-}
+Spelled = Callable[..., ModelTokenizer]
+CASES = [(family, name) for family, made in FAMILIES.items() for name in made.cases]
+GENERAL = [family for family, made in FAMILIES.items() if "three" in made.cases]
+"""Those of all rows that are chats and nothing more."""
 
 
 @pytest.fixture(scope="module")
-def spelled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> Spelled:
     """The tokenizer of a family."""
 
     @cache
     def load(family: str, trim: bool = False) -> ModelTokenizer:
-        made = FAMILIES[family]
-        return ModelTokenizer(write_tokenizer(tmp_path_factory.mktemp(family), made.template, made.end, trim))
+        return ModelTokenizer(FAMILIES[family].write(tmp_path_factory.mktemp(family), trim))
 
     return load
 
 
-def counted_texts(
-    tokenizer: ModelTokenizer, row: dict[str, Any], train_on: TrainOn = "assistant"
-) -> list[tuple[str, str]]:
-    """(all of the text, what counts of it) of each example that a row makes, from the tokens."""
-    encoded = tokenizer.encode(passages(row, lambda: tokenizer.template, train_on))
-    decode = tokenizer._tokenizer.decode
-    return [(decode(ids.tolist()), decode(ids[counted].tolist())) for ids, counted in encoded]
+def encoded(tokenizer: ModelTokenizer, row: Row, train_on: TrainOn = "assistant") -> list[Tokens]:
+    return tokenizer.encode(passages(row, lambda: tokenizer.template, train_on))
 
 
-def counted_text(tokenizer: ModelTokenizer, row: dict[str, Any], train_on: TrainOn = "assistant") -> tuple[str, str]:
-    """That of a row that makes one."""
-    (found,) = counted_texts(tokenizer, row, train_on)
-    return found
+def marked(tokenizer: ModelTokenizer, examples: Sequence[Tokens]) -> list[str]:
+    """The text of each up to its last token that counts, with those that do in brackets."""
+    made = []
+    for ids, counted in examples:
+        runs = groupby(zip(ids.tolist(), counted.tolist(), strict=True), lambda pair: pair[1])
+        parts = [(counts, tokenizer._tokenizer.decode([token for token, _ in run])) for counts, run in runs]
+        made.append("".join(f"⟦{text}⟧" if counts else text for counts, text in parts[: 2 * (len(parts) // 2)]))
+    return made
+
+
+def learned(tokenizer: ModelTokenizer, row: Row, train_on: TrainOn = "assistant") -> list[str]:
+    return marked(tokenizer, encoded(tokenizer, row, train_on))
+
+
+def model_files(folder: Path, kind: str = "llama") -> ModelFiles:
+    return ModelFiles(companions(folder, folder), {"model_type": kind}, 400)
 
 
 @pytest.mark.parametrize("trim", [False, True], ids=["", "trim"])
-@pytest.mark.parametrize("name", CHATS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_assistant_generates_counts_and_nothing_else(spelled: Any, family: str, name: str, trim: bool) -> None:
-    messages, tokenizer, made = CHATS[name], spelled(family, trim), FAMILIES[family]
-    answered = messages[:-1] if messages[-1]["role"] == "user" else messages
-    turns = [index for index, message in enumerate(answered) if message["role"] == "assistant"]
-    wanted = []
-    for last in turns if made.alone else turns[-1:]:
-        pieces = list(made.pieces(answered[: last + 1]))
-        counts = [piece for piece, counted in pieces if counted][-1 if made.alone else 0 :]
-        wanted.append(tuple(made.closed("".join(each)) for each in ([piece for piece, _ in pieces], counts)))
-    assert counted_texts(tokenizer, {"messages": messages}) == wanted
-    _, last_turn = counted_text(tokenizer, {"messages": messages}, "last")
-    assert last_turn == made.closed(counts[-1])
-    every = "".join(piece for piece, _ in made.pieces(messages))
-    every = made.closed(every) if messages == answered or family == "ending" else every
-    _, whole = counted_text(tokenizer, {"messages": messages}, "all")
-    assert whole == every.removeprefix(next((token for token in SPECIAL if every.startswith(token)), "Question"[:1]))
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_what_the_assistant_generates_counts_and_nothing_else(
+    spelled: Spelled, family: str, name: str, trim: bool
+) -> None:
+    tokenizer, row, wanted = spelled(family, trim), ROWS[name], FAMILIES[family].cases[name]
+    assert learned(tokenizer, row) == wanted
+    # The last turn alone stands in the same text.
+    before, _, turn = wanted[-1].rpartition("⟦")
+    assert learned(tokenizer, row, "last") == [re.sub("[⟦⟧]", "", before) + "⟦" + turn]
+    if name in FAMILIES[family].all:
+        assert learned(tokenizer, row, "all") == [FAMILIES[family].all[name]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_turn_of_weight_0_is_not_learned(spelled: Any, family: str) -> None:
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_each_turn_is_learned_once_behind_what_transformers_gives_the_assistant(
+    spelled: Spelled, family: str, name: str
+) -> None:
+    tokenizer = spelled(family)
+    theirs, messages, tools = tokenizer._tokenizer, ROWS[name]["messages"], ROWS[name].get("tools")
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    examples = encoded(tokenizer, ROWS[name])
+    if tokenizer.template.marks:
+        for ids, counted in examples:
+            last = turns[-1] if ids is examples[-1][0] else turns[0]
+            made = theirs.apply_chat_template(
+                messages[: last + 1], tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert made["input_ids"] == ids.tolist()
+            mask = np.array(made["assistant_masks"], np.bool_)
+            assert mask[counted].all() and (len(examples) > 1 or (mask == counted).all())
+        return
+    starts = [(ids, np.flatnonzero(np.diff(counted.astype(int)) == 1) + 1) for ids, counted in examples]
+    assert [ids[:start].tolist() for ids, begins in starts for start in begins] == [
+        theirs.apply_chat_template(messages[:turn], tools=tools, add_generation_prompt=True, return_dict=False)
+        for turn in turns
+    ]
+    # And what follows is what it writes of the turn, but for the token of an end that it does not write.
+    for ids, _ in examples:
+        text = theirs.decode(ids.tolist())
+        whole = [theirs.apply_chat_template(messages[: turn + 1], tools=tools, tokenize=False) for turn in turns]
+        assert any(text in (each, each + theirs.eos_token) for each in whole)
+
+
+@pytest.mark.parametrize("family", GENERAL)
+def test_a_turn_of_weight_0_is_not_learned(spelled: Spelled, family: str) -> None:
     """It stands in the text of the turns after it, as those that count do."""
-    messages, tokenizer = CHATS["three"], spelled(family)
+    messages, tokenizer = ROWS["three"]["messages"], spelled(family)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
 
-    def weighted(weights: dict[int, int]) -> dict[str, Any]:
+    def weighted(weights: dict[int, int]) -> Row:
         return {"messages": [m | ({"weight": weights[n]} if n in weights else {}) for n, m in enumerate(messages)]}
 
     others, plain = dict.fromkeys(turns, 0), {"messages": messages}
-    only_last, only_first = others | {turns[-1]: 1}, others | {turns[0]: 1}
-    last = counted_texts(tokenizer, plain, "last")
-    assert counted_texts(tokenizer, weighted(only_last)) == last
-    assert counted_texts(tokenizer, weighted(only_last), "last") == last
-    cut = {"messages": messages[: turns[0] + 1]}
-    assert counted_texts(tokenizer, weighted(only_first)) == counted_texts(tokenizer, cut)
-    assert counted_texts(tokenizer, weighted({turns[0]: 1}), "all") == counted_texts(tokenizer, plain, "all")
+    only_last, only_first = weighted(others | {turns[-1]: 1}), weighted(others | {turns[0]: 1})
+    last = learned(tokenizer, plain, "last")
+    assert learned(tokenizer, only_last) == learned(tokenizer, only_last, "last") == last
+    assert learned(tokenizer, only_first) == learned(tokenizer, {"messages": messages[: turns[0] + 1]})
+    assert learned(tokenizer, weighted({turns[0]: 1}), "all") == learned(tokenizer, plain, "all")
     with pytest.raises(BadExample, match=r"has no counted turn of the assistant \(all have the weight 0\)"):
         passages(weighted(others), lambda: tokenizer.template, "assistant")
     with pytest.raises(BadExample, match="a turn has the weight 0, and all tokens count"):
-        passages(weighted(only_last), lambda: tokenizer.template, "all")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_inference(spelled: Any, family: str) -> None:
-    """What transformers makes of the chat, up to the last token that counts; and what it marks, where it can."""
-    tokenizer, messages = spelled(family), CHATS["three"]
-    ids, counted = tokenizer.encode(passages({"messages": messages}, lambda: tokenizer.template, "assistant"))[-1]
-    if family == "plain":  # whose template ends no turn
-        ids, counted = ids[:-1], counted[:-1]
-    theirs = tokenizer._tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=family == "marks"
-    )
-    assert theirs["input_ids"] == ids.tolist()
-    if family == "marks":
-        assert theirs["assistant_masks"] == counted.astype(int).tolist()
+        passages(only_last, lambda: tokenizer.template, "all")
 
 
 CALLING = (
@@ -124,12 +144,15 @@ CALLED = [
 ]
 
 
-@pytest.mark.parametrize("tools", [[{"name": "warmth"}], '[{"name": "warmth"}]', None, "", []])
-def test_tools_and_calls(tmp_path: Path, tools: object) -> None:
+def test_tools_and_calls(tmp_path: Path) -> None:
     tokenizer = ModelTokenizer(write_tokenizer(tmp_path, CALLING, "<|im_end|>"))
-    text, counted = counted_text(tokenizer, {"messages": CALLED, "tools": tools})
-    assert text.startswith("<|system|>warmth<|end|>\n<|im_start|>user" if tools else "<|im_start|>user")
-    assert counted == '<|user|>warmth({"unit": "C"})<|/head|><|im_end|>21 degrees<|im_end|>'
+    for tools in ([{"name": "warmth"}], '[{"name": "warmth"}]', None, "", []):
+        (text,) = learned(tokenizer, {"messages": CALLED, "tools": tools})
+        assert text.startswith("<|system|>warmth<|end|>\n<|im_start|>user" if tools else "<|im_start|>user")
+        assert re.findall("⟦(.*?)⟧", text) == [
+            '<|user|>warmth({"unit": "C"})<|/head|><|im_end|>',
+            "21 degrees<|im_end|>",
+        ]
 
 
 def test_a_marked_turn_may_have_several_parts_and_the_last_turn_keeps_all_of_its_own(tmp_path: Path) -> None:
@@ -140,26 +163,23 @@ def test_a_marked_turn_may_have_several_parts_and_the_last_turn_keeps_all_of_its
         "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     )
     tokenizer, row = ModelTokenizer(write_tokenizer(tmp_path, template)), {"messages": chat("hi", "a/b", "and", "c/d")}
-    assert counted_text(tokenizer, row)[1] == "ab</s>cd</s>"
-    assert counted_text(tokenizer, row, "last")[1] == "cd</s>"
+    first, last = "user:hi\nassistant:⟦a⟧||⟦b</s>⟧\n", "user:and\nassistant:⟦c⟧||⟦d</s>⟧"
+    assert learned(tokenizer, row) == [first + last]
+    assert learned(tokenizer, row, "last") == [re.sub("[⟦⟧]", "", first) + last]
 
 
 # -- prompts with completions, and texts
 
 
-def test_of_a_prompt_and_completion_the_completion_and_its_end_count(spelled: Any) -> None:
+def test_of_prompts_and_texts_what_follows_and_its_end_count(spelled: Spelled) -> None:
     tokenizer = spelled("chatml")
     row = {"prompt": "Q: two? ", "completion": "A: three", "messages": None}
-    assert counted_text(tokenizer, row) == ("<s>Q: two? A: three<|im_end|>", "A: three<|im_end|>")
-    assert counted_text(tokenizer, row, "all")[1] == "Q: two? A: three<|im_end|>"
+    assert learned(tokenizer, row) == ["<s>Q: two? ⟦A: three<|im_end|>⟧"]
+    assert learned(tokenizer, row, "all") == ["<s>⟦Q: two? A: three<|im_end|>⟧"]
     # A token that holds characters of both counts: what completes the prompt is all there.
-    assert counted_text(tokenizer, {"prompt": "the", "completion": "re"})[1] == "ere<|im_end|>"
-
-
-def test_of_a_text_all_counts_but_its_first_token(spelled: Any) -> None:
-    tokenizer = spelled("chatml")
-    assert counted_text(tokenizer, {"text": "plain text"}) == ("<s>plain text<|im_end|>", "plain text<|im_end|>")
-    assert counted_text(tokenizer, {"text": "ended<|im_end|>"})[0] == "<s>ended<|im_end|>"
+    assert learned(tokenizer, {"prompt": "the", "completion": "re"}) == ["<s>th⟦ere<|im_end|>⟧"]
+    assert learned(tokenizer, {"text": "plain text"}) == ["<s>⟦plain text<|im_end|>⟧"]
+    assert learned(tokenizer, {"text": "ended<|im_end|>"}) == ["<s>⟦ended<|im_end|>⟧"]
 
 
 def test_a_token_counts_where_it_holds_a_character_that_does() -> None:
@@ -211,45 +231,145 @@ def message(**values: object) -> dict[str, object]:
         ({"text": 3}, "text is a int, not text"),
     ],
 )
-def test_bad_rows_say_why(spelled: Any, row: dict[str, Any], words: str) -> None:
+def test_bad_rows_say_why(spelled: Spelled, row: Row, words: str) -> None:
     with pytest.raises(BadExample) as error:
         passages(row, lambda: spelled("chatml").template, "assistant")
     assert words in str(error.value)
 
 
-def test_a_prompt_that_does_not_lead_to_the_turn_is_named(tmp_path: Path) -> None:
-    template = FAMILIES["chatml"].template.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>think' }}")
-    tokenizer = ModelTokenizer(write_tokenizer(tmp_path, template, "<|im_end|>"))
-    choices: tuple[TrainOn, ...] = ("assistant", "last")
-    for train_on in choices:
-        with pytest.raises(BadExample, match=r"message 2: the chat template writes the messages before it otherwise"):
-            counted_texts(tokenizer, {"messages": chat("hi", "hello")}, train_on)
+CALLLESS = {**ROWS["calls"], "messages": [m for m in ROWS["calls"]["messages"] if "tool_calls" not in m]}
+THOUGHT = ROWS["two-thoughts"]["messages"]
+
+
+@pytest.mark.parametrize(
+    ("family", "row", "words"),
+    [
+        # Else the assistant learns to say nothing where it was to call a tool.
+        ("phi-4", CALLLESS, "the example has tools, and the chat template writes nothing of them: set chat.template"),
+        ("phi-4", {**ROWS["calls"], "tools": None}, "message 2 has tool_calls, and the chat template writes nothing"),
+        ("phi-4", {"messages": THOUGHT[:2]}, "message 2 has reasoning_content, and the chat template writes nothing"),
+        (
+            "marked-thoughts",
+            {"messages": [*THOUGHT[:2], THOUGHT[3]]},
+            "message 3: the chat template marks the turns before it otherwise",
+        ),
+        *(
+            (family, {"messages": [*messages, *chat("and?", "so")]}, f"the chat template fails: {words}")
+            for family, made in FAMILIES.items()
+            for words, messages in made.refused.items()
+        ),
+    ],
+)
+def test_what_a_template_refuses_or_passes_over_is_told(spelled: Spelled, family: str, row: Row, words: str) -> None:
+    with pytest.raises(BadExample) as error:
+        encoded(spelled(family), row)
+    assert str(error.value).startswith(words)
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "the chat template fails: roles must alternate"),
+        # As where a template leaves out the thoughts of all turns, the last among them.
+        (
+            FAMILIES["phi-4"].template.replace("assistant<|im_sep|>", "assistant<|im_sep|><think>"),
+            r"message 4: .* when they are to be answered.* by \{% generation %\}",
+        ),
         ("{{ messages[0].nothing.there }}", "the chat template fails: "),
         ("{% for m in messages %}{{ m.content", "the chat template fails: "),
     ],
 )
 def test_a_template_that_fails_is_a_bad_row(tmp_path: Path, template: str, words: str) -> None:
-    tokenizer = ModelTokenizer(write_tokenizer(tmp_path, template))
-    with pytest.raises(BadExample) as error:
-        counted_text(tokenizer, {"messages": chat("hi", "hello")})
-    assert words in str(error.value)
+    tokenizer = ModelTokenizer(replace(FAMILIES["phi-4"], template=template).write(tmp_path))
+    choices: tuple[TrainOn, ...] = ("assistant", "last")
+    for train_on in choices:
+        with pytest.raises(BadExample, match=words):
+            encoded(tokenizer, ROWS["turns"], train_on)
 
 
 def test_what_is_wrong_with_the_tokenizer_is_no_rows_fault(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no chat template: set chat\.template"):
-        counted_text(ModelTokenizer(write_tokenizer(tmp_path / "bare", None)), {"messages": chat("hi", "hello")})
+        encoded(ModelTokenizer(write_tokenizer(tmp_path / "bare", None)), ROWS["turns"])
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="the model's tokenizer cannot be loaded"):
         ModelTokenizer(tmp_path / "broken")
-    with (
-        pytest.raises(InputError, match="none is there: start from a folder that has it"),
-        ModelFiles({}, {}, 3).folder(),
-    ):
+    missing = pytest.raises(InputError, match="none is there: start from a folder that has it")
+    with missing, ModelFiles({}, {}, 3).folder():
         pass
+
+
+@pytest.mark.parametrize("form", ["list", "folder"])
+def test_a_template_for_tools_is_taken_where_there_are_tools(tmp_path: Path, form: str) -> None:
+    made, plain = FAMILIES["qwen2.5"], FAMILIES["stablelm"].template
+    folder = replace(made, template=plain).write(tmp_path)
+    if form == "list":
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": made.template}]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    else:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates/tool_use.jinja").write_text(made.template)
+    with model_files(folder, "qwen2").folder() as copied:
+        tokenizer = ModelTokenizer(copied)
+    assert learned(tokenizer, ROWS["calls"]) == made.cases["calls"]
+    (wanted,) = FAMILIES["stablelm"].cases["turns"]
+    assert learned(tokenizer, ROWS["turns"]) == [wanted.replace("<|endoftext|>", "<|im_end|>")]
+
+
+def test_mistrals_own_file_of_a_tokenizer_is_one(tmp_path: Path) -> None:
+    made = FAMILIES["mistral"]
+    vocab = [{"rank": byte, "token_bytes": b64encode(bytes([byte])).decode()} for byte in range(256)]
+    special = [{"rank": rank, "token_str": token} for rank, token in enumerate(["<unk>", *made.special])]
+    config = {"pattern": ".", "default_vocab_size": 256 + len(special), "default_num_special_tokens": len(special)}
+    (tmp_path / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab, "special_tokens": special}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": made.begin, "eos_token": made.end}))
+    (tmp_path / "chat_template.jinja").write_text(made.template)
+    files = dict(companions(tmp_path, tmp_path))
+    with ModelFiles(files, {"model_type": "mistral"}, 400).folder() as folder:
+        tokenizer = ModelTokenizer(folder)
+    del files["tokenizer_config.json"]
+    with ModelFiles(files, {"model_type": "mistral"}, 400).folder():
+        pass
+    assert learned(tokenizer, ROWS["brief"]) == made.cases["brief"]
+
+
+# -- files of chats
+
+
+def test_a_row_that_a_template_refuses_is_named_with_its_line(tmp_path: Path) -> None:
+    files = model_files(FAMILIES["gemma"].write(tmp_path / "model"), "gemma")
+    path = write_jsonl(tmp_path / "chats.jsonl", ROWS["turns"], ROWS["brief"], "", ROWS["turns"])
+    with pytest.raises(InputError) as error:
+        Preparation(path, tmp_path / "examples", ChatConfig(), 64, files).examples()
+    assert "1 bad line(s)" in str(error.value)
+    assert f"{path}, line 2: the chat template fails: System role not supported" in str(error.value)
+
+
+def test_chats_that_are_several_examples_are_counted_and_said(tmp_path: Path) -> None:
+    made = FAMILIES["qwen3"]
+    folder = made.write(tmp_path / "model")
+    files, tokenizer = model_files(folder, "qwen3"), ModelTokenizer(folder)
+    rows = ROWS["turns"], {"messages": chat("hi", "hello")}, ROWS["thoughts"]
+    path = write_jsonl(tmp_path / "chats.jsonl", *rows)
+    found = Preparation(path, tmp_path / "examples", ChatConfig(), 400, files).examples()
+    wanted = [text for name in made.cases for text in made.cases[name]]
+    wanted.insert(2, wanted[0])
+    examples = [(ids.astype(np.int64), counted) for ids, counted in map(found.example, range(found.count))]
+    assert marked(tokenizer, examples) == wanted
+    assert (found.facts.examples, found.facts.split, found.facts.skipped) == (5, 2, 0)
+    assert found.chats.tolist() == [0, 0, 1, 2, 2]
+    said = "  2 chats are several examples, as the template rewrites what is past"
+    assert _remarks("chats", found.facts, 400)[1] == said
+    # One that is dropped is none that the next goes on from.
+    thought = {"role": "assistant", "content": "hello", "reasoning_content": "so long " * 99}
+    long = {"messages": [*chat("hi"), thought, *chat("and?", "so")]}
+    path = write_jsonl(tmp_path / "long.jsonl", ROWS["turns"], long)
+    short = Preparation(path, tmp_path / "examples", ChatConfig(too_long="drop"), 99, files).examples()
+    assert short.facts.dropped == 1 and short.chats.tolist() == [0, 0, 1]
+    # An evaluation reads all of them, too.
+    config = SimpleNamespace(vocab_size=400)
+    weights: Any = SimpleNamespace(companions=lambda: companions(folder, folder), raw={}, config=config)
+    path = write_jsonl(tmp_path / "thoughts.jsonl", ROWS["thoughts"])
+    read = DocumentFiles([path], 400, SimpleNamespace(folder=weights), "text", "assistant").documents()  # type: ignore[arg-type]
+    assert marked(tokenizer, [(each.tokens, each.counted) for each in read]) == made.cases["thoughts"]

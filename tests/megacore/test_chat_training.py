@@ -101,11 +101,9 @@ def _alone(pool: Pool, folder: Path) -> Result:
 LAYOUTS = {
     "one": (1, ["batch.micro_size=4"]),
     "selective-offload": (1, ["memory.recompute=selective", "memory.offload_activations=true"]),
-    "tp2": (2, ["mesh.tp=2"]),
-    "pp2": (2, ["mesh.pp=2", "batch.micro_size=2"]),
     "dp2-gradients": (2, ["mesh.dp=2", "zero.shard=gradients"]),
     "cp2-tp2": (4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"]),
-    "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full"]),
+    "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full", "batch.micro_size=2"]),
 }
 
 
@@ -126,18 +124,13 @@ def test_packed_examples_train_as_they_do_alone(pool: Pool, folder: Path, layout
             assert np.linalg.norm(packed[0].weights[name] - want) <= 1e-9 * np.linalg.norm(want), name
 
 
-def test_the_rows_are_as_many_as_the_test_takes_them_for(recipe: str) -> None:
-    setup = check(recipe, [], 1, 1)
-    source = setup.corpora.train
-    assert isinstance(source, Packed) and source.per_epoch == ROWS and setup.corpora.separate
-    alone = check(recipe, ["chat.pack=false"], 1, 1).corpora.train
-    assert isinstance(alone, Packed) and alone.per_epoch == EXAMPLES
-
-
 def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folder: Path) -> None:
-    """Else equal losses would prove little."""
-    alone = _alone(pool, folder)
-    setup = check(str(folder / "recipe.yaml"), [f"batch.global_size={ROWS}", f"out={folder / 'joined'}"], 1, 1)
+    """Else equal losses would prove little; and the rows are as many as these tests take them for."""
+    alone, recipe = _alone(pool, folder), str(folder / "recipe.yaml")
+    setup = check(recipe, [f"batch.global_size={ROWS}", f"out={folder / 'joined'}"], 1, 1)
+    unpacked = check(recipe, ["chat.pack=false", f"out={folder / 'joined'}"], 1, 1)
+    for source, count in ((setup.corpora.train, ROWS), (unpacked.corpora.train, EXAMPLES)):
+        assert isinstance(source, Packed) and source.per_epoch == count and setup.corpora.separate
     object.__setattr__(setup.corpora, "separate", False)
     mesh = Mesh.single()
     made = build.trainer_of(setup, mesh, Control.create(mesh))
@@ -221,14 +214,9 @@ def test_the_examples_of_a_chat_are_held_out_together(recipe: str, tmp_path: Pat
         assert isinstance(source, Packed) and source._chosen.size == 2
 
 
-def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
-    other = write_jsonl(tmp_path / "other.jsonl", *rows(8))
-    blend = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}, weight: 3}}, {other}]"]
-    train = check(recipe, blend, 1, 1).corpora.train
-    assert isinstance(train, Blend) and len(train.sources) == 2
-
-
 def test_examples_of_a_least_length_alone(recipe: str, tmp_path: Path) -> None:
+    """And several files are blended."""
+    blend = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}, weight: 3}}, {tmp_path / 'mixed.jsonl'}]"]
     path = write_jsonl(tmp_path / "mixed.jsonl", *rows(12), *({"text": "word " * (9 * n)} for n in range(1, 7)))
     whole, some = (
         check(recipe, [f"data.train=[{{path: {path}, least: {least}}}]"], 1, 1).corpora.train for least in (0, 20)
@@ -236,6 +224,8 @@ def test_examples_of_a_least_length_alone(recipe: str, tmp_path: Path) -> None:
     assert isinstance(whole, Packed) and isinstance(some, Packed)
     long = whole._chosen[whole._examples.lengths[whole._chosen] >= 20]
     assert {*some._chosen.tolist()} == {*long.tolist()} and 0 < long.size < whole._chosen.size
+    train = check(recipe, blend, 1, 1).corpora.train
+    assert isinstance(train, Blend) and len(train.sources) == 2
     with pytest.raises(ConfigError, match=r"none of the \d+ document\(s\) of .*mixed.jsonl to train on has the 9999"):
         check(recipe, [f"data.train=[{{path: {path}, least: 9999}}]"], 1, 1)
 

@@ -14,11 +14,8 @@ from megacore.config import Config, CorpusConfig, DataConfig
 from megacore.data.blend import Blend
 from megacore.data.corpora import Corpora, facts, vocabulary_problems
 from megacore.data.corpus import CORPUS, Corpus
-from megacore.data.first_order import ShuffledDocuments
-from megacore.data.indexed import IndexedDataset, IndexedWriter
-from megacore.data.samples import ORDER, Source, split_documents
-from megacore.store.strict_json import StoreError
-from megacore.training.progress import Progress
+from megacore.data.indexed import IndexedWriter
+from megacore.data.samples import Source
 
 FACTS = Corpus("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0, 0, 0)
 
@@ -44,26 +41,17 @@ def tokens(source: Source, count: int) -> set[int]:
     return {int(token) for i in range(count) for token in source.sample(i).tokens[:-1]}
 
 
-def test_a_held_out_fraction_shares_no_token_with_training(tmp_path: Path) -> None:
-    corpora = Corpora.open(config(write(tmp_path / "a", *[10] * 50), fraction=0.3))
+def test_what_is_held_out_is_a_fraction_or_other_corpora_or_nothing(tmp_path: Path) -> None:
+    """And shares no token with training."""
+    a, b = write(tmp_path / "a", *[10] * 50), write(tmp_path / "b", *[10] * 50, start=1000)
+    corpora = Corpora.open(config(a, fraction=0.3))
     assert corpora.validation is not None
     train, held_out = tokens(corpora.train, 30), tokens(corpora.validation, 10)
-    assert len(train) > 200 and len(held_out) > 60
-    assert not train & held_out
-
-
-def test_all_of_a_corpus_is_for_training_where_nothing_is_held_out(tmp_path: Path) -> None:
-    corpora = Corpora.open(config(write(tmp_path / "a", *[10] * 50)))
-    assert corpora.validation is None
-    assert len(tokens(corpora.train, 62)) == 62 * 8
-
-
-def test_validation_corpora_take_the_place_of_the_fraction(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a", *[10] * 50), write(tmp_path / "b", *[10] * 50, start=1000)
-    corpora = Corpora.open(config(a, validation=(b,), fraction=0.3))
-    assert corpora.validation is not None
-    assert len(tokens(corpora.train, 62)) == 62 * 8
-    assert min(tokens(corpora.validation, 62)) >= 1000
+    assert len(train) > 200 and len(held_out) > 60 and not train & held_out
+    whole, other = Corpora.open(config(a)), Corpora.open(config(a, validation=(b,), fraction=0.3))
+    assert len(tokens(whole.train, 62)) == len(tokens(other.train, 62)) == 62 * 8
+    assert whole.validation is None and other.validation is not None
+    assert min(tokens(other.validation, 62)) >= 1000
 
 
 def test_several_corpora_are_blended_by_weight_on_both_sides(tmp_path: Path) -> None:
@@ -73,21 +61,6 @@ def test_several_corpora_are_blended_by_weight_on_both_sides(tmp_path: Path) -> 
         assert isinstance(source, Blend)
         of_b = [source.sample(i).tokens[0] >= 1000 for i in range(40)]
         assert sum(of_b) == 10
-
-
-def test_a_run_of_the_first_order_goes_on_in_it(tmp_path: Path) -> None:
-    plain = config(write(tmp_path / "a", *[10] * 50), fraction=0.3)
-    split = split_documents(50, 0.3, plain.data.seed)
-    first = ShuffledDocuments(IndexedDataset(tmp_path / "a"), 8, plain.data.seed, split.train)
-    for order in (1, ORDER):
-        corpora = Corpora.open(plain, order=order)
-        same = [corpora.train.sample(i).tokens.tolist() == first.sample(i).tokens.tolist() for i in range(20)]
-        assert all(same) if order == 1 else sum(same) < 3
-    recipe = {"recipe": {}, "step": 1, "consumed_samples": 8, "tokens": 64, "optimizer_steps": 1}
-    assert Progress.read(recipe, "trainer.json").order == 1
-    assert Progress.read(recipe | {"data_order": 2}, "trainer.json").at(2, plain).order == 2
-    with pytest.raises(StoreError, match=r"trainer\.json: data_order is 3, and those from 1 to 2 are known"):
-        Progress.read(recipe | {"data_order": 3}, "trainer.json")
 
 
 def test_batches_are_of_this_rank_and_section(tmp_path: Path) -> None:
@@ -113,13 +86,10 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("order", [1, ORDER])
-def test_documents_of_a_least_length_alone(tmp_path: Path, order: int) -> None:
+def test_documents_of_a_least_length_alone(tmp_path: Path) -> None:
     """On both sides of what is held out, which are the same with and without; and where a corpus is named for it."""
     path = write(tmp_path / "a", *MIXED)
-    whole, long = (
-        Corpora.open(config(CorpusConfig(path, least=least), fraction=0.3), order=order) for least in (0, 25)
-    )
+    whole, long = (Corpora.open(config(CorpusConfig(path, least=least), fraction=0.3)) for least in (0, 25))
     sides = []
     for every, some in ((whole.train, long.train), (whole.validation, long.validation)):
         assert every is not None and some is not None
@@ -127,11 +97,11 @@ def test_documents_of_a_least_length_alone(tmp_path: Path, order: int) -> None:
         assert sides[-1] <= tokens(every, 300) and sides[-1] <= LONG
     assert sides[0] | sides[1] == LONG, "none is lost"
     twice = config(CorpusConfig(path), CorpusConfig(path, least=25), fraction=0.3)
-    corpora = Corpora.open(twice, order=order)
+    corpora = Corpora.open(twice)
     assert corpora.validation is not None
     assert not tokens(corpora.train, 600) & tokens(corpora.validation, 600), "named twice, it holds the same ones out"
     given = DataConfig((CorpusConfig(path),), (CorpusConfig(path, least=31),), 0.3, 8)
-    named = Corpora.open(Config(data=given), order=order).validation
+    named = Corpora.open(Config(data=given)).validation
     assert named is not None and len(tokens(named, 300)) == 12 * 40
 
 
@@ -156,13 +126,10 @@ def test_a_sample_of_long_documents_is_a_function_of_its_number(tmp_path: Path) 
         (40, 0.01, r"none of the 2 document\(s\) of the validation part of .*give this split a larger fraction"),
     ],
 )
-@pytest.mark.parametrize("order", [1, ORDER])
-def test_a_least_length_that_leaves_nothing_is_refused(
-    tmp_path: Path, least: int, fraction: float, words: str, order: int
-) -> None:
+def test_a_least_length_that_leaves_nothing_is_refused(tmp_path: Path, least: int, fraction: float, words: str) -> None:
     corpus = CorpusConfig(write(tmp_path / "a", *MIXED), least=least)
     with pytest.raises(ValueError, match=words):
-        Corpora.open(config(corpus, fraction=fraction), order=order)
+        Corpora.open(config(corpus, fraction=fraction))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from engine import RECIPE, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints, exits
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import model_from
 from megacore.recipe import ConfigError
 from megacore.store import load
 from megacore.store.audit import DamageError

@@ -141,31 +141,26 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_index_is_named(tmp_path, case):
-    break_it, message = BAD[case]
+BAD_DATA = {
+    # As of a file that was made anew, and whose index is the old one.
+    "more": (
+        lambda raw: raw + b"\x05\x00",
+        r"a\.idx tells of the first 20 bytes of a\.bin, which has 22: one of the two",
+    ),
+    "less": (lambda raw: raw[:-1], r"sequence 6 .3 tokens of 2 bytes. at byte 14 of a.bin, which has 19"),
+}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "break_it", "message"),
+    [*(("idx", *case) for case in BAD.values()), *(("bin", *case) for case in BAD_DATA.values())],
+    ids=[*BAD, *BAD_DATA],
+)
+def test_a_bad_pair_is_named(tmp_path, suffix, break_it, message):
     write(tmp_path / "a", CORPUS)
-    index = tmp_path / "a.idx"
-    index.write_bytes(break_it(index.read_bytes()))
+    file = tmp_path / f"a.{suffix}"
+    file.write_bytes(break_it(file.read_bytes()))
     with pytest.raises(ValueError, match=message):
-        IndexedDataset(tmp_path / "a")
-
-
-def test_an_index_of_less_than_its_data_is_named(tmp_path):
-    """As of a file that was made anew, and whose index is the old one."""
-    write(tmp_path / "a", [[[1, 2, 3]], [[4]]])
-    with (tmp_path / "a.bin").open("ab") as file:
-        file.write(b"\x05\x00")
-    with pytest.raises(
-        ValueError, match=r"a\.idx tells of the first 8 bytes of a\.bin, which has 10: one of the two is another"
-    ):
-        IndexedDataset(tmp_path / "a")
-
-
-def test_truncated_data_is_named(tmp_path):
-    write(tmp_path / "a", CORPUS)
-    (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"sequence 6 .3 tokens of 2 bytes. at byte 14 of a.bin, which has 19"):
         IndexedDataset(tmp_path / "a")
 
 
@@ -184,17 +179,13 @@ def test_a_token_outside_the_vocabulary_is_named_and_nothing_is_published(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_leaves_the_pair_that_was_there(tmp_path):
+def test_a_failure_leaves_the_pair_that_was_there_and_another_replaces_it_whole(tmp_path):
     write(tmp_path / "a", CORPUS)
     with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "a", 100) as writer:
         writer.write([9])
         raise KeyboardInterrupt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
     assert IndexedDataset(tmp_path / "a").document(3).tolist() == [5, 6]
-
-
-def test_a_pair_is_replaced_whole(tmp_path):
-    write(tmp_path / "a", CORPUS)
     write(tmp_path / "a", [[[11]]])
     assert [IndexedDataset(tmp_path / "a").document(0).tolist()] == [[11]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]

@@ -20,7 +20,7 @@ from pool import Pool
 
 from megacore import open_files
 from megacore.control import Control
-from megacore.data.batches import HELD, Batch, prefetch
+from megacore.data.batches import HELD, Batch, Prefetch
 from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import BLOCKS
@@ -135,7 +135,7 @@ def test_a_rank_holds_the_data_that_the_plan_says(tmp_path: Path) -> None:
                 enough.set()
             yield each
 
-    with prefetch(counted()) as ahead:
+    with Prefetch(counted()) as ahead:
         next(ahead)
         assert enough.wait(30)
         time.sleep(0.05)

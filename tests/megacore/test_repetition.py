@@ -50,7 +50,7 @@ def break_calls(made: engine.Trainer, calls: dict[int, float]) -> None:
 def poison_samples(made: engine.Trainer, samples: list[int], factor: float) -> None:
     """Multiply the losses of microbatches that hold some samples."""
     plain = made.train_step.pipeline.train
-    poisoned = {bytes(made.batches._source.sample(each).tokens[:-1]) for each in samples}
+    poisoned = {bytes(made.batches.source.sample(each).tokens[:-1]) for each in samples}
 
     def train(microbatches: list[Microbatch], scale: torch.Tensor, enter: Callable[[Kind], object]) -> torch.Tensor:
         rows = [bytes(row.numpy()) for each in microbatches for row in each.tokens.view(-1, engine.LENGTH)]

@@ -34,9 +34,8 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.config import Config
-from megacore.data.first_order import ShuffledDocuments
 from megacore.data.samples import Samples
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import model_from
 from megacore.recipe import ConfigError, load
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder
@@ -236,7 +235,7 @@ def test_the_middle_of_the_second_epoch_goes_on_on_another_layout(pool: Pool, re
     common = ["batch.global_size=48", "batch.micro_size=4", "train.steps=13", "checkpoint.every=7", *OFF]
     straight = train(recipe, [f"out={tmp_path / 'straight'}", *common])
     start = f"checkpoint.resume={path_of(tmp_path / 'straight', 7)}"
-    epoch = trainer(recipe, [f"out={tmp_path / 'other'}", start, *common]).batches._source
+    epoch = trainer(recipe, [f"out={tmp_path / 'other'}", start, *common]).batches.source
     assert isinstance(epoch, Samples) and 7 * 48 % epoch.per_epoch and 7 * 48 // epoch.per_epoch == 2
     ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / 'run'}", start, "mesh.tp=2", *common])
     np.testing.assert_allclose(ranks[0].values("loss"), straight.values("loss")[7:], rtol=TOLERANCE)
@@ -256,26 +255,12 @@ def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path,
 
     made.train_step.backward = backward  # type: ignore[assignment, method-assign]
     made.fit()
-    samples = made.batches._source
+    samples = made.batches.source
     assert seen == [samples.sample(index).tokens[:-1].tolist() for index in range(24, 32)]
     told = json.loads((path_of(tmp_path / "run", 5) / "trainer.json").read_text())
     assert (told["consumed_samples"], told["tokens"]) == (32, 32 * LENGTH)
     tokens = metrics.curve(metrics.read(tmp_path / "run" / "metrics.jsonl"), "tokens")
     assert tokens == [(4, 28 * LENGTH), (5, 32 * LENGTH)]
-
-
-def test_the_samples_go_on_in_the_order_that_the_run_began_in(recipe: str, six: Path, tmp_path: Path) -> None:
-    old = tmp_path / "step-3"
-    shutil.copytree(path_of(six, 3), old)
-    told = json.loads((old / "trainer.json").read_text())
-    assert told.pop("data_order") == 2
-    (old / "trainer.json").write_text(json.dumps(told))  # as it was before orders had a version
-    overrides = [f"out={tmp_path / 'run'}", "train.steps=4", "checkpoint.at_end=true", *OFF]
-    new, made = (trainer(recipe, [*overrides, f"checkpoint.resume={path}"]) for path in (path_of(six, 3), old))
-    assert isinstance(new.batches._source, Samples) and isinstance(made.batches._source, ShuffledDocuments)
-    made.fit()
-    again = trainer(recipe, [*overrides, "checkpoint.resume=auto", "train.steps=5"])
-    assert isinstance(again.batches._source, ShuffledDocuments)
 
 
 def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: str, tmp_path: Path) -> None:
@@ -678,9 +663,12 @@ def test_progress_is_read_as_it_was_written() -> None:
     config = replace(load_default(), batch=replace(load_default().batch, global_size=10))
     later = progress.at(9, config, updates=8)
     assert later == Progress(9, 70, 400 + 20 * config.data.sequence_length, 8) and later.skipped == 1
-    tree = {"step": 7, "consumed_samples": 50, "tokens": 400, "optimizer_steps": 6, "recipe": {}}
-    assert Progress.read(tree, "here") == replace(progress, order=1)
-    assert Progress.read(tree | {"data_order": 2}, "here") == progress
+    tree = {"step": 7, "consumed_samples": 50, "tokens": 400, "optimizer_steps": 6, "data_order": 2, "recipe": {}}
+    assert Progress.read(tree, "here") == progress
+    for order in (1, 3, None, True):  # one of before the first release has none
+        told = {key: value for key, value in {**tree, "data_order": order}.items() if value is not None}
+        with pytest.raises(StoreError, match=r"here: data_order is .* go on with the version .* by checkpoint\.init"):
+            Progress.read(told, "here")
     broken: list[Mapping[str, Any]] = [{**tree, "step": None}, {**tree, "step": True}, {**tree, "recipe": 3}]
     for wrong in broken:
         with pytest.raises(StoreError, match="here: has no"):

@@ -58,6 +58,13 @@ def problems(folder: Path, held: Companion | None, before: Mapping[str, Any] | N
 
 
 def test_ids_of_another_meaning_are_refused_and_counted(tmp_path: Path) -> None:
+    """Those of unigrams and added tokens as well; without one of the two tokenizers nothing is known."""
+    unigrams = tokenizer(tmp_path / "unigrams", [[letter, -0.5] for letter in LETTERS])
+    assert not problems(tmp_path, unigrams)
+    tokenizer(tmp_path, LETTERS, added_tokens=[{"id": 3, "content": "<|end|>"}])
+    assert not problems(tmp_path, None)
+    (problem,) = problems(tmp_path, unigrams)
+    assert "25 of 26 tokens are alike, and 3 is '<|end|>' and was 'd'" in problem
     held = tokenizer(tmp_path / "held", LETTERS)
     tokenizer(tmp_path, LETTERS | {"y": 25, "z": 24})
     (problem,) = problems(tmp_path, held, allow_changed=True)
@@ -85,19 +92,6 @@ def test_ids_that_mean_the_same_are_not(vocabulary: Any, more: dict[str, Any], t
     held = tokenizer(tmp_path / "held", LETTERS)
     tokenizer(tmp_path, vocabulary, **more)
     assert not problems(tmp_path, held)
-
-
-def test_added_tokens_and_unigrams_count(tmp_path: Path) -> None:
-    held = tokenizer(tmp_path / "held", [[letter, -0.5] for letter in LETTERS])
-    tokenizer(tmp_path, LETTERS, added_tokens=[{"id": 3, "content": "<|end|>"}])
-    (problem,) = problems(tmp_path, held)
-    assert "25 of 26 tokens are alike, and 3 is '<|end|>' and was 'd'" in problem
-
-
-def test_without_one_of_the_two_nothing_is_known(tmp_path: Path) -> None:
-    assert not problems(tmp_path, tokenizer(tmp_path / "held", LETTERS))
-    tokenizer(tmp_path, LETTERS)
-    assert not problems(tmp_path, None)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:

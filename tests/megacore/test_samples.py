@@ -1,13 +1,9 @@
 """Samples: every token of an epoch once as a label, the same order everywhere, documents known, splits disjoint."""
 
-from itertools import pairwise
-
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacore.data.first_order import ShuffledDocuments
 from megacore.data.indexed import IndexedDataset, IndexedWriter
 from megacore.data.samples import BLOCKS, Purpose, Runs, Samples, draw, shuffled, split_documents, split_runs
 
@@ -70,52 +66,16 @@ def test_a_sample_is_a_piece_of_the_ring_of_documents(tmp_path, lengths, length,
         assert len(labelled) == len(set(labelled)) == samples.per_epoch * length
 
 
-@many
-@given(**CORPORA)
-def test_an_epoch_of_the_first_order_labels_every_token_once(tmp_path, lengths, length, sequences, seed):
-    if sum(lengths) <= length:
-        lengths = [*lengths, length + 1]
-    dataset = dataset_of(tmp_path / "a", lengths, sequences)
-    samples = ShuffledDocuments(dataset, length, seed)
-    assert samples.per_epoch == (sum(lengths) - 1) // length
-    document_of = np.repeat(np.arange(len(lengths)), lengths)
-    starts = set((np.cumsum(lengths) - lengths).tolist())
-    for epoch in range(2):
-        drawn = [samples.sample(epoch * samples.per_epoch + i) for i in range(samples.per_epoch)]
-        labels = np.concatenate([sample.tokens[1:] for sample in drawn])
-        assert labels.size == np.unique(labels).size == samples.per_epoch * length
-        by_first = {int(sample.tokens[0]): sample for sample in drawn}
-        for sample in drawn:
-            assert sample.tokens.shape == sample.documents.shape == (length + 1,)
-            steps = np.diff(sample.documents)
-            assert sample.documents[0] == 0 and set(steps.tolist()) <= {0, 1}
-            assert np.array_equal(steps == 1, np.diff(document_of[sample.tokens]) != 0)
-            inside = steps == 0
-            assert (np.diff(sample.tokens)[inside] == 1).all()  # within a document the tokens follow each other
-            assert set(sample.tokens[1:][~inside].tolist()) <= starts  # and another begins at its beginning
-        # One sample's last token is the next one's first: together they are one stream, with but one end.
-        assert sum(int(sample.tokens[-1]) not in by_first for sample in drawn) == 1
-
-
-@pytest.mark.parametrize("kind", [Samples, ShuffledDocuments])
-def test_epochs_differ_and_any_order_of_access_gives_the_same(tmp_path, kind):
+def test_epochs_differ_and_any_order_of_access_gives_the_same(tmp_path):
     dataset = dataset_of(tmp_path / "a", [5] * 40)
-    one, other = kind(dataset, 8, seed=3), kind(dataset, 8, seed=3)
+    one, other = Samples(dataset, 8, seed=3), Samples(dataset, 8, seed=3)
     n = one.per_epoch
     forward = [one.sample(i).tokens.tolist() for i in range(3 * n)]
     backward = [other.sample(i).tokens.tolist() for i in reversed(range(3 * n))]
     assert forward == backward[::-1]
-    assert forward[:n] != [kind(dataset, 8, seed=4).sample(i).tokens.tolist() for i in range(n)]
+    assert forward[:n] != [Samples(dataset, 8, seed=4).sample(i).tokens.tolist() for i in range(n)]
     # Each epoch cuts the stream into other samples.
     assert sorted(forward[:n]) != sorted(forward[n : 2 * n]) != sorted(forward[2 * n :])
-
-
-@pytest.mark.parametrize("kind", [Samples, ShuffledDocuments])
-def test_samples_are_shuffled(tmp_path, kind):
-    samples = kind(dataset_of(tmp_path / "a", [10] * 100), 20, seed=0)
-    drawn = [samples.sample(i) for i in range(samples.per_epoch)]
-    # Neighbours in the stream are apart in the order of training.
-    assert sum(one.tokens[-1] == other.tokens[0] for one, other in pairwise(drawn)) < 5
 
 
 def test_what_is_left_out_of_an_epoch_is_somewhere_else_in_each(tmp_path):
@@ -133,14 +93,6 @@ def test_the_order_is_pinned(tmp_path):
     ]
 
 
-def test_the_first_order_shuffles_documents_too(tmp_path):
-    samples = ShuffledDocuments(dataset_of(tmp_path / "a", [10] * 100), 20, seed=0)
-    drawn = [samples.sample(i) for i in range(samples.per_epoch)]
-    first = np.array([sample.tokens[0] for sample in drawn])
-    jumps = np.concatenate([np.diff(sample.tokens)[np.diff(sample.documents) == 1] for sample in drawn])
-    assert (jumps == 1).sum() < 10 and first.size == 49  # and neighbours on disk are apart in the stream
-
-
 @given(st.integers(2, 40_000), st.floats(1e-9, 1 - 2**-53), st.integers(0, 2**64 - 1))
 def test_runs_of_documents_are_a_split(documents, fraction, seed):
     train, held_out = split_runs(documents, fraction, seed)
@@ -152,7 +104,7 @@ def test_runs_of_documents_are_a_split(documents, fraction, seed):
     assert (sides > 0).all() and set(sides) == {1, 2} and train.documents == (sides == 1).sum()
     assert len(train.bounds) + len(held_out.bounds) <= BLOCKS
     if documents <= BLOCKS:
-        assert np.array_equal(np.flatnonzero(sides == 2), split_documents(documents, fraction, seed).validation)
+        assert np.array_equal(np.flatnonzero(sides == 2), split_documents(documents, fraction, seed)[1])
 
 
 def test_runs_hold_out_their_fraction_and_survive_appending():

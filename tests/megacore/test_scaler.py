@@ -112,7 +112,7 @@ def test_it_goes_on_as_it_was() -> None:
 )
 def test_what_is_no_state_is_refused(broken: object) -> None:
     assert not is_scaler_state(broken)
-    counts = {"step": 1, "consumed_samples": 8, "tokens": 64, "optimizer_steps": 1, "recipe": {}}
+    counts = {"step": 1, "consumed_samples": 8, "tokens": 64, "optimizer_steps": 1, "data_order": 2, "recipe": {}}
     assert progress.Progress.read({**counts, "scaler": None}, "t").scaler is None
     with pytest.raises(StoreError, match="scaler is no state of a loss scale"):
         progress.Progress.read({**counts, "scaler": broken}, "t")

@@ -546,7 +546,7 @@ def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_microbatch_is_the_samples_as_one_row(recipe: str) -> None:
     made = trainer(recipe, [])
-    sample = made.batches._source.sample(0)
+    sample = made.batches.source.sample(0)
     batch = made.upload(made.batches.microbatches(0), 1)[0]
     assert batch.tokens.tolist() == sample.tokens[:-1].tolist()
     assert batch.labels.tolist() == sample.tokens[1:].tolist()

@@ -12,7 +12,7 @@ from engine import Result, train, write_recipe
 from pool import Pool
 
 from megacore.checkpoints import folder_of, path_of
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import model_from
 from megacore.recipe import ConfigError
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder, open_model

@@ -11,7 +11,7 @@ from pool import Pool
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megacore.inference.generate import Ending, generate
+from megacore.inference.generation import Ending, generate
 from megacore.inference.sampling import Greedy
 from models.assemble import Model
 from models.decoder import Losses, Microbatch

@@ -13,7 +13,7 @@ from extended_family import extended
 from safetensors.torch import load_file
 from tiny import LLAMA, Section, assert_holds, hugging_face_folder, layout_of, run_checkpoint, whole
 
-from megacore.inference.load import dtype_of, model_from
+from megacore.inference.model_loader import dtype_of, model_from
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import to_checkpoint, to_hugging_face
 from megacore.store.hugging_face import HuggingFace

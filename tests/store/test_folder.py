@@ -12,7 +12,7 @@ import torch
 from tiny import LLAMA, hugging_face_folder, layout_of, run_checkpoint, spread
 from whole import Whole
 
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import model_from
 from megacore.store import audit
 from megacore.store.adapters import Merged
 from megacore.store.convert import to_checkpoint, to_hugging_face

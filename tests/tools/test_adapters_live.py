@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megacore.data import tokenizer
-from megacore.inference import load
-from megacore.inference.documents import Document
-from megacore.inference.evaluate import Windows, evaluate
-from megacore.inference.generate import Ending, generate
+from megacore.inference import model_loader
+from megacore.inference.evaluation_data import Document
+from megacore.inference.generation import Ending, generate
+from megacore.inference.perplexity import Windows, evaluate
 from megacore.inference.sampling import Greedy
 from megacore.store import load as loading
 from megacore.store.companions import Companion
@@ -84,7 +84,7 @@ class Said:
 
 def ours(folder: Path, base: Path | None = None, shape: MeshShape | None = None) -> Said:
     """On this rank, in the dtype that all of the weights have room in."""
-    model = load.model_from(open_model(folder, base), Mesh.create(shape) if shape else Mesh.single())
+    model = model_loader.model_from(open_model(folder, base), Mesh.create(shape) if shape else Mesh.single())
     mesh = model.parameters.mesh
     activation = (len(TOKENS) // mesh.shape.tp, model.config.sizes["embed"])
     logits = model.logits(Microbatch(TOKENS, TOKENS, torch.arange(len(TOKENS)), 1, activation))
@@ -269,7 +269,7 @@ def test_another_base_is_refused_with_both_fingerprints(chat: Folders, tmp_path:
 
 def opened_with_another(adapters: Path, base: Path, shape: MeshShape) -> str:
     with pytest.raises(StoreError) as error:
-        load.model_from(open_model(adapters, base), Mesh.create(shape))
+        model_loader.model_from(open_model(adapters, base), Mesh.create(shape))
     return str(error.value)
 
 
@@ -288,7 +288,7 @@ def read_in_part(folder: Path, failing: int) -> str:
     mesh = Mesh.create(MeshShape(pp=2))
     reading = broken if mesh.rank == failing else loading.assemble
     with mock.patch.object(loading, "assemble", reading), pytest.raises(StoreError) as error:
-        load.model_from(open_model(folder), mesh)
+        model_loader.model_from(open_model(folder), mesh)
     return str(error.value)
 
 
@@ -314,7 +314,7 @@ def test_processes_of_the_command_end_in_order(chat: Folders, tmp_path: Path) ->
 def test_what_is_wrong_is_said_before_weights_are_read(
     chat: Folders, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "fingerprint", None)
+    monkeypatch.setattr(model_loader, "fingerprint", None)
     larger = save("llama", tmp_path / "larger", intermediate_size=32, **SIZES)
     turned = shutil.copytree(chat.base, tmp_path / "turned")
     raw = json.loads((turned / "config.json").read_text())

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
-ROOT = Path(__file__).parents[2]
+from launch import api_chats
+
+FACTS = cache(api_chats.facts)
 
 
 def make(folder: Path, *arguments: str) -> dict[str, list[str]]:
     """{file: its lines}."""
-    command = [sys.executable, str(ROOT / "launch" / "api_chats.py"), str(folder), *arguments]
-    subprocess.run(command, check=True, capture_output=True)
+    with patch.object(sys, "argv", ["api_chats.py", str(folder), *arguments]), patch.object(api_chats, "facts", FACTS):
+        api_chats.main()
     return {path.name: path.read_text("utf-8").splitlines() for path in folder.iterdir()}
 
 

@@ -27,7 +27,7 @@ import torch
 
 from megacore.data.indexed import IndexedDataset, IndexedWriter
 from megacore.data.samples import split_runs
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import model_from
 from megacore.store.open import open_folder
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
@@ -109,7 +109,11 @@ def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def megacore(tool: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", "tools.main", tool, *arguments]
+    return python("tools.main", tool, *arguments)
+
+
+def python(module: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", module, *arguments]
     environment = os.environ | {"NPROC_PER_NODE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -143,8 +147,8 @@ def test_the_second_half_is_read_as_the_first_one_is(real: Path, corpus: Path, t
     assert after.loss(0, SHORT) <= before.loss(0, SHORT) + 0.02, "what it knew it knows"
     torch.testing.assert_close(ours(export, document), after.logits, rtol=1e-5, atol=1e-4)
 
-    lengths = ["--needle", "6144,12288", "--depths", "2", "--needles", "1"]
+    asked = ["--lengths", "6144,12288", "--depths", "2", "--needles", "1", "--dtype", "float32", "--json"]
     sources = [f"{sysconfig.get_path('stdlib')}/{name}" for name in ("zipfile.py", "http/cookiejar.py")]
     texts = [each for source in sources for each in ("--data", source)]
-    found = json.loads(megacore("evaluate", str(export), *texts, *lengths, "--dtype", "float32", "--json"))["found"]
+    found = json.loads(python("benchmarks.needles", str(export), *texts, *asked))["found"]
     assert sum(found[1]) >= sum(found[0]) > 0

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
-from megacore.inference.documents import Document
-from megacore.inference.evaluate import Windows, evaluate
-from megacore.inference.load import model_from
+from megacore.inference.evaluation_data import Document
+from megacore.inference.model_loader import model_from
+from megacore.inference.perplexity import Windows, evaluate
 from megacore.store.open import open_folder
 from models.assemble import Model
 from parallel.mesh import Mesh
@@ -95,7 +95,8 @@ def test_the_loss_is_that_of_transformers(
     words: Any = AutoTokenizer.from_pretrained(folder)
     wanted = [losses(folder, words(text)["input_ids"], length, stride or length) for text in TEXTS]
     given = ["--stride", stride] if stride else []
-    found = data(capsys, folder, "--data", path, "--sequence-length", length, *given)
+    given += ["--sequence-length", length, "--by-position", 8, "--picture", tmp_path / "x.png"]
+    found = data(capsys, folder, "--data", path, *given)
     tokens, total = sum(map(len, wanted)), sum(map(sum, wanted))
     size = sum(len(text.encode()) for text in TEXTS if len(text) > 1)
     # The first token of the second text is two characters and a half.
@@ -105,6 +106,18 @@ def test_the_loss_is_that_of_transformers(
     assert found["perplexity"] == pytest.approx(math.exp(total / tokens), rel=5e-5)
     assert found["loss_per_byte"] == pytest.approx(total / size, abs=5e-5)
     assert found["bits_per_byte"] == pytest.approx(total / size / math.log(2), abs=5e-5)
+    # Of each 8 successive positions: the number of tokens before a label.
+    buckets: dict[int, list[float]] = {}
+    for each in wanted:
+        for before, loss in enumerate(each, 1):
+            buckets.setdefault(before // 8, []).append(loss)
+    assert len(buckets) > 3 and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert [each["from"] for each in found["by_position"]] == [8 * number for number in range(len(buckets))]
+    for number, each in enumerate(found["by_position"]):
+        assert each["tokens"] == len(buckets[number])
+        assert each["loss"] == pytest.approx(sum(buckets[number]) / len(buckets[number]), abs=5e-5)
+    whole = sum(each["loss"] * each["tokens"] for each in found["by_position"])
+    assert found["loss"] * found["tokens"] == pytest.approx(whole, rel=1e-12)
 
 
 def test_short_documents_have_the_loss_that_transformers_returns(llama: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -190,29 +203,6 @@ def test_of_chats_the_answers_count(count: str, llama: Path, tmp_path: Path, cap
     assert found["loss"] == pytest.approx(sum(wanted) / len(wanted), abs=5e-5)
 
 
-@pytest.mark.parametrize(("length", "stride"), [(32, None), (12, 5)])
-def test_the_loss_by_position_is_that_of_transformers(
-    length: int, stride: int | None, llama: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    path = rows(tmp_path / "texts.jsonl", *({"text": text} for text in TEXTS))
-    words: Any = AutoTokenizer.from_pretrained(llama)
-    buckets: dict[int, list[float]] = {}
-    for text in TEXTS:
-        for before, loss in enumerate(losses(llama, words(text)["input_ids"], length, stride or length), 1):
-            buckets.setdefault(before // 8, []).append(loss)
-    assert len(buckets) > 3
-    given = ["--stride", stride] if stride else []
-    given += ["--sequence-length", length, "--by-position", 8, "--picture", tmp_path / "x.png"]
-    found = data(capsys, llama, "--data", path, *given)
-    assert [each["from"] for each in found["by_position"]] == [8 * number for number in range(len(buckets))]
-    assert [each["tokens"] for each in found["by_position"]] == [len(buckets[n]) for n in range(len(buckets))]
-    for number, each in enumerate(found["by_position"]):
-        assert each["loss"] == pytest.approx(sum(buckets[number]) / len(buckets[number]), abs=5e-5)
-    whole = sum(each["loss"] * each["tokens"] for each in found["by_position"])
-    assert found["loss"] * found["tokens"] == pytest.approx(whole, rel=1e-12)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
 # -- every layout
 
 IDS = [np.random.default_rng(n).integers(290, size=length) for n, length in enumerate((21, 2, 1, 9, 33, 14, 5, 26, 3))]
@@ -247,6 +237,8 @@ def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Pa
     folder = with_text(family, tmp_path)
     wanted = measured(folder, None, 25)
     assert wanted["loss"] > 100 and len(wanted["buckets"]) == 6
+    for together in (1, 10_000):  # however many windows are computed at once
+        assert measured(folder, None, together)["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
     for found in pool.run(shape.world, measured, folder, shape, 25):
         buckets = [(tokens, pytest.approx(loss, rel=1e-9)) for tokens, loss in wanted["buckets"]]
         assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9), "buckets": tuple(buckets)}
@@ -277,19 +269,13 @@ def test_the_commands_split_experts_as_they_are_told(
         made.append(model_from(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr("megacore.inference.load.model_from", kept)
+    monkeypatch.setattr("megacore.inference.model_loader.model_from", kept)
     monkeypatch.setattr(processes, "live", lambda *_: nullcontext(Mesh.single()))
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     given = ["--prompt", "a"] if tool is generate else ["--data", str(rows(tmp_path / "x.jsonl", {"text": "a b c"}))]
     assert tool.main([str(folder), *given, "--tp", "2", "--etp", etp]) == 0
     assert made[0].parameters.layout.split == split
-
-
-def test_it_does_not_matter_how_many_windows_are_computed_together(llama: Path) -> None:
-    one, some, all_of_them = (measured(llama, None, together) for together in (1, 40, 10_000))
-    assert some["loss"] == pytest.approx(one["loss"], rel=1e-12)
-    assert all_of_them["loss"] == pytest.approx(one["loss"], rel=1e-12)
 
 
 def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool) -> None:
@@ -347,10 +333,6 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, rows(tmp_path / "one.jsonl", {"text": ""}), [], "no token to predict"),
         (llama, rows(tmp_path / "empty.jsonl"), [], "there are no documents"),
         (bare, good, [], "has no tokenizer"),
-        (llama, good, ["--needle", "64"], "--needle 64: the model has 32 positions: choose up to those, or extend"),
-        (llama, good, ["--needle", "8"], "--needle 8: a fact and its question take"),
-        (llama, good, ["--needle", "8", "--by-position", "8"], "two questions"),
-        (llama, good, ["--depths", "3"], "--depths is of --needle"),
         (llama, good, ["--picture", "x.png"], "--picture is of --by-position"),
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from traps import set_traps
 
 from megacore.data import tokenizer
-from megacore.inference.generate import Ending, _begun, generate
-from megacore.inference.load import model_from
+from megacore.inference.generation import Ending, generate, prefill
+from megacore.inference.model_loader import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
 from megacore.store.open import open_folder
@@ -124,7 +124,7 @@ def test_every_layout_generates_the_same(family: str, shape: MeshShape, tmp_path
 def beginnings(folder: Path, shape: MeshShape) -> tuple[list[list[float]], int]:
     """The logits of the last tokens of prompts, and the slots of the cache that they went into."""
     model = model_from(open_folder(folder), Mesh.create(shape), torch.float64)
-    cache, logits = _begun(model, PROMPTS, [len(prompt) + NEW for prompt in PROMPTS])
+    cache, logits = prefill(model, PROMPTS, [len(prompt) + NEW for prompt in PROMPTS])
     assert logits is not None
     return logits.tolist(), cache.positions.shape[1]
 
@@ -274,16 +274,13 @@ def test_a_stop_token_ends_the_answer_and_is_not_text(llama: Path, capsys: Captu
     assert found["ended"] == "stop" and found["tokens"] == free["tokens"][: free["tokens"].index(stop) + 1]
 
 
-def test_a_chat_goes_through_the_template(llama: Path, capsys: Capture) -> None:
+def test_chats_go_through_the_template_and_samples_repeat_by_their_seed(llama: Path, capsys: Capture) -> None:
     (found,) = data(capsys, llama, "--prompt", "a?", "--chat", "--system", "b", "--max-new-tokens", 6)
     words: Any = AutoTokenizer.from_pretrained(llama)
     prompt = "<system>b\n<user>a?\n<assistant>"
     assert prompt + found["text"] == text_of(llama, words(prompt)["input_ids"], 6)
     assert command.main([str(llama), "--prompt", "a?", "--chat", "--max-new-tokens", "1"]) == 0
     assert "a?" not in capsys.readouterr().out
-
-
-def test_sampling_repeats_by_its_seed(llama: Path, capsys: Capture) -> None:
     given = [llama, "--prompt", "a b c", "--temperature", 1.5, "--top-k", 200, "--top-p", 0.95, "--seed"]
     one, again, other = (data(capsys, *given, seed)[0]["text"] for seed in (1, 1, 2))
     assert one == again != other

@@ -53,6 +53,8 @@ def tokenize(source: Path, trained: Path, *more: str) -> tuple[int, Path]:
 
 
 def test_a_trained_tokenizer_reads_back_the_text(trained):
+    from transformers import AutoTokenizer
+
     assert read(trained) == TEXTS
     corpus = Corpus.read(trained)
     tokens = np.concatenate([IndexedDataset(trained / "corpus").document(i) for i in range(len(TEXTS))])
@@ -63,16 +65,8 @@ def test_a_trained_tokenizer_reads_back_the_text(trained):
     assert corpus.bytes_per_token == corpus.text_bytes / corpus.tokens
     assert corpus.vocabulary == 280 and corpus.end_of_document == 0
     assert (tokens == 0).sum() == len(TEXTS)  # and the text that spells the end is text
-
-
-def test_the_tokens_are_those_of_transformers(trained, tmp_path):
-    from transformers import AutoTokenizer
-
-    source = tmp_path / "a.txt"
-    source.write_text("def g(y):\n\n    return  y\n")
-    _, out = tokenize(source, trained)
-    expected = AutoTokenizer.from_pretrained(trained)(source.read_text(), add_special_tokens=False)["input_ids"]
-    assert IndexedDataset(out / "corpus").document(0).tolist() == [*expected, 0]
+    theirs = AutoTokenizer.from_pretrained(trained)(TEXTS[0], add_special_tokens=False)["input_ids"]
+    assert IndexedDataset(trained / "corpus").document(0).tolist() == [*theirs, 0]
 
 
 def test_a_tokenizer_without_tokenizer_json_is_read_by_transformers(trained, tmp_path, monkeypatch):
@@ -81,13 +75,6 @@ def test_a_tokenizer_without_tokenizer_json_is_read_by_transformers(trained, tmp
     slow = tokenizer.load(trained)
     assert (slow.vocabulary, slow.end) == (fast.vocabulary, fast.end)
     assert [each.tolist() for each in slow.encode(TEXTS)] == [each.tolist() for each in fast.encode(TEXTS)]
-
-
-def test_an_uncommon_tokenizer_folder_is_fetched_through_transformers(trained, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("text")
-    status = main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path)])
-    assert status == 1 and f"no tokenizer in {tmp_path}" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_links_out_of_a_folder_are_left_out_and_said(trained, tmp_path, capsys):
@@ -102,34 +89,49 @@ def test_links_out_of_a_folder_are_left_out_and_said(trained, tmp_path, capsys):
     assert f"{source}: 2 links that lead out of it are left out, such as {source}/b.txt" in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_leads_out_of_its_folder_is_refused(trained, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("a")
-    stranger = tmp_path / "stranger"
-    stranger.mkdir()
-    (stranger / "tokenizer.json").symlink_to(trained / "tokenizer.json")
-    status, out = tokenize(tmp_path / "a.txt", stranger)
-    assert status == 1 and "tokenizer.json: leads to" in capsys.readouterr().err and not out.exists()
+GOOD, OUT = object(), object()
+"""A file of the trained tokenizer, copied or linked to."""
+NO_TOKENIZER = [
+    *(
+        (dict.fromkeys(names, "{}"), "there is no tokenizer in {folder}: name a folder with a tokenizer.json")
+        for names in ([], ["config.json"], ["tokenizer_config.json"], ["generation_config.json"])
+    ),
+    ({"tokenizer.json": OUT}, "tokenizer.json: leads to"),
+    ({"tokenizer.json": "{}"}, "tokenizer.json is not one that"),
+    ({"tokenizer.json": "\x1b[2J"}, "tokenizer.json"),
+    ({"tokenizer.json": GOOD}, "has no end-of-document token"),
+    *(
+        ({"tokenizer.json": GOOD, "tokenizer_config.json": config}, "tokenizer_config.json")
+        for config in ("[]", "[" * 99_999, '{"eos_token": {}}', '{"eos_token": "\\ud800"}')
+    ),
+    ({"tokenizer.json": GOOD, "special_tokens_map.json": '{"eos_token": ["\\u001b[2J"]}'}, "special_tokens_map.json"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer_config.json", "[]"),
-        ("tokenizer_config.json", "[" * 99_999),
-        ("tokenizer_config.json", '{"eos_token": {}}'),
-        ("tokenizer_config.json", '{"eos_token": "\\ud800"}'),
-        ("special_tokens_map.json", '{"eos_token": ["\\u001b[2J"]}'),
-        ("tokenizer.json", "\x1b[2J"),
-    ],
-)
-def test_a_tokenizer_that_is_none_is_refused_in_words(trained, tmp_path, capsys, name, content):
+@pytest.mark.parametrize(("files", "says"), NO_TOKENIZER)
+def test_what_is_no_tokenizer_is_refused_in_words(trained, tmp_path, monkeypatch, capsys, files, says):
+    """Without a look at the hub."""
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
     (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "stranger").mkdir()
-    shutil.copy(trained / "tokenizer.json", tmp_path / "stranger")
-    (tmp_path / "stranger" / name).write_text(content)
-    status, out = tokenize(tmp_path / "a.txt", tmp_path / "stranger")
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    for name, content in files.items():
+        if content is OUT:
+            (folder / name).symlink_to(trained / name)
+        else:
+            (folder / name).write_text((trained / name).read_text() if content is GOOD else content)
+    status, out = tokenize(tmp_path / "a.txt", folder)
     said = capsys.readouterr().err
-    assert status == 1 and name in said and "\x1b" not in said and not out.exists()
+    assert status == 1 and says.format(folder=folder) in said and "\x1b" not in said and not out.exists()
+
+
+def test_a_tokenizer_that_is_nowhere_is_named(tmp_path, monkeypatch, capsys):
+    """Without a look at the hub."""
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    (tmp_path / "a.txt").write_text("a")
+    for name in (f"{tmp_path}/nowhere", f"{tmp_path}/no/where", "./nowhere", "tests/nowhere", "a/b/c"):
+        assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", name]) == 1
+        assert f"there is no folder {name}: name one with a tokenizer.json" in capsys.readouterr().err
 
 
 def test_files_that_a_tokenizer_names_are_not_read(tmp_path, monkeypatch):
@@ -211,14 +213,6 @@ def test_lines_belong_to_one_piece_however_they_are_cut(tmp_path, monkeypatch, s
     assert found == [json.loads(row)["text"] for row in rows]
 
 
-def test_groups_hold_every_document_once(tmp_path, trained, monkeypatch):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(50)))
-    monkeypatch.setattr(encode, "AT_ONCE", 10)
-    monkeypatch.setattr(text, "LINES", 100)
-    status, out = tokenize(tmp_path / "a.jsonl", trained)
-    assert status == 0 and read(out) == [f"line {i}" for i in range(50)]
-
-
 def test_a_long_document_is_encoded_in_parts(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(tokenizer, "LONGEST", 10)
     long = "short\nand a line longer than ten\n\n" + "x" * 25
@@ -270,7 +264,7 @@ BAD = {
         "line 2: no key 'text' among 'body', 'id': name the one with",
     ),
     "array.jsonl": (b'["a"]', "line 1: a JSON list, not an object"),
-    "number.jsonl": (b'{"text": 3}', "line 1: 'text' is int, not text"),
+    "number.jsonl": (b'{"text": 3}', "line 1: 'text' is a int, not text"),
     "surrogate.jsonl": (b'{"text": "ab\\ud800"}', r"line 1: 'text' has the lone surrogate '\ud800' at 2"),
 }
 
@@ -298,7 +292,7 @@ def test_bad_tables_are_named(tmp_path, trained, capsys, monkeypatch):
     assert tokenize(table, trained)[0] == 1
     assert "no column 'text' among 'body': name the one with --text-key" in capsys.readouterr().err
     assert tokenize(table, trained, "--text-key", "body")[0] == 1
-    assert "'body' in row 1 of row group 0 is NoneType, not text" in capsys.readouterr().err
+    assert "a.parquet, row 1: 'body' is null, not text" in capsys.readouterr().err
     table.write_bytes(b"PAR1 no parquet")
     assert tokenize(table, trained)[0] == 1
     assert "is no parquet file" in capsys.readouterr().err
@@ -321,15 +315,10 @@ def test_bad_inputs_are_named(tmp_path, trained, capsys):
         assert status == 1 and message in capsys.readouterr().err and not out.exists()
 
 
-def test_a_vocabulary_too_small_is_named(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("text")
-    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--train-vocab", "256"]) == 1
-    assert "choose 257 or more" in capsys.readouterr().err
-
-
-def test_a_vocabulary_that_the_text_does_not_fill_is_said(tmp_path, capsys):
+def test_a_vocabulary_too_small_or_too_large_for_the_text_is_said(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("ab ab ab")
     given = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--workers", "1", "--train-vocab"]
+    assert main([*given, "256"]) == 1 and "choose 257 or more" in capsys.readouterr().err
     assert main([*given, "10000000"]) == 0
     found = Corpus.read(tmp_path / "out").vocabulary
     assert f"vocabulary {found:,} (not 10,000,000: the text has no more pairs to join)" in capsys.readouterr().out
@@ -337,39 +326,10 @@ def test_a_vocabulary_that_the_text_does_not_fill_is_said(tmp_path, capsys):
     assert f"vocabulary {found:,}, unigram" in capsys.readouterr().out
 
 
-def test_a_tokenizer_that_is_nowhere_is_named(tmp_path, monkeypatch, capsys):
-    """Without a look at the hub."""
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
-    (tmp_path / "a.txt").write_text("a")
-    for name in (f"{tmp_path}/nowhere", f"{tmp_path}/no/where", "./nowhere", "tests/nowhere", "a/b/c"):
-        assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", name]) == 1
-        assert f"there is no folder {name}: name one with a tokenizer.json" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
-    (tmp_path / "a.txt").write_text("a")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for name in (None, "config.json", "tokenizer_config.json", "generation_config.json"):
-        if name:
-            (empty / name).write_text("{}")
-        assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(empty)]) == 1
-        assert f"there is no tokenizer in {empty}: name a folder with a tokenizer.json" in capsys.readouterr().err
-
-
-def test_without_an_end_of_document(tmp_path, trained, capsys):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "tokenizer.json").write_bytes((trained / "tokenizer.json").read_bytes())
+def test_without_an_end_of_document(tmp_path, trained):
     (tmp_path / "a.txt").write_text("text")
-    assert tokenize(tmp_path / "a.txt", bare)[0] == 1
-    assert "has no end-of-document token" in capsys.readouterr().err
     status, out = tokenize(tmp_path / "a.txt", trained, "--no-append-eod")
     assert status == 0 and read(out) == ["text"] and Corpus.read(out).end_of_document is None
-    (bare / "tokenizer.json").write_text("{}")
-    assert tokenize(tmp_path / "a.txt", bare, "--overwrite")[0] == 1
-    assert "tokenizer.json is not one that" in capsys.readouterr().err
 
 
 def test_an_existing_output_is_kept_unless_told(tmp_path, trained, capsys):
@@ -491,6 +451,16 @@ def test_what_a_kill_leaves_is_gone_on_with(lines, trained):
     assert contents(out) == contents(whole)
 
 
+@pytest.fixture
+def interrupted(lines, trained, monkeypatch, capsys) -> Path:
+    """The folder of a run that was stopped in its middle."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, stage.Stage, "keep", 2)
+        status, out = tokenize(lines, trained)
+    assert status == 130 and capsys.readouterr()
+    return out / ".corpus.partial"
+
+
 CHANGES = {
     "--text-key": "had --text-key 'text', and this one has 'body'",
     "--no-append-eod": "had --append-eod True, and this one has False",
@@ -503,11 +473,8 @@ CHANGES = {
 
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_resume_of_something_else_is_refused(lines, trained, tmp_path, monkeypatch, capsys, change):
-    with monkeypatch.context() as patch:
-        stop_after(patch, stage.Stage, "keep", 2)
-        assert tokenize(lines, trained)[0] == 130
-    before = contents(tmp_path / "out" / ".corpus.partial")
+def test_a_resume_of_something_else_is_refused(interrupted, lines, trained, tmp_path, capsys, change):
+    before = contents(interrupted)
     more = {"--text-key": ["--text-key", "body"], "--no-append-eod": ["--no-append-eod"]}.get(change, [])
     if change == "tokenizer":
         other = tmp_path / "other"
@@ -521,10 +488,9 @@ def test_a_resume_of_something_else_is_refused(lines, trained, tmp_path, monkeyp
         (lines / "bb.txt").write_text("more")
     elif change == "fewer":
         (lines / "empty.txt").unlink()
-    capsys.readouterr()
     assert tokenize(lines, trained, "--resume", *more)[0] == 1
     assert re.search(CHANGES[change], capsys.readouterr().err)
-    assert contents(tmp_path / "out" / ".corpus.partial") == before
+    assert contents(interrupted) == before
     assert tokenize(lines, trained, "--overwrite", *more)[0] == (change == "--text-key")
 
 
@@ -537,26 +503,19 @@ def test_a_folder_in_the_way_that_is_another_s_is_kept(lines, trained, tmp_path,
 
 
 @pytest.mark.parametrize("name", ["progress.json", "files.jsonl", "corpus.bin", "corpus.lengths"])
-def test_a_resume_follows_no_link(lines, trained, tmp_path, monkeypatch, capsys, name):
-    with monkeypatch.context() as patch:
-        stop_after(patch, stage.Stage, "keep", 2)
-        assert tokenize(lines, trained)[0] == 130
-    file, theirs = tmp_path / "out" / ".corpus.partial" / name, tmp_path / "theirs"
+def test_a_resume_follows_no_link(interrupted, lines, trained, tmp_path, capsys, name):
+    file, theirs = interrupted / name, tmp_path / "theirs"
     theirs.write_bytes(before := file.read_bytes() + b"more")
     file.unlink()
     file.symlink_to(theirs)
-    capsys.readouterr()
     assert tokenize(lines, trained, "--resume")[0] == 1
     said = capsys.readouterr().err
     assert name in said and ("leads to" in said or "symbolic links" in said) and theirs.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["progress.json", "files.jsonl", "corpus.bin"])
-def test_a_resume_of_what_is_damaged_is_refused(lines, trained, tmp_path, monkeypatch, capsys, name):
-    with monkeypatch.context() as patch:
-        stop_after(patch, stage.Stage, "keep", 2)
-        assert tokenize(lines, trained)[0] == 130
-    file = tmp_path / "out" / ".corpus.partial" / name
+def test_a_resume_of_what_is_damaged_is_refused(interrupted, lines, trained, capsys, name):
+    file = interrupted / name
     with open(file, "r+b") as cut:
         cut.truncate(file.stat().st_size // 4)
     assert tokenize(lines, trained, "--resume")[0] == 1
@@ -639,7 +598,7 @@ def test_a_shuffled_corpus_has_each_document_once(lines, trained, tmp_path):
 
 
 def test_the_data_side_imports_no_torch():
-    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "stage", "partition"]
+    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "stage"]
     names = ["tools.tokenize", "tools.merge_tokens", *(f"megacore.data.{module}" for module in modules)]
     code = f"import sys, {', '.join(names)}\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from pool import Pool
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from megacore.inference.verify import Pair, _microbatch, mesh_shape, parallel_model, transformers_model
-from megacore.inference.verify import verify as verify_pair
+from megacore.inference.verification import Pair, _microbatch, mesh_shape, parallel_model, transformers_model
+from megacore.inference.verification import verify as verify_pair
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
 from parallel.choices import ContextExchange
@@ -281,45 +281,31 @@ def test_texts_go_through_the_tokenizer(llama: Path, tmp_path: Path, capsys: Cap
     assert all(0 < len(ids) <= 32 for ids in encode(folder, [], 1000, 1))  # the model's longest
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words", "says"),
-    [
-        (["--prompt", "sea"], None, "has no tokenizer"),
-        (["--prompt", " "], ["?"], "has no tokens"),
-        (["--prompt", "w50"], [f"w{i}" for i in range(60)], "another model's"),
-        (["--prompts", "nowhere"], ["?"], "cannot read nowhere"),
-        (["--prompts", "empty"], ["?"], "has no prompts"),
-    ],
-    ids=["no tokenizer", "empty", "foreign", "no file", "empty file"],
-)
-def test_prompts_that_cannot_be(
-    arguments: list[str],
-    words: list[str] | None,
-    says: str,
-    llama: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = converted(llama, tmp_path / "sharded")
-    if words:
-        with_tokenizer(llama, words)
+def test_what_cannot_be_compared(llama: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, wide = converted(llama, tmp_path / "sharded"), save("llama", tmp_path / "wide", intermediate_size=32)
+    other = save("gpt2", tmp_path / "gpt2")
     monkeypatch.chdir(tmp_path)
     Path("empty").write_text("\n \n")
-    assert verify.main([str(target), str(llama), *arguments]) == 1
-    assert says in capsys.readouterr().err
-
-
-def test_folders_that_cannot_be_compared(llama: Path, tmp_path: Path, capsys: Capture) -> None:
-    target = converted(llama, tmp_path / "sharded")
-    wide = save("llama", tmp_path / "wide", intermediate_size=32)
-    for arguments, says in (
-        ((llama, llama), "give a checkpoint first"),
-        ((target, target), "inspect --diff"),
-        ((target, wide), "intermediate_size is 24 and 32"),
-        ((target, save("gpt2", tmp_path / "gpt2")), "different models"),
-        ((target, llama, "--cp", 2), "lies on pp=1 x ep=1 x cp=2 x tp=1, and 1 processes cannot form that: start 2"),
-        ((target, llama, "--exchange", "ring"), "--exchange ring: --cp is 1, and no text is split: leave it out"),
-    ):
+    one, many = ["?"], [f"w{number}" for number in range(60)]
+    cases: Sequence[tuple[tuple[object, ...], list[str] | None, str]] = [
+        ((llama, llama), None, "give a checkpoint first"),
+        ((target, target), None, "inspect --diff"),
+        ((target, wide), None, "intermediate_size is 24 and 32"),
+        ((target, other), None, "different models"),
+        (
+            (target, llama, "--cp", 2),
+            None,
+            "lies on pp=1 x ep=1 x cp=2 x tp=1, and 1 processes cannot form that: start",
+        ),
+        ((target, llama, "--exchange", "ring"), None, "--exchange ring: --cp is 1, and no text is split: leave it out"),
+        ((target, llama, "--prompt", "sea"), None, "has no tokenizer"),
+        ((target, llama, "--prompt", " "), one, "has no tokens"),
+        ((target, llama, "--prompts", "nowhere"), one, "cannot read nowhere"),
+        ((target, llama, "--prompts", "empty"), one, "has no prompts"),
+        ((target, llama, "--prompt", "w50"), many, "another model's"),
+    ]
+    for arguments, words, says in cases:
+        if words:
+            with_tokenizer(llama, words)
         assert verify.main([*map(str, arguments)]) == 1
-        assert says in capsys.readouterr().err
+        assert says in capsys.readouterr().err, says

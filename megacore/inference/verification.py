@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacore import pretrained
 from megacore.control import Control
 from megacore.data.batches import Batch
-from megacore.inference.load import model_from
+from megacore.inference.model_loader import microbatch_of, model_from
 from megacore.store.audit import padding
 from megacore.store.compare import Compared, compare_bits, config_differences
 from megacore.store.dtypes import FLOATS
@@ -84,12 +84,7 @@ class Pair:
 
 
 def mesh_shape(checkpoint: SafetensorsFolder, world: int, cp: int = 1) -> MeshShape:
-    """Return the mesh for some processes: of one, or the checkpoint's own layout, once or several times.
-
-    Args:
-        checkpoint: The checkpoint.
-        world: The number of processes.
-        cp: The number of them that share out the tokens of a prompt.
+    """Return the mesh for so many processes: of one, or the checkpoint's own layout, once or several times.
 
     Raises:
         StoreError: it takes another number of processes.
@@ -111,14 +106,8 @@ def mesh_shape(checkpoint: SafetensorsFolder, world: int, cp: int = 1) -> MeshSh
 
 @dataclass
 class ComparedParameter:
-    """A parameter over all layers, shards and replicas, compared bit for bit.
-
-    Args:
-        name: The name of the parameter.
-        pieces: The number that were compared; a fused tensor has several.
-        elements, differ: The number of their elements, and of those that differ.
-        dtypes: The two dtypes, in words.
-    """
+    """A parameter over all layers, shards and replicas, compared bit for bit: its pieces (a fused tensor has several),
+    their elements and those that differ, and the two dtypes, in words."""
 
     name: str
     pieces: int = 0
@@ -135,10 +124,9 @@ class ComparedParameter:
 
 @dataclass(frozen=True)
 class Logits:
-    """Those of one prompt, at every position.
+    """The logits of a prompt, at every position.
 
     Args:
-        tokens: Its length.
         largest: The largest magnitude, None if some are not finite.
         difference: The largest difference to transformers in float64, None if it is not finite.
         theirs: That of transformers in float32, likewise.
@@ -160,15 +148,8 @@ class Logits:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a verification.
-
-    Args:
-        mesh: The mesh on which the checkpoint was loaded.
-        config: The differences of :attr:`Pair.config`.
-        groups: The groups of all tensors.
-        differing: Each piece that differs, with its file, in words.
-        prompts: The results of all prompts.
-    """
+    """The result of a verification, on the mesh that the checkpoint was loaded on; config: the differences of
+    :attr:`Pair.config`; differing: each piece that differs, with its file, in words."""
 
     mesh: Mapping[str, int]
     config: Mapping[str, tuple[Any, Any]]
@@ -189,14 +170,8 @@ def verify(
 ) -> Report:
     """Compare both; every rank of the mesh calls this, and all get the same report.
 
-    The ranks share out the tensors, and one of the last stage computes what transformers does.
-
-    Args:
-        pair: The two.
-        prompts: Token ids; the length of each is a multiple of tp x cp.
-        mesh: The mesh of :func:`mesh_shape`.
-        jobs: Threads of each rank.
-        exchange: The way in which queries meet the keys of other ranks of cp.
+    The ranks share out the tensors, with so many threads each, and one of the last stage computes what transformers
+    does. The mesh is that of :func:`mesh_shape`, and the length of each prompt is a multiple of tp x cp.
 
     Raises:
         StoreError: transformers cannot load the folder (on one rank).
@@ -293,12 +268,8 @@ class _Float64(TorchDispatchMode):
 
 
 def _microbatch(ids: Sequence[int], model: Model) -> Microbatch:
-    tokens, mesh = np.array([ids]), model.parameters.mesh
-    whole = Batch(tokens, np.full_like(tokens, IGNORE), np.arange(len(ids))[None], None)
-    batch = whole.of_rank(model.context, mesh.place.cp)
-    own, labels, at = (torch.from_numpy(each.ravel()) for each in (batch.tokens, batch.labels, batch.positions))
-    activation = len(own) // mesh.shape.tp, model.config.sizes["embed"]
-    return Microbatch(own, labels, at, 1, activation, split=batch.split)
+    tokens = np.array([ids])
+    return microbatch_of(model, Batch(tokens, np.full_like(tokens, IGNORE), np.arange(len(ids))[None], None))
 
 
 def parallel_model(pair: Pair, mesh: Mesh, exchange: ContextExchange = "auto") -> Model:

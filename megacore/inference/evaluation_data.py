@@ -24,13 +24,8 @@ EXAMPLE = ("messages", "completion")
 
 @dataclass(frozen=True)
 class Document:
-    """A text as the model reads it.
-
-    Args:
-        tokens: int64 [n].
-        counted: bool [n], the tokens whose prediction counts; nothing predicts the first.
-        size: Bytes of the text that they stand for, None where it is not known.
-    """
+    """A text as the model reads it: tokens int64 [n]; counted bool [n], those whose prediction counts (nothing predicts
+    the first); size, the bytes of the text that they stand for, None where it is not known."""
 
     tokens: npt.NDArray[np.int64]
     counted: npt.NDArray[np.bool_]
@@ -39,15 +34,8 @@ class Document:
 
 @dataclass(frozen=True)
 class DocumentFiles:
-    """Files of documents.
-
-    Args:
-        paths: Text files, .jsonl, .parquet, folders of them, or token files without their suffix.
-        vocabulary: The number of tokens that the model knows.
-        texts: The tokenizer; None where only token files are read.
-        text_key: The key of the text in a row.
-        count: The part of a chat that counts.
-    """
+    """Files of documents: text files, .jsonl, .parquet, folders of them, or token files without their suffix, which
+    alone need no tokenizer (`texts` is None). count: the part of a chat that counts."""
 
     paths: Sequence[Path]
     vocabulary: int

@@ -43,7 +43,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class New:
+class NewToken:
     """A new token: after which prompt, and whether it is the last one there."""
 
     prompt: int
@@ -64,40 +64,36 @@ class _Sequence:
 
 def generate(
     model: Model, prompts: Sequence[Sequence[int]], choose: Choice, ending: Ending, together: int
-) -> Iterator[list[New]]:
+) -> Iterator[list[NewToken]]:
     """Yield the next token of each prompt that has not ended, until all have.
 
-    Every rank of the model's mesh iterates to the end.
-
-    Args:
-        model: The model, on a mesh with one data-parallel rank, in evaluation mode.
-        prompts: Token ids, at least one each.
-        choose: Chooses a token.
-        ending: The end of a prompt; the token that ends it is given too.
-        together: The number of prompts that are computed at a time.
+    Every rank of the model's mesh, which has one data-parallel rank, iterates to the end. So many prompts as
+    `together` says, of at least one token each, are computed at a time; the token that ends one is given too.
     """
     for first in range(0, len(prompts), together):
         numbers = range(first, min(first + together, len(prompts)))
         yield from _batch(model, {number: prompts[number] for number in numbers}, choose, ending)
 
 
-def _batch(model: Model, prompts: Mapping[int, Sequence[int]], choose: Choice, ending: Ending) -> Iterator[list[New]]:
+def _batch(
+    model: Model, prompts: Mapping[int, Sequence[int]], choose: Choice, ending: Ending
+) -> Iterator[list[NewToken]]:
     alive = [_Sequence(number, len(ids), len(ids) + ending.limit(ids), ids[-1]) for number, ids in prompts.items()]
     mesh = model.parameters.mesh
-    cache, logits = _begun(model, list(prompts.values()), [s.longest for s in alive])
+    cache, logits = prefill(model, list(prompts.values()), [s.longest for s in alive])
     while alive:
-        tokens = _chosen(mesh, logits, choose, [(s.prompt, s.new) for s in alive])
+        tokens = _choose(mesh, logits, choose, [(s.prompt, s.new) for s in alive])
         for sequence, token in zip(alive, tokens, strict=True):
             sequence.last, sequence.length, sequence.new = token, sequence.length + 1, sequence.new + 1
         left = [row for row, s in enumerate(alive) if s.last not in ending.stops and s.length < s.longest]
-        yield [New(s.prompt, s.last, row not in left) for row, s in enumerate(alive)]
+        yield [NewToken(s.prompt, s.last, row not in left) for row, s in enumerate(alive)]
         cache.keep(left)
         alive = [alive[row] for row in left]
         if alive:
-            logits = model.logits(_going_on(model, cache, alive))
+            logits = model.logits(_decode_step(model, cache, alive))
 
 
-def _chosen(mesh: Mesh, logits: Tensor | None, choose: Choice, which: Sequence[tuple[int, int]]) -> list[int]:
+def _choose(mesh: Mesh, logits: Tensor | None, choose: Choice, which: Sequence[tuple[int, int]]) -> list[int]:
     """Return the tokens that the first rank of the last stage chooses, on all ranks."""
     source = mesh.shape.rank(Coordinates(mesh.shape.pp - 1, 0, 0, 0, 0))
     tokens = torch.empty(len(which), dtype=torch.int64, device=mesh.device)
@@ -111,14 +107,9 @@ def _chosen(mesh: Mesh, logits: Tensor | None, choose: Choice, which: Sequence[t
 # -- a step's tokens
 
 
-def _begun(model: Model, prompts: Sequence[Sequence[int]], longest: Sequence[int]) -> tuple[Cache, Tensor | None]:
-    """Compute some prompts -> the cache, and the logits of their last tokens on all ranks of the last stage.
-
-    Args:
-        model: The model.
-        prompts: Token ids.
-        longest: The number of tokens that each may come to; the last one is not looked at any more.
-    """
+def prefill(model: Model, prompts: Sequence[Sequence[int]], longest: Sequence[int]) -> tuple[Cache, Tensor | None]:
+    """Compute some prompts -> the cache, and the logits of their last tokens on all ranks of the last stage; longest:
+    the tokens that each may come to, the last of which is not looked at any more."""
     parameters, mesh = model.parameters, model.parameters.mesh
     lengths, cp = [len(ids) for ids in prompts], mesh.shape.cp
     tokens = [token for ids in prompts for token in ids]
@@ -159,7 +150,7 @@ def _held(lengths: Sequence[int], shares: Sequence[npt.NDArray[np.int64]]) -> li
     ]
 
 
-def _going_on(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Microbatch:
+def _decode_step(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Microbatch:
     """Return the last token of each sequence."""
     mesh = model.parameters.mesh
     at = [sequence.length - 1 for sequence in alive]

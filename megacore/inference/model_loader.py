@@ -1,4 +1,4 @@
-"""A folder's model on a mesh, to compute with: what generating, evaluating and verifying start from."""
+"""A folder's model on a mesh, and microbatches for it: what generating, evaluating and verifying start from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from megacore.control import Control
+from megacore.data.batches import Batch
 from megacore.store.adapters import check_fingerprint
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import WeightFolder
 from megacore.store.load import Loader, fingerprint
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
+from models.decoder import Microbatch
 from models.stages import layout_of
 from parallel.choices import ContextExchange
 from parallel.context_split import ContextParallel
@@ -36,7 +38,7 @@ def model_from(
     Args:
         whole: Its weights; adapters are computed beside those of their base.
         mesh: Any mesh that the model can be split over.
-        dtype: The dtype of its parameters; None for that of the weights.
+        dtype: None for that of the weights.
         verified: Whether damaged bytes are refused. Without it they are loaded as they are, for who compares them.
         split: The dimensions of the mesh that split an axis; None for those of a checkpoint that has the same ep and
             tp, and the usual ones elsewhere.
@@ -71,6 +73,18 @@ def model_from(
 def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         model.parameters[name].copy_(tensor)
+
+
+def microbatch_of(model: Model, whole: Batch) -> Microbatch:
+    """Return this rank's part of a batch of one row, on its device."""
+    mesh = model.parameters.mesh
+    batch = whole.of_rank(model.context, mesh.place.cp)
+    tokens, labels, positions = (
+        torch.from_numpy(each.ravel()).to(mesh.device) for each in (batch.tokens, batch.labels, batch.positions)
+    )
+    activation = len(tokens) // mesh.shape.tp, model.config.sizes["embed"]
+    documents = batch.documents
+    return Microbatch(tokens, labels, positions, 1, activation, documents, lengths=documents, split=batch.split)
 
 
 def dtype_of(whole: WeightFolder) -> torch.dtype:

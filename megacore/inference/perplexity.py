@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megacore.control import Control
 from megacore.data.batches import Batch
-from megacore.inference.documents import Document
+from megacore.inference.evaluation_data import Document
+from megacore.inference.model_loader import microbatch_of
 from models.assemble import Model
 from models.decoder import Decoder, Microbatch
 from parallel.choices import Score
@@ -36,13 +37,8 @@ AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is most
 
 
 class Excerpt(NamedTuple):
-    """Tokens that the model reads at once, each an int64 [t].
-
-    Args:
-        tokens: The tokens.
-        labels: The next tokens; IGNORE where it does not count.
-        sums: The sum that the score of each label is added to.
-    """
+    """Tokens that the model reads at once, the next ones (IGNORE where it does not count), and the number of the sum
+    that each one's score is added to: int64 [t] each."""
 
     tokens: Integers
     labels: Integers
@@ -58,21 +54,15 @@ Pack = list[Excerpt]
 
 @dataclass(frozen=True)
 class Windows:
-    """The way that documents are cut: see the module.
-
-    Args:
-        length: Tokens of a window.
-        stride: Tokens from the beginning of a window to that of the next.
-        bucket: Positions of a document that have a sum of their own; None for one sum of all. A label's position is the
-            number of tokens before it.
-    """
+    """The way that documents are cut: see the module. So many positions of a document as `bucket` says have a sum of
+    their own, None for one sum of all; a label's position is the number of tokens before it."""
 
     length: int
     stride: int
     bucket: int | None = None
 
     def buckets(self, positions: Integers) -> Integers:
-        """Return the bucket of each position: int64 [n]."""
+        """Return the bucket of each position, [n]."""
         return positions // (self.bucket or sys.maxsize)
 
     def of(self, document: Document) -> Iterator[Excerpt]:
@@ -90,28 +80,16 @@ class Windows:
 
 
 class PositionBucket(NamedTuple):
-    """Successive positions of documents.
-
-    Args:
-        tokens: The number of tokens that were predicted there.
-        loss: Sum over those, in nats.
-    """
+    """The number of tokens that were predicted at successive positions, and the sum of their losses, in nats."""
 
     tokens: int
     loss: float
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The result of an evaluation.
-
-    Args:
-        loss: Sum over all tokens that were predicted, in nats.
-        tokens: Their number.
-        documents: The number of documents with at least one of them.
-        size: Bytes of their text, None where it is not known.
-        buckets: The loss by position, up to the last one that counts; their losses add up to the whole.
-    """
+class EvaluationResult:
+    """The summed loss of so many predicted tokens, in nats; documents: those with one of them; size: the bytes of their
+    text, None where it is not known; buckets: the loss by position, up to the last one that counts."""
 
     loss: float
     tokens: int
@@ -120,33 +98,25 @@ class Measured:
     buckets: tuple[PositionBucket, ...]
 
 
-def evaluate(model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0) -> Measured:
-    """Return the loss on documents; every rank of the model's mesh calls this with the same ones, and gets the same
-    answer.
+def evaluate(
+    model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0
+) -> EvaluationResult:
+    """Return the loss on documents, which are read once, a few microbatches ahead.
 
-    Args:
-        model: The model, in evaluation mode. Data-parallel ranks share out the microbatches.
-        documents: The documents, read once, a few microbatches ahead.
-        windows: The way that they are cut.
-        together: Tokens of a microbatch: as many windows as fit, or one.
-        pad: A token that fills up where tp x cp does not divide a microbatch, and where a rank has none.
+    Every rank of the model's mesh calls this with the same ones, and gets the same answer; data-parallel ranks share
+    out the microbatches, of `together` tokens: as many windows as fit, or one. `pad` is a token that fills up where
+    tp x cp does not divide a microbatch, and where a rank has none.
     """
     count = _Count()
     losses = summed(model, _packs(count.windows(documents, windows), together), "loss", pad)
     # Labels that do not count may lie beyond the last one that does.
     buckets = tuple(PositionBucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
-    return Measured(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
+    return EvaluationResult(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
 
 
 def summed(model: Model, packs: Iterator[Pack], score: Score, pad: int = 0) -> list[float]:
-    """Return the sums, over all labels, of what a score says of them; every rank of the mesh calls this.
-
-    Args:
-        model: The model, in evaluation mode. Data-parallel ranks share out the packs.
-        packs: The windows of each microbatch, the same on all ranks.
-        score: The number that is added up.
-        pad: The token that fills up, see :func:`evaluate`.
-    """
+    """Return the sums, over all labels, of what a score says of them; packs: the windows of each microbatch. Ranks and
+    `pad` are as of :func:`evaluate`."""
     mesh, found = model.parameters.mesh, list[Tensor]()
     # Every chunk but the last hands on activations; what the last one gives is kept here, and its sum is of no use.
     pipeline = Pipeline(mesh, [partial(_scored, chunk, score, found) for chunk in model.chunks], model.parameters.dtype)
@@ -224,14 +194,7 @@ def _microbatch(model: Model, pack: Pack, pad: int) -> tuple[Microbatch, Integer
     lengths = tuple(len(window.tokens) for window in pack)
     tokens, labels, sums = (np.concatenate(parts) for parts in zip(*pack, strict=True))
     positions = np.concatenate([np.arange(length) for length in lengths])
-    batch = Batch(tokens[None], labels[None], positions[None], lengths).of_rank(model.context, mesh.place.cp)
-    ids, targets, at = (
-        torch.from_numpy(each.ravel()).to(mesh.device) for each in (batch.tokens, batch.labels, batch.positions)
-    )
-    if batch.split is not None:
-        sums = sums[batch.split.indices(mesh.place.cp)]
-    activation = len(ids) // mesh.shape.tp, model.config.sizes["embed"]
-    microbatch = Microbatch(
-        ids, targets, at, 1, activation, batch.documents, lengths=batch.documents, split=batch.split
-    )
+    microbatch = microbatch_of(model, Batch(tokens[None], labels[None], positions[None], lengths))
+    if microbatch.split is not None:
+        sums = sums[microbatch.split.indices(mesh.place.cp)]
     return microbatch, np.split(sums, mesh.shape.tp)[mesh.place.tp]

@@ -1,4 +1,4 @@
-"""`megacore evaluate --needle`: what transformers finds most likely, and the same on every layout."""
+"""The benchmark of needles: what transformers finds most likely, and the same on every layout."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import loaded
-from hub import save
+from families import loaded, random_model, small
 from pool import Pool
 from transformers import AutoTokenizer
 
+from benchmarks import needles as command
+from benchmarks.needles import Needles, found
 from megacore.data import tokenizer
-from megacore.inference.documents import DocumentFiles
-from megacore.inference.evaluate import Excerpt
-from megacore.inference.load import model_from
-from megacore.inference.needles import Needles, found
+from megacore.inference.evaluation_data import DocumentFiles
+from megacore.inference.model_loader import model_from
+from megacore.inference.perplexity import Excerpt
 from megacore.inference.texts import Texts
 from megacore.store.open import open_folder
 from parallel.labels import IGNORE
@@ -25,7 +25,6 @@ from parallel.layers.loss import Objective
 from parallel.layers.scores import most_likely
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
-from tools import evaluate as command
 
 NEEDLES = Needles((160, 201), 3, 4, seed=5)
 SENTENCE = "The quiet harbour has a sun, the magic number of a city is 12. "
@@ -33,7 +32,8 @@ SENTENCE = "The quiet harbour has a sun, the magic number of a city is 12. "
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = save("llama", tmp_path / "hf", vocab_size=290, max_position_embeddings=256)
+    made = tmp_path / "hf"
+    random_model(small("llama", vocab_size=290, max_position_embeddings=256), 0).save_pretrained(made)
     tokenizer.train([SENTENCE], 290, made)
     (tmp_path / "text.txt").write_text(SENTENCE * 40)
     return made
@@ -101,7 +101,7 @@ def test_equals_go_to_the_lower_id() -> None:
 
 def test_the_command_tells_and_draws(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, picture = tmp_path / "text.txt", tmp_path / "needles.png"
-    given = [str(folder), "--data", str(text), "--needle", "160,200", "--depths", "2", "--needles", "1"]
+    given = [str(folder), "--data", str(text), "--lengths", "160,200", "--depths", "2", "--needles", "1"]
     assert command.main([*given, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["lengths"] == [160, 200] and data["depths"] == [0, 1] and len(data["found"]) == 2
@@ -110,4 +110,7 @@ def test_the_command_tells_and_draws(folder: Path, tmp_path: Path, capsys: pytes
     assert picture.read_bytes().startswith(b"\x89PNG")
     text.write_text(SENTENCE)
     assert command.main(given) == 1
-    assert "--needle 200: its text takes" in capsys.readouterr().err
+    assert "--lengths 200: its text takes" in capsys.readouterr().err
+    for lengths, said in (("8", "a fact and its question take"), ("257", "the model has 256 positions: choose up to")):
+        assert command.main([*given[:3], "--lengths", lengths]) == 1
+        assert f"--lengths {lengths}: {said}" in capsys.readouterr().err
