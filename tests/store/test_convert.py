@@ -31,7 +31,6 @@ from tiny import (
     TRAINER,
     Section,
     assert_holds,
-    edit_index,
     hugging_face_folder,
     layout_of,
     run_checkpoint,
@@ -519,28 +518,6 @@ def test_a_checkpoint_of_other_sentences(family: str, tmp_path: Path, capsys: py
         flip(tmp_path / "old" / path_of("master", str(norm.where).replace("tp0", f"tp{tp}")), entry.start)
     assert reshard.main([str(tmp_path / "old"), str(tmp_path / "refused")]) == 1
     assert norm.name in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [
-        ("mlp.down.weight", "embed embed"),
-        ("mlp.down.weight", "embed"),
-        ("mlp.down.weight", "(a: embed mlp + b: embed)"),
-        ("attn.qkv.weight", "(q: heads head + k: kv head + w: kv head) embed"),
-        ("attn.qkv.weight", "(q: heads head + k: heads head + v: kv head) embed"),
-        ("attn.qkv.weight", "(q: heads head + k: kv head) embed"),
-    ],
-)
-def test_other_pieces_are_refused(name: str, pattern: str, tmp_path: Path) -> None:
-    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA))
-
-    def change(index: dict[str, Any]) -> None:
-        next(p for p in index["parameters"] if p["name"].endswith(name))["pattern"] = pattern
-
-    edit_index(tmp_path / "c", change)
-    with pytest.raises(StoreError, match=f"{name}|{pattern}"):
-        Checkpoint.open(tmp_path / "c")
 
 
 # -- what it costs

@@ -44,6 +44,18 @@ LLAMA: Section = {
     "max_position_embeddings": 16,
 }
 GPT2: Section = {"family": "gpt2", "vocab_size": 13, "n_positions": 7, "n_embd": 8, "n_layer": 5, "n_head": 4}
+MIXTRAL: Section = {
+    "family": "mixtral",
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 5,  # odd: parts are padded
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 16,
+}
 
 SECTIONS: Mapping[str, tuple[Section, ...]] = {
     name: tuple(drawn(name, seed, tie_word_embeddings=not seed) for seed in (0, 1)) for name in FAMILIES

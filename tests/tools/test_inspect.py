@@ -346,23 +346,3 @@ def test_a_runs_folder_stands_for_its_newest_checkpoint(tmp_path: Path, capsys: 
         capsys.readouterr()
         assert main([*map(str, arguments)]) == 0, main
         assert capsys.readouterr().err.startswith(said), main
-
-
-# -- refusals
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (lambda hf: [hf, "--check"], "no fingerprints"),
-        (lambda hf: [hf / "nowhere"], "is not a folder"),
-        (lambda hf: [hf, "--diff", hf / "nowhere"], "is not a folder"),
-        (lambda hf: [hf.parent], "config.json"),
-    ],
-    ids=["check", "nowhere", "diff", "neither"],
-)
-def test_refused(arguments: Callable[[Path], list[object]], words: str, tmp_path: Path, capsys: Capture) -> None:
-    hf = save("llama", tmp_path / "hf")
-    assert inspect.main([*map(str, arguments(hf))]) == 1
-    captured = capsys.readouterr()
-    assert words in captured.err and not captured.out
