@@ -118,9 +118,6 @@ class Outlook:
     """The goodput of a run, and all that it was computed from.
 
     Args:
-        devices, nodes: Those of the run.
-        rates: The faults of nodes.
-        costs: Seconds that things cost.
         sources: {cost: where it is from}.
         of_rank, of_node: Bytes of a checkpoint, of the rank and of the node that write most of it.
         every: Steps from one checkpoint in memory to the next.
@@ -148,14 +145,6 @@ class Outlook:
         beside: Overheads,
     ) -> Outlook:
         """Return the outlook of a recipe.
-
-        Args:
-            arguments: The options of :func:`add_options`.
-            config: The recipe.
-            setting: The recipe on paper.
-            cluster: The devices.
-            step_s: Seconds of a step.
-            beside: The costs of starting, saving and resuming.
 
         Raises:
             ConfigError: the run named has had no fault after which it went on.

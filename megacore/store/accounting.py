@@ -43,10 +43,7 @@ class Account:
     """The account of the tensors of a folder.
 
     Args:
-        weights: The weights by the names that the family's table gives them.
         ignored: Names on the family's list of tensors that hold no weights.
-        others: Names of what is of other parts of a model, of which one is read.
-        problems: Everything that is wrong.
     """
 
     weights: Mapping[str, TensorInFile]

@@ -94,11 +94,7 @@ def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) ->
 
 @dataclass(frozen=True)
 class AdaptedFolder(WeightFolder):
-    """Adapters and the model that they were trained on, two folders that are read as one.
-
-    Args:
-        own: The checkpoint of the adapters.
-    """
+    """Adapters and the model that they were trained on, two folders that are read as one."""
 
     own: SafetensorsFolder
     base: SafetensorsFolder = field(kw_only=True)
@@ -239,7 +235,6 @@ class Merged(WeightFolder):
     """The weights of a model as they are with adapters.
 
     Args:
-        adapters: Their checkpoint.
         wanted: The dtype of merged weights; None for that of the base.
     """
 

@@ -43,15 +43,7 @@ def silent(done: int) -> None:
 def taken(
     stored: Sequence[Stored], read: Read, schema: Schema, jobs: int, progress: OnBytes = silent
 ) -> Iterator[dict[str, int]]:
-    """Yield {label: fingerprint} of each tensor as its bytes are now, padding left out.
-
-    Args:
-        stored: The tensors.
-        read: Reads one.
-        schema: Says in which order fingerprints take the axes.
-        jobs: Threads.
-        progress: Is told of each tensor.
-    """
+    """Yield {label: fingerprint} of each tensor as its bytes are now, padding left out."""
 
     def take(tensor: Stored) -> dict[str, int]:
         dtype, bits = read(tensor)
@@ -102,8 +94,6 @@ def check(
 
     Args:
         folder: The folder; tensors whose fingerprints it does not know are not read.
-        jobs: Threads.
-        progress: Is told of each tensor.
         tensors: {state: whole names} of those to compare, if not all.
     """
     schema = folder.layout.schema

@@ -34,8 +34,6 @@ class Difference:
 
     Args:
         state: Weights, or something of the optimizer's.
-        name: Our name of the tensor, its layer filled in.
-        label: The label of the piece.
         what: ``presence``, ``shape``, ``dtype`` or ``values``, the first that differs.
         both: The two sides' name, sizes of the axes, dtypes or fingerprints.
     """
@@ -55,7 +53,6 @@ class Differences:
         config: {field: what each has}, of the fields that change the maths.
         step: The steps of two checkpoints of training runs, if they differ.
         states: {state: which of the two has it}, of states that one lacks, though it could have them.
-        pieces: The differences of the states that both have.
     """
 
     config: Mapping[str, Both]
@@ -71,11 +68,6 @@ def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differen
     """Compare two folders without holding either.
 
     The fingerprints of checkpoints are those of their indexes, so their tensors are not read.
-
-    Args:
-        folders: The two.
-        jobs: Threads that read Hugging Face folders.
-        progress: Is told of each tensor that was read.
 
     Raises:
         StoreError: replicas in a checkpoint differ.
@@ -161,10 +153,6 @@ class Compared:
     """A piece of a checkpoint's tensor beside the same elements in another source.
 
     Args:
-        tensor: The tensor.
-        label: The label of the piece.
-        elements: The number of its elements.
-        differ: The number of those that differ.
         dtypes: The other source's, and the checkpoint's. Where these are not one, elements that differ are those of
             which neither is the other one rounded.
     """
@@ -180,13 +168,6 @@ def compare_bits(
     checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int, progress: OnBytes = silent
 ) -> Iterator[Compared]:
     """Compare weights of a checkpoint bit for bit, replicas and all, with the elements that the plan finds elsewhere.
-
-    Args:
-        checkpoint: Whose weights are compared.
-        tensors: The names of the tensors.
-        other: Anything that holds the same model.
-        jobs: Threads.
-        progress: Is told of each tensor.
 
     Raises:
         TransferError: it is not the same model.

@@ -39,11 +39,8 @@ class FolderPlan:
     """The contents of a folder that is to be written.
 
     Args:
-        kind: The kind of folder, in words.
-        schema: The schema of the model.
         states: {state: its files}.
         texts: (fingerprints of each file) -> {path: content} of the small files.
-        companions: {path: the file that is copied there}.
         reader: Opens such a folder, StoreError if it is none: asked before the folder is published.
     """
 
@@ -102,11 +99,6 @@ class FolderPlan:
 def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> FolderPlan:
     """Plan a checkpoint of all that a folder holds, in a layout.
 
-    Args:
-        source: The folder.
-        layout: The layout of the new files.
-        dtype: The dtype of the weights, if it is to change; that of buffers stays.
-
     Raises:
         StoreError: pieces that are stored together have different dtypes.
     """
@@ -140,11 +132,6 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
 
 def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> FolderPlan:
     """Plan a Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
-
-    Args:
-        source: The folder.
-        max_shard_bytes: The most that the tensors of a file take.
-        dtype: The dtype of the weights, if it is to change.
 
     Raises:
         StoreError: as :func:`to_checkpoint`.

@@ -70,12 +70,7 @@ class _Target:
 
 
 class Loader:
-    """Reads the tensors that this rank holds; all ranks make the same calls in one order.
-
-    Args:
-        parameters: The parameters of this rank: their layout says what it holds.
-        control: The messages between the ranks.
-    """
+    """Reads the tensors that this rank holds; all ranks make the same calls in one order."""
 
     def __init__(self, parameters: Parameters, control: Control) -> None:
         self._parameters, self._control = parameters, control

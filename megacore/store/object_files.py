@@ -29,9 +29,7 @@ def upload(folder: ObjectPath, files: Sequence[File], schema: Schema) -> dict[st
     """Write the files as objects, as :func:`~megacore.store.stream.write` does on a disk.
 
     Args:
-        folder: The folder.
         files: The files to write; their sources are read again where a store fails midway.
-        schema: The schema of the model; its sentences say in which order fingerprints take the axes.
 
     Returns:
         The fingerprints of what each file holds, padding left out.
@@ -98,11 +96,7 @@ class ObjectTensors(TensorFile):
 
 
 class Files(dict[str, TensorFile]):
-    """The tensor files of a checkpoint, opened when they are asked for.
-
-    Args:
-        folder: The folder.
-    """
+    """The tensor files of a checkpoint, opened when they are asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._kept = folder, Computed()

@@ -99,12 +99,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Upload:
-    """A folder on its way into an object store, as :class:`Publication` is: it is one from its last object on.
-
-    Args:
-        folder: The folder.
-        last: The name of its last object.
-    """
+    """A folder on its way into an object store, as :class:`Publication` is: it is one from its last object on."""
 
     unseen: ClassVar[str] = "the store has lost it, or something else writes to this folder"
 

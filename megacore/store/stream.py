@@ -75,10 +75,6 @@ def write(
     """Fill the files and make them durable.
 
     Args:
-        folder: The folder, which exists.
-        files: The files to write.
-        schema: The schema of the model; its sentences say in which order fingerprints take the axes.
-        jobs: Threads.
         progress: Is told the bytes of each block when it is filled.
 
     Returns:
@@ -197,10 +193,6 @@ def assemble(
     """Assemble one whole target tensor, as unsigned integers in its stored shape; padding is zero.
 
     Args:
-        stored: The target.
-        copies: The copies that fill it.
-        read: Reads the sources.
-        dtype: The dtype of the target.
         found: Is given {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so
             that they compare with those of when the source was written. Where the dtype stays, they are taken from what
             was made: from the bits that are used.

@@ -78,7 +78,6 @@ def os_errors(path: Path, needed: int = 0) -> Iterator[None]:
     """Turn what the operating system refuses within into a StoreError about the path.
 
     Args:
-        path: The file or folder at work.
         needed: Bytes that its file takes in all, for the message about a full disk.
     """
     try:

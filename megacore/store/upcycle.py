@@ -38,8 +38,6 @@ class Upcycled(WeightFolder):
     """The weights of a dense model as those of one with experts.
 
     Args:
-        dense: The folder of the dense model.
-        way: The way from the one to the other.
         seed: The seed of the rows of routers, which are those of a new model of this seed.
         wanted: The dtype of what is drawn or scaled; None for that of the dense weights.
     """
