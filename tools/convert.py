@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megacore.store.adapters import check_base, merged, to_peft
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import FolderPlan, to_checkpoint, to_hugging_face
-from megacore.store.export import SHARD_SIZE, parse_size
+from megacore.store.conversion import FolderPlan, to_checkpoint, to_hugging_face
 from megacore.store.folder import SafetensorsFolder
 from megacore.store.hugging_face import HuggingFace
+from megacore.store.hugging_face_files import SHARD_SIZE, parse_size
 from megacore.store.strict_json import StoreError
 from tools import folders
 

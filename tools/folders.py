@@ -14,10 +14,10 @@ from typing import TypeVar
 from megacore import checkpoints
 from megacore.say import err, harmless, say, say_data
 from megacore.store.audit import DamageError
-from megacore.store.convert import FolderPlan
+from megacore.store.conversion import FolderPlan
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import SafetensorsFolder, WeightFolder
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.stages import layout_of
@@ -74,7 +74,7 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
 def opened(
     path: Path, adapters: bool = False, told: bool = True, ignored_fields: Sequence[str] = ()
 ) -> SafetensorsFolder:
-    """Open a folder as :func:`~megacore.store.open.open_folder` does, and say what of it is taken.
+    """Open a folder as :func:`~megacore.store.formats.open_folder` does, and say what of it is taken.
 
     Raises:
         StoreError: likewise.
@@ -169,7 +169,7 @@ def watched(items: Iterable[Item], name: str, unit: str) -> Iterable[Item]:
     return counted
 
 
-class SaidElsewhere(Exception):
+class ReportedElsewhere(Exception):
     """Something is wrong, and another process says what."""
 
 
@@ -177,7 +177,7 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
     """Run a command; what is wrong with files is said in words."""
     try:
         return run(arguments)
-    except SaidElsewhere:
+    except ReportedElsewhere:
         return 1
     except BrokenPipeError:  # of the output: see tools.main
         raise

@@ -16,7 +16,7 @@ from megacore.rank import STORE, Here, join, leave
 from megacore.resources import gpus
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import WeightFolder
-from megacore.store.open import open_model
+from megacore.store.formats import open_model
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from parallel.choices import ContextExchange
@@ -45,7 +45,7 @@ def agreed(here: Here) -> Iterator[None]:
         if STORE not in os.environ:
             # torchrun ends the others, the one that speaks too, as soon as one has ended; our launcher gives them time.
             time.sleep(LAST_WORDS_S)
-        raise folders.SaidElsewhere from None
+        raise folders.ReportedElsewhere from None
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def model(arguments: argparse.Namespace) -> WeightFolder:
     """Return the model that the arguments name.
 
     Raises:
-        StoreError: as :func:`~megacore.store.open.open_model`.
+        StoreError: as :func:`~megacore.store.formats.open_model`.
     """
     return open_model(arguments.folder, arguments.base)
 

@@ -15,11 +15,11 @@ from megacore.say import err, say
 from megacore.store import audit
 from megacore.store.audit import DamageError
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_checkpoint, to_hugging_face
-from megacore.store.export import SHARD_SIZE, parse_size
+from megacore.store.conversion import to_checkpoint, to_hugging_face
 from megacore.store.folder import SafetensorsFolder
+from megacore.store.hugging_face_files import SHARD_SIZE, parse_size
 from megacore.store.strict_json import StoreError
-from megacore.store.upcycle import Upcycled
+from megacore.store.upcycled import UpcycledFolder
 from models.config import ModelConfigError
 from models.upcycle import WITH_EXPERTS, upcycling
 from tools import folders
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except ModelConfigError as error:
         raise StoreError("\n- ".join([f"{source.path} cannot be upcycled:", *error.problems])) from error
-    made = Upcycled.of(source, way, arguments.seed, dtype)
+    made = UpcycledFolder.of(source, way, arguments.seed, dtype)
     if arguments.to == "hf":
         if folders.has_layout(arguments):
             raise StoreError(
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(source: SafetensorsFolder, made: Upcycled, arguments: argparse.Namespace) -> None:
+def _check(source: SafetensorsFolder, made: UpcycledFolder, arguments: argparse.Namespace) -> None:
     """Read a checkpoint's weights that many are made of, of which no sum is left to compare in the end."""
     if source.format == Checkpoint.format:
         damage = audit.check(source, folders.jobs(arguments), tensors={"weights": made.replaced})

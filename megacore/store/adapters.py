@@ -17,14 +17,14 @@ import numpy as np
 from megacore.store.audit import OnBytes, fingerprints, silent
 from megacore.store.companions import Companion
 from megacore.store.compare import config_differences
-from megacore.store.computed import Computed
-from megacore.store.convert import FolderPlan, StateFiles, expected, tensors, to_hugging_face
+from megacore.store.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
 from megacore.store.dtypes import as_dtype
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.hugging_face import ADAPTER, CONFIG
 from megacore.store.index import Adapters
 from megacore.store.stream import File, Read, assemble
 from megacore.store.strict_json import StoreError, read_json
+from megacore.store.tensor_cache import TensorCache
 from megacore.store.tensors import DTYPES, TensorFile
 from models.config import ModelConfigError
 from models.lora import factors, mistaken_by_peft, targets
@@ -218,7 +218,7 @@ def merged(
         StoreError: the checkpoint holds no adapters, or those of a model of another shape or config.
     """
     check_model(checkpoint, base)
-    return to_hugging_face(Merged(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
+    return to_hugging_face(MergedFolder(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
 
 
 def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: OnBytes = silent) -> None:
@@ -231,7 +231,7 @@ def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress
 
 
 @dataclass(frozen=True)
-class Merged(WeightFolder):
+class MergedFolder(WeightFolder):
     """The weights of a model as they are with adapters.
 
     Args:
@@ -241,7 +241,7 @@ class Merged(WeightFolder):
     adapters: WeightFolder
     wanted: str | None
     base: SafetensorsFolder = field(kw_only=True)
-    _computed: Computed = field(default_factory=Computed)
+    _computed: TensorCache = field(default_factory=TensorCache)
 
     @cached_property
     def _factors(self) -> Mapping[str, Sequence[Callable[[str], np.ndarray]]]:

@@ -40,7 +40,7 @@ def silent(done: int) -> None:
     """Report progress to nobody."""
 
 
-def taken(
+def tensor_fingerprints(
     stored: Sequence[Stored], read: Read, schema: Schema, jobs: int, progress: OnBytes = silent
 ) -> Iterator[dict[str, int]]:
     """Yield {label: fingerprint} of each tensor as its bytes are now, padding left out."""
@@ -61,13 +61,13 @@ def taken(
 
 
 def fingerprints(folder: WeightFolder, state: str, jobs: int, progress: OnBytes = silent) -> dict[Logical, int]:
-    """Return the fingerprints of the logical pieces of a state, from the bytes of all its tensors; see :func:`taken`.
+    """Return the fingerprints of the logical pieces of a state, from the bytes of all its tensors.
 
     Raises:
         StoreError: replicas differ.
     """
     stored = list(folder.stored(state))
-    found = taken(stored, folder.read(state), folder.schema, jobs, progress)
+    found = tensor_fingerprints(stored, folder.read(state), folder.schema, jobs, progress)
     try:
         return add_up(folder.schema, zip(stored, found, strict=True))
     except ValueError as error:
@@ -103,7 +103,7 @@ def check(
         if tensors is not None:
             stored = [each for each in stored if whole_name(schema, each) in tensors[state]]
         first: dict[tuple[Logical, tuple[tuple[int, int], ...]], tuple[str, int]] = {}
-        for tensor, found in zip(stored, taken(stored, read, schema, jobs, progress), strict=True):
+        for tensor, found in zip(stored, tensor_fingerprints(stored, read, schema, jobs, progress), strict=True):
             (file, _), written = folder.location(state, tensor), folder.written(state, tensor)
             for label, value in found.items():
                 if value != written[label]:

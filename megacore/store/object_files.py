@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.store.computed import Computed
 from megacore.store.errors import StoreError
 from megacore.store.objects import ObjectPath
 from megacore.store.stream import BLOCK_BYTES, METADATA, File, Fingerprints, fill
+from megacore.store.tensor_cache import TensorCache
 from megacore.store.tensors import DTYPES, Bits, TensorFile, lay_out
 from parallel.weights.fingerprint import MODULUS
 from parallel.weights.schema import Schema
@@ -79,7 +79,7 @@ class ObjectTensors(TensorFile):
         kept: Whole tensors of this file and others of its folder that were read last.
     """
 
-    kept: Computed = field(default_factory=Computed)
+    kept: TensorCache = field(default_factory=TensorCache)
 
     def array(self, name: str) -> Bits:
         entry = self.entry(name)
@@ -99,7 +99,7 @@ class Files(dict[str, TensorFile]):
     """The tensor files of a checkpoint, opened when they are asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._kept = folder, Computed()
+        self.folder, self._kept = folder, TensorCache()
 
     def __missing__(self, name: str) -> TensorFile:
         self[name] = self._opened(name)

@@ -21,8 +21,8 @@ from io import FileIO
 from pathlib import Path
 from typing import ClassVar
 
+from megacore.store.file_lock import flock, hold, is_at
 from megacore.store.files import open_file, replacing
-from megacore.store.lock import flock, hold, is_at
 from megacore.store.objects import ObjectPath
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import free_bytes, os_errors

@@ -13,7 +13,7 @@ from whole import Whole
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
 from megacore.data.partition import Partition
-from megacore.store.convert import to_checkpoint
+from megacore.store.conversion import to_checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import Index
 from megacore.store.tensors import DTYPES, TensorWriter

@@ -30,7 +30,7 @@ from megacore.plan.of_config import setting_of
 from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, estimate
 from megacore.recipe import load
-from megacore.store import load as loading
+from megacore.store import loader as loading
 from megacore.store import shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.training.callbacks.checkpoints import Checkpoints

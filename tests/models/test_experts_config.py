@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from families import drawn, in_float64, of_transformers
 from test_transformers import SEQUENCES, as_saved, close, move, theirs_of
 
-from megacore.store.export import config_json
+from megacore.store.hugging_face_files import config_json
 from models.assemble import Model
 from models.config import ModelConfig, ModelConfigError
 from models.decoder import Microbatch

@@ -36,7 +36,7 @@ from changes import (
 )
 from tiny import GPT2, LLAMA, MIXTRAL, hugging_face_folder, layout_of, run_checkpoint, spread
 
-from megacore.store.convert import to_hugging_face
+from megacore.store.conversion import to_hugging_face
 from megacore.store.hugging_face import HuggingFace
 from models.registry import FAMILIES
 from parallel import limits

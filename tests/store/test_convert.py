@@ -40,9 +40,9 @@ from tiny import (
 )
 from whole import Whole
 
-from megacore.store import audit, export
+from megacore.store import audit, hugging_face_files
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_checkpoint, to_hugging_face
+from megacore.store.conversion import to_checkpoint, to_hugging_face
 from megacore.store.index import INDEX, Index, path_of
 from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES, configure
@@ -417,13 +417,13 @@ def test_what_we_could_not_read_again_is_not_published(
 ) -> None:
     """An export with a file too few, or with a config that means something that no reader knows."""
     run_checkpoint(tmp_path / "ckpt", GPT2, layout_of(GPT2))
-    made = export.texts
+    made = hugging_face_files.texts
 
     def texts(raw: Section, *others: Any) -> dict[str, bytes]:
         found = made({**raw, "logit_scale": 2.0}, *others)
         return {name: content for name, content in found.items() if name != lost}
 
-    monkeypatch.setattr(export, "texts", texts)
+    monkeypatch.setattr(hugging_face_files, "texts", texts)
     plan = to_hugging_face(Checkpoint.open(tmp_path / "ckpt"), 1 << 20)
     with pytest.raises(StoreError, match=r"(?s)out is not published, for it could not be read again: .*config\.json"):
         plan.write(tmp_path / "out", jobs=1)

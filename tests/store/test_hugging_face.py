@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from megacore.store.accounting import summary
-from megacore.store.convert import to_hugging_face
+from megacore.store.conversion import to_hugging_face
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from models import registry
@@ -258,7 +258,7 @@ def test_companions(tmp_path: Path) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     script = (
-        "import sys, megacore.store.hugging_face, megacore.store.export, models.families.llama, models.families.gpt2\n"
+        "import sys, megacore.store.hugging_face_files, models.families.llama, models.families.gpt2\n"
         "print({'torch', 'transformers', 'safetensors'} & set(sys.modules))"
     )
     root = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from whole import Whole
 
 from megacore.store import shares
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_checkpoint
+from megacore.store.conversion import to_checkpoint
 from megacore.store.index import STATES, FileRecord, Index, Range, file_name, holder
 from megacore.store.stream import File, Read, Tensor, assemble, write
 from megacore.store.tensors import DTYPES, TensorWriter

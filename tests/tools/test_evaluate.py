@@ -27,7 +27,7 @@ from megacore.data.indexed import IndexedWriter
 from megacore.inference.documents import Document
 from megacore.inference.evaluate import Windows, evaluate
 from megacore.inference.load import model_from
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
 from models.assemble import Model
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape

@@ -237,7 +237,7 @@ def fingerprint(base: WeightFolder, control: Control) -> int:
         return combined(known)
     rank, world = control.mesh.rank, control.mesh.shape.world
     stored = list(base.stored())
-    own = control.attempt(lambda: list(audit.taken(stored[rank::world], base.read(), base.schema, _JOBS)))
+    own = control.attempt(lambda: list(audit.tensor_fingerprints(stored[rank::world], base.read(), base.schema, _JOBS)))
     gathered = control.gather(own)
     # Dealt out in turn, so taken back in turn.
     pieces = [each for each in itertools.chain(*itertools.zip_longest(*gathered)) if each is not None]

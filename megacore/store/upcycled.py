@@ -14,12 +14,12 @@ from functools import cached_property, partial
 import numpy as np
 
 from megacore.store.companions import Companion
-from megacore.store.computed import Computed
 from megacore.store.dtypes import as_dtype
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import Index
 from megacore.store.stream import Read
 from megacore.store.strict_json import StoreError
+from megacore.store.tensor_cache import TensorCache
 from megacore.store.tensors import DTYPES
 from models.stages import layout_of
 from models.upcycle import DENSE, DOWN, EXPERTS, ROUTER, SHARED, UP, Upcycling
@@ -34,7 +34,7 @@ _HIDDEN = re.compile(r"\bmlp\b(?!:)")
 
 
 @dataclass(frozen=True)
-class Upcycled(WeightFolder):
+class UpcycledFolder(WeightFolder):
     """The weights of a dense model as those of one with experts.
 
     Args:
@@ -46,10 +46,10 @@ class Upcycled(WeightFolder):
     way: Upcycling = field(kw_only=True)
     seed: int = field(kw_only=True)
     wanted: str | None = field(kw_only=True)
-    _scaled: Computed = field(default_factory=Computed, kw_only=True)
+    _scaled: TensorCache = field(default_factory=TensorCache, kw_only=True)
 
     @classmethod
-    def of(cls, dense: SafetensorsFolder, way: Upcycling, seed: int, wanted: str | None = None) -> Upcycled:
+    def of(cls, dense: SafetensorsFolder, way: Upcycling, seed: int, wanted: str | None = None) -> UpcycledFolder:
         """Read a folder so; arguments as above.
 
         Raises:
