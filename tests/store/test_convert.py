@@ -232,21 +232,15 @@ def test_the_safetensors_library_opens_all_files(tmp_path: Path) -> None:
     }
 
 
-def test_padding_is_zero(tmp_path: Path) -> None:
-    bits = hugging_face_folder(tmp_path / "hf", LLAMA)
+@pytest.mark.parametrize("vocabulary", [13, 5])
+def test_padding_is_zero(vocabulary: int, tmp_path: Path) -> None:
+    """A rank may hold nothing else."""
+    bits = hugging_face_folder(tmp_path / "hf", {**LLAMA, "vocab_size": vocabulary})
     run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "4")
-    rows = np.concatenate(
-        [load_file(tensor_file(tmp_path / "c", tp=i))["embed.weight"].view(torch.int16).numpy() for i in range(4)]
-    )
-    assert rows.shape == (16, 6) and not rows[13:].any()
-    assert np.array_equal(rows[:13].view(np.uint16), bits["model.embed_tokens.weight"])
-
-
-def test_a_rank_may_hold_nothing_but_padding(tmp_path: Path) -> None:
-    section = {**LLAMA, "vocab_size": 5}
-    bits = hugging_face_folder(tmp_path / "hf", section)
-    run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "4")
-    assert not load_file(tensor_file(tmp_path / "c", tp=3))["embed.weight"].any()
+    held = [load_file(tensor_file(tmp_path / "c", tp=i))["embed.weight"].view(torch.int16).numpy() for i in range(4)]
+    rows = np.concatenate(held)
+    assert len(rows) % 4 == 0 and rows.shape[1] == 6 and not rows[vocabulary:].any()
+    assert np.array_equal(rows[:vocabulary].view(np.uint16), bits["model.embed_tokens.weight"])
     run(reshard, tmp_path / "c", tmp_path / "d", "--tp", "2")
     assert_holds(tmp_path / "d", {"weights": bits}, {"weights": "BF16"})
 
@@ -523,44 +517,10 @@ def test_a_checkpoint_of_other_sentences(family: str, tmp_path: Path, capsys: py
 # -- what it costs
 
 SCRIPT = """
-import resource, sys
-sys.path[:0] = [{root!r}, {tests!r}]
-from pathlib import Path
-from tools import {command}
-status = {command}.main({arguments!r})
-heavy = {{"torch", "transformers", "safetensors", "pydantic", "omegaconf", "matplotlib", "tqdm"}} & set(sys.modules)
-own = Path("/proc/self/status").read_text()
-kib = {{line.split(":")[0]: int(line.split()[1]) for line in own.splitlines() if line.endswith("kB")}}
-print(status, ",".join(sorted(heavy)), kib["RssAnon"])
-"""
-
-
-def in_a_process(command: str, *arguments: str) -> tuple[int, str, int]:
-    """(exit status, heavy modules that were imported, KiB that are not the file cache's)."""
-    script = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests/store"), command=command, arguments=list(arguments))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    status, heavy, kib = done.stdout.splitlines()[-1].split(" ")
-    return int(status), heavy, int(kib)
-
-
-@pytest.mark.quick
-def test_moving_bytes_imports_nothing_heavy(tmp_path: Path) -> None:
-    hugging_face_folder(tmp_path / "hf", LLAMA)
-    hf, a, b, back = (str(tmp_path / name) for name in ("hf", "a", "b", "back"))
-    assert in_a_process("convert", hf, a, "--tp", "2")[:2] == (0, "")
-    assert in_a_process("reshard", a, b, "--pp", "2")[:2] == (0, "")
-    assert in_a_process("convert", b, back, "--to", "hf")[:2] == (0, "")
-    assert in_a_process("convert", hf, f"{back}2", "--dtype", "bfloat16")[:2] == (0, "")
-    assert in_a_process("convert", hf, f"{back}3", "--dtype", "float32")[1].startswith("torch")
-
-
-PEAK = """
 import sys, threading, time
 sys.path[:0] = [{root!r}]
 from pathlib import Path
-from tools import convert, reshard
-from megacore.store import stream
+from tools import convert, inspect, reshard
 most, done = 0, threading.Event()
 def watch():
     global most
@@ -570,34 +530,60 @@ def watch():
         time.sleep(0.002)
 thread = threading.Thread(target=watch)
 thread.start()
-steps = []
-for command, arguments in {runs!r}:
-    assert {{"convert": convert, "reshard": reshard}}[command].main(arguments) == 0
+for command, *arguments in {runs!r}:
+    assert {{"convert": convert, "inspect": inspect, "reshard": reshard}}[command].main(arguments) == 0
 done.set(); thread.join()
-print(most)
+heavy = {{"torch", "transformers", "safetensors", "pydantic", "omegaconf", "matplotlib", "tqdm"}} & set(sys.modules)
+print(most, ",".join(sorted(heavy)))
 """
+
+
+def in_a_process(*runs: Sequence[object]) -> tuple[int, str]:
+    """(most KiB that were not the file cache's, heavy modules that were imported)."""
+    script = SCRIPT.format(root=str(ROOT), runs=[[*map(str, run)] for run in runs])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    kib, heavy = done.stdout.splitlines()[-1].split(" ")
+    return int(kib), heavy
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+
+
+@linux
+@pytest.mark.quick
+def test_moving_bytes_imports_nothing_heavy(tmp_path: Path) -> None:
+    """Nor does looking at them."""
+    runs: list[Sequence[object]] = []
+    for name, section in (("llama", LLAMA), ("gpt2", GPT2)):
+        hugging_face_folder(tmp_path / name / "hf", section)
+        hf, a, b, back = (tmp_path / name / folder for folder in ("hf", "a", "b", "back"))
+        runs += [
+            ("convert", hf, a, "--tp", "2", "--dtype", "bfloat16"),
+            ("reshard", a, b, "--pp", "2"),
+            ("inspect", b, "--tensors", "--check", "--diff", hf),
+            ("convert", b, back, "--to", "hf"),
+        ]
+    assert in_a_process(*runs)[1] == ""
+    assert in_a_process(("convert", hf, tmp_path / "wide", "--dtype", "float32"))[1].startswith("torch")
 
 
 def peak(folder: Path, section: Section) -> int:
     """Most KiB of memory of its own that a process takes to convert, reshard and export a model."""
     hugging_face_folder(folder / "hf", section)
-    hf, a, b, back = (str(folder / name) for name in ("hf", "a", "b", "back"))
-    runs = [
-        ("convert", [hf, a, "--tp", "2", "--pp", "2", "--jobs", "2"]),
-        ("reshard", [a, b, "--tp", "4", "--jobs", "2"]),
-        ("convert", [b, back, "--to", "hf", "--jobs", "2"]),
-    ]
-    script = PEAK.format(root=str(ROOT), runs=runs)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    hf, a, b, back = (folder / name for name in ("hf", "a", "b", "back"))
+    most, _ = in_a_process(
+        ("convert", hf, a, "--tp", "2", "--pp", "2", "--jobs", "2"),
+        ("reshard", a, b, "--tp", "4", "--jobs", "2"),
+        ("convert", b, back, "--to", "hf", "--jobs", "2"),
+    )
     size = (folder / "hf/model.safetensors").stat().st_size
     shutil.rmtree(folder)
-    most = done.stdout.splitlines()[-1]
     print(f"{size >> 20} MiB: peak {most} KiB")
-    return int(most)
+    return most
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@linux
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_memory_does_not_grow_with_the_model(base: Section, tmp_path: Path) -> None:
     """4 times the tensors' size takes the same; GPT-2's transposed matrices too."""
