@@ -109,7 +109,11 @@ def tensors(name: str, how: Callable[[Any], object]) -> Change:
 
 
 def gone(*names: str) -> Change:
-    return lambda folder: [(folder / name).unlink() for name in names]
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return change
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Change:

@@ -96,12 +96,7 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     group = parser.add_argument_group(
         "where", "More than one process is started by the command itself, or by torchrun."
     )
-    group.add_argument("--tp", type=folders.count, default=1, metavar="N", help="tensor parallel ranks")
-    group.add_argument("--pp", type=folders.count, default=1, metavar="N", help="pipeline stages")
-    group.add_argument("--ep", type=folders.count, default=1, metavar="N", help="ranks over which experts are spread")
-    group.add_argument(
-        "--etp", type=folders.count, default=1, metavar="N", help="parts of each expert, 1 or as many as --tp"
-    )
+    folders.add_parts(group, experts="ranks over which experts are spread")
     add_context(group, exchanges=data)
     if data:
         group.add_argument("--dp", type=folders.count, default=1, metavar="N", help="ranks that share out the windows")

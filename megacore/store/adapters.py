@@ -18,7 +18,7 @@ from megacore.store.audit import OnBytes, fingerprints, silent
 from megacore.store.companions import Companion
 from megacore.store.compare import config_differences
 from megacore.store.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
-from megacore.store.dtypes import as_dtype
+from megacore.store.dtypes import as_floats, rounded
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.hugging_face import ADAPTER, CONFIG
 from megacore.store.index import Adapters
@@ -277,8 +277,7 @@ class MergedFolder(WeightFolder):
     def _merge(self, stored: Stored) -> np.ndarray:
         dtype, bits = self.base.read()(stored)
         wide, wanted = "F64" if dtype == "F64" else "F32", self.dtype("weights", stored)
-        floats = DTYPES[wide].str.replace("u", "f")
-        left, right = (read(wide).view(floats) for read in self._factors[stored.name])
+        left, right = (as_floats(read(wide), wide, wide) for read in self._factors[stored.name])
         made, scale = np.empty(bits.shape, DTYPES[wanted]), adapters_of(self.adapters).lora.scale
         matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, left, right, made))
         step = max(1, _ROWS // bits.shape[-1])
@@ -286,6 +285,6 @@ class MergedFolder(WeightFolder):
         for weight, of_left, of_right, total in zip(*matrices, strict=True):
             for start in range(0, len(weight), step):
                 rows = slice(start, start + step)
-                sums = as_dtype(weight[rows], dtype, wide).view(floats) + scale * (of_left[rows] @ of_right)
-                total[rows] = as_dtype(sums.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
+                sums = as_floats(weight[rows], dtype, wide) + scale * (of_left[rows] @ of_right)
+                total[rows] = rounded(sums, wide, wanted)
         return made

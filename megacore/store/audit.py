@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.store.folder import SafetensorsFolder, WeightFolder
-from megacore.store.stream import BLOCK_BYTES, Read, of_copy
+from megacore.store.stream import BLOCK_BYTES, Read, add_to, of_copy
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
-from parallel.weights.fingerprint import MODULUS, Logical, add_up, spell
+from parallel.weights.fingerprint import Logical, add_up, spell
 from parallel.weights.pattern import Piece
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import Stored, blocks, plan, strided, whole_name
@@ -51,8 +51,8 @@ def tensor_fingerprints(
         for _, copies in plan(schema, [tensor], [tensor]):
             for block in blocks(copies, BLOCK_BYTES // DTYPES[dtype].itemsize):
                 for copy in block.copies:
-                    value = of_copy(copy, copy.source_view, bits, schema[tensor.param].sentence.piece_axes(copy.label))
-                    found[copy.label] = (found[copy.label] + value) % MODULUS
+                    axes = schema[tensor.param].sentence.piece_axes(copy.label)
+                    add_to(found, {copy.label: of_copy(copy, copy.source_view, bits, axes)})
         progress(bits.nbytes)
         return found
 

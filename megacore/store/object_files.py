@@ -12,10 +12,9 @@ import numpy as np
 
 from megacore.store.errors import StoreError
 from megacore.store.objects import ObjectPath
-from megacore.store.stream import BLOCK_BYTES, METADATA, File, Fingerprints, fill
+from megacore.store.stream import BLOCK_BYTES, METADATA, File, Fingerprints, add_to, fill
 from megacore.store.tensor_cache import TensorCache
 from megacore.store.tensors import DTYPES, Bits, TensorFile, lay_out
-from parallel.weights.fingerprint import MODULUS
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import blocks
 
@@ -63,11 +62,9 @@ def _pieces(file: File, schema: Schema, found: Fingerprints) -> Iterator[np.ndar
             begin = entry.start + block.start * width
             yield bytes(begin - at)  # padding is in no block
             bits = np.empty(block.numel, DTYPES[entry.dtype])
-            taken = fill(block, tensor, file.read, schema, bits)
+            add_to(found[name], fill(block, tensor, file.read, schema, bits))
             yield bits.view(np.uint8)
             at = begin + bits.nbytes
-            for label, value in taken.items():
-                found[name][label] = (found[name][label] + value) % MODULUS
         yield bytes(entry.stop - at)
 
 

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from megacore.store.companions import Companion
-from megacore.store.dtypes import as_dtype
+from megacore.store.dtypes import as_floats, rounded
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import Index
 from megacore.store.stream import Read
@@ -172,7 +172,7 @@ class UpcycledFolder(WeightFolder):
         if shard.param.name == ROUTER:
             slices = self.way.granularity
             values = np.repeat(initial_values(self.layout, shard, "", self.seed)[::slices], slices, axis=0)
-        return as_dtype(values.view(DTYPES["F32"]), "F32", dtype)
+        return rounded(values, "F32", dtype)
 
 
 def _of(stored: Stored, hidden: str) -> Pattern:
@@ -183,8 +183,7 @@ def _of(stored: Stored, hidden: str) -> Pattern:
 def _times(dtype: str, bits: np.ndarray, scale: float, wanted: str) -> np.ndarray:
     """Return the bits of all elements times a factor in another dtype, rounded once."""
     wide = "F64" if "F64" in (dtype, wanted) else "F32"
-    floats, made = DTYPES[wide].str.replace("u", "f"), np.empty(bits.shape, DTYPES[wanted])
+    made = np.empty(bits.shape, DTYPES[wanted])
     for part, row in zip(made, bits, strict=True):
-        product = as_dtype(row, dtype, wide).view(floats) * scale
-        part[...] = as_dtype(product.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
+        part[...] = rounded(as_floats(row, dtype, wide) * scale, wide, wanted)
     return made

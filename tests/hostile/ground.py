@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from whole import Whole
+from whole import Whole, write_tensor
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
@@ -70,7 +70,7 @@ def build(folder: Path) -> None:
     shapes = [(s.name, "F32", s.shape) for s in hugging_face(config.schema)]
     with TensorWriter.create(model / "model.safetensors", shapes) as writer:
         for name, _, shape in shapes:
-            writer.write(name, 0, rng.normal(0, 0.3, shape).astype(np.float32).view(DTYPES["F32"]))
+            write_tensor(writer, name, rng.normal(0, 0.3, shape).astype(np.float32).view(DTYPES["F32"]))
     (model / "config.json").write_text(json.dumps(config.to_hugging_face()))
     tokenizer.train(["a few words, and a few more"] * 3, 270, model)
     settings = json.loads((model / "tokenizer_config.json").read_text())

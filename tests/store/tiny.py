@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 from families import drawn
-from whole import Whole
+from whole import Whole, write_tensor
 
 from megacore.store import shares
 from megacore.store.checkpoint import Checkpoint
@@ -85,7 +85,7 @@ def hugging_face_folder(path: Path, section: Section, dtype: str = "BF16", seed:
     path.mkdir(parents=True)
     with TensorWriter.create(path / "model.safetensors", [(n, dtype, b.shape) for n, b in bits.items()]) as writer:
         for name, array in bits.items():
-            writer.write(name, 0, array)
+            write_tensor(writer, name, array)
     (path / "config.json").write_text(json.dumps(config.to_hugging_face(), indent=2))
     for name, content in COMPANIONS.items():
         (path / name).parent.mkdir(exist_ok=True)
