@@ -38,6 +38,7 @@ from tiny import GPT2, LLAMA, MIXTRAL, hugging_face_folder, layout_of, run_check
 
 from megacore.store.conversion import to_hugging_face
 from megacore.store.hugging_face import HuggingFace
+from megacore.store.index import STATES
 from models.registry import FAMILIES
 from parallel import limits
 from tools import convert
@@ -324,12 +325,52 @@ refused(
         "trainer-twice": (write(TRAINER, b'{"step": 1, "step": 2}'), "trainer.json", "twice"),
         "trainer-folder": (instead(TRAINER, os.mkdir), "trainer.json"),
         "trainer-pipe": (instead(TRAINER, os.mkfifo), "trainer.json"),
+        "all-at-once": (
+            both(
+                gone("ckpt/master/pp0-ep0-tp0.safetensors"),
+                write("ckpt/exp_avg/pp0-ep0-tp1.safetensors", b""),
+                index(5, "files", RECORD, "bytes"),
+            ),
+            "is damaged:\n",
+            "master/pp0-ep0-tp0.safetensors",
+            "exp_avg/pp0-ep0-tp1.safetensors: has 0 bytes",
+            f"{RECORD} has",
+            "not 5",
+        ),
         "index-of-another-folder": (led_out(INDEX), "index.json: leads to", "secret"),
         "weights-of-another-folder": (led_out("ckpt/weights"), "leads to", "outside of"),
     },
     RESHARD,
     EXPORT,
 )
+
+LAST = "layers.1.mlp.down.weight"
+
+
+def flipped(state: str, bit: int) -> Change:
+    """A bit of the last byte of a file."""
+    return raw(f"ckpt/{state}/pp0-ep0-tp0.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ bit]))
+
+
+refused(
+    "bit",
+    {
+        **{
+            f"{state}-{bit}": (flipped(state, bit), f"{state}: ", LAST, "fingerprints")
+            for state in STATES
+            for bit in (1, 128)
+        },
+        # Same names, shapes and sizes: only the fingerprints can tell.
+        "file-of-the-other-rank": (
+            exchange("ckpt/exp_avg/pp0-ep0-tp0.safetensors", "ckpt/exp_avg/pp0-ep0-tp1.safetensors"),
+            "exp_avg: ",
+            "layers.1.attn.qkv.weight (q)",
+            "embed.weight",
+        ),
+    },
+    RESHARD,
+)
+refused("bit", {"export": (flipped("weights", 1), "weights: ", LAST, "fingerprints")}, EXPORT)
 
 # -- the index of a checkpoint whose places have several files
 

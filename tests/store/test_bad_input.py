@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bad_folders import CASES, CONVERT, EXPORT, RESHARD, build
+from damage import damage_bytes, damage_tree, places
 from families import ROTATION
 from tiny import snapshot
 
@@ -157,73 +156,6 @@ def test_many_jobs(folder: Path) -> None:
 
 # -- fuzz
 
-VALUES: Sequence[Any] = (
-    None, True, False, 0, 1, 2, 3, -1, 5, 10**18, 2**63, 1.5, -0.0, 1e300, "", "x", "weights", "{layer.__class__}",
-    "{0}", "..", "/", "embed", "vocab embed", "(q: embed + k: mlp)", "(a: + b:)" * 9, "x" * 10_000, "\x00", "\ud800",
-    "٣", [], {}, [1], ["weights"], {"": "0" * 16}, {"a": {"b": []}}, [[[[[[]]]]]], "0" * 16, "first last",
-    "layers.{layer}.x",
-)  # fmt: skip
-
-
-def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """All paths in a JSON tree; of the many files and fingerprints not more than of everything else."""
-    if path:
-        yield path
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in items:
-        yield from places(value, (*path, key))
-
-
-def mutate(tree: Any, dice: random.Random, paths: Sequence[tuple[Any, ...]]) -> Any:
-    """A copy with a few things replaced, lost, doubled, renamed or exchanged."""
-    tree = copy.deepcopy(tree)
-    for _ in range(dice.choice([1, 1, 1, 2, 3])):
-        *way, last = dice.choice(paths)
-        here = tree
-        try:
-            for key in way:
-                here = here[key]
-            value = here[last]
-        except (KeyError, IndexError, TypeError):  # gone already
-            continue
-        if isinstance(here, str):
-            continue
-        match dice.randrange(7):
-            case 0 | 1 | 2:
-                here[last] = copy.deepcopy(dice.choice(VALUES))
-            case 3:
-                del here[last]
-            case 4 if isinstance(here, list):
-                here.insert(last, copy.deepcopy(value))
-            case 4 | 5 if isinstance(here, dict):
-                here[dice.choice([*here, "x", "", "{layer}", str(last) + "s"])] = here.pop(last)
-            case _ if isinstance(value, int) and not isinstance(value, bool):
-                here[last] = value + dice.choice([-1, 1, 1000])
-            case _:
-                here[last] = copy.deepcopy(dice.choice([*here.values()] if isinstance(here, dict) else here))
-    return tree
-
-
-def garble(raw: bytes, dice: random.Random) -> bytes:
-    """A few bytes flipped, lost, inserted or repeated."""
-    made = bytearray(raw)
-    for _ in range(dice.choice([1, 1, 2, 5])):
-        at = dice.randrange(len(made))
-        match dice.randrange(5):
-            case 0:
-                made[at] ^= 1 << dice.randrange(8)
-            case 1:
-                del made[at : at + dice.choice([1, 1, 10, 1000])]
-            case 2:
-                made[at:at] = dice.choice(
-                    [b"9", b"0", b'"', b"{", b"[", b",", b"\xff", b"\\u", b"e9", b"-", b"NaN", b"\0"]
-                )
-            case 3:
-                made[at:at] = made[at : at + dice.choice([1, 20, 300])]
-            case _:
-                made[at] = dice.randrange(256)
-    return bytes(made)
-
 
 def consistent(checkpoint: Checkpoint) -> None:
     """What opens can be used."""
@@ -248,7 +180,7 @@ def test_fuzz_the_index(kind: str, source: str, folder: Path) -> None:
     paths = list(places({**tree, "files": few, "parameters": tree["parameters"][:3]}))
     paths = [p for p in paths if "fingerprints" not in p] * 3 + paths
     for _ in range(350):
-        content = json.dumps(mutate(tree, dice, paths)).encode() if kind == "tree" else garble(raw, dice)
+        content = json.dumps(damage_tree(tree, dice, paths)).encode() if kind == "tree" else damage_bytes(raw, dice)
         path.write_bytes(content)
         try:
             with within(5):

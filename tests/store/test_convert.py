@@ -424,37 +424,12 @@ def test_what_we_could_not_read_again_is_not_published(
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-@pytest.mark.parametrize("bit", [1, 128])
-@pytest.mark.parametrize("state", ["weights", "master", "exp_avg", "exp_avg_sq"])
-def test_a_flipped_bit_is_found_and_nothing_is_left(
-    state: str, bit: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA, pp=1, tp=2))
-    last = [s for s in Checkpoint.open(tmp_path / "c").stored() if s.where == "pp0-ep0-tp0"][-1]
-    flip(tensor_file(tmp_path / "c", state), bit=bit)  # the last tensor of the file
-    before = snapshot(tmp_path)
-    assert reshard.main([str(tmp_path / "c"), str(tmp_path / "d"), "--tp", "4"]) == 1
-    said = capsys.readouterr().err
-    assert state in said and last.name in said and "fingerprints" in said
-    assert snapshot(tmp_path) == before
-    assert convert.main([str(tmp_path / "c"), str(tmp_path / "d"), "--to", "hf"]) == (1 if state == "weights" else 0)
-
-
-@pytest.mark.parametrize("section", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_files_in_each_others_place_are_found(
-    section: Section, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Same names, shapes and sizes: only the fingerprints can tell."""
-    run_checkpoint(tmp_path / "c", section, layout_of(section, tp=2))
-    one, two = tensor_file(tmp_path / "c", "exp_avg"), tensor_file(tmp_path / "c", "exp_avg", tp=1)
-    one.rename(tmp_path / "x")
-    two.rename(one)
-    (tmp_path / "x").rename(two)
-    assert reshard.main([str(tmp_path / "c"), str(tmp_path / "d"), "--tp", "1"]) == 1
-    said = capsys.readouterr().err
-    assert "exp_avg:" in said and "layers.4.attn.qkv.weight (q)" in said and "embed.weight" in said
-    assert "norm" not in said  # replicas: the same in both
-    assert not (tmp_path / "d").exists()
+def test_what_an_export_does_not_take_is_not_asked(tmp_path: Path) -> None:
+    """Where the optimizer's state is damaged the weights can still be had."""
+    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA, tp=2))
+    flip(tensor_file(tmp_path / "c", "exp_avg"))
+    assert reshard.main([str(tmp_path / "c"), str(tmp_path / "d")]) == 1
+    assert convert.main([str(tmp_path / "c"), str(tmp_path / "d"), "--to", "hf"]) == 0
 
 
 # -- other releases
