@@ -124,7 +124,8 @@ def make_checkpoint(folder: Path, size: int, experts: Mapping[str, int] | None =
         with TensorWriter.create(folder / name, declared, {"format": "pt"}) as writer:
             for stored in held:
                 values = random.standard_normal(stored.shape, dtype=np.float32) * np.float32(0.02)
-                writer.write(stored.name, 0, (values.view(np.uint32) >> 16).astype(np.uint16))
+                bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+                writer.put(bits.reshape(-1).view(np.uint8), writer.offset(stored.name, 0))
     where = {stored.name: name for name, held in zip(names, files, strict=True) for stored in held}
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from megacore.store.file_lock import NoLocks, flock
 from megacore.store.files import append, open_file
-from megacore.store.lock import NoLocks, flock
 from megacore.store.strict_json import StoreError, parse_json, read_file
 from megacore.store.tensors import os_errors
 

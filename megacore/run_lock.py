@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 
 from megacore.say import brief, err
+from megacore.store.file_lock import NoLocks, flock, hold
 from megacore.store.files import open_file, open_lock
-from megacore.store.lock import NoLocks, flock, hold
 from megacore.store.objects import ObjectPath
 from megacore.store.publish import write_file
 from megacore.store.strict_json import StoreError

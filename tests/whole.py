@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from megacore.store.companions import Companion
 from megacore.store.folder import WeightFolder
 from megacore.store.stream import Read
+from megacore.store.tensors import TensorWriter
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import Stored, hugging_face
 
@@ -42,3 +45,9 @@ class Whole(WeightFolder):
 
     def trainer_json(self) -> bytes | None:
         return self.written
+
+
+def write_tensor(writer: TensorWriter, name: str, array: np.ndarray, start: int = 0) -> None:
+    """Write elements of a tensor from ``start`` on, in whatever order the array has them in memory."""
+    if array.size:
+        writer.put(np.ascontiguousarray(array).reshape(-1).view(np.uint8), writer.offset(name, start))

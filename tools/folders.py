@@ -14,10 +14,11 @@ from typing import TypeVar
 from megacore import checkpoints
 from megacore.say import err, harmless, say, say_data
 from megacore.store.audit import DamageError
-from megacore.store.convert import FolderPlan
+from megacore.store.conversion import FolderPlan, to_checkpoint, to_hugging_face
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import SafetensorsFolder, WeightFolder
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
+from megacore.store.hugging_face_files import SHARD_SIZE, parse_size
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.stages import layout_of
@@ -31,10 +32,7 @@ MOST_JOBS = 64
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout")
-    group.add_argument("--tp", type=count, default=1, metavar="N", help="tensor parallel ranks")
-    group.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline stages")
-    group.add_argument("--ep", type=count, default=1, metavar="N", help="expert parallel ranks")
-    group.add_argument("--etp", type=count, default=1, metavar="N", help="parts of each expert, 1 or as many as --tp")
+    add_parts(group, experts="expert parallel ranks")
     group.add_argument("--chunks", type=count, default=1, metavar="N", help="chunks of each stage (interleaved)")
     group.add_argument(
         "--layers-per-stage",
@@ -42,6 +40,17 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="layers of each of the pp x chunks virtual stages; balanced by default",
     )
+
+
+def add_parts(group: argparse._ActionsContainer, experts: str) -> None:
+    """Add the numbers of parts that a model is split into; ``experts``: what those of --ep are."""
+    for name, what in (
+        ("tp", "tensor parallel ranks"),
+        ("pp", "pipeline stages"),
+        ("ep", experts),
+        ("etp", "parts of each expert, 1 or as many as --tp"),
+    ):
+        group.add_argument(f"--{name}", type=count, default=1, metavar="N", help=what)
 
 
 def has_layout(arguments: argparse.Namespace) -> bool:
@@ -74,7 +83,7 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
 def opened(
     path: Path, adapters: bool = False, told: bool = True, ignored_fields: Sequence[str] = ()
 ) -> SafetensorsFolder:
-    """Open a folder as :func:`~megacore.store.open.open_folder` does, and say what of it is taken.
+    """Open a folder as :func:`~megacore.store.formats.open_folder` does, and say what of it is taken.
 
     Raises:
         StoreError: likewise.
@@ -113,6 +122,39 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=FLOATS.values(), help="of the weights; by default each keeps its own, bit for bit"
     )
+
+
+def add_target(parser: argparse.ArgumentParser, formats: Sequence[str], about: str) -> None:
+    """Add the arguments of :func:`planned`, whose first format is the default one, and those of :func:`carry_out`."""
+    parser.add_argument("--to", choices=formats, default=formats[0], help=about)
+    parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
+    add_layout(parser)
+    add_dtype(parser)
+    add_writing(parser)
+
+
+def planned(
+    source: WeightFolder, arguments: argparse.Namespace, of_hugging_face: Callable[[int], FolderPlan] | None = None
+) -> FolderPlan:
+    """Return the plan of what a source becomes.
+
+    Args:
+        of_hugging_face: Plans what is asked for with ``--to`` beside a checkpoint, given the most bytes of a file.
+
+    Raises:
+        StoreError: it cannot be planned, or arguments are of another format.
+    """
+    if arguments.to == "megacore":
+        if arguments.max_shard_size is not None:
+            raise StoreError("--max-shard-size is for --to hf: a checkpoint has one file per coordinate of its layout")
+        return to_checkpoint(source, layout(arguments, source.config), dtype(arguments))
+    if has_layout(arguments):
+        raise StoreError(
+            "a Hugging Face folder has no layout: leave out --tp, --pp, --ep, --etp, --chunks and the like, or make a "
+            "checkpoint by --to megacore"
+        )
+    size = parse_size(arguments.max_shard_size or SHARD_SIZE)
+    return to_hugging_face(source, size, dtype(arguments)) if of_hugging_face is None else of_hugging_face(size)
 
 
 def dtype(arguments: argparse.Namespace) -> str | None:
@@ -169,7 +211,7 @@ def watched(items: Iterable[Item], name: str, unit: str) -> Iterable[Item]:
     return counted
 
 
-class SaidElsewhere(Exception):
+class ReportedElsewhere(Exception):
     """Something is wrong, and another process says what."""
 
 
@@ -177,7 +219,7 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
     """Run a command; what is wrong with files is said in words."""
     try:
         return run(arguments)
-    except SaidElsewhere:
+    except ReportedElsewhere:
         return 1
     except BrokenPipeError:  # of the output: see tools.main
         raise

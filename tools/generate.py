@@ -166,9 +166,6 @@ class Page:
     """The answers in the order of the prompts, the first that has not ended as it grows.
 
     Args:
-        decode: The text of some tokens.
-        prompts: All of them.
-        shown: Whether they are printed.
         echo: Whether each stands behind its prompt.
     """
 

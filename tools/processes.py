@@ -17,7 +17,7 @@ from megacore.rank import STORE, Here, join, leave
 from megacore.resources import gpus
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import WeightFolder
-from megacore.store.open import open_model
+from megacore.store.formats import open_model
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from parallel.choices import ContextExchange
@@ -48,7 +48,7 @@ def agreed(here: Here) -> Iterator[None]:
         if STORE not in os.environ:
             # torchrun ends the others, the one that speaks too, as soon as one has ended; our launcher gives them time.
             time.sleep(LAST_WORDS_S)
-        raise folders.SaidElsewhere from None
+        raise folders.ReportedElsewhere from None
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -82,12 +82,7 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     group = parser.add_argument_group(
         "where", "More than one process is started by the command itself, or by torchrun."
     )
-    group.add_argument("--tp", type=folders.count, default=1, metavar="N", help="tensor parallel ranks")
-    group.add_argument("--pp", type=folders.count, default=1, metavar="N", help="pipeline stages")
-    group.add_argument("--ep", type=folders.count, default=1, metavar="N", help="ranks over which experts are spread")
-    group.add_argument(
-        "--etp", type=folders.count, default=1, metavar="N", help="parts of each expert, 1 or as many as --tp"
-    )
+    folders.add_parts(group, experts="ranks over which experts are spread")
     add_context(group, exchanges=data)
     if data:
         group.add_argument("--dp", type=folders.count, default=1, metavar="N", help="ranks that share out the windows")

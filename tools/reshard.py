@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_checkpoint
+from megacore.store.conversion import to_checkpoint
 from megacore.store.strict_json import StoreError
 from tools import folders
 

@@ -30,17 +30,12 @@ class RunState:
     """The state of a run, as its folder tells it.
 
     Args:
-        out: The folder.
         holder: The process that holds it; None where no process of this machine does.
         named: The one that its lock names all the same: it has died, or is on a machine whose locks do not reach here.
         steps: The number of its steps in all, where its recipe can be read.
-        training: The newest record of a training step.
-        evaluation: The newest record of an evaluation.
-        checkpoint: The newest checkpoint.
         unlisted: Why it is not known which checkpoints there are; nothing where it is.
         age_s: Seconds since the newest record.
         stands: The sentence of each node on which ranks stand, where no step was done since.
-        incidents: The incidents, the oldest first.
     """
 
     out: Path

@@ -245,22 +245,8 @@ def _positive(value: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = Options(
-        inputs=tuple(args.inputs),
-        out=args.out,
-        tokenizer=args.tokenizer,
-        train_vocab=args.train_vocab,
-        workers=args.workers,
-        name=args.name,
-        text_key=args.text_key,
-        append_eod=args.append_eod,
-        skip_faults=args.on_error == "skip",
-        overwrite=args.overwrite,
-        exclude=tuple(args.exclude),
-        resume=args.resume,
-        part=args.part,
-        shuffle=args.shuffle,
-    )
+    given = vars(args) | {"inputs": tuple(args.inputs), "exclude": tuple(args.exclude)}
+    options = Options(skip_faults=given.pop("on_error") == "skip", **given)
     # A SIGTERM unwinds like Ctrl-C, so that what is half written goes away.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -15,11 +15,9 @@ from megacore.say import err, say
 from megacore.store import audit
 from megacore.store.audit import DamageError
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_checkpoint, to_hugging_face
-from megacore.store.export import SHARD_SIZE, parse_size
 from megacore.store.folder import SafetensorsFolder
 from megacore.store.strict_json import StoreError
-from megacore.store.upcycle import Upcycled
+from megacore.store.upcycled import UpcycledFolder
 from models.config import ModelConfigError
 from models.upcycle import WITH_EXPERTS, upcycling
 from tools import folders
@@ -38,11 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = ", ".join(f"{one}: {other}" for one, other in WITH_EXPERTS.items())
     parser.add_argument("--family", help=f"of the new model ({known})")
     parser.add_argument("--seed", type=int, default=0, help="of the routers (0)")
-    parser.add_argument("--to", choices=("hf", "megacore"), default="hf", help="the format of the new folder")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
-    folders.add_layout(parser)
-    folders.add_dtype(parser)
-    folders.add_writing(parser)
+    folders.add_target(parser, ("hf", "megacore"), "the format of the new folder")
     return folders.program(run, parser.parse_args(argv))
 
 
@@ -59,17 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except ModelConfigError as error:
         raise StoreError("\n- ".join([f"{source.path} cannot be upcycled:", *error.problems])) from error
-    made = Upcycled.of(source, way, arguments.seed, dtype)
-    if arguments.to == "hf":
-        if folders.has_layout(arguments):
-            raise StoreError(
-                "a Hugging Face folder has no layout: leave out --tp, --pp, --ep and the like, or --to megacore"
-            )
-        plan = to_hugging_face(made, parse_size(arguments.max_shard_size or SHARD_SIZE), dtype)
-    else:
-        if arguments.max_shard_size is not None:
-            raise StoreError("--max-shard-size is for --to hf: a checkpoint has one file per coordinate of its layout")
-        plan = to_checkpoint(made, folders.layout(arguments, way.config), dtype)
+    made = UpcycledFolder.of(source, way, arguments.seed, dtype)
+    plan = folders.planned(made, arguments)
     if not arguments.dry_run:
         _check(source, made, arguments)
     folders.carry_out(plan, source.path, arguments.target, arguments)
@@ -84,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(source: SafetensorsFolder, made: Upcycled, arguments: argparse.Namespace) -> None:
+def _check(source: SafetensorsFolder, made: UpcycledFolder, arguments: argparse.Namespace) -> None:
     """Read a checkpoint's weights that many are made of, of which no sum is left to compare in the end."""
     if source.format == Checkpoint.format:
         damage = audit.check(source, folders.jobs(arguments), tensors={"weights": made.replaced})

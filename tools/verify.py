@@ -94,8 +94,6 @@ def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int)
     """Return the token ids of the texts; of :data:`TEXTS` if there are none, or random ids where there is no tokenizer.
 
     Args:
-        folder: The model and its tokenizer.
-        texts: The prompts.
         most: Longer prompts are cut.
         multiple: Prompts are repeated up to a multiple of it: ranks of tp and cp share their tokens evenly.
 

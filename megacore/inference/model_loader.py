@@ -12,7 +12,7 @@ from megacore.data.batches import Batch
 from megacore.store.adapters import check_fingerprint
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import WeightFolder
-from megacore.store.load import Loader, fingerprint
+from megacore.store.loader import Loader, fingerprint
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.decoder import Microbatch

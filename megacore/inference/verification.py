@@ -28,7 +28,7 @@ from megacore.control import Control
 from megacore.data.batches import Batch
 from megacore.inference.model_loader import microbatch_of, model_from
 from megacore.store.audit import padding
-from megacore.store.compare import Compared, compare_bits, config_differences
+from megacore.store.compare import PieceComparison, compare_bits, config_differences
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import SafetensorsFolder
 from megacore.store.strict_json import StoreError
@@ -211,7 +211,7 @@ def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[st
     return [asdict(group) for group in groups], differing
 
 
-def _dtype(compared: Compared) -> str:
+def _dtype(compared: PieceComparison) -> str:
     there, here = (FLOATS[dtype] for dtype in compared.dtypes)
     return here if here == there else f"{here} (folder: {there}, compared rounded)"
 

@@ -33,8 +33,8 @@ from megacore.recovery.partners import HeldFiles, Machines, SpreadCheckpoint, Te
 from megacore.resources import free_memory
 from megacore.say import say
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.file_lock import flock, is_at
 from megacore.store.files import open_lock
-from megacore.store.lock import flock, is_at
 from megacore.store.publish import remove_leftovers, replace_file, spelled
 from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import free_bytes, os_errors

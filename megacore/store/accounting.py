@@ -43,10 +43,7 @@ class Account:
     """The account of the tensors of a folder.
 
     Args:
-        weights: The weights by the names that the family's table gives them.
         ignored: Names on the family's list of tensors that hold no weights.
-        others: Names of what is of other parts of a model, of which one is read.
-        problems: Everything that is wrong.
     """
 
     weights: Mapping[str, TensorInFile]
@@ -215,23 +212,25 @@ def _nearest(names: list[str], missing: list[str]) -> list[str]:
 
 
 def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]) -> list[str]:
-    wrong: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
-    for name, held in weights.items():
-        if held.entry.shape != expected[name].shape:
-            wrong.setdefault((held.entry.shape, expected[name].shape), []).append(held.name)
-    return [
-        f"shape {list(there)} instead of {list(here)}: {', '.join(summary(names))}"
-        for (there, here), names in wrong.items()
-    ]
+    return _alike(
+        (f"shape {list(held.entry.shape)} instead of {list(expected[name].shape)}", held.name)
+        for name, held in weights.items()
+        if held.entry.shape != expected[name].shape
+    )
 
 
 def _dtypes(weights: Mapping[str, TensorInFile]) -> list[str]:
-    wrong: dict[str, list[str]] = {}
-    for held in weights.values():
-        if held.entry.dtype not in FLOATS:
-            wrong.setdefault(held.entry.dtype, []).append(held.name)
-    return [
-        f"dtype {dtype} is not one of {', '.join(FLOATS)} (a quantised model? Take the one it was made from): "
-        f"{', '.join(summary(names))}"
-        for dtype, names in wrong.items()
-    ]
+    floats = f"{', '.join(FLOATS)} (a quantised model? Take the one it was made from)"
+    return _alike(
+        (f"dtype {held.entry.dtype} is not one of {floats}", held.name)
+        for held in weights.values()
+        if held.entry.dtype not in FLOATS
+    )
+
+
+def _alike(found: Iterable[tuple[str, str]]) -> list[str]:
+    """Return (problem, tensor) pairs as a line for each problem."""
+    names: dict[str, list[str]] = {}
+    for problem, name in found:
+        names.setdefault(problem, []).append(name)
+    return [f"{problem}: {', '.join(summary(of))}" for problem, of in names.items()]

@@ -17,14 +17,14 @@ import numpy as np
 from megacore.store.audit import OnBytes, fingerprints, silent
 from megacore.store.companions import Companion
 from megacore.store.compare import config_differences
-from megacore.store.computed import Computed
-from megacore.store.convert import FolderPlan, StateFiles, expected, tensors, to_hugging_face
-from megacore.store.dtypes import as_dtype
+from megacore.store.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
+from megacore.store.dtypes import as_floats, rounded
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.hugging_face import ADAPTER, CONFIG
 from megacore.store.index import Adapters
 from megacore.store.stream import File, Read, assemble
 from megacore.store.strict_json import StoreError, read_json
+from megacore.store.tensor_cache import TensorCache
 from megacore.store.tensors import DTYPES, TensorFile
 from models.config import ModelConfigError
 from models.lora import factors, mistaken_by_peft, targets
@@ -94,11 +94,7 @@ def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) ->
 
 @dataclass(frozen=True)
 class AdaptedFolder(WeightFolder):
-    """Adapters and the model that they were trained on, two folders that are read as one.
-
-    Args:
-        own: The checkpoint of the adapters.
-    """
+    """Adapters and the model that they were trained on, two folders that are read as one."""
 
     own: SafetensorsFolder
     base: SafetensorsFolder = field(kw_only=True)
@@ -222,7 +218,7 @@ def merged(
         StoreError: the checkpoint holds no adapters, or those of a model of another shape or config.
     """
     check_model(checkpoint, base)
-    return to_hugging_face(Merged(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
+    return to_hugging_face(MergedFolder(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
 
 
 def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: OnBytes = silent) -> None:
@@ -235,18 +231,17 @@ def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress
 
 
 @dataclass(frozen=True)
-class Merged(WeightFolder):
+class MergedFolder(WeightFolder):
     """The weights of a model as they are with adapters.
 
     Args:
-        adapters: Their checkpoint.
         wanted: The dtype of merged weights; None for that of the base.
     """
 
     adapters: WeightFolder
     wanted: str | None
     base: SafetensorsFolder = field(kw_only=True)
-    _computed: Computed = field(default_factory=Computed)
+    _computed: TensorCache = field(default_factory=TensorCache)
 
     @cached_property
     def _factors(self) -> Mapping[str, Sequence[Callable[[str], np.ndarray]]]:
@@ -282,8 +277,7 @@ class Merged(WeightFolder):
     def _merge(self, stored: Stored) -> np.ndarray:
         dtype, bits = self.base.read()(stored)
         wide, wanted = "F64" if dtype == "F64" else "F32", self.dtype("weights", stored)
-        floats = DTYPES[wide].str.replace("u", "f")
-        left, right = (read(wide).view(floats) for read in self._factors[stored.name])
+        left, right = (as_floats(read(wide), wide, wide) for read in self._factors[stored.name])
         made, scale = np.empty(bits.shape, DTYPES[wanted]), adapters_of(self.adapters).lora.scale
         matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, left, right, made))
         step = max(1, _ROWS // bits.shape[-1])
@@ -291,6 +285,6 @@ class Merged(WeightFolder):
         for weight, of_left, of_right, total in zip(*matrices, strict=True):
             for start in range(0, len(weight), step):
                 rows = slice(start, start + step)
-                sums = as_dtype(weight[rows], dtype, wide).view(floats) + scale * (of_left[rows] @ of_right)
-                total[rows] = as_dtype(sums.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
+                sums = as_floats(weight[rows], dtype, wide) + scale * (of_left[rows] @ of_right)
+                total[rows] = rounded(sums, wide, wanted)
         return made

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.store.folder import SafetensorsFolder, WeightFolder
-from megacore.store.stream import BLOCK_BYTES, Read, of_copy
+from megacore.store.stream import BLOCK_BYTES, Read, add_to, of_copy
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
-from parallel.weights.fingerprint import MODULUS, Logical, add_up, spell
+from parallel.weights.fingerprint import Logical, add_up, spell
 from parallel.weights.pattern import Piece
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import Stored, blocks, plan, strided, whole_name
@@ -40,18 +40,10 @@ def silent(done: int) -> None:
     """Report progress to nobody."""
 
 
-def taken(
+def tensor_fingerprints(
     stored: Sequence[Stored], read: Read, schema: Schema, jobs: int, progress: OnBytes = silent
 ) -> Iterator[dict[str, int]]:
-    """Yield {label: fingerprint} of each tensor as its bytes are now, padding left out.
-
-    Args:
-        stored: The tensors.
-        read: Reads one.
-        schema: Says in which order fingerprints take the axes.
-        jobs: Threads.
-        progress: Is told of each tensor.
-    """
+    """Yield {label: fingerprint} of each tensor as its bytes are now, padding left out."""
 
     def take(tensor: Stored) -> dict[str, int]:
         dtype, bits = read(tensor)
@@ -59,8 +51,8 @@ def taken(
         for _, copies in plan(schema, [tensor], [tensor]):
             for block in blocks(copies, BLOCK_BYTES // DTYPES[dtype].itemsize):
                 for copy in block.copies:
-                    value = of_copy(copy, copy.source_view, bits, schema[tensor.param].sentence.piece_axes(copy.label))
-                    found[copy.label] = (found[copy.label] + value) % MODULUS
+                    axes = schema[tensor.param].sentence.piece_axes(copy.label)
+                    add_to(found, {copy.label: of_copy(copy, copy.source_view, bits, axes)})
         progress(bits.nbytes)
         return found
 
@@ -69,13 +61,13 @@ def taken(
 
 
 def fingerprints(folder: WeightFolder, state: str, jobs: int, progress: OnBytes = silent) -> dict[Logical, int]:
-    """Return the fingerprints of the logical pieces of a state, from the bytes of all its tensors; see :func:`taken`.
+    """Return the fingerprints of the logical pieces of a state, from the bytes of all its tensors.
 
     Raises:
         StoreError: replicas differ.
     """
     stored = list(folder.stored(state))
-    found = taken(stored, folder.read(state), folder.schema, jobs, progress)
+    found = tensor_fingerprints(stored, folder.read(state), folder.schema, jobs, progress)
     try:
         return add_up(folder.schema, zip(stored, found, strict=True))
     except ValueError as error:
@@ -102,8 +94,6 @@ def check(
 
     Args:
         folder: The folder; tensors whose fingerprints it does not know are not read.
-        jobs: Threads.
-        progress: Is told of each tensor.
         tensors: {state: whole names} of those to compare, if not all.
     """
     schema = folder.layout.schema
@@ -113,7 +103,7 @@ def check(
         if tensors is not None:
             stored = [each for each in stored if whole_name(schema, each) in tensors[state]]
         first: dict[tuple[Logical, tuple[tuple[int, int], ...]], tuple[str, int]] = {}
-        for tensor, found in zip(stored, taken(stored, read, schema, jobs, progress), strict=True):
+        for tensor, found in zip(stored, tensor_fingerprints(stored, read, schema, jobs, progress), strict=True):
             (file, _), written = folder.location(state, tensor), folder.written(state, tensor)
             for label, value in found.items():
                 if value != written[label]:

@@ -43,7 +43,6 @@ class Checkpoint(SafetensorsFolder):
         """Open a folder.
 
         Args:
-            path: The folder.
             checked: Whether another process checks its tensor files, of which this one then opens what it reads.
 
         Raises:

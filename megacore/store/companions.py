@@ -51,9 +51,7 @@ class Companion:
     """A file that travels with a model.
 
     Args:
-        path: Its path.
         root: The folder that its links may not leave; None where the user has named the file.
-        content: Its content, once that was read.
     """
 
     path: Path
@@ -111,9 +109,7 @@ def companions(folder: Path, root: Path, patterns: Sequence[str] = COMPANIONS) -
     """Return {name within the folder: file} of those that travel along.
 
     Args:
-        folder: The folder that they lie in.
         root: The folder of the model, which their links may not leave.
-        patterns: The patterns of their names.
 
     Raises:
         StoreError: links do, or a file is too large for what it is called.
@@ -126,11 +122,6 @@ def companions(folder: Path, root: Path, patterns: Sequence[str] = COMPANIONS) -
 
 def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     """Copy a companion into a folder; of a tokenizer's config, all but the names of code and files to load it with.
-
-    Args:
-        file: The companion.
-        path: The new file.
-        durable: Whether it is on the disk afterwards.
 
     Raises:
         StoreError: it cannot be read or written.

@@ -20,7 +20,7 @@ from parallel.weights.fingerprint import Logical
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import Copy, Stored, blocks, plan, strided, whole_name
 
-Both = tuple[Any, Any]
+Sides = tuple[Any, Any]
 """The values of the two folders; None where one has none."""
 Folders = tuple[SafetensorsFolder, SafetensorsFolder]
 
@@ -34,8 +34,6 @@ class Difference:
 
     Args:
         state: Weights, or something of the optimizer's.
-        name: Our name of the tensor, its layer filled in.
-        label: The label of the piece.
         what: ``presence``, ``shape``, ``dtype`` or ``values``, the first that differs.
         both: The two sides' name, sizes of the axes, dtypes or fingerprints.
     """
@@ -44,7 +42,7 @@ class Difference:
     name: str
     label: str
     what: str
-    both: Both
+    both: Sides
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,10 @@ class Differences:
         config: {field: what each has}, of the fields that change the maths.
         step: The steps of two checkpoints of training runs, if they differ.
         states: {state: which of the two has it}, of states that one lacks, though it could have them.
-        pieces: The differences of the states that both have.
     """
 
-    config: Mapping[str, Both]
-    step: Both | None
+    config: Mapping[str, Sides]
+    step: Sides | None
     states: Mapping[str, int]
     pieces: tuple[Difference, ...]
 
@@ -72,11 +69,6 @@ def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differen
 
     The fingerprints of checkpoints are those of their indexes, so their tensors are not read.
 
-    Args:
-        folders: The two.
-        jobs: Threads that read Hugging Face folders.
-        progress: Is told of each tensor that was read.
-
     Raises:
         StoreError: replicas in a checkpoint differ.
     """
@@ -88,7 +80,7 @@ def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differen
     return Differences(config, _steps(folders), alone, tuple(pieces))
 
 
-def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Both]:
+def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Sides]:
     """Return {field: values of both} of all that a config means, where they differ."""
     ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
     told = {field.name for config in (one, other) for field in fields(config) if not field.compare}
@@ -96,7 +88,7 @@ def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Both]:
     return {name: both for name, both in found.items() if both[0] != both[1]}
 
 
-def _adapters(folders: Folders) -> dict[str, Both]:
+def _adapters(folders: Folders) -> dict[str, Sides]:
     """Return {fact about the adapters of two checkpoints: what each has}, where they differ."""
     held = (folder.index.adapters for folder in folders)
     ours, theirs = ({} if each is None else asdict(each.lora) | {"base": each.fingerprint} for each in held)
@@ -108,7 +100,7 @@ def _alone(held: tuple[tuple[str, ...], tuple[str, ...]]) -> dict[str, int]:
     return {state: which for which in (0, 1) for state in held[which] if state not in held[1 - which]}
 
 
-def _steps(folders: Folders) -> Both | None:
+def _steps(folders: Folders) -> Sides | None:
     one, other = (folder.index.step for folder in folders)
     return (one, other) if one is not None and other is not None and one != other else None
 
@@ -157,14 +149,10 @@ def _orders(schema: Schema) -> dict[Logical, tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class Compared:
+class PieceComparison:
     """A piece of a checkpoint's tensor beside the same elements in another source.
 
     Args:
-        tensor: The tensor.
-        label: The label of the piece.
-        elements: The number of its elements.
-        differ: The number of those that differ.
         dtypes: The other source's, and the checkpoint's. Where these are not one, elements that differ are those of
             which neither is the other one rounded.
     """
@@ -178,22 +166,15 @@ class Compared:
 
 def compare_bits(
     checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int, progress: OnBytes = silent
-) -> Iterator[Compared]:
+) -> Iterator[PieceComparison]:
     """Compare weights of a checkpoint bit for bit, replicas and all, with the elements that the plan finds elsewhere.
-
-    Args:
-        checkpoint: Whose weights are compared.
-        tensors: The names of the tensors.
-        other: Anything that holds the same model.
-        jobs: Threads.
-        progress: Is told of each tensor.
 
     Raises:
         TransferError: it is not the same model.
     """
     read, read_other = checkpoint.read(), other.read()
 
-    def of(planned: tuple[Stored, list[Copy]]) -> list[Compared]:
+    def of(planned: tuple[Stored, list[Copy]]) -> list[PieceComparison]:
         tensor, copies = planned
         dtype, bits = read(tensor)
         elements, differ, dtypes = Counter[str](), Counter[str](), dict[str, str]()
@@ -206,7 +187,9 @@ def compare_bits(
                 differ[copy.label] += equal.size - int(np.count_nonzero(equal))
                 dtypes[copy.label] = held
         progress(bits.nbytes)
-        return [Compared(tensor, label, elements[label], differ[label], (dtypes[label], dtype)) for label in dtypes]
+        return [
+            PieceComparison(tensor, label, elements[label], differ[label], (dtypes[label], dtype)) for label in dtypes
+        ]
 
     with ThreadPoolExecutor(jobs) as pool:
         for found in pool.map(of, plan(checkpoint.schema, other.stored(), tensors)):

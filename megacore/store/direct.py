@@ -88,8 +88,6 @@ class WriteWindow:
 
         Args:
             write: Writes bytes to a place in the file; the same for pieces of one file.
-            offset: The place of the piece.
-            size: Its bytes.
 
         Raises:
             OSError: what was there could not be written.

@@ -10,6 +10,17 @@ FLOATS: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16
 """{name in a file: torch's}: what a weight may be."""
 
 
+def as_floats(bits: np.ndarray, given: str, wide: str) -> np.ndarray:
+    """Return the numbers of a dtype as numpy computes with them, in F32 or F64."""
+    return as_dtype(bits, given, wide).view(f"f{8 if wide == 'F64' else 4}")
+
+
+def rounded(floats: np.ndarray, wide: str, wanted: str) -> np.ndarray:
+    """Return the bits in another dtype of numbers that were computed in F32 or F64."""
+    width = 8 if wide == "F64" else 4
+    return as_dtype(floats.astype(f"f{width}", copy=False).view(f"u{width}"), wide, wanted)
+
+
 def as_dtype(bits: np.ndarray, given: str, wanted: str) -> np.ndarray:
     """Return the bits (unsigned integers) of the same numbers in another dtype, rounded to nearest, ties to even."""
     if given == wanted:

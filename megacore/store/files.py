@@ -26,7 +26,6 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
     """Open a regular file for reading.
 
     Args:
-        path: The file.
         root: The folder of whoever made it, which its links may not leave; None where the user has
             named the file. The hub's cache counts as one: there, files in ``snapshots/REVISION`` are links to those in
             ``blobs``.
@@ -101,7 +100,6 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BufferedWriter]:
 
     Args:
         path: Its name; a link of this name is replaced, not followed.
-        durable: Whether the file is on the disk afterwards.
 
     Raises:
         OSError: it cannot be written.

@@ -31,8 +31,6 @@ class WeightFolder(ABC):
     """The weights of a model, or adapters of one, and what goes with them. Tensors are read when they are asked for.
 
     Args:
-        path: The folder.
-        index: The index of what it holds.
         trainer: The state of a training run, None where it is of none.
         base: The folder of the model that adapters are read with.
         ignored: Tensors that hold no weights, by the names they have.
@@ -135,11 +133,7 @@ class WeightFolder(ABC):
 
 @dataclass(frozen=True)
 class SafetensorsFolder(WeightFolder):
-    """A folder whose tensors lie in safetensors files.
-
-    Args:
-        files: The tensor files by their paths within the folder.
-    """
+    """A folder whose tensors lie in safetensors files."""
 
     format: ClassVar[str]
 

@@ -55,7 +55,6 @@ class HuggingFace(SafetensorsFolder):
         """Open a folder.
 
         Args:
-            path: The folder.
             ignored_fields: Unknown fields of its ``config.json`` that are left out, for they change nothing of what the
                 model computes.
 

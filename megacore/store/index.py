@@ -75,8 +75,6 @@ class Adapters:
     """The adapters that a checkpoint holds, and their model.
 
     Args:
-        lora: The kind of adapters.
-        base: The folder of the model that they were trained on.
         fingerprint: The fingerprint of that model's weights, see :func:`~parallel.weights.fingerprint.combined`.
     """
 
@@ -109,7 +107,6 @@ class Index:
 
     Args:
         raw: All fields of the Hugging Face ``config.json`` that the model came from or would have.
-        layout: The layout on the model-parallel coordinates.
         states: Those of :data:`STATES` that are there.
         step: The training step, None for converted weights.
         files: The files by path within the folder; Hugging Face's have no fingerprints.

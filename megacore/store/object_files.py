@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.store.computed import Computed
 from megacore.store.errors import StoreError
 from megacore.store.objects import ObjectPath
-from megacore.store.stream import BLOCK_BYTES, METADATA, File, Fingerprints, fill
+from megacore.store.stream import BLOCK_BYTES, METADATA, File, Fingerprints, add_to, fill
+from megacore.store.tensor_cache import TensorCache
 from megacore.store.tensors import DTYPES, Bits, TensorFile, lay_out
-from parallel.weights.fingerprint import MODULUS
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import blocks
 
@@ -29,9 +28,7 @@ def upload(folder: ObjectPath, files: Sequence[File], schema: Schema) -> dict[st
     """Write the files as objects, as :func:`~megacore.store.stream.write` does on a disk.
 
     Args:
-        folder: The folder.
         files: The files to write; their sources are read again where a store fails midway.
-        schema: The schema of the model; its sentences say in which order fingerprints take the axes.
 
     Returns:
         The fingerprints of what each file holds, padding left out.
@@ -65,11 +62,9 @@ def _pieces(file: File, schema: Schema, found: Fingerprints) -> Iterator[np.ndar
             begin = entry.start + block.start * width
             yield bytes(begin - at)  # padding is in no block
             bits = np.empty(block.numel, DTYPES[entry.dtype])
-            taken = fill(block, tensor, file.read, schema, bits)
+            add_to(found[name], fill(block, tensor, file.read, schema, bits))
             yield bits.view(np.uint8)
             at = begin + bits.nbytes
-            for label, value in taken.items():
-                found[name][label] = (found[name][label] + value) % MODULUS
         yield bytes(entry.stop - at)
 
 
@@ -81,7 +76,7 @@ class ObjectTensors(TensorFile):
         kept: Whole tensors of this file and others of its folder that were read last.
     """
 
-    kept: Computed = field(default_factory=Computed)
+    kept: TensorCache = field(default_factory=TensorCache)
 
     def array(self, name: str) -> Bits:
         entry = self.entry(name)
@@ -98,14 +93,10 @@ class ObjectTensors(TensorFile):
 
 
 class Files(dict[str, TensorFile]):
-    """The tensor files of a checkpoint, opened when they are asked for.
-
-    Args:
-        folder: The folder.
-    """
+    """The tensor files of a checkpoint, opened when they are asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._kept = folder, Computed()
+        self.folder, self._kept = folder, TensorCache()
 
     def __missing__(self, name: str) -> TensorFile:
         self[name] = self._opened(name)

@@ -30,7 +30,6 @@ class Scheme:
     Args:
         package: The package beside fsspec that knows it, and the extra of ours that brings it, if there must be one.
         credentials: The places where that looks for credentials.
-        options: The options of its file system.
     """
 
     package: tuple[str, str] | None = None
@@ -209,7 +208,6 @@ class ObjectPath(PosixPath):
 
         Args:
             pieces: Makes them, in order: bytes or what is like them.
-            size: The bytes of all of them.
         """
         # No store takes more than 10,000 parts, and some want them in whole MiB.
         part = max(PIECE, -(-size // (9000 << 20)) << 20)

@@ -21,8 +21,8 @@ from io import FileIO
 from pathlib import Path
 from typing import ClassVar
 
+from megacore.store.file_lock import flock, hold, is_at
 from megacore.store.files import open_file, replacing
-from megacore.store.lock import flock, hold, is_at
 from megacore.store.objects import ObjectPath
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import free_bytes, os_errors
@@ -99,12 +99,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Upload:
-    """A folder on its way into an object store, as :class:`Publication` is: it is one from its last object on.
-
-    Args:
-        folder: The folder.
-        last: The name of its last object.
-    """
+    """A folder on its way into an object store, as :class:`Publication` is: it is one from its last object on."""
 
     unseen: ClassVar[str] = "the store has lost it, or something else writes to this folder"
 

@@ -26,11 +26,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Scratch:
     """A file of zeros for any number of threads; where the filesystem can, it goes around the page cache.
 
-    Args:
-        folder: Its folder, which is made if it is not there.
-        size: Bytes, above 0.
-        what: Its purpose, in words.
-
     Raises:
         StoreError: there is no room, or no such file can be made there.
     """

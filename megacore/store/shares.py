@@ -34,9 +34,7 @@ class FileContents:
     """The contents of a file.
 
     Args:
-        state: The state that it is of.
         number: Its number among the files of that state and place; None for the only one.
-        tensors: The tensors, whole or slices of them.
     """
 
     state: str
@@ -47,11 +45,6 @@ class FileContents:
 def share_out(layout: Layout, states: States, replicas: int) -> list[list[FileContents]]:
     """Return the files that each replica of a place writes. Where there are fewer shares than replicas, those that
     write are far from each other, on different machines.
-
-    Args:
-        layout: The layout of the model-parallel coordinates.
-        states: The states that each replica holds.
-        replicas: The number of replicas.
     """
     sizes = {state: sum(map(_bytes, tensors)) for state, tensors in states.items()}
     most = MOST_FILES // layout.mesh.world - len(sizes)
@@ -67,8 +60,6 @@ def divide(states: States, shares: int, whole: Set[str] = frozenset()) -> list[d
     """Return {state: its tensors and slices} of each share.
 
     Args:
-        states: The states that are cut.
-        shares: The number of shares.
         whole: Parameters that are not cut.
     """
     total, at = sum(_bytes(each) for tensors in states.values() for each in tensors), 0
@@ -106,7 +97,6 @@ class Turns:
         """Return which of the replicas reads a slice.
 
         Args:
-            part: The slice.
             among: Those that may; all, where there are none.
         """
         reader = min(among or range(len(self._load)), key=self._load.__getitem__)

@@ -75,10 +75,6 @@ def write(
     """Fill the files and make them durable.
 
     Args:
-        folder: The folder, which exists.
-        files: The files to write.
-        schema: The schema of the model; its sentences say in which order fingerprints take the axes.
-        jobs: Threads.
         progress: Is told the bytes of each block when it is filled.
 
     Returns:
@@ -145,9 +141,7 @@ class _Open:
 
     def add(self, name: str, fingerprints: Mapping[str, int]) -> None:
         with self.lock:
-            of = self.fingerprints[name]
-            for label, value in fingerprints.items():
-                of[label] = (of[label] + value) % MODULUS
+            add_to(self.fingerprints[name], fingerprints)
 
     def begin_run(self) -> None:
         with self.lock:
@@ -197,10 +191,6 @@ def assemble(
     """Assemble one whole target tensor, as unsigned integers in its stored shape; padding is zero.
 
     Args:
-        stored: The target.
-        copies: The copies that fill it.
-        read: Reads the sources.
-        dtype: The dtype of the target.
         found: Is given {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so
             that they compare with those of when the source was written. Where the dtype stays, they are taken from what
             was made: from the bits that are used.
@@ -213,17 +203,22 @@ def assemble(
             strided(part, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, dtype)
             if found is not None:
                 view, seen = (copy.target_view, part) if held == dtype else (copy.source_view, bits)
-                value = of_copy(copy, view, seen, copy.source.pieces[copy.label].axes)
-                found[copy.label] = (found.get(copy.label, 0) + value) % MODULUS
+                add_to(found, {copy.label: of_copy(copy, view, seen, copy.source.pieces[copy.label].axes)})
     return made
 
 
 def _fingerprints(block: TargetChunk, bits: np.ndarray, schema: Schema) -> dict[str, int]:
     fingerprints: dict[str, int] = {}
     for copy in block.copies:
-        value = of_copy(copy, copy.target_view, bits, schema[copy.target.param].sentence.piece_axes(copy.label))
-        fingerprints[copy.label] = (fingerprints.get(copy.label, 0) + value) % MODULUS
+        axes = schema[copy.target.param].sentence.piece_axes(copy.label)
+        add_to(fingerprints, {copy.label: of_copy(copy, copy.target_view, bits, axes)})
     return fingerprints
+
+
+def add_to(found: dict[str, int], more: Mapping[str, int]) -> None:
+    """Add the fingerprints of a further part of the same pieces."""
+    for label, value in more.items():
+        found[label] = (found.get(label, 0) + value) % MODULUS
 
 
 def of_copy(copy: Copy, view: Piece, bits: np.ndarray, axes: Sequence[str]) -> int:

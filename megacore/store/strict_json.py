@@ -75,10 +75,7 @@ def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON,
     """Return the value in a JSON file of at most ``limit`` bytes.
 
     Args:
-        path: The file.
         root: The folder that its links may not leave, see :func:`~megacore.store.files.open_file`.
-        limit: The most bytes.
-        wide: The option of :func:`parse_json`.
 
     Raises:
         StoreError: it cannot be read.

@@ -78,7 +78,6 @@ def os_errors(path: Path, needed: int = 0) -> Iterator[None]:
     """Turn what the operating system refuses within into a StoreError about the path.
 
     Args:
-        path: The file or folder at work.
         needed: Bytes that its file takes in all, for the message about a full disk.
     """
     try:
@@ -310,29 +309,11 @@ class TensorWriter:
         entry = self.entries[name]
         return entry.start + start * DTYPES[entry.dtype].itemsize
 
-    def write(self, name: str, start: int, array: Bits) -> None:
-        """Write the tensor's elements [start, start + array.size), row-major; the array is in DTYPES[dtype].
+    def put(self, data: Bytes, offset: int) -> None:
+        """Write bytes to a place in the file, from any thread; what is not there yet is when it is closed.
 
         Large pieces start on their way to the disk at once, so that :meth:`close` finds little left to wait for.
         """
-        if name not in self.entries:
-            raise StoreError(f"{self.path}: declares no tensor {name!r}, and {len(self.entries)} others")
-        entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
-        count = (entry.stop - entry.start) // dtype.itemsize
-        if array.dtype != dtype:
-            raise StoreError(f"{self.path}: tensor {name!r} in {entry.dtype} takes {dtype} bits, not {array.dtype}")
-        if start < 0 or start + array.size > count:
-            raise StoreError(
-                f"{self.path}: elements [{start}, {start + array.size}) are not within tensor {name!r} of {count}"
-            )
-        offset = self.offset(name, start)
-        if not array.size:  # nothing, and no memoryview that could be cast
-            return
-        self.put(np.ascontiguousarray(array).reshape(-1).view(np.uint8), offset)
-
-    def put(self, data: Bytes, offset: int) -> None:
-        """Write bytes to a place in the file, from any thread; what is not there yet is when it is closed."""
         with os_errors(self.path, self.size):
             file = self._file.fileno()
             first, last = self._direct.write(data, offset) if self._direct else (0, 0)

@@ -18,9 +18,9 @@ from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
 from megacore.recipe import ConfigError
 from megacore.store.adapters import check_fingerprint
-from megacore.store.export import with_dtype
+from megacore.store.hugging_face_files import with_dtype
 from megacore.store.index import Adapters
-from megacore.store.load import fingerprint
+from megacore.store.loader import fingerprint
 from megacore.store.strict_json import StoreError
 from megacore.training.callbacks.bad_steps import BadSteps
 from megacore.training.callbacks.checkpoints import Checkpoints

@@ -10,8 +10,8 @@ from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.store.adapters import to_peft
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_hugging_face
-from megacore.store.export import SHARD_SIZE, parse_size
+from megacore.store.conversion import to_hugging_face
+from megacore.store.hugging_face_files import SHARD_SIZE, parse_size
 from megacore.store.strict_json import StoreError
 
 

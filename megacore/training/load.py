@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megacore.control import Control
 from megacore.store.index import MASTER, MOMENTS
-from megacore.store.load import Loader
+from megacore.store.loader import Loader
 from parallel.parameters import Parameters
 
 if TYPE_CHECKING:

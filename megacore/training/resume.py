@@ -19,9 +19,9 @@ from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.companions import TEMPLATES, TEXT, Companion
 from megacore.store.companions import companions as beside
 from megacore.store.folder import WeightFolder
+from megacore.store.formats import open_folder
 from megacore.store.index import INDEX, MOMENTS, VersionError
 from megacore.store.objects import place
-from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.training.progress import DATA, Progress, recipe
 from models import lora as lora_of

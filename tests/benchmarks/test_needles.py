@@ -19,7 +19,7 @@ from megacore.inference.evaluation_data import DocumentFiles
 from megacore.inference.model_loader import model_from
 from megacore.inference.perplexity import Excerpt
 from megacore.inference.texts import Texts
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
 from parallel.labels import IGNORE
 from parallel.layers.loss import Objective
 from parallel.layers.scores import most_likely

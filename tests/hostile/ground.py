@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from whole import Whole
+from whole import Whole, write_tensor
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
 from megacore.data.stage import Partition
-from megacore.store.convert import to_checkpoint
+from megacore.store.conversion import to_checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import Index
 from megacore.store.tensors import DTYPES, TensorWriter
@@ -71,7 +71,7 @@ def build(folder: Path) -> None:
     shapes = [(s.name, "F32", s.shape) for s in hugging_face(config.schema)]
     with TensorWriter.create(model / "model.safetensors", shapes) as writer:
         for name, _, shape in shapes:
-            writer.write(name, 0, rng.normal(0, 0.3, shape).astype(np.float32).view(DTYPES["F32"]))
+            write_tensor(writer, name, rng.normal(0, 0.3, shape).astype(np.float32).view(DTYPES["F32"]))
     (model / "config.json").write_text(json.dumps(config.to_hugging_face()))
     tokenizer.train(["a few words, and a few more"] * 3, 270, model)
     settings = json.loads((model / "tokenizer_config.json").read_text())

@@ -37,7 +37,7 @@ INTEGERS = {"numpy"} | sys.stdlib_module_names
 
 MEASURE = "megacore.planning.measure"
 """Runs the model, and is imported when it is to."""
-FILLS_TENSORS = "megacore.store.load"
+FILLS_TENSORS = "megacore.store.loader"
 AGENT = tuple(
     f"megacore.recovery.{name}"
     for name in ("agent", "beat_writer", "memory_checkpoints", "partners", "protection", "rendezvous")

@@ -19,8 +19,8 @@ from test_resume import path_of, whole
 from megacore.data.batches import Batch
 from megacore.inference.model_loader import model_from
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_hugging_face
-from megacore.store.open import open_model
+from megacore.store.conversion import to_hugging_face
+from megacore.store.formats import open_model
 from megacore.training import loads as loads_of
 from megacore.training import metrics
 from parallel.balance import NONE, Loads

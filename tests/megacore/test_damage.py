@@ -15,9 +15,9 @@ from pool import Pool
 from megacore import checkpoints, exits
 from megacore.inference.model_loader import model_from
 from megacore.recipe import ConfigError
-from megacore.store import load
+from megacore.store import loader
 from megacore.store.audit import DamageError
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from megacore.training import metrics
@@ -115,7 +115,7 @@ def test_what_computes_with_a_model_refuses_it(pool: Pool, recipe: str, out: Pat
 
 def reads_wrongly(recipe: str, overrides: list[str]) -> str:
     """A rank whose memory turns a bit over."""
-    plain = load.assemble
+    plain = loader.assemble
 
     def broken(*arguments: Any) -> Any:
         made = plain(*arguments)
@@ -124,7 +124,7 @@ def reads_wrongly(recipe: str, overrides: list[str]) -> str:
 
     world = Mesh.create(MeshShape(dp=2))
     with (
-        mock.patch.object(load, "assemble", broken if world.rank == 1 else plain),
+        mock.patch.object(loader, "assemble", broken if world.rank == 1 else plain),
         pytest.raises(StoreError) as error,
     ):
         trainer(recipe, overrides)

@@ -29,7 +29,7 @@ from megacore.planning.overheads import Overheads, Storage
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.step_time import Cluster, estimate
 from megacore.recipe import load
-from megacore.store import load as loading
+from megacore.store import loader as loading
 from megacore.store import shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.training.callbacks.checkpoints import Checkpoints

@@ -16,7 +16,7 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.rank import Here
-from megacore.store import load, shares
+from megacore.store import loader, shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
@@ -58,7 +58,7 @@ def bytes_held(checkpoint: Checkpoint) -> int:
 
 def resumed(recipe: str, overrides: list[str]) -> int:
     """Goes on, saves at once -> bytes that this rank has read."""
-    plain, count = load.assemble, 0
+    plain, count = loader.assemble, 0
 
     def counting(*arguments: Any) -> Any:
         nonlocal count
@@ -66,7 +66,7 @@ def resumed(recipe: str, overrides: list[str]) -> int:
         count += sum(copy.source_view.numel * read(copy.source)[1].itemsize for copy in copies)
         return plain(*arguments)
 
-    with mock.patch.object(load, "assemble", counting), mock.patch.object(shares, "SLICE", 100):
+    with mock.patch.object(loader, "assemble", counting), mock.patch.object(shares, "SLICE", 100):
         made = trainer(recipe, [*overrides, "train.steps=9", *PRECISION])
     saver = of(made, Checkpoints)._saver
     saver.save(6, {"step": 6})
@@ -104,7 +104,7 @@ def test_every_byte_is_read_once(
 
 
 def cannot_read(recipe: str, overrides: list[str], rank: int) -> str:
-    plain, made = load.assemble, 0
+    plain, made = loader.assemble, 0
 
     def fails(*arguments: Any) -> Any:
         nonlocal made
@@ -114,7 +114,7 @@ def cannot_read(recipe: str, overrides: list[str], rank: int) -> str:
         return plain(*arguments)
 
     patched = fails if dist.get_rank() == rank else plain
-    with mock.patch.object(load, "assemble", patched), pytest.raises(StoreError) as error:
+    with mock.patch.object(loader, "assemble", patched), pytest.raises(StoreError) as error:
         trainer(recipe, overrides)
     return str(error.value)
 

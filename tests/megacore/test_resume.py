@@ -38,7 +38,7 @@ from megacore.data.samples import Samples
 from megacore.inference.model_loader import model_from
 from megacore.recipe import ConfigError, load
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.training import main, metrics
 from megacore.training.callbacks.checkpoints import Checkpoints

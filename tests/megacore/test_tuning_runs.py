@@ -15,7 +15,7 @@ from megacore.checkpoints import folder_of, path_of
 from megacore.inference.model_loader import model_from
 from megacore.recipe import ConfigError
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.open import open_folder, open_model
+from megacore.store.formats import open_folder, open_model
 from megacore.store.strict_json import StoreError
 from megacore.training.check import check
 from megacore.training.resume import remarks
@@ -80,7 +80,7 @@ def test_adapters_go_on_in_another_layout(pool: Pool, folder: Path, tmp_path: Pa
 
 
 def test_a_hugging_face_base_and_its_checkpoint_are_the_same(folder: Path, tmp_path: Path) -> None:
-    from megacore.store.convert import to_hugging_face
+    from megacore.store.conversion import to_hugging_face
 
     recipe = str(folder / "recipe.yaml")
     to_hugging_face(Checkpoint.open(Path(base(folder))), 5000).write(tmp_path / "hf", 1)

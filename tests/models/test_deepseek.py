@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from test_transformers import theirs_of
 
 from megacore.store.compare import config_differences
-from megacore.store.export import config_json
 from megacore.store.hugging_face import HuggingFace
+from megacore.store.hugging_face_files import config_json
 from megacore.store.strict_json import StoreError
 from models.registry import family
 

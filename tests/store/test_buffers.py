@@ -15,9 +15,9 @@ from tiny import LLAMA, Section, assert_holds, hugging_face_folder, layout_of, r
 
 from megacore.inference.model_loader import dtype_of, model_from
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_checkpoint, to_hugging_face
+from megacore.store.conversion import to_checkpoint, to_hugging_face
+from megacore.store.formats import open_folder
 from megacore.store.hugging_face import HuggingFace
-from megacore.store.open import open_folder
 from models.registry import configure
 from parallel.mesh import Mesh
 from parallel.weights.transfer import hugging_face

@@ -31,7 +31,6 @@ from tiny import (
     TRAINER,
     Section,
     assert_holds,
-    edit_index,
     hugging_face_folder,
     layout_of,
     run_checkpoint,
@@ -41,9 +40,9 @@ from tiny import (
 )
 from whole import Whole
 
-from megacore.store import audit, export
+from megacore.store import audit, hugging_face_files
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_checkpoint, to_hugging_face
+from megacore.store.conversion import to_checkpoint, to_hugging_face
 from megacore.store.index import INDEX, Index, path_of
 from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES, configure
@@ -233,21 +232,15 @@ def test_the_safetensors_library_opens_all_files(tmp_path: Path) -> None:
     }
 
 
-def test_padding_is_zero(tmp_path: Path) -> None:
-    bits = hugging_face_folder(tmp_path / "hf", LLAMA)
+@pytest.mark.parametrize("vocabulary", [13, 5])
+def test_padding_is_zero(vocabulary: int, tmp_path: Path) -> None:
+    """A rank may hold nothing else."""
+    bits = hugging_face_folder(tmp_path / "hf", {**LLAMA, "vocab_size": vocabulary})
     run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "4")
-    rows = np.concatenate(
-        [load_file(tensor_file(tmp_path / "c", tp=i))["embed.weight"].view(torch.int16).numpy() for i in range(4)]
-    )
-    assert rows.shape == (16, 6) and not rows[13:].any()
-    assert np.array_equal(rows[:13].view(np.uint16), bits["model.embed_tokens.weight"])
-
-
-def test_a_rank_may_hold_nothing_but_padding(tmp_path: Path) -> None:
-    section = {**LLAMA, "vocab_size": 5}
-    bits = hugging_face_folder(tmp_path / "hf", section)
-    run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "4")
-    assert not load_file(tensor_file(tmp_path / "c", tp=3))["embed.weight"].any()
+    held = [load_file(tensor_file(tmp_path / "c", tp=i))["embed.weight"].view(torch.int16).numpy() for i in range(4)]
+    rows = np.concatenate(held)
+    assert len(rows) % 4 == 0 and rows.shape[1] == 6 and not rows[vocabulary:].any()
+    assert np.array_equal(rows[:vocabulary].view(np.uint16), bits["model.embed_tokens.weight"])
     run(reshard, tmp_path / "c", tmp_path / "d", "--tp", "2")
     assert_holds(tmp_path / "d", {"weights": bits}, {"weights": "BF16"})
 
@@ -418,50 +411,25 @@ def test_what_we_could_not_read_again_is_not_published(
 ) -> None:
     """An export with a file too few, or with a config that means something that no reader knows."""
     run_checkpoint(tmp_path / "ckpt", GPT2, layout_of(GPT2))
-    made = export.texts
+    made = hugging_face_files.texts
 
     def texts(raw: Section, *others: Any) -> dict[str, bytes]:
         found = made({**raw, "logit_scale": 2.0}, *others)
         return {name: content for name, content in found.items() if name != lost}
 
-    monkeypatch.setattr(export, "texts", texts)
+    monkeypatch.setattr(hugging_face_files, "texts", texts)
     plan = to_hugging_face(Checkpoint.open(tmp_path / "ckpt"), 1 << 20)
     with pytest.raises(StoreError, match=r"(?s)out is not published, for it could not be read again: .*config\.json"):
         plan.write(tmp_path / "out", jobs=1)
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-@pytest.mark.parametrize("bit", [1, 128])
-@pytest.mark.parametrize("state", ["weights", "master", "exp_avg", "exp_avg_sq"])
-def test_a_flipped_bit_is_found_and_nothing_is_left(
-    state: str, bit: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA, pp=1, tp=2))
-    last = [s for s in Checkpoint.open(tmp_path / "c").stored() if s.where == "pp0-ep0-tp0"][-1]
-    flip(tensor_file(tmp_path / "c", state), bit=bit)  # the last tensor of the file
-    before = snapshot(tmp_path)
-    assert reshard.main([str(tmp_path / "c"), str(tmp_path / "d"), "--tp", "4"]) == 1
-    said = capsys.readouterr().err
-    assert state in said and last.name in said and "fingerprints" in said
-    assert snapshot(tmp_path) == before
-    assert convert.main([str(tmp_path / "c"), str(tmp_path / "d"), "--to", "hf"]) == (1 if state == "weights" else 0)
-
-
-@pytest.mark.parametrize("section", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_files_in_each_others_place_are_found(
-    section: Section, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Same names, shapes and sizes: only the fingerprints can tell."""
-    run_checkpoint(tmp_path / "c", section, layout_of(section, tp=2))
-    one, two = tensor_file(tmp_path / "c", "exp_avg"), tensor_file(tmp_path / "c", "exp_avg", tp=1)
-    one.rename(tmp_path / "x")
-    two.rename(one)
-    (tmp_path / "x").rename(two)
-    assert reshard.main([str(tmp_path / "c"), str(tmp_path / "d"), "--tp", "1"]) == 1
-    said = capsys.readouterr().err
-    assert "exp_avg:" in said and "layers.4.attn.qkv.weight (q)" in said and "embed.weight" in said
-    assert "norm" not in said  # replicas: the same in both
-    assert not (tmp_path / "d").exists()
+def test_what_an_export_does_not_take_is_not_asked(tmp_path: Path) -> None:
+    """Where the optimizer's state is damaged the weights can still be had."""
+    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA, tp=2))
+    flip(tensor_file(tmp_path / "c", "exp_avg"))
+    assert reshard.main([str(tmp_path / "c"), str(tmp_path / "d")]) == 1
+    assert convert.main([str(tmp_path / "c"), str(tmp_path / "d"), "--to", "hf"]) == 0
 
 
 # -- other releases
@@ -521,69 +489,13 @@ def test_a_checkpoint_of_other_sentences(family: str, tmp_path: Path, capsys: py
     assert norm.name in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [
-        ("mlp.down.weight", "embed embed"),
-        ("mlp.down.weight", "embed"),
-        ("mlp.down.weight", "(a: embed mlp + b: embed)"),
-        ("attn.qkv.weight", "(q: heads head + k: kv head + w: kv head) embed"),
-        ("attn.qkv.weight", "(q: heads head + k: heads head + v: kv head) embed"),
-        ("attn.qkv.weight", "(q: heads head + k: kv head) embed"),
-    ],
-)
-def test_other_pieces_are_refused(name: str, pattern: str, tmp_path: Path) -> None:
-    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA))
-
-    def change(index: dict[str, Any]) -> None:
-        next(p for p in index["parameters"] if p["name"].endswith(name))["pattern"] = pattern
-
-    edit_index(tmp_path / "c", change)
-    with pytest.raises(StoreError, match=f"{name}|{pattern}"):
-        Checkpoint.open(tmp_path / "c")
-
-
 # -- what it costs
 
 SCRIPT = """
-import resource, sys
-sys.path[:0] = [{root!r}, {tests!r}]
-from pathlib import Path
-from tools import {command}
-status = {command}.main({arguments!r})
-heavy = {{"torch", "transformers", "safetensors", "pydantic", "matplotlib", "tqdm"}} & set(sys.modules)
-own = Path("/proc/self/status").read_text()
-kib = {{line.split(":")[0]: int(line.split()[1]) for line in own.splitlines() if line.endswith("kB")}}
-print(status, ",".join(sorted(heavy)), kib["RssAnon"])
-"""
-
-
-def in_a_process(command: str, *arguments: str) -> tuple[int, str, int]:
-    """(exit status, heavy modules that were imported, KiB that are not the file cache's)."""
-    script = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests/store"), command=command, arguments=list(arguments))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    status, heavy, kib = done.stdout.splitlines()[-1].split(" ")
-    return int(status), heavy, int(kib)
-
-
-@pytest.mark.quick
-def test_moving_bytes_imports_nothing_heavy(tmp_path: Path) -> None:
-    hugging_face_folder(tmp_path / "hf", LLAMA)
-    hf, a, b, back = (str(tmp_path / name) for name in ("hf", "a", "b", "back"))
-    assert in_a_process("convert", hf, a, "--tp", "2")[:2] == (0, "")
-    assert in_a_process("reshard", a, b, "--pp", "2")[:2] == (0, "")
-    assert in_a_process("convert", b, back, "--to", "hf")[:2] == (0, "")
-    assert in_a_process("convert", hf, f"{back}2", "--dtype", "bfloat16")[:2] == (0, "")
-    assert in_a_process("convert", hf, f"{back}3", "--dtype", "float32")[1].startswith("torch")
-
-
-PEAK = """
 import sys, threading, time
 sys.path[:0] = [{root!r}]
 from pathlib import Path
-from tools import convert, reshard
-from megacore.store import stream
+from tools import convert, inspect, reshard
 most, done = 0, threading.Event()
 def watch():
     global most
@@ -593,35 +505,62 @@ def watch():
         time.sleep(0.002)
 thread = threading.Thread(target=watch)
 thread.start()
-steps = []
-for command, arguments in {runs!r}:
-    assert {{"convert": convert, "reshard": reshard}}[command].main(arguments) == 0
+for command, *arguments in {runs!r}:
+    assert {{"convert": convert, "inspect": inspect, "reshard": reshard}}[command].main(arguments) == 0
 done.set(); thread.join()
-print(most)
+heavy = {{"torch", "transformers", "safetensors", "pydantic", "omegaconf", "matplotlib", "tqdm"}} & set(sys.modules)
+print(most, ",".join(sorted(heavy)))
 """
+
+
+def in_a_process(*runs: Sequence[object]) -> tuple[int, str]:
+    """(most KiB that were not the file cache's, heavy modules that were imported)."""
+    script = SCRIPT.format(root=str(ROOT), runs=[[*map(str, run)] for run in runs])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    kib, heavy = done.stdout.splitlines()[-1].split(" ")
+    return int(kib), heavy
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+
+
+@pytest.mark.in_turn(2)
+@linux
+@pytest.mark.quick
+def test_moving_bytes_imports_nothing_heavy(tmp_path: Path) -> None:
+    """Nor does looking at them."""
+    runs: list[Sequence[object]] = []
+    for name, section in (("llama", LLAMA), ("gpt2", GPT2)):
+        hugging_face_folder(tmp_path / name / "hf", section)
+        hf, a, b, back = (tmp_path / name / folder for folder in ("hf", "a", "b", "back"))
+        runs += [
+            ("convert", hf, a, "--tp", "2", "--dtype", "bfloat16"),
+            ("reshard", a, b, "--pp", "2"),
+            ("inspect", b, "--tensors", "--check", "--diff", hf),
+            ("convert", b, back, "--to", "hf"),
+        ]
+    assert in_a_process(*runs)[1] == ""
+    assert in_a_process(("convert", hf, tmp_path / "wide", "--dtype", "float32"))[1].startswith("torch")
 
 
 def peak(folder: Path, section: Section) -> int:
     """Most KiB of memory of its own that a process takes to convert, reshard and export a model."""
     hugging_face_folder(folder / "hf", section)
-    hf, a, b, back = (str(folder / name) for name in ("hf", "a", "b", "back"))
-    runs = [
-        ("convert", [hf, a, "--tp", "2", "--pp", "2", "--jobs", "2"]),
-        ("reshard", [a, b, "--tp", "4", "--jobs", "2"]),
-        ("convert", [b, back, "--to", "hf", "--jobs", "2"]),
-    ]
-    script = PEAK.format(root=str(ROOT), runs=runs)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    hf, a, b, back = (folder / name for name in ("hf", "a", "b", "back"))
+    most, _ = in_a_process(
+        ("convert", hf, a, "--tp", "2", "--pp", "2", "--jobs", "2"),
+        ("reshard", a, b, "--tp", "4", "--jobs", "2"),
+        ("convert", b, back, "--to", "hf", "--jobs", "2"),
+    )
     size = (folder / "hf/model.safetensors").stat().st_size
     shutil.rmtree(folder)
-    most = done.stdout.splitlines()[-1]
     print(f"{size >> 20} MiB: peak {most} KiB")
-    return int(most)
+    return most
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@linux
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_memory_does_not_grow_with_the_model(base: Section, tmp_path: Path) -> None:
     """4 times the tensors' size takes the same; GPT-2's transposed matrices too."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from whole import write_tensor
 
 from megacore.store import direct
 from megacore.store.direct import ALIGNMENT, LEAST, DirectFile, WriteWindow, aligned_memory
@@ -95,8 +96,8 @@ def test_a_tensor_in_pieces_from_several_threads(tmp_path_factory: pytest.TempPa
         ThreadPoolExecutor(3) as pool,
     ):
         pieces = list(itertools.pairwise(cuts))
-        list(pool.map(lambda piece: writer.write("a", piece[0], expected[slice(*piece)]), pieces))
-        writer.write("small", 0, np.array([7, 8, 9], "u1"))
+        list(pool.map(lambda piece: write_tensor(writer, "a", expected[slice(*piece)], piece[0]), pieces))
+        write_tensor(writer, "small", np.array([7, 8, 9], "u1"))
     file = TensorFile.open(path)
     np.testing.assert_array_equal(file.array("a"), expected)
     np.testing.assert_array_equal(file.array("small"), [7, 8, 9])

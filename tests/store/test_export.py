@@ -15,8 +15,16 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megacore.store.dtypes import FLOATS
-from megacore.store.export import Shard, config_json, export_files, index_json, parse_size, texts, with_dtype
 from megacore.store.hugging_face import HuggingFace
+from megacore.store.hugging_face_files import (
+    Shard,
+    config_json,
+    export_files,
+    index_json,
+    parse_size,
+    texts,
+    with_dtype,
+)
 from megacore.store.stream import METADATA
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig

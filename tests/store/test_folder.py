@@ -14,12 +14,12 @@ from whole import Whole
 
 from megacore.inference.model_loader import model_from
 from megacore.store import audit
-from megacore.store.adapters import Merged
-from megacore.store.convert import to_checkpoint, to_hugging_face
+from megacore.store.adapters import MergedFolder
+from megacore.store.conversion import to_checkpoint, to_hugging_face
 from megacore.store.folder import WeightFolder
+from megacore.store.formats import open_folder, open_model
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import STATES, Adapters, Index
-from megacore.store.open import open_folder, open_model
 from megacore.store.strict_json import StoreError
 from models.lora import Lora
 from models.tuning import Tuning
@@ -54,7 +54,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WeightFolder]:
         "adapters": adapters,
         "adapted": open_model(folder / "adapters"),
         "adapted-checkpoint": open_model(folder / "adapters", folder / "converted"),
-        "merged": Merged(base.path, base.index, adapters, None, base=base),
+        "merged": MergedFolder(base.path, base.index, adapters, None, base=base),
         "whole": Whole(folder, base.index, base.schema, reads),
     }
 

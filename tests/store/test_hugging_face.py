@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from changes import link
 from families import random_model, rotated, saved, small
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from megacore.store.accounting import summary
-from megacore.store.convert import to_hugging_face
+from megacore.store.conversion import to_hugging_face
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from models import registry
@@ -29,7 +29,6 @@ from models.registry import FAMILIES, configure
 Tensors = dict[str, torch.Tensor]
 
 HEAD = "lm_head.weight"
-FIRST = ", ".join([*FAMILIES][:3])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNSIGNED = {torch.float64: np.uint64, torch.float32: np.uint32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
 
@@ -256,324 +255,7 @@ def test_companions(tmp_path: Path) -> None:
     assert sorted(found) == sorted(travels)
 
 
-def test_nothing_heavy_is_imported() -> None:
-    script = (
-        "import sys, megacore.store.hugging_face, megacore.store.export, models.families.llama, models.families.gpt2\n"
-        "print({'torch', 'transformers', 'safetensors'} & set(sys.modules))"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
-# -- what is refused
-
-Break = Callable[[Path], Any]
-
-
-def config(**fields: Any) -> Break:
-    return lambda folder: edit_json(folder, "config.json", lambda c: c.update(fields))
-
-
-def tensors(change: Callable[[Tensors], Any]) -> Break:
-    return lambda folder: edit(folder, change)
-
-
-def index(change: Callable[[dict[str, Any]], Any]) -> Break:
-    return lambda folder: edit_json(folder, INDEX, change)
-
-
-def named(old: str, new: object) -> Break:
-    """Let the index name another file for one tensor."""
-    return index(lambda i: i["weight_map"].update({old: new}))
-
-
-def text(name: str, content: str) -> Break:
-    return lambda folder: (folder / name).write_text(content)
-
-
-def only(*names: str) -> Break:
-    """No weights but these empty files."""
-
-    def change(folder: Path) -> None:
-        (folder / SINGLE).unlink()
-        for name in names:
-            (folder / name).write_bytes(b"")
-
-    return change
-
-
-def renamed(old: str, new: str) -> Break:
-    return tensors(lambda t: t.update({new: t.pop(old)}))
-
-
-def twice(folder: Path) -> None:
-    """One tensor in a second shard too."""
-    first, second, *_ = sorted(folder.glob("model-*.safetensors"))
-    save_file({**load_file(second), **load_file(first)}, second, {"format": "pt"})
-
-
-def two_dtypes(tensors: Tensors) -> None:
-    """The same bits, which are other numbers."""
-    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"].half()
-    tensors[HEAD] = tensors["transformer.wte.weight"].view(torch.bfloat16)
-
-
-def swapped(folder: Path) -> None:
-    def change(i: dict[str, Any]) -> None:
-        i["weight_map"]["model.norm.weight"], i["weight_map"]["lm_head.weight"] = (
-            i["weight_map"]["lm_head.weight"],
-            i["weight_map"]["model.norm.weight"],
-        )
-
-    edit_json(folder, INDEX, change)
-
-
-def no_shards(folder: Path) -> None:
-    for file in sorted(folder.glob("model-*.safetensors"))[1:3]:
-        file.unlink()
-
-
-def dangling(name: str) -> Break:
-    def change(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to("../../blobs/gone")
-
-    return change
-
-
-def pipe(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")
-
-
-Q0, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
-
-# {case: (family, sharded, what is done to the folder, what the message says)}
-REFUSED: dict[str, tuple[str, bool, Break, tuple[str, ...]]] = {
-    "no config": ("llama", False, lambda f: (f / "config.json").unlink(), ("config.json is not there",)),
-    "config is a pipe": ("llama", False, pipe, ("config.json is not there, or is no file",)),
-    "config is broken": ("llama", False, text("config.json", "{"), ("config.json is not JSON",)),
-    "config is a list": ("llama", False, text("config.json", "[]"), ("config.json does not hold a JSON object",)),
-    "config has NaN": ("llama", False, text("config.json", '{"a": NaN}'), ("NaN is not JSON",)),
-    "config has infinity": ("llama", False, text("config.json", '{"a": 1e999}'), ("1e999 is beyond the range",)),
-    "config has a key twice": ("llama", False, text("config.json", '{"a": 1, "a": 2}'), ("'a' stands twice",)),
-    "config is deep": ("llama", False, text("config.json", '{"a":' * 100_000), ("config.json is not JSON",)),
-    "model_type unknown": (
-        "llama",
-        False,
-        config(model_type="llamma"),
-        ("did you mean 'llama'?", f"there are {FIRST}"),
-    ),
-    "model_type missing": ("llama", False, config(model_type=None), (f"model_type=None: the families are {FIRST}",)),
-    "model_type no text": ("llama", False, config(model_type=["llama"]), ("model_type=['llama']: the families",)),
-    "field unknown": ("llama", False, config(sliding_window=4, residual=2), ("'sliding_window'", "'residual'")),
-    "quantised by config": (
-        "llama",
-        False,
-        config(quantization_config={"bits": 4}),
-        ("quantization_config={'bits': 4}",),
-    ),
-    "a billion layers": (
-        "llama",
-        False,
-        config(num_hidden_layers=10**9),
-        ("config.json describes 9000000003 tensors (layer=1000000000), but there are 21",),
-    ),
-    "layers beyond floats": ("gpt2", False, config(n_layer=10**400), ("is an integer of more than 64 bits",)),
-    "vocabulary beyond memory": (
-        "llama",
-        False,
-        config(vocab_size=2**60),
-        ("shape [40, 16] instead of [1152921504606846976, 16]",),
-    ),
-    "pickle": (
-        "llama",
-        False,
-        only("pytorch_model.bin"),
-        ("neither model.safetensors nor model.safetensors.index.json, but pytorch_model.bin", "save_pretrained"),
-    ),
-    "pickles with an index": (
-        "llama",
-        False,
-        only("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"),
-        ("but pytorch_model-00001-of-00001.bin: a pickle can run code", "python -c"),
-    ),
-    "pickle of another name": ("llama", False, only("consolidated.00.pth"), ("consolidated.00.pth: a pickle",)),
-    "gguf": ("llama", False, only("model-q4.gguf"), ("model-q4.gguf: GGUF is not read here",)),
-    "shards without an index": (
-        "llama",
-        True,
-        lambda f: (f / INDEX).unlink(),
-        ("model-00001-of-", "the index that names them is missing"),
-    ),
-    "no weights": ("llama", False, only(), ("there is neither model.safetensors nor model.safetensors.index.json",)),
-    "adapter": ("llama", False, text("adapter_config.json", "{}"), ("adapter_config.json: an adapter changes",)),
-    "weights link to nothing": ("llama", False, dangling(SINGLE), (SINGLE,)),
-    "weights truncated": ("llama", False, lambda f: os.truncate(f / SINGLE, 3000), (SINGLE,)),
-    "tokenizer links to nothing": (
-        "llama",
-        False,
-        dangling("tokenizer.json"),
-        ("tokenizer.json is a link to nothing",),
-    ),
-    "tensor missing": ("llama", False, tensors(lambda t: t.pop(NORM)), (f"1 tensors are missing: {NORM}",)),
-    "tensors missing in layers": (
-        "llama",
-        False,
-        tensors(lambda t: [t.pop(n) for n in [*t] if "q_proj" in n]),
-        ("2 tensors are missing: model.layers.{0..1}.self_attn.q_proj.weight",),
-    ),
-    "tensor unexpected": (
-        "llama",
-        False,
-        tensors(lambda t: t.update(extra=t[NORM])),
-        ("1 tensors are not of this model: extra",),
-    ),
-    "layer unexpected": (
-        "llama",
-        False,
-        config(num_hidden_layers=1),
-        ("9 tensors are not of this model", "model.layers.1.self_attn.q_proj.weight"),
-    ),
-    "biases unexpected": (
-        "llama",
-        False,
-        tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": t[NORM]})),
-        ("not of this model: model.layers.0.self_attn.q_proj.bias",),
-    ),
-    "tensor of another name": (
-        "llama",
-        False,
-        renamed(Q0, Q0.replace("q_proj", "qproj")),
-        (f"missing: {Q0}", f"model.layers.0.self_attn.qproj.weight (is it {Q0}?)"),
-    ),
-    "name for terminals": ("llama", False, tensors(lambda t: t.update({"a\x1b[2J": t[NORM]})), (r"'a\x1b[2J'",)),
-    "shape wrong": (
-        "llama",
-        False,
-        config(intermediate_size=20),
-        ("shape [24, 16] instead of [20, 16]: model.layers.{0..1}.mlp.gate",),
-    ),
-    "matrix transposed": (
-        "gpt2",
-        False,
-        tensors(lambda t: t.update({n: t[n].T for n in t if n.endswith("c_fc.weight")})),
-        ("shape [64, 16] instead of [16, 64]: transformer.h.{0..1}.mlp.c_fc.weight",),
-    ),
-    "float8": (
-        "llama",
-        False,
-        tensors(lambda t: t.update({Q0: t[Q0].to(torch.float8_e4m3fn)})),
-        ("dtype F8_E4M3 is not one", Q0),
-    ),
-    "integers": (
-        "llama",
-        False,
-        tensors(lambda t: t.update({Q0: t[Q0].to(torch.int8)})),
-        ("dtype I8 is not one of", "quantised"),
-    ),
-    "booleans": (
-        "gpt2",
-        False,
-        tensors(lambda t: t.update({n: t[n] > 0 for n in t if "ln_f" in n})),
-        ("dtype BOOL", "ln_f.bias"),
-    ),
-    "prefix on some": (
-        "gpt2",
-        False,
-        renamed("transformer.wpe.weight", "wpe.weight"),
-        ("some names start with 'transformer.' and some lack it", "; wpe.weight"),
-    ),
-    "prefix on some, both there": (
-        "llama",
-        False,
-        tensors(lambda t: t.update({"norm.weight": t[NORM]})),
-        ("some names start with 'model.' and some lack it", "; norm.weight"),
-    ),
-    "head missing": (
-        "llama",
-        False,
-        tensors(lambda t: t.pop(HEAD)),
-        ("lm_head.weight is missing", "tie_word_embeddings=true"),
-    ),
-    "tied tables differ": (
-        "llama",
-        False,
-        config(tie_word_embeddings=True),
-        ("model.embed_tokens.weight (model.safetensors) and lm_head.weight (model.safetensors) differ",),
-    ),
-    "tied tables of two dtypes": (
-        "gpt2",
-        False,
-        tensors(two_dtypes),
-        ("transformer.wte.weight (model.safetensors) and lm_head.weight (model.safetensors) differ",),
-    ),
-    "index is broken": ("llama", True, text(INDEX, "{"), ("index.json is not JSON",)),
-    "index has NaN": ("llama", True, text(INDEX, '{"metadata": {"total_size": NaN}}'), ("NaN is not JSON",)),
-    "index is a list": ("llama", True, text(INDEX, "[]"), ("does not hold a JSON object",)),
-    "index is empty": ("llama", True, text(INDEX, "{}"), ("has no weight_map",)),
-    "weight_map is a list": ("llama", True, text(INDEX, '{"weight_map": []}'), ("has no weight_map",)),
-    "index names a tensor twice": (
-        "llama",
-        True,
-        text(INDEX, '{"weight_map": {"a": "x", "a": "y"}}'),
-        ("'a' stands twice",),
-    ),
-    "index leads up": (
-        "llama",
-        True,
-        named(NORM, "../x.safetensors"),
-        ("no .safetensors file of this folder: ../x.safetensors",),
-    ),
-    "index leads up inside": ("llama", True, named(NORM, "a/../../x.safetensors"), ("folder: a/../../x.safetensors",)),
-    "index leads away": ("llama", True, named(NORM, "/tmp/x.safetensors"), ("of this folder: /tmp/x.safetensors",)),
-    "index leads up on Windows": ("llama", True, named(NORM, "..\\x.safetensors"), ("folder: ..\\x.safetensors",)),
-    "index names a number": ("llama", True, named(NORM, 3), ("no .safetensors file of this folder: 3",)),
-    "index names a pickle": ("llama", True, named(NORM, "a.bin"), ("no .safetensors file of this folder: a.bin",)),
-    "index names a long file": (
-        "llama",
-        True,
-        named(NORM, "x" * 5000 + ".safetensors"),
-        ("names files that are not there: xxx",),
-    ),
-    "index with a null byte": ("llama", True, named(NORM, "a\0.safetensors"), (r"'a\x00.safetensors'",)),
-    "shards missing": ("llama", True, no_shards, ("not there: model-00002-of-", ", model-00003-of-")),
-    "index names too much": (
-        "llama",
-        True,
-        index(lambda i: i["weight_map"].update(ghost=i["weight_map"][NORM])),
-        ("does not hold", "ghost"),
-    ),
-    "index names the wrong shard": (
-        "llama",
-        True,
-        swapped,
-        ("does not hold what", ".safetensors does): model.norm.weight"),
-    ),
-    "index names too little": (
-        "llama",
-        True,
-        index(lambda i: i["weight_map"].pop(NORM)),
-        (f"{INDEX} does not name tensors of model-", NORM),
-    ),
-    "tensor in two shards": ("llama", True, twice, ("tensors lie in several files", "model.embed_tokens.weight")),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path: Path) -> None:
-    family, sharded, change, messages = REFUSED[case]
-    theirs = model(family)
-    folder = tmp_path / "model"
-    theirs.save_pretrained(folder, max_shard_size="2KB" if sharded else "1GB")
-    HuggingFace.open(folder)
-    change(folder)
-    with pytest.raises(StoreError) as caught:
-        HuggingFace.open(folder)
-    assert str(caught.value).startswith(f"{folder} cannot be used:\n- ")
-    for message in messages:
-        assert message in str(caught.value)
+# -- what is refused, beside the table of bad folders
 
 
 def test_what_is_no_folder(tmp_path: Path) -> None:
@@ -599,19 +281,19 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     model("llama").save_pretrained(tmp_path)
 
     def change(t: Tensors) -> None:
-        t["strange.weight"] = t.pop(NORM)
-        t[Q0] = t[Q0][:3]
+        t["strange.weight"] = t.pop("model.norm.weight")
+        t["model.layers.0.self_attn.q_proj.weight"] = t["model.layers.0.self_attn.q_proj.weight"][:3]
         t["model.layers.1.mlp.up_proj.weight"] = t["model.layers.1.mlp.up_proj.weight"].to(torch.int8)
 
     edit(tmp_path, change)
-    dangling("tokenizer.json")(tmp_path)
+    link("tokenizer.json", "gone")(tmp_path)
     with pytest.raises(StoreError) as caught:
         HuggingFace.open(tmp_path)
     assert len(str(caught.value).splitlines()) == 6
-    for name in (NORM, "strange.weight", Q0, "model.layers.1.mlp.up_proj.weight", "tokenizer.json"):
+    for name in ("model.norm", "strange.weight", "0.self_attn.q_proj", "1.mlp.up_proj.weight", "tokenizer.json"):
         assert name in str(caught.value)
     # Of the config too, with what can be told of the files without it.
-    config(quantization_config={"bits": 4}, sliding_window=3)(tmp_path)
+    edit_json(tmp_path, "config.json", lambda c: c.update(quantization_config={"bits": 4}, sliding_window=3))
     os.truncate(tmp_path / SINGLE, 100)
     with pytest.raises(StoreError) as caught:
         HuggingFace.open(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -14,11 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 from families import drawn
+from pool import forkserver
 from tiny import LLAMA, Section, hugging_face_folder, layout_of, run_checkpoint, snapshot
 
 from megacore.store import audit, stream
@@ -27,7 +27,6 @@ from megacore.store.hugging_face import HuggingFace
 from megacore.store.publish import LOCK, partial
 from tools import convert, reshard
 
-ROOT = Path(__file__).parents[2]
 KILLS = 18
 """Of each command."""
 
@@ -41,62 +40,31 @@ KINDS: Mapping[str, Section] = {
     **{name: {**drawn(name), **_LARGER, **_PLAIN} for name in ("cohere", "gemma2", "gpt_neox", "phi3", "mixtral")},
 }
 
-# Imports once what the tools need, and gives every run a fresh process of its own.
-SERVER = f"""
-import json, os, signal, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-os.fsync = lambda file: None  # a kill cuts no power
-from tools import convert, reshard
-programs = {{"convert": convert.main, "reshard": reshard.main}}
-for line in sys.stdin:
-    program, arguments, seconds, begun = json.loads(line)
+
+def work(program: str, arguments: Sequence[str], up: Connection) -> None:
+    pytest.MonkeyPatch().setattr(os, "fsync", lambda file: None)  # a kill cuts no power
+    up.send("begun")
+    sys.exit({"convert": convert.main, "reshard": reshard.main}[program]([*map(str, arguments)]))
+
+
+def run(
+    program: str, *arguments: object, kill_after: float | None = None, begun: Path | None = None
+) -> tuple[int, float]:
+    """(exit status, seconds) of a process of its own; the time to the kill counts from when there is ``begun``, or from
+    its start."""
+    ours, theirs = forkserver().Pipe()
+    process = forkserver().Process(target=work, args=(program, arguments, theirs))
+    process.start()
+    ours.recv()
     started = time.monotonic()
-    pid = os.fork()
-    if not pid:
-        status = 99
-        os.dup2(2, 1)  # what it says is no answer of this server
-        try:
-            status = programs[program](arguments)
-        finally:
-            os._exit(status)
-    if seconds is not None:
-        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while begun and not os.path.exists(begun) and not os.waitid(os.P_PID, pid, ended):
+    if kill_after is not None:
+        while begun and not begun.exists() and process.is_alive():
             time.sleep(1e-3)
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    print(json.dumps([status, time.monotonic() - started]), flush=True)
-"""
-
-
-class Server:
-    """A process that runs the tools in processes that it kills."""
-
-    def __enter__(self) -> Server:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate()
-
-    def run(
-        self, program: str, arguments: Sequence[object], kill_after: float | None = None, begun: Path | None = None
-    ) -> tuple[int, float]:
-        """(exit status, seconds); the time to the kill counts from when there is ``begun``, or from the start."""
-        assert self._process.stdin and self._process.stdout
-        line = [program, [*map(str, arguments)], kill_after, begun and str(begun)]
-        print(json.dumps(line), file=self._process.stdin, flush=True)
-        status, seconds = json.loads(self._process.stdout.readline())
-        return status, seconds
+        time.sleep(kill_after)
+        process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, time.monotonic() - started
 
 
 def published(folder: Path) -> dict[str, str]:
@@ -114,35 +82,32 @@ def kill_again_and_again(program: str, source: Path, options: Sequence[str], see
     """What was seen after each of the kills."""
     folder, seen, dice = source.parent, Counter[str](), random.Random(seed)
     target, reference = folder / "target", folder / "reference"
-    with Server() as server:
-        # Published before, by another run; and how long one takes.
-        status, _ = server.run(program, [source, reference, *options])
-        assert status == 0
-        _, takes = server.run(program, [source, target, *options])
-        shutil.rmtree(target)
-        before, wanted = snapshot(source), snapshot(reference)
-        for i in range(KILLS):
-            # Every other one while it writes, which is a small part of the time, and a loaded machine's times vary.
-            most, begun = (takes / 4, partial(target)) if i % 2 else (1.1 * takes, None)
-            status, _ = server.run(program, [source, target, *options], dice.uniform(0, most), begun)
-            assert status in (0, -signal.SIGKILL)
-            assert snapshot(source) == before
-            assert snapshot(reference) == wanted
-            left = {path.name for path in folder.iterdir()} - {source.name, reference.name}
-            assert left <= {"target", ".target.partial"} and len(left) < 2, left
-            seen[", ".join(left) or "nothing"] += 1
-            if target.exists():
-                assert published(target) == wanted
-                assert is_sound(target)
-                shutil.rmtree(target)
-            elif i % 4 == 3:
-                status, _ = server.run(program, [source, target, *options])
-                assert status == 0
-                assert snapshot(target) == wanted
-                assert {path.name for path in folder.iterdir()} == {source.name, reference.name, "target"}
-                shutil.rmtree(target)
-        assert server.run(program, [source, target, *options])[0] == 0
-        assert snapshot(target) == wanted and not (folder / ".target.partial").exists()
+    # Published before, by another run; and how long one takes.
+    assert run(program, source, reference, *options)[0] == 0
+    _, takes = run(program, source, target, *options)
+    shutil.rmtree(target)
+    before, wanted = snapshot(source), snapshot(reference)
+    for i in range(KILLS):
+        # Every other one while it writes, which is a small part of the time, and a loaded machine's times vary.
+        most, begun = (takes / 4, partial(target)) if i % 2 else (1.1 * takes, None)
+        status, _ = run(program, source, target, *options, kill_after=dice.uniform(0, most), begun=begun)
+        assert status in (0, -signal.SIGKILL)
+        assert snapshot(source) == before
+        assert snapshot(reference) == wanted
+        left = {path.name for path in folder.iterdir()} - {source.name, reference.name}
+        assert left <= {"target", ".target.partial"} and len(left) < 2, left
+        seen[", ".join(left) or "nothing"] += 1
+        if target.exists():
+            assert published(target) == wanted
+            assert is_sound(target)
+            shutil.rmtree(target)
+        elif i % 4 == 3:
+            assert run(program, source, target, *options)[0] == 0
+            assert snapshot(target) == wanted
+            assert {path.name for path in folder.iterdir()} == {source.name, reference.name, "target"}
+            shutil.rmtree(target)
+    assert run(program, source, target, *options)[0] == 0
+    assert snapshot(target) == wanted and not (folder / ".target.partial").exists()
     return seen
 
 

@@ -18,9 +18,9 @@ from tiny import LLAMA
 
 from megacore import checkpoints
 from megacore.store import object_files, stream
+from megacore.store.formats import open_folder
 from megacore.store.object_files import ObjectTensors, upload
 from megacore.store.objects import NoObject, ObjectPath, place
-from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from models.registry import configure

@@ -9,17 +9,20 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families import random_model
 from safetensors.torch import load_file
 from tiny import spread
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from tools.convert import main as convert
 
 Sizes = dict[str, int]
+Pieces = dict[str, np.ndarray]
 Box = dict[str, tuple[int, int]]
 
 
@@ -30,6 +33,12 @@ def dims(pattern: str) -> list[list[tuple[str, list[str]]]]:
         terms = [term.strip() for term in text.strip("()").split("+")]
         found.append([(t.split(":")[0] if ":" in t else "", t.split(":")[-1].split()) for t in terms])
     return found
+
+
+def pieces_of(pattern: str) -> dict[str, list[str]]:
+    """{label: axes} of a sentence."""
+    leaves = list(itertools.product(*dims(pattern)))
+    return {"".join(label for label, _ in leaf): [a for _, axes in leaf for a in axes] for leaf in leaves}
 
 
 def box_of(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:
@@ -116,45 +125,53 @@ def read(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     return whole
 
 
-LLAMA = LlamaConfig(
-    vocab_size=13,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=False,
-)
-GPT2 = GPT2Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=3, n_head=4)
+CONFIGS: dict[str, tuple[PretrainedConfig, list[str]]] = {
+    "llama": (
+        LlamaConfig(
+            vocab_size=13,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        ),
+        ["--tp", "4", "--pp", "2", "--layers-per-stage", "2,1"],
+    ),
+    "gpt2": (GPT2Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=3, n_head=4), ["--tp", "2", "--pp", "3"]),
+}
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_llama(replicas: int, tmp_path: Path) -> None:
-    model = LlamaForCausalLM(LLAMA).bfloat16()
+def of_hugging_face(theirs: Pieces, param: dict[str, str], layer: int, sizes: Sizes) -> dict[str, np.ndarray]:
+    """{label: piece, its axes as our sentence has them} of a parameter. Names in braces are those of its pieces."""
+    ours, name = pieces_of(param["pattern"]), param["hf"].replace("{layer}", str(layer))
+    if words := re.search(r"\{(.*)\}", name):
+        listed = zip(ours.items(), words[1].split(","), strict=True)
+        return {
+            label: theirs[name.replace(words[0], word)].reshape([sizes[axis] for axis in axes])
+            for (label, axes), word in listed
+        }
+    found = pieces(theirs[name], param["hf_pattern"], sizes)
+    return {
+        label: piece.transpose([axes.index(axis) for axis in ours[label]]) for label, (axes, piece) in found.items()
+    }
+
+
+@pytest.mark.parametrize(("family", "replicas"), [("llama", 1), ("llama", 3), ("gpt2", 1)])
+def test_every_piece_is_where_the_page_says(family: str, replicas: int, tmp_path: Path) -> None:
+    config, layout = CONFIGS[family]
+    model: Any = random_model(config).bfloat16()
     model.save_pretrained(tmp_path / "hf")
-    arguments = ["--tp", "4", "--pp", "2", "--layers-per-stage", "2,1"]
-    assert convert([str(tmp_path / "hf"), str(tmp_path / "ckpt"), *arguments]) == 0
-    theirs = {n: t.detach().view(torch.int16).numpy().view(np.uint16) for n, t in model.state_dict().items()}
+    assert convert([str(tmp_path / "hf"), str(tmp_path / "ckpt"), *layout]) == 0
     if replicas > 1:
         assert spread(tmp_path / "ckpt", tmp_path / "spread", replicas).index.version == 2
     ours = read(tmp_path / ("spread" if replicas > 1 else "ckpt"))
-    assert np.array_equal(ours["embed.weight"][""], theirs["model.embed_tokens.weight"])
-    assert np.array_equal(ours["head.weight"][""], theirs["lm_head.weight"])
-    for layer in range(3):
-        for label in "qkv":
-            piece = theirs[f"model.layers.{layer}.self_attn.{label}_proj.weight"]
-            assert np.array_equal(ours[f"layers.{layer}.attn.qkv.weight"][label].reshape(piece.shape), piece)
-        down = theirs[f"model.layers.{layer}.mlp.down_proj.weight"]
-        assert np.array_equal(ours[f"layers.{layer}.mlp.down.weight"][""], down)
-
-
-def test_gpt2(tmp_path: Path) -> None:
-    model = GPT2LMHeadModel(GPT2).bfloat16()
-    model.save_pretrained(tmp_path / "hf")
-    assert convert([str(tmp_path / "hf"), str(tmp_path / "ckpt"), "--tp", "2", "--pp", "3"]) == 0
     theirs = {n: t.detach().view(torch.int16).numpy().view(np.uint16) for n, t in model.state_dict().items()}
-    ours = read(tmp_path / "ckpt")
-    for layer in range(3):
-        for label, piece in zip("qkv", np.split(theirs[f"transformer.h.{layer}.attn.c_attn.weight"].T, 3), strict=True):
-            assert np.array_equal(ours[f"layers.{layer}.attn.qkv.weight"][label].reshape(piece.shape), piece)
-    assert np.array_equal(ours["embed.weight"][""], theirs["transformer.wte.weight"])
+    index = json.loads((tmp_path / "ckpt/index.json").read_text())
+    for param in index["parameters"]:
+        for layer in range(3) if "{layer}" in param["name"] else [0]:
+            found = ours.pop(param["name"].format(layer=layer))
+            wanted = of_hugging_face(theirs, param, layer, index["sizes"])
+            assert found.keys() == wanted.keys()
+            assert all(np.array_equal(found[label], wanted[label]) for label in wanted), param
+    assert not ours

@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import random
-import subprocess
-import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
@@ -22,8 +20,6 @@ from megacore.store import publish as module
 from megacore.store.publish import LOCK, Publication, leftovers, partial, publish, remove_leftovers, write_file
 from megacore.store.stream import File, write
 from megacore.store.strict_json import StoreError
-
-ROOT = Path(__file__).parents[2]
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -513,31 +509,31 @@ def test_kills(tmp_path):
     assert published
 
 
-RACER = """
-import sys
-from pathlib import Path
-from megacore.store.publish import publish, write_file
-from megacore.store.strict_json import StoreError
-wins = 0
-for i in range(80):
-    try:
-        with publish(Path(sys.argv[1]) / f"{i}") as folder:
-            write_file(folder / "who", sys.argv[2].encode())
-            write_file(folder / "again", sys.argv[2].encode())
-        wins += 1
-    except StoreError as error:
-        assert "exists" in str(error) or "another process" in str(error), error
-print(wins)
-"""
+def race(folder: Path, name: str, up: Connection) -> None:
+    wins = 0
+    for i in range(80):
+        try:
+            with publish(folder / f"{i}") as made:
+                write_file(made / "who", name.encode())
+                write_file(made / "again", name.encode())
+            wins += 1
+        except StoreError as error:
+            assert "exists" in str(error) or "another process" in str(error), error
+    up.send(wins)
 
 
 def test_races(tmp_path):
     """Two processes want the same 80 names: each is one's alone, whole."""
+    context, wins = forkserver(), []
+    pipes = [context.Pipe() for _ in "ab"]
     racers = [
-        subprocess.Popen([sys.executable, "-c", RACER, tmp_path, name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for name in "ab"
+        context.Process(target=race, args=(tmp_path, name, up)) for name, (_, up) in zip("ab", pipes, strict=True)
     ]
-    wins = [int(racer.communicate()[0]) for racer in racers]
+    for racer in racers:
+        racer.start()
+    for racer, (ours, _) in zip(racers, pipes, strict=True):
+        wins.append(ours.recv())
+        racer.join()
     folders = list(tmp_path.iterdir())
     assert sum(wins) == len(folders) > 0 and all(folder.name.isdigit() for folder in folders)
     for folder in folders:

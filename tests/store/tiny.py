@@ -14,11 +14,11 @@ from unittest import mock
 
 import numpy as np
 from families import drawn
-from whole import Whole
+from whole import Whole, write_tensor
 
 from megacore.store import shares
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import to_checkpoint
+from megacore.store.conversion import to_checkpoint
 from megacore.store.index import STATES, FileRecord, Index, Range, file_name, holder
 from megacore.store.stream import File, Read, Tensor, assemble, write
 from megacore.store.tensors import DTYPES, TensorWriter
@@ -44,6 +44,18 @@ LLAMA: Section = {
     "max_position_embeddings": 16,
 }
 GPT2: Section = {"family": "gpt2", "vocab_size": 13, "n_positions": 7, "n_embd": 8, "n_layer": 5, "n_head": 4}
+MIXTRAL: Section = {
+    "family": "mixtral",
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 5,  # odd: parts are padded
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 16,
+}
 
 SECTIONS: Mapping[str, tuple[Section, ...]] = {
     name: tuple(drawn(name, seed, tie_word_embeddings=not seed) for seed in (0, 1)) for name in FAMILIES
@@ -73,7 +85,7 @@ def hugging_face_folder(path: Path, section: Section, dtype: str = "BF16", seed:
     path.mkdir(parents=True)
     with TensorWriter.create(path / "model.safetensors", [(n, dtype, b.shape) for n, b in bits.items()]) as writer:
         for name, array in bits.items():
-            writer.write(name, 0, array)
+            write_tensor(writer, name, array)
     (path / "config.json").write_text(json.dumps(config.to_hugging_face(), indent=2))
     for name, content in COMPANIONS.items():
         (path / name).parent.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from whole import Whole
 
 from megacore.store.audit import fingerprints
 from megacore.store.companions import Companion
-from megacore.store.convert import to_checkpoint
+from megacore.store.conversion import to_checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import Adapters, Index
 from megacore.store.tensors import DTYPES, TensorFile

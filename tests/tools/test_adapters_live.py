@@ -27,9 +27,9 @@ from megacore.inference.evaluation_data import Document
 from megacore.inference.generation import Ending, generate
 from megacore.inference.perplexity import Windows, evaluate
 from megacore.inference.sampling import Greedy
-from megacore.store import load as loading
+from megacore.store import loader as loading
 from megacore.store.companions import Companion
-from megacore.store.open import open_model
+from megacore.store.formats import open_model
 from megacore.store.strict_json import StoreError
 from models.decoder import Microbatch
 from models.lora import Lora

@@ -28,7 +28,7 @@ import torch
 from megacore.data.indexed import IndexedDataset, IndexedWriter
 from megacore.data.samples import split_runs
 from megacore.inference.model_loader import model_from
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
 from tools import tokenize

@@ -21,7 +21,7 @@ from megacore.config import CheckpointConfig, Config, LoraConfig
 from megacore.control import Control
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
-from megacore.store.load import Loader
+from megacore.store.loader import Loader
 from megacore.training.resume import Start, remarks
 from models.assemble import Model
 from models.decoder import Microbatch

@@ -27,7 +27,7 @@ from megacore.data.indexed import IndexedWriter
 from megacore.inference.evaluation_data import Document
 from megacore.inference.model_loader import model_from
 from megacore.inference.perplexity import Windows, evaluate
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
 from models.assemble import Model
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape

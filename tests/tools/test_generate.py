@@ -24,7 +24,7 @@ from megacore.inference.generation import Ending, generate, prefill
 from megacore.inference.model_loader import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
 from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES
 from parallel.mesh import Mesh
@@ -303,7 +303,7 @@ def test_chats_go_through_the_template_and_samples_repeat_by_their_seed(llama: P
 def test_what_is_wrong_is_said_before_the_weights_are_read(
     arguments: list[str], says: str, llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megacore.store.load.Loader.tensors", None)
+    monkeypatch.setattr("megacore.store.loader.Loader.tensors", None)
     assert command.main([str(llama), *arguments]) == 1
     assert says in capsys.readouterr().err
 

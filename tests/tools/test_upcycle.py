@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megacore.control import Control
-from megacore.store.load import Loader
-from megacore.store.open import open_folder
+from megacore.store.formats import open_folder
+from megacore.store.loader import Loader
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.stages import layout_of

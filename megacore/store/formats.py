@@ -26,7 +26,6 @@ def open_folder(
         path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint.
         adapters: Whether a checkpoint of adapters will do, which is no model by itself.
         checked: Whether another process checks the tensor files of a checkpoint.
-        ignored_fields: Unknown fields of a Hugging Face ``config.json`` that are left out.
 
     Raises:
         DamageError: it is a checkpoint that cannot be opened.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megacore.store import export
+from megacore.store import hugging_face_files
 from megacore.store.checkpoint import COMPANIONS, TRAINER, Checkpoint
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.folder import WeightFolder
@@ -39,11 +39,8 @@ class FolderPlan:
     """The contents of a folder that is to be written.
 
     Args:
-        kind: The kind of folder, in words.
-        schema: The schema of the model.
         states: {state: its files}.
         texts: (fingerprints of each file) -> {path: content} of the small files.
-        companions: {path: the file that is copied there}.
         reader: Opens such a folder, StoreError if it is none: asked before the folder is published.
     """
 
@@ -102,16 +99,11 @@ class FolderPlan:
 def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> FolderPlan:
     """Plan a checkpoint of all that a folder holds, in a layout.
 
-    Args:
-        source: The folder.
-        layout: The layout of the new files.
-        dtype: The dtype of the weights, if it is to change; that of buffers stays.
-
     Raises:
         StoreError: pieces that are stored together have different dtypes.
     """
     layout = on_disk(layout)
-    raw = source.raw if dtype is None else export.with_dtype(source.raw, dtype)
+    raw = source.raw if dtype is None else hugging_face_files.with_dtype(source.raw, dtype)
     made, trainer = replace(source.index, raw=raw, layout=layout, files={}), source.trainer_json()
     states = {}
     for state in source.states:
@@ -141,22 +133,17 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
 def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> FolderPlan:
     """Plan a Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
 
-    Args:
-        source: The folder.
-        max_shard_bytes: The most that the tensors of a file take.
-        dtype: The dtype of the weights, if it is to change.
-
     Raises:
         StoreError: as :func:`to_checkpoint`.
     """
     schema = source.config.schema
-    targets = export.named(schema, source.raw)
+    targets = hugging_face_files.named(schema, source.raw)
     made = {t.stored.name: t for t in tensors(schema, source, "weights", targets, dtype)}
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
-    shards = export.export_files(targets, dtypes, max_shard_bytes)
+    shards = hugging_face_files.export_files(targets, dtypes, max_shard_bytes)
     files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
-    raw = source.raw if dtype is None else export.with_dtype(source.raw, dtype)
-    texts = export.texts(raw, schema, shards, dtypes)
+    raw = source.raw if dtype is None else hugging_face_files.with_dtype(source.raw, dtype)
+    texts = hugging_face_files.texts(raw, schema, shards, dtypes)
     part = StateFiles(files, expected(schema, source, "weights", files))
     beside = source.companions()
     return FolderPlan("a Hugging Face folder", schema, {"weights": part}, lambda _: texts, beside, HuggingFace.open)

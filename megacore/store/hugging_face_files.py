@@ -56,10 +56,6 @@ def parse_size(text: str) -> int:
 def named(schema: Schema, raw: Mapping[str, Any]) -> list[Stored]:
     """Return the tensors by the names that the class gives them which ``config.json`` names: those of a base model that
     was saved by itself lack their prefix. One whose head is another tensor is not such a model.
-
-    Args:
-        schema: The model.
-        raw: The fields of its ``config.json``.
     """
     kind, stored = family(raw["model_type"]).config, list(hugging_face(schema))
     prefix = f"{kind.base_model_prefix}."
@@ -72,7 +68,6 @@ def export_files(tensors: Iterable[Stored], dtypes: Mapping[str, str], max_shard
     """Return the weight files, in the order of the family's table.
 
     Args:
-        tensors: The tensors that they hold.
         dtypes: {Hugging Face's tensor name: safetensors dtype}.
         max_shard_bytes: The most that the tensors of a file take; a larger tensor has a file of its own.
     """
@@ -101,9 +96,6 @@ def texts(
 def config_json(raw: Mapping[str, Any]) -> bytes:
     """Return a ``config.json`` with all fields of ``raw`` but the names of code, and a class to load where none is
     named.
-
-    Args:
-        raw: Fields of a config of one of the families.
     """
     kind = family(raw["model_type"]).config
     raw = {key: value for key, value in raw.items() if key not in CODE}

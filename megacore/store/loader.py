@@ -70,12 +70,7 @@ class _Target:
 
 
 class Loader:
-    """Reads the tensors that this rank holds; all ranks make the same calls in one order.
-
-    Args:
-        parameters: The parameters of this rank: their layout says what it holds.
-        control: The messages between the ranks.
-    """
+    """Reads the tensors that this rank holds; all ranks make the same calls in one order."""
 
     def __init__(self, parameters: Parameters, control: Control) -> None:
         self._parameters, self._control = parameters, control
@@ -242,7 +237,7 @@ def fingerprint(base: WeightFolder, control: Control) -> int:
         return combined(known)
     rank, world = control.mesh.rank, control.mesh.shape.world
     stored = list(base.stored())
-    own = control.attempt(lambda: list(audit.taken(stored[rank::world], base.read(), base.schema, _JOBS)))
+    own = control.attempt(lambda: list(audit.tensor_fingerprints(stored[rank::world], base.read(), base.schema, _JOBS)))
     gathered = control.gather(own)
     # Dealt out in turn, so taken back in turn.
     pieces = [each for each in itertools.chain(*itertools.zip_longest(*gathered)) if each is not None]

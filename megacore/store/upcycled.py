@@ -14,12 +14,12 @@ from functools import cached_property, partial
 import numpy as np
 
 from megacore.store.companions import Companion
-from megacore.store.computed import Computed
-from megacore.store.dtypes import as_dtype
+from megacore.store.dtypes import as_floats, rounded
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import Index
 from megacore.store.stream import Read
 from megacore.store.strict_json import StoreError
+from megacore.store.tensor_cache import TensorCache
 from megacore.store.tensors import DTYPES
 from models.stages import layout_of
 from models.upcycle import DENSE, DOWN, EXPERTS, ROUTER, SHARED, UP, Upcycling
@@ -34,12 +34,10 @@ _HIDDEN = re.compile(r"\bmlp\b(?!:)")
 
 
 @dataclass(frozen=True)
-class Upcycled(WeightFolder):
+class UpcycledFolder(WeightFolder):
     """The weights of a dense model as those of one with experts.
 
     Args:
-        dense: The folder of the dense model.
-        way: The way from the one to the other.
         seed: The seed of the rows of routers, which are those of a new model of this seed.
         wanted: The dtype of what is drawn or scaled; None for that of the dense weights.
     """
@@ -48,10 +46,10 @@ class Upcycled(WeightFolder):
     way: Upcycling = field(kw_only=True)
     seed: int = field(kw_only=True)
     wanted: str | None = field(kw_only=True)
-    _scaled: Computed = field(default_factory=Computed, kw_only=True)
+    _scaled: TensorCache = field(default_factory=TensorCache, kw_only=True)
 
     @classmethod
-    def of(cls, dense: SafetensorsFolder, way: Upcycling, seed: int, wanted: str | None = None) -> Upcycled:
+    def of(cls, dense: SafetensorsFolder, way: Upcycling, seed: int, wanted: str | None = None) -> UpcycledFolder:
         """Read a folder so; arguments as above.
 
         Raises:
@@ -174,7 +172,7 @@ class Upcycled(WeightFolder):
         if shard.param.name == ROUTER:
             slices = self.way.granularity
             values = np.repeat(initial_values(self.layout, shard, "", self.seed)[::slices], slices, axis=0)
-        return as_dtype(values.view(DTYPES["F32"]), "F32", dtype)
+        return rounded(values, "F32", dtype)
 
 
 def _of(stored: Stored, hidden: str) -> Pattern:
@@ -185,8 +183,7 @@ def _of(stored: Stored, hidden: str) -> Pattern:
 def _times(dtype: str, bits: np.ndarray, scale: float, wanted: str) -> np.ndarray:
     """Return the bits of all elements times a factor in another dtype, rounded once."""
     wide = "F64" if "F64" in (dtype, wanted) else "F32"
-    floats, made = DTYPES[wide].str.replace("u", "f"), np.empty(bits.shape, DTYPES[wanted])
+    made = np.empty(bits.shape, DTYPES[wanted])
     for part, row in zip(made, bits, strict=True):
-        product = as_dtype(row, dtype, wide).view(floats) * scale
-        part[...] = as_dtype(product.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
+        part[...] = rounded(as_floats(row, dtype, wide) * scale, wide, wanted)
     return made

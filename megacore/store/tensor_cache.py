@@ -14,7 +14,7 @@ _KEPT = 1 << 29
 
 
 @dataclass(frozen=True)
-class Computed:
+class TensorCache:
     """Keeps what was made last for a while, as blocks of a tensor are asked for one by one, by several threads."""
 
     _made: OrderedDict[Hashable, np.ndarray] = field(default_factory=OrderedDict)
