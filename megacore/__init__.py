@@ -6,7 +6,7 @@ Names are imported when they are asked for: recipes are read without torch.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors follow imports, not __getattr__
-    from megacore.training.train import train as train
+    from megacore.training.main import train as train
     from megacore.training.trainer import Callback as Callback
     from megacore.training.trainer import Trainer as Trainer
 
@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Callback": "megacore.training.trainer",
     "Trainer": "megacore.training.trainer",
-    "train": "megacore.training.train",
+    "train": "megacore.training.main",
 }
 
 

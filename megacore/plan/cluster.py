@@ -258,8 +258,8 @@ def _save(setting: Setting, per_node: int, storage: Storage, interval: float | N
 
 
 def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
-    """Return the costs of a resume as `megacore.training.load` does it: masters of what is trained, other weights, then
-    moments."""
+    """Return the costs of a resume as `megacore.training.initial_state` does it: masters of what is trained, other
+    weights, then moments."""
     layout, states = setting.layout, _states(setting)
     frozen = setting.frozen
     by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes

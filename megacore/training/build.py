@@ -27,7 +27,7 @@ from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.callbacks.garbage import Garbage
 from megacore.training.callbacks.incidents import Incidents
-from megacore.training.callbacks.metrics import Metrics
+from megacore.training.callbacks.metrics import Meter, Metrics
 from megacore.training.callbacks.profile import Profile
 from megacore.training.callbacks.recompute import Recompute
 from megacore.training.callbacks.repeat_steps import RepeatSteps
@@ -35,11 +35,10 @@ from megacore.training.callbacks.replicas import Replicas
 from megacore.training.callbacks.report import FinalReport
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
-from megacore.training.callbacks.tell_spikes import TellSpikes
+from megacore.training.callbacks.spikes import TellSpikes
 from megacore.training.check import Setup
-from megacore.training.load import load as load_into
+from megacore.training.initial_state import load_initial_state
 from megacore.training.lr import learning_rate
-from megacore.training.meter import Meter
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
@@ -92,7 +91,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule)
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
-    load_into(start, model.parameters, optimizer, config.train.seed, control)
+    load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
     batches = _batches(setup, setup.corpora.train, mesh, model).without(start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)

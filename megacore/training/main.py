@@ -1,4 +1,5 @@
-"""One rank of a run: ``torchrun -m megacore.training RECIPE [section.key=value ...]``, and the agent's ranks alike.
+"""One rank of a run: ``torchrun -m megacore.training RECIPE [section.key=value ...]``, the agent's ranks alike, and
+`megacore.train` from Python.
 
 Everything that can be wrong with a run is found before a process group starts, and said once, by the first rank of each
 node.
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -102,6 +104,44 @@ def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callb
         except DamageError as error:  # on all ranks
             damage = error.with_traceback(None)  # which holds half a trainer
         setup = start.instead_of(setup, newest, damage, control)
+
+
+def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
+    """Train what a recipe describes, as the rank that this process is -> the last step that was done.
+
+    Alone, in a notebook say, it is the only rank; under torchrun it is one of them. Checkpoints are kept in memory as
+    under `megacore train`; whoever starts the ranks starts them again.
+
+    Args:
+        recipe: A file, or the name of one that comes along.
+        overrides: Overrides of it, ``section.key=value``.
+        callbacks: The callbacks beside those that the config asks for, in this order; the same on all ranks.
+
+    Raises:
+        ConfigError: all that is wrong with it, before any process group starts.
+        NonFinite, SaveError, StoreError: the run has ended, on all ranks.
+    """
+    here = Here.now()
+    setup = checked(recipe, overrides, here)
+    device = ready(setup, here)
+    try:
+        run = fit(setup, device, here, [*protection(), *callbacks])
+    except (ConfigError, NonFinite, SaveError, StoreError):  # on every rank
+        leave(here)
+        raise
+    leave(here)
+    if here.rank == 0 and setup.config.checkpoint.export is not None:
+        say(export(setup.config, run.step))
+    return run.step
+
+
+def protection() -> list[Callback]:
+    """Return the callbacks that protect a run, where the room of recovery is there: it trains without."""
+    if find_spec("megacore.recovery") is None:
+        return []
+    from megacore.recovery import protection
+
+    return protection.protection()
 
 
 def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:

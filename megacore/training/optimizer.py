@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megacore.training.states.device_store import DeviceStore, Nothing
+from megacore.store.index import MASTER, MOMENTS
+from megacore.training.states.device_store import DeviceStore, Nothing, Rule
 from megacore.training.states.offload import Offload, OffloadedStore
-from megacore.training.states.store import MASTER, MOMENTS, Rule, StateStore
 from parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
 from parallel.gradients.reduce import Gradients
 
@@ -46,7 +46,7 @@ class Optimizer:
         self._gradients = gradients
         self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments)
         device = gradients.parameters.mesh.device
-        self.store: StateStore = (
+        self.store: DeviceStore | OffloadedStore = (
             DeviceStore(gradients.parts, self._rule, device, _nothing(gradients))
             if offload is None
             else OffloadedStore(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)

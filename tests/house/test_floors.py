@@ -130,7 +130,9 @@ def test_a_bare_step_needs_torch_and_little_else() -> None:
     assert others - sys.stdlib_module_names == {"torch", "numpy", "einops", "fsspec"}
 
 
-TRAINING = {f"megacore.training.{name}" for name in ("load", "main", "optimizer", "resume", "save", "step", "trainer")}
+TRAINING = {
+    f"megacore.training.{name}" for name in ("initial_state", "main", "optimizer", "resume", "save", "step", "trainer")
+}
 INFERENCE = [name for name in MODULES if name.startswith("megacore.inference")]
 
 

@@ -26,12 +26,10 @@ from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig, ZeroConfig
 from megacore.plan.setting import SHARDS
 from megacore.recipe import load
+from megacore.store.index import MASTER
 from megacore.training.optimizer import Optimizer
-from megacore.training.states import window_stores
 from megacore.training.states.offload import Offload, OffloadedStore
-from megacore.training.states.store import MASTER
-from megacore.training.states.window_stores import BUFFERS, WindowStore
-from megacore.training.states.windows import ALIGNED, cut
+from megacore.training.states.windows import ALIGNED, BUFFERS, WindowStore, cut
 from models.registry import configure
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
@@ -189,7 +187,9 @@ def test_threads_wait_for_events_on_the_device_of_their_rank(tmp_path: Path, mon
 
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
-    monkeypatch.setattr(window_stores, "_bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(
+        "megacore.training.states.windows._bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8)
+    )
     store = WindowStore([100] * 2 * BUFFERS, {"a": torch.float32}, device, tmp_path)
     for number in range(2 * BUFFERS):
         store.open(number)

@@ -26,8 +26,8 @@ from megacore.plan.cluster import start_up
 from megacore.plan.memory import TERMS, Memory, memory
 from megacore.plan.setting import SHARDS, Setting, Widths
 from megacore.plan.state import Shares
+from megacore.store.index import MOMENTS
 from megacore.training.optimizer import Optimizer
-from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.config import ModelConfigError, flops_per_token

@@ -1340,7 +1340,7 @@ FAULTS = (
     ),
     fault(
         "a run that goes on corrects its moments' bias as in the first step",
-        "megacore.training.load.load",
+        "megacore.training.initial_state.load_initial_state",
         "optimizer.updates = start.progress.updates",
         "",
         "test_another_layout_goes_on_with_the_same_numbers[tp4]",

@@ -18,9 +18,9 @@ from pool import Pool
 from test_layouts import CASES, LLAMA
 from torch import Tensor
 
+from megacore.store.index import MOMENTS
 from megacore.training.optimizer import Optimizer
 from megacore.training.states.offload import Offload
-from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of

@@ -26,13 +26,13 @@ from megacore.store.audit import DamageError
 from megacore.store.objects import place
 from megacore.store.strict_json import StoreError
 from megacore.training.callbacks.bad_steps import WINDOW, BadSteps, NonFinite, bounds
-from megacore.training.load import load
+from megacore.training.initial_state import load_initial_state
 from megacore.training.resume import Damaged, Start, find, remarks
 from megacore.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from megacore.training.callbacks.checkpoints import Checkpoints
-    from megacore.training.callbacks.tell_spikes import TellSpikes
+    from megacore.training.callbacks.spikes import TellSpikes
     from megacore.training.step import Stats
 
 TRIES = 3
@@ -260,7 +260,7 @@ def restore(run: Trainer, start: Start) -> None:
     """
     optimizer = run.train_step.optimizer
     optimizer.forget()
-    load(start, run.model.parameters, optimizer, run.config.train.seed, run.control)
+    load_initial_state(start, run.model.parameters, optimizer, run.config.train.seed, run.control)
     run.train_step.gradients.updated()
     run.train_step.scaler.load(start.progress.scaler)
     run.rewind(start.progress.step, start.progress)
