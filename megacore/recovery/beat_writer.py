@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megacore.outcome import AGENT
-from megacore.recovery.beats import Beat, beat_of
+from megacore.outcome import AGENT, rank_file
+from megacore.recovery.beats import Beat
 from megacore.recovery.flight_recorder import answer
 from megacore.training.step import Phase, Stats
 from megacore.training.trainer import Callback, Trainer
@@ -32,7 +32,7 @@ class Beats(Callback):
         self._marks = deque[tuple[int, torch.cuda.Event]]()
         if folder := os.environ.get(AGENT):
             with suppress(OSError):
-                self._beat = Beat(beat_of(Path(folder), os.getpid()))
+                self._beat = Beat(rank_file(Path(folder), "beat", os.getpid()))
                 answer(Path(folder), self._device_step)
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:

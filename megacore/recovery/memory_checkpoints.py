@@ -25,6 +25,7 @@ from io import FileIO
 from pathlib import Path
 
 from megacore import checkpoints
+from megacore.background import BackgroundTask
 from megacore.checkpoints import AUTO, KEPT_IN_MEMORY
 from megacore.config import Config
 from megacore.control import Control
@@ -41,7 +42,7 @@ from megacore.store.tensors import free_bytes, os_errors
 from megacore.training import progress
 from megacore.training.check import Setup
 from megacore.training.resume import Start, go_on
-from megacore.training.save import Future, Retention, SaveError, Saver
+from megacore.training.save import Retention, SaveError, Saver
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Group
@@ -75,14 +76,8 @@ def private(folder: Path) -> Path:
 
 
 def sweep(user: Path, older_than_s: float, but: str = "", only: str = "*") -> None:
-    """Remove the folders of runs that no process holds any more.
-
-    Args:
-        user: The folder of this user's runs.
-        older_than_s: The seconds since such a run has begun or saved.
-        but: The name of one that stays.
-        only: The pattern of their names.
-    """
+    """Remove the folders of a user's runs that no process holds any more, and that were begun or saved so many seconds
+    ago: ``only`` those of a pattern, ``but`` one that stays."""
     for folder in sorted(user.glob(only)):
         with suppress(StoreError, OSError):
             old = folder.name != but and time.time() - private(folder).stat().st_mtime >= older_than_s
@@ -140,12 +135,7 @@ def _opened(
 
 class MemoryCheckpoints(Callback):
     """Saves into memory, and finds there what a run that is started again goes on from. It stands after what saves to
-    disk: the end of the run takes the folder away.
-
-    Args:
-        root: The file system in memory.
-        clock: Tells seconds.
-    """
+    disk: the end of the run takes the folder away."""
 
     def __init__(self, root: Path = MEMORY, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._clock = root, clock
@@ -157,7 +147,7 @@ class MemoryCheckpoints(Callback):
         self._held: FileIO | None = None
         self._saver: Saver | None = None
         self._partners: Group | None = None
-        self._sending: Future | None = None
+        self._sending: BackgroundTask[None] | None = None
         self._costs = deque[float](maxlen=2)
         self._asked = self._begun = self._blocked_s = self._step_s = self._last = self._due = 0.0
         self._looked = self._is_next = self._failing = self._ended = False
@@ -228,7 +218,7 @@ class MemoryCheckpoints(Callback):
         if self._saver is not None:
             self._saver.abandon()
         if self._sending is not None:
-            self._sending.thread.join()
+            self._sending.wait()
             self._sending = None
         if self.folder is not None and self._is_first(control):
             for later, path in checkpoints.complete(self.folder).items():
@@ -316,7 +306,7 @@ class MemoryCheckpoints(Callback):
         self._asked = self._clock()
         busy, failed = self._saver.news()
         if self._sending is not None:
-            busy = self._sending.thread.is_alive()
+            busy = self._sending.is_running
             failed = not busy and self._sending.error is not None
         waits, due = self._asked < self._due, self._is_next and not run.is_last
         return {"memory.busy": busy, "memory.failed": failed, "memory.wait": waits, "look": due, "keep": due}
@@ -367,7 +357,7 @@ class MemoryCheckpoints(Callback):
         if self._saver is not None:
             self._saver.abandon()
         if self._sending is not None:
-            self._sending.thread.join()
+            self._sending.wait()
         self._ended = not run.pausing
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
@@ -404,7 +394,7 @@ class MemoryCheckpoints(Callback):
             saver.finish()
             self._send(run, saver)
         if self._sending is not None:
-            self._sending.thread.join()
+            self._sending.wait()
             self._end_sending(run, bool(run.control.largest(self._sending.error is not None)[0]))
 
     def _send(self, run: Trainer, saver: Saver) -> None:
@@ -415,7 +405,8 @@ class MemoryCheckpoints(Callback):
         path, group = checkpoints.path_of(self.folder, saver.published), self._partners
         own = [each.file.path for each in saver.reserve().written]
         rank = run.mesh.rank
-        self._sending = Future(lambda: partners.exchange(path, own, rank, group, self._machines(run.control)))
+        there = partners.machines(run.mesh.shape.world, self._node)
+        self._sending = BackgroundTask(lambda: partners.exchange(path, own, rank, group, there), "partners")
 
     def _end_sending(self, run: Trainer, failed: bool) -> None:
         assert self._sending is not None

@@ -70,9 +70,6 @@ DTYPES = {
 def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callback] = ()) -> Trainer:
     """Build the live parts of a run on this rank, its model initialised or loaded.
 
-    Args:
-        given: The callbacks beside those that the config asks for.
-
     Raises:
         ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
         StoreError: what the run starts from is damaged.

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megacore import checkpoints, exits, open_files, outcome
+from megacore import checkpoints, exits, open_files
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.hardware import claim
+from megacore.outcome import RankOutcome
 from megacore.rank import Here, die_with, join, leave, restarts
 from megacore.recipe import ConfigError
 from megacore.resources import gpus
@@ -113,8 +114,6 @@ def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callba
     under `megacore train`; whoever starts the ranks starts them again.
 
     Args:
-        recipe: A file, or the name of one that comes along.
-        overrides: Overrides of it, ``section.key=value``.
         callbacks: The callbacks beside those that the config asks for, in this order; the same on all ranks.
 
     Raises:
@@ -179,7 +178,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
             err(error)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
         err(f"rank {here.rank}: {error}")
-        outcome.tell(exits.FAILED)
+        RankOutcome(exits.FAILED).write()
         os._exit(exits.FAILED)
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
         err("Interrupted again: ended at once, without a checkpoint.")
@@ -190,7 +189,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     exports = here.rank == 0 and run is not None and not run.pausing and run.config.checkpoint.export is not None
     stopped = run is not None and run.stopping and run.step < run.config.train.steps
     if not exports:  # before a library can abort this process, which has nothing more to do
-        outcome.tell(status, stopped, paused=run is not None and run.pausing)
+        RankOutcome(status, stopped, paused=run is not None and run.pausing).write()
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if exports and run is not None:
@@ -199,5 +198,5 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
         except StoreError as error:
             status = exits.FAILED
             err(error)
-        outcome.tell(status, stopped)
+        RankOutcome(status, stopped).write()
     return status

@@ -176,8 +176,6 @@ class WallClock:
 
         Args:
             records: All that it has written so far, those of later steps too: their time has passed.
-            after: The step.
-            began: The time when this launch began.
         """
         useful, before, since, step = 0.0, 0.0, began, after
         for record in records:
@@ -210,7 +208,6 @@ class Log:
     the last one counts (:func:`standing`).
 
     Args:
-        after: The step after which it goes on.
         began: The time when the launch of the run began, in seconds since 1970; None for now.
     """
 

@@ -59,7 +59,6 @@ class Optimizer:
         """Update the parameters from the summed gradients.
 
         Args:
-            lr: Learning rate.
             norm: The global norm of the gradient, without the scale.
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
             scale: The factor that the summed gradients have; None for 1.

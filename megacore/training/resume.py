@@ -48,9 +48,6 @@ class Start:
     Args:
         source: The folder of the weights; None where they are drawn at random.
         trainer: The source's state of its run, if that goes on; None where a run begins.
-        progress: The progress of the run so far.
-        said: Lines for the user.
-        adapters: The folder of the adapters of the source that a run goes on with.
         damaged: Newer checkpoints of the run, which were passed over: to be set aside before the run writes anything.
     """
 
@@ -84,8 +81,6 @@ def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = Fals
     """Open what the run is to start from.
 
     Args:
-        config: The config of the run.
-        damaged: Checkpoints that are known to be.
         checked: Whether another process checks the tensor files of checkpoints.
 
     Raises:

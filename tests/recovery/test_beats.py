@@ -12,10 +12,10 @@ import pytest
 import torch
 from engine import train, write_recipe
 
-from megacore.outcome import AGENT
+from megacore.outcome import AGENT, rank_file
 from megacore.recovery import flight_recorder
 from megacore.recovery.beat_writer import Beats
-from megacore.recovery.beats import Reading, beat_of, read
+from megacore.recovery.beats import Reading, read
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def seen(folder: Path) -> Reading:
-    found = read(beat_of(folder, os.getpid()))
+    found = read(rank_file(folder, "beat", os.getpid()))
     assert found is not None
     return found
 

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from megacore.incidents import Incident
+from megacore.outcome import rank_file
 from megacore.places import along, listed, place
-from megacore.rank import stacks_of
 from megacore.recovery import beats, flight_recorder, hang_report
-from megacore.recovery.beats import PHASES, Beat, Phase, Reading, beat_of, read
-from megacore.recovery.flight_recorder import GroupLog, RankAnswer
-from megacore.recovery.hang_report import LEAST_S, START_S, HangReport, bound_s, now_of, standing
+from megacore.recovery.beats import PHASES, Beat, Phase, Reading, read
+from megacore.recovery.flight_recorder import GroupLog
+from megacore.recovery.hang_report import LEAST_S, START_S, Answer, HangReport, bound_s, now_of, standing
 from megacore.recovery.standing import Witness, doing, judge
 from parallel.weights.layout import MeshShape
 
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_beat_is_read_from_outside(tmp_path: Path, clock: Clock) -> None:
     """The first step is its slowest until there is another; saves are no part of steps."""
-    path = beat_of(tmp_path, 3)
+    path = rank_file(tmp_path, "beat", 3)
     assert read(path) is None
     beat = Beat(path)
     assert read(path) == Reading(0, "start", 100.0, -1, -1, 0.0, 0.0, dict.fromkeys(PHASES, 0.0))
@@ -116,8 +116,8 @@ def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:
             while (told := flight_recorder.read(tmp_path, os.getpid())) is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            assert told.device == 41
-            (log,) = [log for log in told.groups.values() if log.ranks == (0,)]
+            assert told[1] == 41
+            (log,) = [log for log in told[0].values() if log.ranks == (0,)]
             assert log.kind == "barrier" and log.last % 2 == 0 and log.last >= last and not log.pending
     finally:
         dist.destroy_process_group()
@@ -255,7 +255,7 @@ class Scene:
     def __init__(self, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> None:
         self.clock, self.incidents, self.lines = clock, list[Incident](), list[str]()
         self.stacks = dict.fromkeys(range(ranks), STACKS.format(file="/x/a.py", outer="/x/a.py", name="f"))
-        self.answers = dict[int, RankAnswer]()
+        self.answers = dict[int, Answer]()
         self.asks = 0
         self.out = folder / "run"
         monkeypatch.setattr(hang_report.time, "monotonic", clock)
@@ -263,10 +263,10 @@ class Scene:
         self.report = HangReport(self.out, folder, MeshShape(dp=ranks), "", self.incidents.append)
         monkeypatch.setattr(self.report, "_asked", self._asked)
         self.ranks = {each: each + 5 for each in range(ranks)}
-        self.beats = [Beat(beat_of(folder, pid)) for pid in self.ranks.values()]
+        self.beats = [Beat(rank_file(folder, "beat", pid)) for pid in self.ranks.values()]
         self.step = 0
 
-    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, RankAnswer]]:
+    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, Answer]]:
         self.asks += 1
         return dict(self.stacks), dict(self.answers)
 
@@ -450,9 +450,9 @@ def test_a_device_that_its_host_is_ahead_of_may_go_on(scene: Scene) -> None:
         scene.does()
     for beat in scene.beats:
         beat.device_did(3)
-    scene.answers = {0: RankAnswer({}, 4), 1: RankAnswer({}, -1)}
+    scene.answers = {0: ({}, 4), 1: ({}, -1)}
     scene.passes(61.0)
-    scene.answers[1] = RankAnswer({}, 4)
+    scene.answers[1] = ({}, 4)
     scene.passes(60.0)
     assert scene.asks == 2 and not scene.lines
     scene.passes(120.0)
@@ -499,13 +499,13 @@ TOY = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from megacore.rank import stacks_of
+from megacore.outcome import rank_file
 from megacore.recovery import flight_recorder
-from megacore.recovery.beats import Beat, beat_of
+from megacore.recovery.beats import Beat
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-faulthandler.register(signal.SIGUSR2, stacks_of(folder, os.getpid()).open("x"), all_threads=True)
-beat = Beat(beat_of(folder, os.getpid()))
+faulthandler.register(signal.SIGUSR2, rank_file(folder, "stacks", os.getpid()).open("x"), all_threads=True)
+beat = Beat(rank_file(folder, "beat", os.getpid()))
 flight_recorder.answer(folder)
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -581,7 +581,7 @@ def test_who_is_not_ready_for_the_signal_does_not_end_by_it(tmp_path: Path) -> N
     with subprocess.Popen(["sleep", "60"]) as process:
         report = HangReport(tmp_path / "run", tmp_path, None, "", lambda incident: None)
         assert report._asked({0: process.pid}) == ({}, {})
-        assert not stacks_of(tmp_path, process.pid).exists() and process.poll() is None
+        assert not rank_file(tmp_path, "stacks", process.pid).exists() and process.poll() is None
         process.kill()
 
 

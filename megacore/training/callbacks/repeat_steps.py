@@ -62,12 +62,8 @@ Bits = tuple[str, str]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers that a step has come to, which all ranks know.
-
-    Args:
-        total: The loss and the gradient norm.
-        parts: Each rank's own part of the loss, and of the squares of the gradient.
-    """
+    """The numbers that a step has come to, which all ranks know: in all the loss and the gradient norm, and each rank's
+    own part of the loss and of the squares of the gradient."""
 
     total: Bits
     parts: tuple[Bits, ...]
@@ -97,7 +93,6 @@ class RepeatSteps(BadSteps):
     """Repeats each bad step once, and each that spikes if ``recovery.spikes`` says so.
 
     Args:
-        checkpoints: The checkpoints that ``recovery.go_back`` goes back to.
         spikes: The limits that a spike is above; None where those are not repeated.
     """
 

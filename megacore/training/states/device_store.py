@@ -105,7 +105,6 @@ class DeviceStore:
         """Update the values of all parts from their gradients, which count no more then.
 
         Args:
-            lr: Learning rate.
             go: A bool scalar on the device; where it is false nothing changes.
             divisor: An fp32 scalar on the device that the update divides gradients by where it reads them; or None.
         """

@@ -100,12 +100,6 @@ class WindowStore:
     """{state: host tensor} of each window, zeros at first: all in host memory; or in a file, of which BUFFERS are in
     host memory while threads read and write others.
 
-    Args:
-        sizes: Elements of each window.
-        kept: {state: dtype}.
-        device: The device that copies from there.
-        folder: The folder of the file; None for host memory.
-
     Raises:
         StoreError: there is no room for the file.
     """
