@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from megacore.store.objects import place
 from megacore.store.strict_json import StoreError
 from megacore.training.callbacks.bad_steps import WINDOW, BadSteps, NonFinite, bounds
 from megacore.training.initial_state import load_initial_state
-from megacore.training.resume import Damaged, Start, find, remarks
+from megacore.training.resume import Damaged, Start, find, newest_whole, remarks
 from megacore.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ class RepeatSteps(BadSteps):
         self._checkpoints.finish(run)
         stop, damaged = bounds(run, step)[1], tuple[Damaged, ...]()
         while True:
-            start = run.control.attempt(partial(_before, run, step, stop, damaged))
+            start = _before(run, step, stop, damaged)
             try:
                 restore(run, start)
             except DamageError as error:
@@ -271,29 +270,24 @@ def _before(run: Trainer, step: int, stop: int, damaged: Sequence[Damaged]) -> S
     config, origin, control = run.config, run.origin, run.control
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
 
-    def at(path: str) -> Start:
-        section = replace(config.checkpoint, resume=path)
-        return find(replace(config, checkpoint=section), checked=control.mesh.rank > 0)
+    def newest() -> tuple[str | None, list[tuple[str, str]]]:
+        if control.mesh.rank:  # rank 0 looks for all
+            return None, []
+        checkpoint, found = newest_whole(folder, tuple(damaged), steps=range(origin.progress.step, step))
+        return checkpoint and str(checkpoint.path), [(str(each.path), each.reason) for each in found]
 
-    def newest() -> tuple[str | None, list[list[str]]]:
-        """Return the newest that can be opened, and what is damaged: only rank 0 looks."""
-        found = [[str(each.path), each.reason] for each in damaged]
-        for at_step, path in reversed(checkpoints.complete(folder).items()):
-            if origin.progress.step <= at_step < step and str(path) not in dict(found):
-                try:
-                    at(str(path))
-                except StoreError as error:
-                    found.append([str(path), str(error)])
-                else:
-                    return str(path), found
-        return None, found
+    path, told = control.tell(control.attempt(newest))
+    known = tuple(Damaged(place(at), reason) for at, reason in told)
 
-    path, told = control.tell(newest() if control.mesh.rank == 0 else None)
-    known = tuple(Damaged(place(path), reason) for path, reason in told)
-    if path is None:
-        for each in known:
-            if each.path in (source.path for source in (origin.adapters, origin.source) if source is not None):
-                raise StoreError(each.reason)
-    found, skipped = origin if path is None else at(path), run.start.skipped_samples
+    def opened() -> Start:
+        if path is not None:
+            section = replace(config.checkpoint, resume=path)
+            return find(replace(config, checkpoint=section), checked=control.mesh.rank > 0)
+        used = {source.path for source in (origin.adapters, origin.source) if source is not None}
+        if reasons := [each.reason for each in known if each.path in used]:
+            raise StoreError(reasons[0])
+        return origin
+
+    found, skipped = control.attempt(opened), run.start.skipped_samples
     first = skipped.sample(found.progress.samples)
     return replace(found, progress=found.progress.without([*skipped, (first, stop)]), damaged=known)
