@@ -59,7 +59,7 @@ CRASHED = 70
 
 
 @dataclass(frozen=True)
-class Here:
+class RankPlace:
     """The place of this process, as its launcher (or torchrun) says it in the environment; the only one without it.
 
     ``began`` is when the launcher did, or this process, in seconds since 1970.
@@ -73,7 +73,7 @@ class Here:
     began: float = 0.0
 
     @classmethod
-    def now(cls) -> Here:
+    def of_environment(cls) -> RankPlace:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         rank, world, local_rank, local_world = (int(os.environ.get(name, one)) for name, one in alone.items())
         began = float(os.environ.get(BEGAN) or time.time())
@@ -88,7 +88,7 @@ def restarts() -> bool:
     return any(int(os.environ.get(name) or "0") for name in ("TORCHELASTIC_MAX_RESTARTS", "RESTART_COUNT"))
 
 
-def join(here: Here, kind: str, timeout: timedelta) -> None:
+def join(here: RankPlace, kind: str, timeout: timedelta) -> None:
     """Make the process group of all ranks, on one kind of device; each waits for another for ``timeout`` at most."""
     import torch.distributed as dist
 
@@ -127,7 +127,7 @@ def _met_at(place: str, timeout: timedelta) -> Store:
     return PrefixStore(at.path, agents)
 
 
-def _met_anew(here: Here, timeout: timedelta) -> Store:
+def _met_anew(here: RankPlace, timeout: timedelta) -> Store:
     """Return a store of this start of the ranks alone; torchrun's is one for all, with the addresses of those before.
 
     Rank 0 serves it, and says where in torchrun's. The place of an earlier rank 0, who is gone, answers nobody.
@@ -152,7 +152,7 @@ def _met_anew(here: Here, timeout: timedelta) -> Store:
             time.sleep(0.1)
 
 
-def leave(here: Here) -> None:
+def leave(here: RankPlace) -> None:
     """Leave what :func:`join` has joined, on all ranks, if it has."""
     import torch.distributed as dist
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.inference.documents import DocumentFiles, is_tokens
 from megacore.inference.texts import Texts
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.say import err, say, say_data
 from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    here = Here.now()
+    here = RankPlace.of_environment()
     with processes.agreed(here):
         folder = processes.model(arguments)
         shape = processes.mesh_shape(folder.config, here, arguments)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.say import err, say_data, write_out
 from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    here = Here.now()
+    here = RankPlace.of_environment()
     with processes.agreed(here):
         folder = processes.model(arguments)
         shape = processes.mesh_shape(folder.config, here, arguments)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from megacore.launcher import Node, launch, threads
-from megacore.rank import STORE, Here, join, leave
+from megacore.rank import STORE, RankPlace, join, leave
 from megacore.resources import gpus
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import WeightFolder
@@ -35,7 +35,7 @@ LAST_WORDS_S = 10.0
 
 
 @contextmanager
-def agreed(here: Here) -> Iterator[None]:
+def agreed(here: RankPlace) -> Iterator[None]:
     """Let one process say what is wrong, and all exit with 1, on a StoreError that all find in this block."""
     try:
         yield
@@ -69,7 +69,7 @@ def model(arguments: argparse.Namespace) -> WeightFolder:
     return open_model(arguments.folder, arguments.base)
 
 
-def tell(arguments: argparse.Namespace, found: WeightFolder, here: Here) -> None:
+def tell(arguments: argparse.Namespace, found: WeightFolder, here: RankPlace) -> None:
     """Say which checkpoints the model is of, where folders of runs were given."""
     if here.rank == 0:
         folders.tell(arguments.folder, found)
@@ -111,7 +111,7 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     group.add_argument("--dtype", choices=FLOATS.values(), help="to compute in; by default that of the weights")
 
 
-def mesh_shape(config: ModelConfig, here: Here, arguments: argparse.Namespace) -> MeshShape:
+def mesh_shape(config: ModelConfig, here: RankPlace, arguments: argparse.Namespace) -> MeshShape:
     """Return the mesh that the arguments of :func:`add_mesh` ask for.
 
     Raises:
@@ -138,7 +138,7 @@ def context_problems(config: ModelConfig, mesh: MeshShape, exchange: ContextExch
     return [] if problem is None else [f"--exchange {exchange}: {problem}, or --exchange ring"]
 
 
-def device(wanted: str, here: Here, processes: int) -> str:
+def device(wanted: str, here: RankPlace, processes: int) -> str:
     """Return the kind of device that each of the processes is to use.
 
     Raises:
@@ -168,7 +168,7 @@ def start(module: str, arguments: Sequence[str], processes: int) -> int:
 
 
 @contextmanager
-def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
+def live(shape: MeshShape, here: RankPlace, kind: str) -> Iterator[Mesh]:
     """Make the mesh, on one kind of device, while it is needed.
 
     A StoreError of its processes ends it in order: every one of them has found the same.

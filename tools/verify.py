@@ -18,7 +18,7 @@ import numpy as np
 
 from megacore.data.text import InputError
 from megacore.data.tokenizer import load
-from megacore.rank import Here, join, leave
+from megacore.rank import RankPlace, join, leave
 from megacore.say import say, say_data
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import WeightFolder
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    here = Here.now()
+    here = RankPlace.of_environment()
     with agreed(here):
         pair, prompts, mesh = _prepare(arguments, here.rank, here.world)
     report = _verify(pair, prompts, mesh, here, folders.jobs(arguments), arguments.exchange)
@@ -86,7 +86,7 @@ def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair
 
 
 def _verify(
-    pair: Pair, prompts: list[list[int]], shape: MeshShape, here: Here, jobs: int, exchange: ContextExchange
+    pair: Pair, prompts: list[list[int]], shape: MeshShape, here: RankPlace, jobs: int, exchange: ContextExchange
 ) -> Report:
     from megacore.inference.verify import verify
     from parallel.mesh import TIMEOUT, Mesh

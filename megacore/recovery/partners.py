@@ -59,7 +59,7 @@ def keeper(rank: int, group: Sequence[int], there: Sequence[range]) -> int:
     return next(each for each in group if of[each] == following)
 
 
-def exchange(folder: Path, own: Sequence[str], rank: int, group: Group, there: Sequence[range]) -> None:
+def exchange(folder: Path, own: Sequence[str], group: Group, there: Sequence[range]) -> None:
     """Send the files that this rank has written to the rank that keeps them, and take those of others; all ranks of a
     set do so, each in a thread of its own.
 
@@ -67,7 +67,7 @@ def exchange(folder: Path, own: Sequence[str], rank: int, group: Group, there: S
         StoreError: a file could not be read or written, here.
         RuntimeError: the other one is gone.
     """
-    problems = list[str]()
+    problems, rank = list[str](), group.ranks[group.index]
     for sender in group.ranks:
         to = keeper(sender, group.ranks, there)
         if rank == sender != to:

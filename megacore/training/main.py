@@ -24,7 +24,7 @@ from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.hardware import claim
 from megacore.outcome import RankOutcome
-from megacore.rank import Here, die_with, join, leave, restarts
+from megacore.rank import RankPlace, die_with, join, leave, restarts
 from megacore.recipe import ConfigError
 from megacore.resources import gpus
 from megacore.say import err, outlive, say
@@ -42,7 +42,7 @@ from parallel import kernels
 from parallel.mesh import Mesh
 
 
-def checked(recipe: str, overrides: Sequence[str], here: Here) -> Setup:
+def checked(recipe: str, overrides: Sequence[str], here: RankPlace) -> Setup:
     """Return a run once it is checked: one rank of each node reads the indexes of the data for all, and one of them all
     the files of a checkpoint.
 
@@ -53,7 +53,7 @@ def checked(recipe: str, overrides: Sequence[str], here: Here) -> Setup:
     return check(recipe, given, here.world, here.local_world, here.local_rank > 0, here.rank > 0)
 
 
-def ready(setup: Setup, here: Here) -> torch.device:
+def ready(setup: Setup, here: RankPlace) -> torch.device:
     """Make this process a rank of a run: its device, its threads, its group."""
     section = setup.config.train
     kind = section.device_type(gpus())
@@ -68,7 +68,7 @@ def ready(setup: Setup, here: Here) -> torch.device:
     return device
 
 
-def fit(setup: Setup, device: torch.device, here: Here, callbacks: Sequence[Callback] = ()) -> Trainer:
+def fit(setup: Setup, device: torch.device, here: RankPlace, callbacks: Sequence[Callback] = ()) -> Trainer:
     """Train a run on the processes of the group that there is -> its trainer, after the last step.
 
     Raises:
@@ -120,7 +120,7 @@ def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callba
         ConfigError: all that is wrong with it, before any process group starts.
         NonFinite, SaveError, StoreError: the run has ended, on all ranks.
     """
-    here = Here.now()
+    here = RankPlace.of_environment()
     setup = checked(recipe, overrides, here)
     device = ready(setup, here)
     try:
@@ -149,7 +149,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
         err("usage: megacore.training RECIPE [section.key=value ...]")
         return exits.MISUSED
     outlive()
-    here = Here.now()
+    here = RankPlace.of_environment()
     if not here.launched and "ACCELERATE_USE_CPU" in os.environ:
         say(
             "accelerate launch starts one process on CPUs, whatever its --num_processes says: megacore train starts as "

@@ -6,12 +6,12 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -256,13 +256,18 @@ def _copies(
 
 @dataclass
 class _Saving:
-    """A checkpoint on its way: first every rank writes its files, then rank 0 publishes the folder."""
+    """A checkpoint on its way: first every rank writes its files, then the first one of those that share the folder
+    publishes it, and last all may send what they have written elsewhere."""
 
     step: int
     trainer: Mapping[str, Any]
     publication: Publication | Upload | None
-    work: BackgroundTask[Any] | None
-    publishing: bool = False
+    stage: Literal["write", "publish", "send"] = "write"
+    work: BackgroundTask[Any] | None = None
+
+    def begin(self, stage: Literal["write", "publish", "send"], work: Callable[[], object] | None) -> None:
+        """Begin a stage, in which this rank may have nothing to do."""
+        self.stage, self.work = stage, None if work is None else BackgroundTask(work, "save")
 
 
 class Saver:
@@ -271,15 +276,22 @@ class Saver:
     Args:
         node: The number of successive ranks that share the folder, where it is in the memory of each machine: the first
             of them publishes what they have written, with the index of all files. None for a folder of all ranks.
+        send: Sends what this rank has written of a checkpoint elsewhere, once that is published; all ranks do so.
     """
 
     def __init__(
-        self, folder: Path, contents: Contents, control: Control, kept: Retention, node: int | None = None
+        self,
+        folder: Path,
+        contents: Contents,
+        control: Control,
+        kept: Retention,
+        node: int | None = None,
+        send: Callable[[Path], object] | None = None,
     ) -> None:
         self.folder, self._contents = folder, contents
         layout, dtypes = on_disk(contents.state.layout), tuple(contents.state.dtypes)
         self.index = Index(contents.raw, layout, dtypes, None, {}, contents.adapters, contents.frozen)
-        self._control, self._kept, self._several = control, kept, node is not None
+        self._control, self._kept, self._several, self._send = control, kept, node is not None, send
         rank, world = control.mesh.rank, control.mesh.shape.world
         first = rank - rank % (node or world)
         self._sharing = range(first, min(first + (node or world), world))
@@ -324,7 +336,8 @@ class Saver:
                 checkpoints.prune(self.folder, self._kept.newest - 1, self._kept.every)
             return snapshot.write(folder)
 
-        self._saving = _Saving(step, trainer, publication, BackgroundTask(work, "save"))
+        self._saving = _Saving(step, trainer, publication)
+        self._saving.begin("write", work)
 
     @property
     def _publishes(self) -> bool:
@@ -393,13 +406,15 @@ class Saver:
             return
         if failed:
             self._fail(saving)
-        elif not busy and saving.publishing:
-            self._saving, self._failing_since, self.published = None, None, saving.step
-        elif not busy:
+        elif not busy and saving.stage == "write":
             result = saving.work.result if saving.work else None
             written = self._control.exchange(result) if self._several else self._control.gather(result)
-            saving.publishing = True
-            saving.work = BackgroundTask(lambda: self._publish(saving, written), "save") if saving.publication else None
+            saving.begin("publish", (lambda: self._publish(saving, written)) if saving.publication else None)
+        elif not busy and saving.stage == "publish" and self._send is not None:
+            self.published, path, send = saving.step, checkpoints.path_of(self.folder, saving.step), self._send
+            saving.begin("send", lambda: send(path))
+        elif not busy:
+            self._saving, self._failing_since, self.published = None, None, saving.step
 
     def abandon(self) -> None:
         """Give up the save in the background, if there is one that is not published yet; all ranks do so."""
@@ -426,7 +441,8 @@ class Saver:
             saving.publication.abandon()
         self._saving = None
         said = [f"{self._control.who(rank)}: {reason}" for rank, reason in enumerate(errors) if reason]
-        raise self._failed("\n".join([f"cannot save step {saving.step}:", *said]))
+        what = "send a checkpoint to another machine" if saving.stage == "send" else f"save step {saving.step}"
+        raise self._failed("\n".join([f"cannot {what}:", *said]))
 
     @cached_property
     def bytes(self) -> int:

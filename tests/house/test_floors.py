@@ -38,8 +38,7 @@ MEASURE = "megacore.plan.measure"
 """Runs the model, and is imported when it is to."""
 FILLS_TENSORS = "megacore.store.load"
 AGENT = tuple(
-    f"megacore.recovery.{name}"
-    for name in ("agent", "beat_writer", "memory_checkpoints", "partners", "protection", "rendezvous")
+    f"megacore.recovery.{name}" for name in ("agent", "memory_checkpoints", "partners", "protection", "rendezvous")
 )
 """Are torch's elastic agent, imported once the config is known to be right."""
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.

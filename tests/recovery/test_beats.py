@@ -14,8 +14,8 @@ from engine import train, write_recipe
 
 from megacore.outcome import AGENT, rank_file
 from megacore.recovery import flight_recorder
-from megacore.recovery.beat_writer import Beats
 from megacore.recovery.beats import Reading, read
+from megacore.recovery.protection import Beats
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_device_is_asked_how_far_it_is_and_not_waited_for(folder: Path, monkey
 
     asked = list[Any]()
     monkeypatch.setattr(flight_recorder, "answer", lambda folder, step: asked.append(step))
-    monkeypatch.setattr("megacore.recovery.beat_writer.answer", flight_recorder.answer)
+    monkeypatch.setattr("megacore.recovery.protection.answer", flight_recorder.answer)
     monkeypatch.setattr(torch.cuda, "Event", event)
     beats, run = Beats(), SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda", 0)), step=0)
     done = list[int]()

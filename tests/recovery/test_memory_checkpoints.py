@@ -21,7 +21,7 @@ from engine import write_recipe
 from pool import Pool
 
 from megacore import checkpoints, resources
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.recovery import memory_checkpoints, partners
 from megacore.recovery.memory_checkpoints import LEFTOVER_S, RUN_ID, MemoryCheckpoints, private, sweep
 from megacore.recovery.partners import HeldFiles
@@ -76,7 +76,7 @@ def live(recipe: str, overrides: list[str], root: Path, at: int = 0, pauses: boo
     root = root / f"machine-{rank // node}"
     root.mkdir(exist_ok=True)
     memory, ends = MemoryCheckpoints(root), Ends(at, pauses)
-    here = Here(rank, world, rank % node, node, True)
+    here = RankPlace(rank, world, rank % node, node, True)
     # Machines of one name each have it at the same path.
     with mock.patch.object(build, "_agree"):
         try:

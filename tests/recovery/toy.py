@@ -24,7 +24,7 @@ def main() -> None:
 
     from megacore import exits
     from megacore.outcome import AGENT, RankOutcome, rank_file
-    from megacore.rank import Here, join, leave
+    from megacore.rank import RankPlace, join, leave
     from megacore.recovery.beats import Beat
 
     stops = list[int]()
@@ -32,7 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: note(folder, "save"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     folder, steps, seconds, orders = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]
-    agent, here = Path(os.environ[AGENT]), Here.now()
+    agent, here = Path(os.environ[AGENT]), RankPlace.of_environment()
     beat = Beat(rank_file(agent, "beat", os.getpid()))
     join(here, "cpu", timedelta(seconds=AGENT_S))
     state = folder / "state"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.hardware import peak_memory_gib
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.training.metrics import Log, Record
 from megacore.training.step import Phase, Stats
 from megacore.training.trainer import Callback, Trainer
@@ -32,7 +32,7 @@ class Metrics(Callback):
 
     def on_start(self, run: Trainer) -> None:
         def log() -> Log | None:
-            return Log(run.config, run.step, Here.now().began, run.tell) if run.mesh.rank == 0 else None
+            return Log(run.config, run.step, RankPlace.of_environment().began, run.tell) if run.mesh.rank == 0 else None
 
         self._log = run.control.attempt(log)
         self._meter.begin(run.step)
