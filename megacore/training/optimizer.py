@@ -55,20 +55,15 @@ class Optimizer:
         self._after: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def step(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Update the parameters from the summed gradients.
+    def update(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
+        """Update what this rank owns from the summed gradients, without a message to anybody: parameters that are split
+        are to be gathered after it (``Gradients.updated``).
 
         Args:
             norm: The global norm of the gradient, without the scale.
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
             scale: The factor that the summed gradients have; None for 1.
         """
-        self.update(lr, norm, go, scale)
-        self._gradients.updated()
-
-    @torch.no_grad()
-    def update(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Update what this rank owns, without a message to anybody: the first part of :meth:`step`."""
         if self._after is not None:
             self._after.wait()
             self._after = None

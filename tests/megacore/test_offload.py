@@ -95,7 +95,8 @@ def states_after(
                 values.wait()
             (parameter.float().square() * (numbers + live.rank + step).sin()).sum().backward()
         gradients.finish()
-        optimizer.step(0.1 / (step + 1), gradients.norm(), torch.tensor(step != 2))
+        optimizer.update(0.1 / (step + 1), gradients.norm(), torch.tensor(step != 2))
+        gradients.updated()
     found = {}
     for state, kept in optimizer.states().items():
         for name, kind in kept.items():
@@ -222,7 +223,7 @@ def highest(folder: Path | None, buffer: int) -> int:
     offload = Offload(folder, buffer) if folder else None
     optimizer = Optimizer(gradients, lr=0.1, offload=offload)
     for _ in range(3):
-        optimizer.step(0.1, torch.tensor(1.0))
+        optimizer.update(0.1, torch.tensor(1.0))
     return device_store() - before
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megacore import checkpoints, exits, incidents
 from megacore.control import Control
 from megacore.data.skipped import SampleRange, in_recipe
-from megacore.incidents import KINDS, Action, Incident, Kind
+from megacore.incidents import ACTIONS, KINDS, Action, Incident, Kind
 from megacore.say import say
 from megacore.store.audit import DamageError
 from megacore.store.objects import place
@@ -38,15 +38,6 @@ TRIES = 3
 """A step that is bad with so many different samples is not bad for its samples."""
 LEFT_OUT = "left_out_at"
 """The key of ``trainer.json`` that says at which steps samples were left out; it is there where some were."""
-
-
-_WHAT: Mapping[Action, str] = {
-    "repeat": "Do the step again on the same data",
-    "skip": "Leave its samples out, and go on from the weights before it",
-    "go_back": "Go back to the newest checkpoint before the step, and leave its samples out",
-    "tell": "Go on",
-    "end": "End the run",
-}
 
 
 class UnsoundHardware(NonFinite):
@@ -223,7 +214,8 @@ class RepeatSteps(BadSteps):
     def _tell(self, run: Trainer, kind: Kind, action: Action, step: int, detail: str, rank: int | None = None) -> None:
         at, of = run.control.tell(time.time()), bounds(run, step)
         run.report(Incident(kind, action, detail, rank=rank, step=step, samples=of, at=at))
-        run.tell(f"step {step} (samples {in_recipe([of])}): {KINDS[kind]}: {detail}. {_WHAT[action]}")
+        answer = f"{ACTIONS[action][:1].upper()}{ACTIONS[action][1:]}"
+        run.tell(f"step {step} (samples {in_recipe([of])}): {KINDS[kind]}: {detail}. {answer}")
 
     # -- recovery.go_back
 
