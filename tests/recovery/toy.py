@@ -115,8 +115,11 @@ def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float
     environment = node.network
     with noted() as arrived, temporary_folder() as made:
         prepare(IMPORTS[:2], {})
+        from megacore.recovery import rendezvous
         from megacore.recovery.agent import Agent, heed
         from megacore.recovery.rendezvous import OneNode, SeveralNodes, secret_of
+
+        rendezvous.LAST_CALL_S, rendezvous.LEAVES_S, rendezvous.LOOK_S = 0.5, 0.5, 0.1
 
         least, most = nodes_of(os.environ.get("NNODES") or "1")
         meeting = OneNode()
