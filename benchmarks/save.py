@@ -33,10 +33,10 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
+from megacore.store.index import MOMENTS
 from megacore.training.optimizer import Optimizer
 from megacore.training.save import Contents, Retention, Saver, TrainingState
 from megacore.training.states.device_store import DeviceStore
-from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch

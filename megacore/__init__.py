@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors follow imports, not __getattr__
     from megacore.planning.run_plan import plan as plan
-    from megacore.training.train import train as train
+    from megacore.training.main import train as train
     from megacore.training.trainer import Callback as Callback
     from megacore.training.trainer import Trainer as Trainer
 
@@ -18,7 +18,7 @@ _PUBLIC = {
     "Callback": "megacore.training.trainer",
     "Trainer": "megacore.training.trainer",
     "plan": "megacore.planning.run_plan",
-    "train": "megacore.training.train",
+    "train": "megacore.training.main",
 }
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from megacore.store.file_lock import NoLocks, flock
-from megacore.store.files import append, open_file
+from megacore.store.files import append, ends_within_a_line
 from megacore.store.strict_json import StoreError, parse_json, read_file
 from megacore.store.tensors import os_errors
 
@@ -235,13 +235,6 @@ def _turn(path: Path) -> Iterator[BufferedWriter]:
 
 
 def _add(file: BufferedWriter, line: Mapping[str, Any]) -> None:
-    file.write(b"\n" * _is_cut(Path(file.name)) + json.dumps(line, allow_nan=False).encode() + b"\n")
+    file.write(b"\n" * ends_within_a_line(Path(file.name)) + json.dumps(line, allow_nan=False).encode() + b"\n")
     file.flush()
     os.fsync(file.fileno())
-
-
-def _is_cut(path: Path) -> bool:
-    with open_file(path, path.parent) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) not in (b"", b"\n")

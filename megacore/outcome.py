@@ -1,4 +1,4 @@
-"""The word of a rank about its end, which its agent takes rather than its exit status. No torch.
+"""The outcome of a rank, in its own words, which its agent takes rather than its exit status. No torch.
 
 A library may abort a process that has done all that it was to do, and then the status says nothing.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from megacore import exits
 from megacore.incidents import KINDS, Kind
@@ -23,13 +22,19 @@ PAUSE = "pause"
 """The file in the agent's folder that asks the ranks to end after their step, to be started again on other nodes."""
 
 
+def rank_file(folder: Path, kind: Literal["beat", "outcome", "stacks", "ask", "answer"], process: int) -> Path:
+    """Return a file of an agent's folder by which it hears of the process of a rank: where that is in its step, how it
+    has ended, the stacks that it writes on SIGUSR2; the socket that asks for its collectives, and the answer."""
+    return folder / f"{kind}-{process}"
+
+
 @dataclass(frozen=True)
 class RankOutcome:
-    """The end of a rank, in its own words.
+    """The end of a rank.
 
     Args:
-        status: The status that the run is to end with.
-        stopped: Whether a signal has ended it, or None where it has not said.
+        status: The status that the run is to end with; :data:`~megacore.exits.RETRY` asks for another start.
+        stopped: Whether a signal has ended it, with steps left to do, or None where it has not said.
         paused: Whether the ranks are to be started again, on other nodes say; that is no fault.
         kind: The kind of fault that it has ended by, if it is one.
         detail: A few words about that fault.
@@ -48,37 +53,19 @@ class RankOutcome:
         """Whether nothing is to be started again after it."""
         return not self.paused and self.kind is None and self.status != exits.RETRY
 
+    def write(self) -> None:
+        """Tell the agent of this rank, if there is one, just before the rank leaves its groups; a later outcome
+        replaces an earlier one, and a disk that is full takes none."""
+        if folder := os.environ.get(AGENT):
+            path = rank_file(Path(folder), "outcome", os.getpid())
+            with suppress(OSError), replacing(path, durable=False) as file:
+                file.write(json.dumps(asdict(self)).encode())
 
-def tell(status: int, stopped: bool = False, paused: bool = False) -> None:
-    """Tell the agent of this rank, if there is one, how it ends; called just before it leaves its groups.
-
-    A later word replaces an earlier one.
-
-    Args:
-        status: The status that the run is to end with; :data:`~megacore.exits.RETRY` asks for another start.
-        stopped: Whether a signal has ended the run, with steps left to do.
-        paused: Whether the ranks are to be started again.
-    """
-    write(RankOutcome(status, stopped, paused))
-
-
-def write(outcome: RankOutcome) -> None:
-    """Write the word of this process, where it has an agent; a disk that is full takes none."""
-    if folder := os.environ.get(AGENT):
-        with suppress(OSError), replacing(outcome_of(Path(folder), os.getpid()), durable=False) as file:
-            file.write(json.dumps(asdict(outcome)).encode())
-
-
-def outcome_of(folder: Path, pid: int) -> Path:
-    """Return the file in the agent's folder that holds the word of a process."""
-    return folder / f"outcome-{pid}"
-
-
-def read(folder: Path, pid: int) -> RankOutcome | None:
-    """Return the word of a process; None where it has not said any."""
-    try:
-        known: Mapping[str, Any] = json.loads(outcome_of(folder, pid).read_text())
-    except (OSError, ValueError):
-        return None
-    outcome = RankOutcome(**known)
-    return outcome if outcome.kind is None or outcome.kind in KINDS else None
+    @classmethod
+    def read(cls, folder: Path, process: int) -> RankOutcome | None:
+        """Return the outcome of a process; None where it has not said any."""
+        try:
+            outcome = cls(**json.loads(rank_file(folder, "outcome", process).read_text()))
+        except (OSError, ValueError):
+            return None
+        return outcome if outcome.kind is None or outcome.kind in KINDS else None

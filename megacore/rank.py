@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import multiprocessing
-import multiprocessing.connection
 import os
 import runpy
 import signal
@@ -29,9 +28,9 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-from megacore import exits, outcome
+from megacore import exits
 from megacore.corruption import Corrupted
-from megacore.outcome import AGENT, RankOutcome
+from megacore.outcome import AGENT, RankOutcome, rank_file
 from megacore.say import err
 
 STORE = "MEGACORE_STORE"
@@ -59,13 +58,8 @@ CRASHED = 70
 """The exit status of a rank that nobody has foreseen the error of."""
 
 
-def stacks_of(folder: Path, process: int) -> Path:
-    """Return the file in the launcher's folder that the process of a rank writes its stacks to, on SIGUSR2."""
-    return folder / f"stacks-{process}"
-
-
 @dataclass(frozen=True)
-class Here:
+class RankPlace:
     """The place of this process, as its launcher (or torchrun) says it in the environment; the only one without it.
 
     ``began`` is when the launcher did, or this process, in seconds since 1970.
@@ -79,7 +73,7 @@ class Here:
     began: float = 0.0
 
     @classmethod
-    def now(cls) -> Here:
+    def of_environment(cls) -> RankPlace:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         rank, world, local_rank, local_world = (int(os.environ.get(name, one)) for name, one in alone.items())
         began = float(os.environ.get(BEGAN) or time.time())
@@ -94,7 +88,7 @@ def restarts() -> bool:
     return any(int(os.environ.get(name) or "0") for name in ("TORCHELASTIC_MAX_RESTARTS", "RESTART_COUNT"))
 
 
-def join(here: Here, kind: str, timeout: timedelta) -> None:
+def join(here: RankPlace, kind: str, timeout: timedelta) -> None:
     """Make the process group of all ranks, on one kind of device; each waits for another for ``timeout`` at most."""
     import torch.distributed as dist
 
@@ -133,7 +127,7 @@ def _met_at(place: str, timeout: timedelta) -> Store:
     return PrefixStore(at.path, agents)
 
 
-def _met_anew(here: Here, timeout: timedelta) -> Store:
+def _met_anew(here: RankPlace, timeout: timedelta) -> Store:
     """Return a store of this start of the ranks alone; torchrun's is one for all, with the addresses of those before.
 
     Rank 0 serves it, and says where in torchrun's. The place of an earlier rank 0, who is gone, answers nobody.
@@ -158,7 +152,7 @@ def _met_anew(here: Here, timeout: timedelta) -> Store:
             time.sleep(0.1)
 
 
-def leave(here: Here) -> None:
+def leave(here: RankPlace) -> None:
     """Leave what :func:`join` has joined, on all ranks, if it has."""
     import torch.distributed as dist
 
@@ -178,18 +172,14 @@ _LONGEST = 300  # characters of an exception that are reported
 
 
 def main(folder: Path, module: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Run a module as the main one of this process, which was forked for it, and end.
-
-    Args:
-        folder: The folder of the agent.
-        module: The module.
-        arguments: Its arguments.
-        variables: All variables of its environment.
-    """
+    """Run a module as the main one of this process, which was forked for it, and end; folder: the agent's, variables:
+    all of its environment."""
     os.environ.clear()
     os.environ.update({**variables, AGENT: str(folder)})
-    _die_with_launcher()
-    stacks = stacks_of(folder, os.getpid())
+    die_with(os.getppid())  # the forkserver, which ends with the launcher, and may have ended before
+    if (launcher := multiprocessing.parent_process()) is None or not launcher.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
+    stacks = rank_file(folder, "stacks", os.getpid())
     stacks.unlink(missing_ok=True)
     faulthandler.register(signal.SIGUSR2, stacks.open("x"), all_threads=True)
     signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED)
@@ -207,7 +197,7 @@ def main(folder: Path, module: str, arguments: Sequence[str], variables: Mapping
 
 
 def _status_of(folder: Path, module: str) -> int:
-    """Run a module, and say how it ends, if it has not -> its exit status."""
+    """Run a module, and write its outcome, if it has not -> its exit status."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = exits.DONE
@@ -216,40 +206,25 @@ def _status_of(folder: Path, module: str) -> int:
             err(end.code)
         status = end.code if isinstance(end.code, int) else exits.DONE if end.code is None else exits.FAILED
     except Exception as error:
-        word = parted(error) if isinstance(error, RuntimeError) else None
-        if word is None:
+        outcome = outcome_of(error)
+        if outcome.kind != "lost_contact":
             traceback.print_exc()
-            word = _reported(error)
-        outcome.write(word)
-        return word.status
-    if outcome.read(folder, os.getpid()) is None:
-        outcome.write(RankOutcome(status, stopped=None))
+        outcome.write()
+        return outcome.status
+    if RankOutcome.read(folder, os.getpid()) is None:
+        RankOutcome(status, stopped=None).write()
     return status
 
 
-def _reported(error: Exception) -> RankOutcome:
-    """Return the word about an error that this rank ends with."""
+def outcome_of(error: Exception) -> RankOutcome:
+    """Return the outcome of a rank that ends with an error, which may come from another rank that is late or gone."""
+    if isinstance(error, RuntimeError) and traceback.extract_tb(error.__traceback__)[-1].filename.endswith(WAITING):
+        where = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+        return RankOutcome(LOST, kind="lost_contact", detail=f"{str(error).partition(chr(10))[0]}{where}"[:_LONGEST])
     text = f"{type(error).__name__}: {error}"[:_LONGEST]
     if isinstance(error, Corrupted):
         return RankOutcome(CRASHED, kind="corrupted", detail=text, rank=error.rank)
     return RankOutcome(CRASHED, kind="raised", detail=text)
-
-
-def _die_with_launcher() -> None:
-    """Let this process be killed when the launcher ends: the forkserver, whose child it is, ends with that."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    if sys.platform == "linux":
-        die_with(os.getppid())
-        if not launcher.is_alive():  # the forkserver may have ended before
-            os.kill(os.getpid(), signal.SIGKILL)
-    else:
-
-        def outlive() -> None:
-            multiprocessing.connection.wait([launcher.sentinel])
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=outlive, name="launcher", daemon=True).start()
 
 
 def die_with(parent: int) -> None:
@@ -267,12 +242,3 @@ def _outlive(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def parted(error: RuntimeError) -> RankOutcome | None:
-    """Return the word about an error that comes from another rank, which is late or gone; None for any other."""
-    calls = traceback.extract_tb(error.__traceback__)
-    if not calls[-1].filename.endswith(WAITING):
-        return None
-    where = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-    return RankOutcome(LOST, kind="lost_contact", detail=f"{str(error).partition(chr(10))[0]}{where}"[:_LONGEST])

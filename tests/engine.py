@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.training import build, main, metrics
 from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Metrics
@@ -134,7 +134,7 @@ def of(made: Trainer, kind: type[Kind]) -> Kind:
 
 def fit(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
     """A whole run on this rank, with its folder, its records and its report -> the last step."""
-    return main.fit(checked(recipe, overrides)[0], torch.device("cpu"), Here.now(), callbacks).step
+    return main.fit(checked(recipe, overrides)[0], torch.device("cpu"), RankPlace.of_environment(), callbacks).step
 
 
 def weights(made: Trainer) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
 from megacore.launcher import Node, launch, threads
-from megacore.rank import STORE, Here, join, leave
+from megacore.rank import STORE, RankPlace, join, leave
 from megacore.resources import gpus
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import WeightFolder
@@ -38,7 +38,7 @@ LAST_WORDS_S = 10.0
 
 
 @contextmanager
-def agreed(here: Here) -> Iterator[None]:
+def agreed(here: RankPlace) -> Iterator[None]:
     """Let one process say what is wrong, and all exit with 1, on a StoreError that all find in this block."""
     try:
         yield
@@ -92,7 +92,7 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     group.add_argument("--dtype", choices=FLOATS.values(), help="to compute in; by default that of the weights")
 
 
-def mesh_shape(config: ModelConfig, here: Here, arguments: argparse.Namespace) -> MeshShape:
+def mesh_shape(config: ModelConfig, here: RankPlace, arguments: argparse.Namespace) -> MeshShape:
     """Return the mesh that the arguments of :func:`add_mesh` ask for.
 
     Raises:
@@ -119,7 +119,7 @@ def context_problems(config: ModelConfig, mesh: MeshShape, exchange: ContextExch
     return [] if problem is None else [f"--exchange {exchange}: {problem}, or --exchange ring"]
 
 
-def device(wanted: str, here: Here, processes: int) -> str:
+def device(wanted: str, here: RankPlace, processes: int) -> str:
     """Return the kind of device that each of the processes is to use.
 
     Raises:
@@ -149,7 +149,7 @@ def start(module: str, arguments: Sequence[str], processes: int) -> int:
 
 
 @contextmanager
-def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
+def live(shape: MeshShape, here: RankPlace, kind: str) -> Iterator[Mesh]:
     """Make the mesh, on one kind of device, while it is needed.
 
     A StoreError of its processes ends it in order: every one of them has found the same.
@@ -177,7 +177,7 @@ class ModelRun:
     """A command that computes with a model: its weights, and the ranks that share it, on one kind of device."""
 
     arguments: argparse.Namespace
-    here: Here
+    here: RankPlace
     folder: WeightFolder
     shape: MeshShape
     device: str
@@ -191,7 +191,7 @@ class ModelRun:
         Raises:
             StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank).
         """
-        here = Here.now()
+        here = RankPlace.of_environment()
         with agreed(here):
             folder = open_model(arguments.folder, arguments.base)
             shape = mesh_shape(folder.config, here, arguments)

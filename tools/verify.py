@@ -18,7 +18,7 @@ import numpy as np
 
 from megacore.data.text import InputError
 from megacore.data.tokenizer import load
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.say import say, say_data
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import WeightFolder
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    here = Here.now()
+    here = RankPlace.of_environment()
     with agreed(here):
         pair, prompts, shape = _prepare(arguments, here.rank, here.world)
     from megacore.inference.verification import verify

@@ -44,7 +44,7 @@ def pretraining(machine: Machine) -> Iterator[Row]:
         from megacore import checkpoints
         from megacore.data.indexed import IndexedWriter
         from megacore.planning.recipe_setting import setting_of
-        from megacore.rank import Here
+        from megacore.rank import RankPlace
         from megacore.training import main, metrics
         from megacore.training.check import check
     except ImportError as error:
@@ -75,7 +75,7 @@ def pretraining(machine: Machine) -> Iterator[Row]:
             setup = check(str(recipe), [f"out={folder / out}", *overrides], 1, 1)
             start = time.perf_counter()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                main.fit(setup, machine.device, Here.now())
+                main.fit(setup, machine.device, RankPlace.of_environment())
             return metrics.read(folder / out / metrics.METRICS), time.perf_counter() - start
 
         whole, seconds = run("whole")

@@ -83,7 +83,7 @@ def _parts(machine: Machine, shape: Shape, model: Any, step: Any) -> Mapping[str
         ),
         "norm of the gradient": (step.gradients.norm, 2 * numel / bandwidth),
         "clipping and update": (
-            lambda: step.optimizer.step(0.0, stats.grad_norm),
+            lambda: (step.optimizer.update(0.0, stats.grad_norm), step.gradients.updated()),
             plan(machine, shape, WAYS["ours"])[0].optimizer,
         ),
     }

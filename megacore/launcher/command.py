@@ -22,7 +22,7 @@ from megacore.config import Config
 from megacore.folders import compiled, temporary_folder
 from megacore.incidents import Incident
 from megacore.launcher.forking import prepare
-from megacore.launcher.node import Node
+from megacore.launcher.node import Job, Node
 from megacore.launcher.processes import IMPORTS, threads
 from megacore.launcher.signals import noted
 from megacore.rank import BEGAN
@@ -31,8 +31,7 @@ from megacore.resources import gpus
 from megacore.say import err, outlive
 from megacore.store.strict_json import StoreError
 
-if TYPE_CHECKING:  # which import torch
-    from megacore.recovery.agent import Job
+if TYPE_CHECKING:  # which imports much
     from megacore.recovery.hang_report import HangReport
 
 OPTIONS = {
@@ -64,32 +63,15 @@ PRELOADED = ("megacore.training.main", "megacore.recovery.protection")
 """The modules that it imports, which a rank that is started again does not import again."""
 
 
-@dataclass(frozen=True)
-class LaunchedRun:
-    """A run, as this machine is to take part in it.
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob(Job):
+    """A run, as this machine is to take part in it; layouts: {number of nodes: more overrides}, where it may change."""
 
-    Args:
-        given: The recipe and its overrides.
-        config: Its config.
-        node: The processes of this machine among those of all.
-        layouts: {number of nodes: more overrides}, where it may change.
-        environment: More variables for its ranks.
-        shutdown_s: Seconds that the signal to end leaves them.
-    """
-
-    given: Sequence[str]
     config: Config
-    node: Node
     layouts: Mapping[int, Sequence[str]]
-    environment: Mapping[str, str]
-    shutdown_s: float
 
     def arguments(self, nodes: int, again: bool) -> list[str]:
-        """Return the arguments of a rank.
-
-        Args:
-            nodes: The number of nodes that have come together.
-            again: Whether the run was started before: it goes on from the newest of its own checkpoints.
+        """Return the arguments of a rank; one that was started before goes on from the newest of its own checkpoints.
 
         Raises:
             ConfigError: the recipe cannot be read any more.
@@ -99,24 +81,7 @@ class LaunchedRun:
         recipe, *overrides = [*self.given, *self.layouts.get(nodes, ())]
         return [recipe, *(going_on(recipe, overrides) if again else overrides)]
 
-    def job(self) -> Job:
-        """Return what the agent of this machine runs."""
-        from megacore.recovery.agent import Job
-
-        return Job(
-            MODULE,
-            self.arguments,
-            self.node.processes,
-            self.environment,
-            self.shutdown_s,
-            self.config.recovery.max_restarts,
-            self.node.least,
-            Path(self.config.out),
-            self.watch,
-        )
-
     def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> HangReport:
-        """Return what tells where the ranks of this machine stand, on a number of nodes."""
         from megacore.recovery.hang_report import HangReport
 
         config, world = self.config, nodes * self.node.processes
@@ -137,7 +102,7 @@ def run(command: str, given: Sequence[str]) -> int:
             return exits.MISUSED
 
 
-def _checked(command: str, recipe: str, overrides: list[str]) -> LaunchedRun:
+def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
     """Return the run that a command describes, with nothing wrong that can be known before it starts.
 
     Raises:
@@ -170,10 +135,20 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> LaunchedRun:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return LaunchedRun([recipe, *overrides], config, node, layouts, environment, shutdown_s)
+    return TrainingJob(
+        MODULE,
+        [recipe, *overrides],
+        node,
+        environment,
+        shutdown_s,
+        config.recovery.max_restarts,
+        Path(config.out),
+        config=config,
+        layouts=layouts,
+    )
 
 
-def _launched(run: LaunchedRun, arrived: list[int]) -> int:
+def _launched(job: TrainingJob, arrived: list[int]) -> int:
     """Run the ranks of this machine -> exit status.
 
     Raises:
@@ -182,14 +157,14 @@ def _launched(run: LaunchedRun, arrived: list[int]) -> int:
     from megacore.recovery.agent import Agent, heed
     from megacore.recovery.rendezvous import OneNode, SeveralNodes, secret_of
 
-    node, out = run.node, Path(run.config.out)
+    node, out = job.node, Path(job.config.out)
     with temporary_folder() as folder:
         if node.master is None:
             meeting = OneNode()
         else:
-            patience_s = 60 * run.config.train.timeout
+            patience_s = 60 * job.config.train.timeout
             meeting = SeveralNodes(node, secret_of(out), patience_s, lambda: heed(arrived))
-        status = Agent(run.job(), meeting, folder, arrived).launch()
+        status = Agent(job, meeting, folder, arrived).launch()
     with suppress(OSError):
         (out / f"drain-{platform.node()}").unlink(missing_ok=True)  # this node may come again
     return status

@@ -1,10 +1,14 @@
-"""The processes of this machine among those of all machines of a run. No torch."""
+"""The processes of this machine among those of all machines of a run, and the program that they run. No torch."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from megacore.incidents import Incident
 
 
 @dataclass(frozen=True)
@@ -12,8 +16,6 @@ class Node:
     """The processes of this machine among those of all.
 
     Args:
-        processes: The number of processes on each machine.
-        nodes: Machines.
         index: The number of this one.
         master: (host of node 0, port) where there are several.
         least: The least number of machines that the run goes on with.
@@ -36,3 +38,41 @@ class Node:
             return {}
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+
+
+class RankWatch(Protocol):
+    """The part of an agent that tells where ranks stand."""
+
+    def poll(self, ranks: Mapping[int, int]) -> None: ...
+
+    def show(self) -> None: ...
+
+    def brief(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """The program that an agent runs on the ranks of its node.
+
+    Args:
+        shutdown_s: Seconds that the signal to end leaves them.
+        max_restarts: The restarts in a row with no new step between them; None for a program that has no checkpoints,
+            which ends with the status of the rank that has failed.
+    """
+
+    module: str
+    given: Sequence[str]
+    node: Node
+    environment: Mapping[str, str] = field(default_factory=dict)
+    shutdown_s: float = 600.0
+    max_restarts: int | None = None
+    out: Path | None = None
+
+    def arguments(self, nodes: int, again: bool) -> list[str]:
+        """Return the arguments of a rank on a number of nodes that have come together; ``again``: it was started
+        before."""
+        return list(self.given)
+
+    def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> RankWatch | None:
+        """Return what tells where the ranks of this machine stand; folder: the agent's, report: takes incidents."""
+        return None

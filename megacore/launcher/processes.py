@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from megacore.folders import temporary_folder
 from megacore.launcher.forking import prepare
-from megacore.launcher.node import Node
+from megacore.launcher.node import Job, Node
 from megacore.launcher.signals import noted
 
 IMPORTS = ("torch", "torch.distributed", "torch._dynamo")
@@ -32,19 +32,11 @@ def threads(processes: int) -> Mapping[str, str]:
 
 def launch(module: str, arguments: Sequence[str], node: Node, environment: Mapping[str, str] | None = None) -> int:
     """Run a module on all ranks of this machine, which knows no restarts -> exit status: of the first that failed, or
-    128 + the ending signal.
-
-    Args:
-        module: The module.
-        arguments: The arguments of each rank.
-        node: Their number.
-        environment: More variables for them.
-    """
+    128 + the ending signal."""
     more = {**(environment or {}), **node.network}
     with noted() as arrived, temporary_folder() as folder:
         prepare(IMPORTS, more)
-        from megacore.recovery.agent import Agent, Job
+        from megacore.recovery.agent import Agent
         from megacore.recovery.rendezvous import OneNode
 
-        job = Job(module, lambda nodes, again: arguments, node.processes, more)
-        return Agent(job, OneNode(), folder, arrived).launch()
+        return Agent(Job(module, arguments, node, more), OneNode(), folder, arrived).launch()

@@ -223,8 +223,8 @@ def _save(setting: Setting, per_node: int, storage: Storage, interval: float | N
 
 
 def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
-    """Return the costs of a resume as `megacore.training.load` does it: masters of what is trained, other weights, then
-    moments."""
+    """Return the costs of a resume as `megacore.training.initial_state` does it: masters of what is trained, other
+    weights, then moments."""
     layout, states, frozen = setting.layout, _states(setting), setting.frozen
     by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes
     first = MASTER if MASTER in states else WEIGHTS

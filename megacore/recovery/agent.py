@@ -19,12 +19,12 @@ import platform
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.agent.server import (
     RunResult,
@@ -34,13 +34,14 @@ from torch.distributed.elastic.agent.server import (
     WorkerState,
 )
 
-from megacore import exits, outcome, rank
+from megacore import exits, rank
 from megacore.incidents import Action, Incident, IncidentWriter, Kind
 from megacore.launcher.forking import unnamed_main
+from megacore.launcher.node import Job, RankWatch
 from megacore.launcher.signals import ENDS
-from megacore.outcome import PAUSE, RankOutcome
+from megacore.outcome import PAUSE, RankOutcome, rank_file
 from megacore.recipe import ConfigError
-from megacore.recovery.beats import beat_of, read
+from megacore.recovery.beats import read
 from megacore.recovery.rendezvous import OneNode, RunEndedError
 from megacore.say import brief, err
 
@@ -59,44 +60,6 @@ BACKOFF_S, LONGEST_S = 1.0, 60.0
 TOLD_S = 2.0
 """The seconds in which all nodes see what one has said."""
 DRAIN_LOOK_S = 1.0
-
-
-class RankWatch(Protocol):
-    """The part of an agent that tells where ranks stand."""
-
-    def poll(self, ranks: Mapping[int, int]) -> None: ...
-
-    def show(self) -> None: ...
-
-    def brief(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """The program that an agent runs on the ranks of its node.
-
-    Args:
-        module: The module of each rank.
-        arguments: Returns its arguments on a number of nodes; the second one says whether it was started before.
-        processes: The ranks of this node.
-        environment: More variables for them.
-        shutdown_s: Seconds that the signal to end leaves them.
-        max_restarts: The restarts in a row with no new step between them; None for a program that has no checkpoints,
-            which ends with the status of the rank that has failed.
-        least: The least number of nodes that it goes on with.
-        out: The folder of the run, where there is one.
-        watch: Makes what tells where ranks stand, of the agent's folder, the number of nodes, and what takes incidents.
-    """
-
-    module: str
-    arguments: Callable[[int, bool], Sequence[str]]
-    processes: int
-    environment: Mapping[str, str] = field(default_factory=dict)
-    shutdown_s: float = 600.0
-    max_restarts: int | None = None
-    least: int = 1
-    out: Path | None = None
-    watch: Callable[[Path, int, Callable[[Incident], object]], RankWatch] | None = None
 
 
 @dataclass
@@ -124,16 +87,13 @@ class Agent(SimpleElasticAgent):
     """The agent of this node.
 
     Args:
-        job: The program.
-        meeting: The place where it meets the agents of other nodes.
-        folder: A folder that only this user can enter, for files of ranks.
         arrived: The signals that have arrived, to which later ones are added.
     """
 
     def __init__(self, job: Job, meeting: OneNode, folder: Path, arrived: list[int]) -> None:
         spec = WorkerSpec(
             role="rank",
-            local_world_size=job.processes,
+            local_world_size=job.node.processes,
             rdzv_handler=meeting,
             entrypoint=job.module,
             max_restarts=1 << 30,  # how many there are is decided here
@@ -191,7 +151,7 @@ class Agent(SimpleElasticAgent):
         for file in self._folder.iterdir():  # of processes whose numbers may come again
             if file.is_file() and file.name != "held":
                 file.unlink(missing_ok=True)
-        arguments = list(self._job.arguments(nodes, self._meeting.started))
+        arguments = self._job.arguments(nodes, self._meeting.started)
         self._meeting.started = True
         context = multiprocessing.get_context("forkserver")
         for worker in worker_group.workers:
@@ -199,7 +159,7 @@ class Agent(SimpleElasticAgent):
                 "RANK": worker.global_rank,
                 "LOCAL_RANK": worker.local_rank,
                 "WORLD_SIZE": worker.world_size,
-                "LOCAL_WORLD_SIZE": self._job.processes,
+                "LOCAL_WORLD_SIZE": self._job.node.processes,
                 "GROUP_RANK": self._node,
                 rank.STORE: self._meeting.place,
             }
@@ -211,7 +171,7 @@ class Agent(SimpleElasticAgent):
             assert process.pid is not None
             self._ranks[worker.global_rank] = RankProcess(process, process.pid)
         self._since, self._doomed_at, self._paused = None, None, False
-        self._watch = self._job.watch(self._folder, nodes, self._report) if self._job.watch else None
+        self._watch = self._job.watch(self._folder, nodes, self._report)
         return {worker.local_rank: self._ranks[worker.global_rank].pid for worker in worker_group.workers}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -232,7 +192,9 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for each in self._ranks.values():
             if not each.ended and each.process.exitcode is not None:
-                each.end = self._word_of(each) or (_KILLED if each.killed else _end_by(each.process.exitcode))
+                each.end = self._outcome_of(each) or (
+                    _KILLED if each.killed else _outcome_of_status(each.process.exitcode)
+                )
                 self._since = self._since or time.monotonic()
         self._take_signals()
         living = {number: each.pid for number, each in self._ranks.items() if not each.ended}
@@ -264,7 +226,7 @@ class Agent(SimpleElasticAgent):
             self._meeting.renew("leaves")
             self._note("node_leaves", "restart", f"{platform.node()} was asked to", "the others go on")
             raise RunEndedError(exits.of_signal(self._signal))
-        if (self._signal and not self._leaving) or ended or any(word.final for word in self._words().values()):
+        if (self._signal and not self._leaving) or ended or any(each.final for each in self._outcomes().values()):
             return self._ending(living)
         if over in ("fault", "begins"):  # the ranks here wait for some that are gone
             self._doomed_at = self._doomed_at or now
@@ -283,7 +245,7 @@ class Agent(SimpleElasticAgent):
         """Return the state while the run ends: ranks that have said so are waited for, others for a while."""
         if not living:
             return self._concluded()
-        spoken = self._words()
+        spoken = self._outcomes()
         mute = [number for number in living if number not in spoken]
         failed = any(end.status or end.kind for end in spoken.values()) or self._meeting.ended() is not None
         dead = any(each.ended for number, each in self._ranks.items() if number not in spoken or spoken[number].kind)
@@ -429,7 +391,7 @@ class Agent(SimpleElasticAgent):
         """Have the ranks end, because of a signal; or this node leave, where the others can go on without it."""
         self._signal, self._signalled_at = number, time.monotonic()
         self._kill_after(self._job.shutdown_s)
-        self._leaving = number == signal.SIGTERM and self._nodes > self._job.least and self._meeting.may_leave()
+        self._leaving = number == signal.SIGTERM and self._nodes > self._job.node.least and self._meeting.may_leave()
         if self._leaving:
             self._pause()
         else:
@@ -443,17 +405,17 @@ class Agent(SimpleElasticAgent):
 
     # -- processes
 
-    def _words(self) -> dict[int, RankOutcome]:
-        """Return {rank: its word} of those that have said one, also of those that live."""
-        found = {number: each.end or self._word_of(each) for number, each in self._ranks.items()}
-        return {number: word for number, word in found.items() if word is not None}
+    def _outcomes(self) -> dict[int, RankOutcome]:
+        """Return {rank: its outcome} of those that have said one, also of those that live."""
+        found = {number: each.end or self._outcome_of(each) for number, each in self._ranks.items()}
+        return {number: end for number, end in found.items() if end is not None}
 
-    def _word_of(self, each: RankProcess) -> RankOutcome | None:
-        return outcome.read(self._folder, each.pid)
+    def _outcome_of(self, each: RankProcess) -> RankOutcome | None:
+        return RankOutcome.read(self._folder, each.pid)
 
     def _step(self) -> int:
         """Return the furthest step that a rank here has begun; 0 for none."""
-        readings = [read(beat_of(self._folder, each.pid)) for each in self._ranks.values()]
+        readings = [read(rank_file(self._folder, "beat", each.pid)) for each in self._ranks.values()]
         return max((each.step for each in readings if each is not None), default=0)
 
     def _kill_after(self, seconds: float) -> None:
@@ -483,7 +445,7 @@ def _cause(end: RankOutcome) -> str:
     return end.kind if end.kind in _CAUSES else "raised"
 
 
-def _end_by(status: int) -> RankOutcome:
+def _outcome_of_status(status: int) -> RankOutcome:
     """Return the end of a process that has said nothing."""
     if status == 0:
         return RankOutcome(exits.DONE, stopped=None)

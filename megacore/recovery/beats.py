@@ -32,16 +32,8 @@ _SINCE, _PLACE, _DONE, _DEVICE, _SLOWEST, _LONGEST, _BUSY = range(7)
 _PAGE = struct.Struct(f"={_BUSY + len(PHASES)}d")
 
 
-def beat_of(folder: Path, pid: int) -> Path:
-    """Return the file in the agent's folder that the process of a rank writes its beat to."""
-    return folder / f"beat-{pid}"
-
-
 class Beat:
     """The page in which this rank says where it is.
-
-    Args:
-        path: The file to make, in the place of one of this name.
 
     Raises:
         OSError: it cannot be made.
@@ -117,8 +109,6 @@ class Reading:
     """A beat as it was read.
 
     Args:
-        step: The step that is being done.
-        phase: The phase of it.
         since: When it was entered, by ``time.monotonic``, which all processes of a machine share.
         done: The last step whose update is in, as far as the host knows; -1 before the first one.
         device: The last step that the device has done, as far as that was looked at; -1 where nobody does.

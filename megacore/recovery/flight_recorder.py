@@ -18,14 +18,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from megacore.outcome import rank_file
 from megacore.store.files import replacing
 
 _PENDING = 4
 """The pending collectives of a group that are told: the first ones, for the others come after them."""
 _ALIKE = ("all_reduce", "broadcast", "reduce")
 """The kinds that all ranks of a group call with as many numbers of one type."""
+_FILES: Final = ("ask", "answer")
 
 Call = tuple[str, str]
 """A collective as a rank has called it: ("all_reduce", "2 Double"); of a kind that ranks may call with more or fewer
@@ -37,9 +39,7 @@ class GroupLog:
     """The collectives of one group that a rank has entered.
 
     Args:
-        ranks: The group's.
         last: The number of the newest one; the first is 1.
-        kind: Its kind, "all_reduce" say.
         pending: {number: call} of those that have not ended, the first few.
     """
 
@@ -49,24 +49,15 @@ class GroupLog:
     pending: Mapping[int, Call]
 
 
-@dataclass(frozen=True)
-class RankAnswer:
-    """The collectives of each group, and the last step that the device has done of those that it was late with; -1
-    where there is none."""
-
-    groups: Mapping[str, GroupLog]
-    device: int = -1
-
-
 def answer(folder: Path, device_step: Callable[[], int] = lambda: -1) -> None:
     """Start the thread of this rank that answers its agent; none where one runs, or the path is too long for a socket.
 
     Args:
-        folder: The agent's.
-        device_step: Returns the field ``device`` of the :class:`RankAnswer`.
+        device_step: Returns the last step that the device has done of those that it was late with; -1 where there is
+            none. It is a part of the answer.
     """
     with suppress(OSError):
-        asked, answered = _files(folder, os.getpid())
+        asked, answered = (rank_file(folder, kind, os.getpid()) for kind in _FILES)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         listening.bind(str(asked))
         arguments = listening, answered, device_step
@@ -75,7 +66,7 @@ def answer(folder: Path, device_step: Callable[[], int] = lambda: -1) -> None:
 
 def ask(folder: Path, pid: int) -> bool:
     """Ask the process of a rank -> whether it may answer."""
-    asked, answered = _files(folder, pid)
+    asked, answered = (rank_file(folder, kind, pid) for kind in _FILES)
     try:
         answered.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
@@ -85,21 +76,18 @@ def ask(folder: Path, pid: int) -> bool:
     return True
 
 
-def read(folder: Path, pid: int) -> RankAnswer | None:
-    """Read what the process of a rank has answered to :func:`ask`; None where it has not yet."""
+def read(folder: Path, pid: int) -> tuple[dict[str, GroupLog], int] | None:
+    """Read what the process of a rank has answered to :func:`ask`, {group: its collectives} and the step of its device;
+    None where it has not yet."""
     try:
-        told = json.loads(_files(folder, pid)[1].read_bytes())
+        told = json.loads(rank_file(folder, "answer", pid).read_bytes())
     except (OSError, ValueError):
         return None
     groups = {
         name: GroupLog(tuple(ranks), last, kind, {number: (called, size) for number, called, size in pending})
         for name, (ranks, last, kind, pending) in told["groups"].items()
     }
-    return RankAnswer(groups, told["device"])
-
-
-def _files(folder: Path, pid: int) -> tuple[Path, Path]:
-    return folder / f"ask-{pid}", folder / f"answer-{pid}"
+    return groups, told["device"]
 
 
 def _answer(listening: socket.socket, answered: Path, device_step: Callable[[], int]) -> None:

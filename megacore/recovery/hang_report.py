@@ -18,12 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megacore.background import BackgroundTask
 from megacore.incidents import Incident
+from megacore.outcome import rank_file
 from megacore.places import along, listed, place
-from megacore.rank import stacks_of
 from megacore.recovery import flight_recorder
-from megacore.recovery.beats import UNBORN, Reading, beat_of, read
-from megacore.recovery.flight_recorder import RankAnswer
+from megacore.recovery.beats import UNBORN, Reading, read
+from megacore.recovery.flight_recorder import GroupLog
 from megacore.recovery.standing import Witness, doing, judge, where
 from megacore.recovery.stragglers import Stragglers
 from megacore.say import err
@@ -48,6 +49,9 @@ STACKS_S = 2.0
 WRITE_S = 5.0
 """The seconds that are waited for a file: the disk may be what the ranks wait for."""
 
+Answer = tuple[Mapping[str, GroupLog], int]
+"""The collectives of each group of a rank, and the step that its device has done; -1 where it is not late."""
+
 
 def now_of(out: Path, node: str = "") -> Path:
     """Return the file of a run's folder that says who stands on a node; it is there while somebody does."""
@@ -68,12 +72,8 @@ def standing(out: Path) -> list[tuple[float, str]]:
 
 
 def bound_s(readings: Collection[Reading], timeout_s: float = math.inf) -> float:
-    """Return the seconds for which ranks may stand before that is said.
-
-    Args:
-        readings: The beats of the ranks here.
-        timeout_s: Seconds that a collective may take.
-    """
+    """Return the seconds for which ranks may stand before that is said, by the beats of all ranks here; a collective
+    may take ``timeout_s``."""
     slowest = max((each.slowest for each in readings), default=0.0)
     longest = max((each.longest for each in readings), default=0.0)
     started = all(each.slowest for each in readings)
@@ -89,11 +89,7 @@ class HangReport:
 
     Args:
         out: The run's folder; reports go to ``hangs`` in it.
-        folder: The agent's, with the beats and stacks of its ranks.
-        shape: The mesh of the run, where it is known.
-        node: The name of this machine, where there are several.
         report: Is given the incidents, by :meth:`poll`.
-        timeout_s: Seconds that a collective may take.
     """
 
     out: Path
@@ -117,11 +113,7 @@ class HangReport:
     _at: float = field(default_factory=time.monotonic, init=False)
 
     def poll(self, ranks: Mapping[int, int]) -> None:
-        """Look at the ranks, and say who stands, if somebody does.
-
-        Args:
-            ranks: {rank: process} of those that live.
-        """
+        """Look at the ranks that live, {rank: process}, and say who stands, if somebody does."""
         if ranks != self._ranks:
             self._ranks, self._seen, self._devices = dict(ranks), {}, {}
             self._slow = Stragglers(self.shape, self.report) if self.shape is not None else None
@@ -129,14 +121,14 @@ class HangReport:
             self.report(self._found.popleft())
         moved = self._look()
         if self._slow is not None:
-            self._slow.see({rank: reading for rank, (reading, _) in self._seen.items()})
+            self._slow.see(self._readings)
         if moved:
             self._looks = 0
             if self._told:
                 self._told = False
-                self._in_background(lambda: self._within(now_of(self.out, self.node).unlink))
+                self._in_background(lambda: _is_done_in_time(now_of(self.out, self.node).unlink))
         still = min((stood for _, stood in self._seen.values()), default=0.0)
-        bound = bound_s([reading for reading, _ in self._seen.values()], self.timeout_s)
+        bound = bound_s(self._readings.values(), self.timeout_s)
         if still >= bound * 2**self._looks and not (self._looking is not None and self._looking.is_alive()):
             self._looks += 1
             self._looking = self._in_background(self._tell)
@@ -145,7 +137,7 @@ class HangReport:
         """Return where the ranks are, in one line."""
         if not self._seen:
             return "no rank runs here"
-        done = min(reading.done for reading, _ in self._seen.values())
+        done = min(reading.done for reading in self._readings.values())
         seen = {rank: Witness(*each) for rank, each in sorted(self._seen.items())}
         told = f"step {done} is done" if done >= 0 else "no step is done yet"
         return f"{told}; {where(seen, seen, self.shape, self.node)}"
@@ -172,13 +164,20 @@ class HangReport:
         made.start()
         return made
 
+    @property
+    def _readings(self) -> dict[int, Reading]:
+        return {rank: reading for rank, (reading, _) in self._seen.items()}
+
+    def _read(self, pid: int) -> Reading:
+        return read(rank_file(self.folder, "beat", pid)) or UNBORN
+
     def _look(self) -> bool:
         """Read all beats -> whether a rank has moved. Who has not has stood for as long as nobody slept meanwhile."""
         now = time.monotonic()
         awake, self._at = min(now - self._at, AWAKE_S), now
         earlier, self._seen = self._seen, {}
         for rank, pid in self._ranks.items():
-            reading = read(beat_of(self.folder, pid)) or UNBORN
+            reading = self._read(pid)
             last, stood = earlier.get(rank, (None, 0.0))
             self._seen[rank] = reading, stood + awake if last is not None and _place(last) == _place(reading) else 0.0
         return any(not stood for _, stood in self._seen.values())
@@ -188,15 +187,15 @@ class HangReport:
         ranks, before, looks = self._ranks, dict(self._seen), self._looks
         stacks, answers = self._asked(ranks)
         if self._ranks is not ranks or any(
-            _place(read(beat_of(self.folder, pid)) or UNBORN) != _place(before[rank][0]) for rank, pid in ranks.items()
+            _place(self._read(pid)) != _place(before[rank][0]) for rank, pid in ranks.items()
         ):
             return
         seen, earlier, self._devices = dict[int, Witness](), self._devices, {}
         for rank, (reading, stood) in before.items():
-            answer = answers.get(rank, RankAnswer({}))
-            self._devices[rank] = device = max(reading.device, answer.device)
+            groups, device = answers.get(rank, ({}, -1))
+            self._devices[rank] = device = max(reading.device, device)
             does = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
-            seen[rank] = Witness(replace(reading, device=device), stood, *does, groups=answer.groups)
+            seen[rank] = Witness(replace(reading, device=device), stood, *does, groups=groups)
         if any(device > earlier.get(rank, before[rank][0].device) for rank, device in self._devices.items()):
             return  # a device has done a step that its host is ahead of
         stands, text = judge(seen, self.shape, self.node)
@@ -216,7 +215,7 @@ class HangReport:
             with path.open("x") as report:
                 report.write(self._full(text, seen, stacks))
 
-        more = f"; {path} has the stacks of all" if self._within(write) else ""
+        more = f"; {path} has the stacks of all" if _is_done_in_time(write) else ""
         rank = stands[0] if len(stands) == 1 else None
         self._found.append(Incident("stands_still", detail=text, rank=rank, host=self.node, step=step))
         err(f"\n{text[0].upper()}{text[1:]}{more}")
@@ -240,15 +239,15 @@ class HangReport:
             lines += ["", f"The stacks of rank {rank}:", stacks.get(rank) or "  it does not answer"]
         return "\n".join(lines) + "\n"
 
-    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, RankAnswer]]:
-        """Ask the ranks -> {rank: its stacks} and {rank: its collectives} of those that answer."""
-        files = {rank: stacks_of(self.folder, pid) for rank, pid in ranks.items()}
+    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, Answer]]:
+        """Ask the ranks -> {rank: its stacks} and {rank: its answer} of those that answer."""
+        files = {rank: rank_file(self.folder, "stacks", pid) for rank, pid in ranks.items()}
         sizes = before = {rank: file.stat().st_size for rank, file in files.items() if file.exists()}
         asked = {rank for rank, pid in ranks.items() if flight_recorder.ask(self.folder, pid)}
         for rank in before:  # others are not ready for the signal yet, and would end by it
             with suppress(ProcessLookupError):
                 os.kill(ranks[rank], signal.SIGUSR2)
-        answers, deadline = dict[int, RankAnswer](), time.monotonic() + STACKS_S
+        answers, deadline = dict[int, Answer](), time.monotonic() + STACKS_S
         while time.monotonic() < deadline:
             time.sleep(0.1)
             earlier, sizes = sizes, {rank: files[rank].stat().st_size for rank in before}
@@ -259,19 +258,11 @@ class HangReport:
                 break
         return {rank: files[rank].read_text()[before[rank] :] for rank in before if sizes[rank] > before[rank]}, answers
 
-    def _within(self, write: Callable[[], object]) -> bool:
-        """Write something in a thread that is left behind where the disk does not answer -> whether it is written."""
-        written = list[bool]()
 
-        def attempt() -> None:
-            with suppress(OSError):
-                write()
-                written.append(True)
-
-        writing = threading.Thread(target=attempt, name="hang-report-file", daemon=True)
-        writing.start()
-        writing.join(WRITE_S)
-        return bool(written)
+def _is_done_in_time(write: Callable[[], object]) -> bool:
+    """Write something in a thread that is left behind where the disk does not answer -> whether it is written."""
+    writing = BackgroundTask(write, "hang-report-file")
+    return writing.wait(WRITE_S) and writing.error is None
 
 
 def _place(reading: Reading) -> tuple[object, ...]:

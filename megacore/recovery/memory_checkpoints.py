@@ -41,7 +41,7 @@ from megacore.store.tensors import free_bytes, os_errors
 from megacore.training import progress
 from megacore.training.check import Setup
 from megacore.training.resume import Start, go_on
-from megacore.training.save import Future, Retention, SaveError, Saver
+from megacore.training.save import Retention, SaveError, Saver
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Group
@@ -75,14 +75,8 @@ def private(folder: Path) -> Path:
 
 
 def sweep(user: Path, older_than_s: float, but: str = "", only: str = "*") -> None:
-    """Remove the folders of runs that no process holds any more.
-
-    Args:
-        user: The folder of this user's runs.
-        older_than_s: The seconds since such a run has begun or saved.
-        but: The name of one that stays.
-        only: The pattern of their names.
-    """
+    """Remove the folders of a user's runs that no process holds any more, and that were begun or saved so many seconds
+    ago: ``only`` those of a pattern, ``but`` one that stays."""
     for folder in sorted(user.glob(only)):
         with suppress(StoreError, OSError):
             old = folder.name != but and time.time() - private(folder).stat().st_mtime >= older_than_s
@@ -140,12 +134,7 @@ def _opened(
 
 class MemoryCheckpoints(Callback):
     """Saves into memory, and finds there what a run that is started again goes on from. It stands after what saves to
-    disk: the end of the run takes the folder away.
-
-    Args:
-        root: The file system in memory.
-        clock: Tells seconds.
-    """
+    disk: the end of the run takes the folder away."""
 
     def __init__(self, root: Path = MEMORY, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._clock = root, clock
@@ -157,7 +146,7 @@ class MemoryCheckpoints(Callback):
         self._held: FileIO | None = None
         self._saver: Saver | None = None
         self._partners: Group | None = None
-        self._sending: Future | None = None
+        self._machines: Sequence[range] = ()
         self._costs = deque[float](maxlen=2)
         self._asked = self._begun = self._blocked_s = self._step_s = self._last = self._due = 0.0
         self._looked = self._is_next = self._failing = self._ended = False
@@ -220,16 +209,10 @@ class MemoryCheckpoints(Callback):
         """Return whether this is a checkpoint in the memory of a machine."""
         return self.folder is not None and path.parent.name == self.folder.name
 
-    def _machines(self, control: Control) -> list[range]:
-        return partners.machines(control.mesh.shape.world, self._node)
-
     def _drop_after(self, step: int, control: Control) -> None:
         """Remove checkpoints of later steps than that which the run goes on from."""
         if self._saver is not None:
             self._saver.abandon()
-        if self._sending is not None:
-            self._sending.thread.join()
-            self._sending = None
         if self.folder is not None and self._is_first(control):
             for later, path in checkpoints.complete(self.folder).items():
                 if later > step:
@@ -283,6 +266,7 @@ class MemoryCheckpoints(Callback):
             control,
             Retention(KEPT_IN_MEMORY, 0, ahead=True),
             self._node if several else None,
+            self._send if several else None,
         )
         try:
             lacks = control.exchange(self._lack(saver.bytes, world) if self._is_first(control) else None)
@@ -293,7 +277,8 @@ class MemoryCheckpoints(Callback):
             run.tell(f"{_NONE}: {error}")
             return
         if several:
-            self._partners = run.mesh.host_group(partners.partners(self._machines(control)))
+            self._machines = partners.machines(world, self._node)
+            self._partners = run.mesh.host_group(partners.partners(self._machines))
         self._saver, self._last = saver, self._clock()
 
     def _lack(self, whole: int, world: int) -> str | None:
@@ -315,9 +300,6 @@ class MemoryCheckpoints(Callback):
             return {}
         self._asked = self._clock()
         busy, failed = self._saver.news()
-        if self._sending is not None:
-            busy = self._sending.thread.is_alive()
-            failed = not busy and self._sending.error is not None
         waits, due = self._asked < self._due, self._is_next and not run.is_last
         return {"memory.busy": busy, "memory.failed": failed, "memory.wait": waits, "look": due, "keep": due}
 
@@ -334,17 +316,13 @@ class MemoryCheckpoints(Callback):
                 run.kept_step = run.step
             elif saver.is_saving:
                 saver.advance(busy, failed)
-                self._send(run, saver)
-            elif self._sending is not None:
-                if not busy:
-                    self._end_sending(run, failed)
             elif self._is_next:
                 # On a CPU bad steps are looked for, and replicas compared, while nothing else is done.
                 self._begun = self._asked if run.mesh.device.type == "cpu" else now
                 self._blocked_s = now - self._begun
                 self._save(run, saver)
             self._blocked_s += self._clock() - now
-            if self._begun and not saver.is_saving and self._sending is None:
+            if self._begun and not saver.is_saving:
                 self._reckon(run, saver)
         except SaveError as error:  # on every rank
             self._fail(run, error)
@@ -366,8 +344,6 @@ class MemoryCheckpoints(Callback):
         """Wait for what is under way. The folder goes with the end of the run, after all callbacks have done theirs."""
         if self._saver is not None:
             self._saver.abandon()
-        if self._sending is not None:
-            self._sending.thread.join()
         self._ended = not run.pausing
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
@@ -387,10 +363,10 @@ class MemoryCheckpoints(Callback):
                 os.utime(self.folder)
 
     def _save_at_once(self, run: Trainer, saver: Saver) -> None:
-        self._finish(run, saver)
+        saver.finish()
         if saver.published != run.step:
             self._save(run, saver)
-            self._finish(run, saver)
+            saver.finish()
 
     def _fail(self, run: Trainer, error: SaveError) -> None:
         self._due = self._clock() + RETRY_S
@@ -398,32 +374,11 @@ class MemoryCheckpoints(Callback):
             run.tell(f"{error}\nThe run goes on; memory is tried again in {RETRY_S / 60:g} minutes")
         self._failing, self._begun = True, 0.0
 
-    def _finish(self, run: Trainer, saver: Saver) -> None:
-        """Wait until what is under way is whole, at partners too."""
-        if saver.is_saving:
-            saver.finish()
-            self._send(run, saver)
-        if self._sending is not None:
-            self._sending.thread.join()
-            self._end_sending(run, bool(run.control.largest(self._sending.error is not None)[0]))
-
-    def _send(self, run: Trainer, saver: Saver) -> None:
-        """Begin to send a checkpoint that is published here, if it is."""
-        if saver.is_saving or saver.published is None or self._partners is None:
-            return
-        assert self.folder is not None
-        path, group = checkpoints.path_of(self.folder, saver.published), self._partners
-        own = [each.file.path for each in saver.reserve().written]
-        rank = run.mesh.rank
-        self._sending = Future(lambda: partners.exchange(path, own, rank, group, self._machines(run.control)))
-
-    def _end_sending(self, run: Trainer, failed: bool) -> None:
-        assert self._sending is not None
-        error, self._sending = self._sending.error, None
-        if failed:
-            problems = run.control.exchange(error and (str(error) or repr(error)))
-            said = [f"{run.control.who(rank)}: {each}" for rank, each in enumerate(problems) if each]
-            raise SaveError("\n".join(["cannot send a checkpoint to another machine:", *said]))
+    def _send(self, path: Path) -> None:
+        """Send what this rank has written of a checkpoint to its partner, and keep what another one sends."""
+        assert self._saver is not None and self._partners is not None
+        own = [each.file.path for each in self._saver.reserve().written]
+        partners.exchange(path, own, self._partners, self._machines)
 
     def _reckon(self, run: Trainer, saver: Saver) -> None:
         """Reckon what a checkpoint has cost, and when the next one may begin."""

@@ -59,7 +59,7 @@ def keeper(rank: int, group: Sequence[int], there: Sequence[range]) -> int:
     return next(each for each in group if of[each] == following)
 
 
-def exchange(folder: Path, own: Sequence[str], rank: int, group: Group, there: Sequence[range]) -> None:
+def exchange(folder: Path, own: Sequence[str], group: Group, there: Sequence[range]) -> None:
     """Send the files that this rank has written to the rank that keeps them, and take those of others; all ranks of a
     set do so, each in a thread of its own.
 
@@ -67,7 +67,7 @@ def exchange(folder: Path, own: Sequence[str], rank: int, group: Group, there: S
         StoreError: a file could not be read or written, here.
         RuntimeError: the other one is gone.
     """
-    problems = list[str]()
+    problems, rank = list[str](), group.ranks[group.index]
     for sender in group.ranks:
         to = keeper(sender, group.ranks, there)
         if rank == sender != to:
@@ -156,8 +156,6 @@ class HeldFiles:
     """The part of a checkpoint that a machine has.
 
     Args:
-        step: Its step.
-        name: The name of its folder.
         index: A digest of its index, which tells it from others of that step.
         tensors: {tensor file that is there, and whose header is whole: what is in it}.
         others: {other file: its bytes}.
@@ -215,7 +213,6 @@ class Machines:
     """The machines of a run, each with files of its own, which the first rank of one sends to that of another.
 
     Args:
-        control: The messages between the ranks.
         node: The number of successive ranks that share a machine.
     """
 
@@ -232,9 +229,7 @@ class Machines:
         """Bring to each machine the files that it lacks, from one that has them; all ranks call this.
 
         Args:
-            folder: Their folder, on each.
             there: {file: bytes} of those that each has.
-            wanted: The files that each is to have.
 
         Raises:
             StoreError: a machine has no room, say; on all ranks.
@@ -282,8 +277,6 @@ class SpreadCheckpoint(Checkpoint):
 
     Args:
         held: {tensor file: what is in it} of each machine.
-        machines: The machines.
-        control: The messages between the ranks.
     """
 
     held: Sequence[Mapping[str, TensorTypes]]

@@ -3,13 +3,65 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from megacore.outcome import AGENT, PAUSE
-from megacore.recovery.beat_writer import Beats
+import torch
+
+from megacore.outcome import AGENT, PAUSE, rank_file
+from megacore.recovery.beats import Beat
+from megacore.recovery.flight_recorder import answer
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
+from megacore.training.step import Phase, Stats
 from megacore.training.trainer import Callback, Trainer
+
+
+class Beats(Callback):
+    """Tells the agent of this rank where it is, if there is one; it comes first of all callbacks.
+
+    On a GPU an event follows each step, and is asked, but never waited for, whether the device has come to it.
+
+    Args:
+        disk_s: Returns the seconds in which this rank has waited for its own disks so far.
+    """
+
+    def __init__(self, disk_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._beat: Beat | None = None
+        self._disk_s, self._waited = disk_s, 0.0
+        self._marks = deque[tuple[int, torch.cuda.Event]]()
+        if folder := os.environ.get(AGENT):
+            with suppress(OSError):
+                self._beat = Beat(rank_file(Path(folder), "beat", os.getpid()))
+                answer(Path(folder), self._device_step)
+
+    def on_phase(self, run: Trainer, phase: Phase) -> None:
+        if self._beat is not None:
+            waited = self._disk_s()
+            self._beat.waited(waited - self._waited)
+            self._waited = waited
+            self._beat.enter(phase, run.step + (phase == "data"))
+
+    def on_step_begin(self, run: Trainer) -> None:
+        if self._beat is not None and run.mesh.device.type == "cuda":
+            while self._marks and self._marks[0][1].query():
+                self._marks.popleft()
+            self._beat.device_did(self._marks[0][0] - 1 if self._marks else run.step - 1)
+
+    def on_step(self, run: Trainer, stats: Stats) -> None:
+        if self._beat is not None:
+            if run.mesh.device.type == "cuda":
+                self._marks.append((run.step, torch.cuda.Event()))
+                self._marks[-1][1].record()
+            self._beat.did(run.step)
+
+    def _device_step(self) -> int:
+        """Return the last step that the device has done of those that it was late with; -1 where there is none.
+
+        The thread that answers asks this, while the main thread may wait for the device.
+        """
+        return max((step for step, mark in list(self._marks) if mark.query()), default=-1)
 
 
 class Pause(Callback):

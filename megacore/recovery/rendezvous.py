@@ -22,7 +22,6 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +43,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from megacore import exits
+from megacore.background import BackgroundTask
 from megacore.launcher.node import Node
 from megacore.recipe import ConfigError
 from megacore.say import err
@@ -67,12 +67,7 @@ _ROUND, _END = "megacore/round", "megacore/end"
 
 
 class RunEndedError(Exception):
-    """The run ends.
-
-    Args:
-        status: The status of this node.
-        why: A sentence about it, if there is something to say.
-    """
+    """The run ends."""
 
     def __init__(self, status: int, why: str = "") -> None:
         super().__init__(why)
@@ -143,11 +138,8 @@ class OneNode(RendezvousHandler):
         """Tell all nodes that the run ends."""
 
     def ended(self, ask: bool = False) -> int | None:
-        """Return the status that the run ends with, if another node says that it does.
-
-        Args:
-            ask: Whether to ask now; else it is what was known a moment ago.
-        """
+        """Return the status that the run ends with, if another node says that it does; without ``ask`` it is what was
+        known a moment ago."""
         return None
 
 
@@ -156,7 +148,6 @@ class SeveralNodes(OneNode):
 
     Args:
         node: This machine among those of the run; the first one hosts the store.
-        secret: The secret that they share.
         patience_s: Seconds that are waited for enough of them.
         heed: Is called while it is waited, and raises :class:`RunEndedError` where a signal asks for the end.
 
@@ -323,44 +314,28 @@ class SeveralNodes(OneNode):
     def _asked(self, question: Callable[[Store], Any]) -> Any:
         """Return the store's answer to a question; None where there is none in time."""
 
-        def ask() -> Any:
-            store = self._agents or self._client()
-            return question(store)
-
         try:
-            return self._patiently(ask, ANSWER_S)
+            return self._patiently(lambda: question(self._agents or self._client()), ANSWER_S)
         except (RendezvousError, RuntimeError, TimeoutError):
             self._agents = None
             return None
 
     def _patiently(self, function: Callable[[], Any], limit_s: float | None) -> Any:
         """Return what a function does in a thread of its own; meanwhile signals are heeded where there is no limit."""
-        answer = Future[Any]()
-
-        def run() -> None:
-            try:
-                answer.set_result(function())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="rendezvous asks", daemon=True).start()
+        answer = BackgroundTask(function, "rendezvous asks")
         until = time.monotonic() + (limit_s or 0)
-        while not answer.done():
+        while not answer.wait(0.05):
             if limit_s is None:
                 self._heed()
             elif time.monotonic() > until:
                 raise TimeoutError
-            wait([answer], 0.05)
-        return answer.result()
+        return answer.result
 
 
 class SignedBackend(RendezvousBackend):
     """torch's state of one round, signed.
 
     Args:
-        store: The store that holds it.
-        name: The name of the round.
-        secret: The secret that all nodes know.
         goes_on: Raises where it is not to be joined any more.
     """
 

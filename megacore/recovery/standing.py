@@ -57,8 +57,6 @@ class Witness:
     """A rank as its agent has seen it.
 
     Args:
-        reading: Its beat.
-        stood: Seconds for which it has been seen there.
         doing: "works", "waits", "compiles" or "is stopped", as far as its stacks show that.
         call: The call in which it waits, or nothing.
         groups: {group: its collectives}; empty where it has not answered.
@@ -106,11 +104,6 @@ def judge(seen: Mapping[int, Witness], shape: MeshShape | None, node: str = "") 
 
     Whoever waits for no other rank stands. Where all wait, that is the rank which is ahead of a collective that it has
     left out, and where ranks have called different ones as the same, the fewer; else nobody.
-
-    Args:
-        seen: {rank: what was seen of it}, of all living ranks of this agent.
-        shape: The mesh of the run, where it is known.
-        node: The name of this machine, where there are several.
     """
     for awaited in (each for witness in seen.values() for each in witness.pending):
         called = dict[Call, list[int]]()

@@ -134,6 +134,14 @@ def append(path: Path) -> BufferedWriter:
     return BufferedWriter(file)
 
 
+def ends_within_a_line(path: Path) -> bool:
+    """Return whether the last line of a file of ours has been cut, by a kill or a full disk."""
+    with open_file(path, path.parent) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
 def open_lock(path: Path) -> FileIO:
     """Open a file to lock, which is made if it is not there.
 

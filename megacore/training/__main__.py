@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megacore.training.main import main
-from megacore.training.train import protection
+from megacore.training.main import main, protection
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], protection()))

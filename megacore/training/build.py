@@ -27,7 +27,7 @@ from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.callbacks.garbage import Garbage
 from megacore.training.callbacks.incidents import Incidents
-from megacore.training.callbacks.metrics import Metrics
+from megacore.training.callbacks.metrics import Meter, Metrics
 from megacore.training.callbacks.profile import Profile
 from megacore.training.callbacks.recompute import Recompute
 from megacore.training.callbacks.repeat_steps import RepeatSteps
@@ -35,11 +35,10 @@ from megacore.training.callbacks.replicas import Replicas
 from megacore.training.callbacks.report import FinalReport
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
-from megacore.training.callbacks.tell_spikes import TellSpikes
+from megacore.training.callbacks.spikes import TellSpikes
 from megacore.training.check import Setup
-from megacore.training.load import load as load_into
+from megacore.training.initial_state import load_initial_state
 from megacore.training.lr import learning_rate
-from megacore.training.meter import Meter
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
@@ -71,9 +70,6 @@ DTYPES = {
 def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callback] = ()) -> Trainer:
     """Build the live parts of a run on this rank, its model initialised or loaded.
 
-    Args:
-        given: The callbacks beside those that the config asks for.
-
     Raises:
         ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
         StoreError: what the run starts from is damaged.
@@ -92,7 +88,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule)
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
-    load_into(start, model.parameters, optimizer, config.train.seed, control)
+    load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
     batches = _batches(setup, setup.corpora.train, mesh, model).without(start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)
@@ -258,29 +254,29 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     return adapters
 
 
-def agree_on_data(control: Control, setup: Setup) -> None:
-    """Raise ConfigError on all ranks where some have found other tokens than the rest: a sample is to be the same
-    whoever takes it."""
-    found = control.gather(setup.corpora.identities)
-    if others := control.tell([rank for rank, here in enumerate(found) if here != found[0]]):
-        paths, who = ", ".join(corpus.path for corpus in setup.config.data.train), ", ".join(map(str, others[:8]))
-        raise ConfigError(
-            [f"data.train: {paths} hold other tokens on ranks {who} than on rank 0: give all nodes the same files"]
-        )
-
-
 def _agree(control: Control, setup: Setup, chosen: str) -> None:
-    """Raise what any rank has found. Each has looked for itself; a folder that only some of them see would break the
-    run much later, and kernels that only some of them have would wait for other messages."""
-    start, step = setup.start, setup.start.progress.step
-    least, most = -int(control.largest(-step)[0]), int(control.largest(step)[0])
-    if least != most:
-        problem = f"ranks have found checkpoints to resume from of steps {least} to {most}"
-        raise ConfigError([f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"])
-    sources = control.tell([*{*control.gather(None if start.source is None else str(start.source.path))}])
-    if len(sources) > 1:
-        found = ", ".join(sorted(map(str, sources)))
-        raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
-    agree_on_data(control, setup)
-    if len(various := control.tell(sorted({*control.gather(chosen)}))) > 1:
-        raise ConfigError([f"ranks have chosen different kernels: make their machines alike ({'; '.join(various)})"])
+    """Raise ConfigError on all ranks where they have found different things. Each has looked for itself; a folder that
+    only some of them see would break the run much later, and kernels that only some of them have would wait for other
+    messages."""
+    start = setup.start
+    source = None if start.source is None else str(start.source.path)
+    found = control.gather([start.progress.step, source, setup.corpora.identities, chosen])
+    if problem := control.tell(_differs(found, setup.config) if found else None):
+        raise ConfigError([problem])
+
+
+def _differs(found: Sequence[tuple[int, str | None, Sequence[str], str]], config: Config) -> str | None:
+    """Return what ranks have found differently, of (step, source, identities of the data, kernels) of each."""
+    steps, sources, data, kernels_of = zip(*found, strict=True)
+    if len({*steps}) > 1:
+        problem = f"ranks have found checkpoints to resume from of steps {min(steps)} to {max(steps)}"
+        return f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"
+    if len({*sources}) > 1:
+        various = ", ".join(sorted(map(str, {*sources})))
+        return f"checkpoint.init: ranks have found different checkpoints of one run ({various}): name one"
+    if others := [rank for rank, here in enumerate(data) if here != data[0]]:  # a sample is to be the same for all
+        paths, who = ", ".join(corpus.path for corpus in config.data.train), ", ".join(map(str, others[:8]))
+        return f"data.train: {paths} hold other tokens on ranks {who} than on rank 0: give all nodes the same files"
+    if len({*kernels_of}) > 1:
+        return f"ranks have chosen different kernels: make their machines alike ({'; '.join(sorted({*kernels_of}))})"
+    return None

@@ -61,8 +61,6 @@ def check(
     """Read and check a run.
 
     Args:
-        world_size: Ranks of the run.
-        local_ranks: Those on this machine.
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.
         led: Whether one of any machine does so: what all share is left to it, the files of a checkpoint on a disk, and
             whether checkpoints can be kept in an object store.

@@ -18,10 +18,7 @@ def learning_rate(step: int, schedule: ScheduleConfig, base: float, total_steps:
         constant  `base` throughout
 
     Args:
-        step: Number of the step, from 1.
         schedule: Its name and lengths; see `length_of_decay` for what null stands for.
-        base: The peak.
-        total_steps: Length of the run.
     """
     done = step - 1
     if done < schedule.warmup_steps:

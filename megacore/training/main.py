@@ -1,4 +1,5 @@
-"""One rank of a run: ``torchrun -m megacore.training RECIPE [section.key=value ...]``, and the agent's ranks alike.
+"""One rank of a run: ``torchrun -m megacore.training RECIPE [section.key=value ...]``, the agent's ranks alike, and
+`megacore.train` from Python.
 
 Everything that can be wrong with a run is found before a process group starts, and said once, by the first rank of each
 node.
@@ -12,16 +13,18 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megacore import checkpoints, exits, open_files, outcome
+from megacore import checkpoints, exits, open_files
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.hardware import claim
-from megacore.rank import Here, die_with, join, leave, restarts
+from megacore.outcome import RankOutcome
+from megacore.rank import RankPlace, die_with, join, leave, restarts
 from megacore.recipe import ConfigError
 from megacore.resources import gpus
 from megacore.say import err, outlive, say
@@ -39,7 +42,7 @@ from parallel import kernels
 from parallel.mesh import Mesh
 
 
-def checked(recipe: str, overrides: Sequence[str], here: Here) -> Setup:
+def checked(recipe: str, overrides: Sequence[str], here: RankPlace) -> Setup:
     """Return a run once it is checked: one rank of each node reads the indexes of the data for all, and one of them all
     the files of a checkpoint.
 
@@ -50,7 +53,7 @@ def checked(recipe: str, overrides: Sequence[str], here: Here) -> Setup:
     return check(recipe, given, here.world, here.local_world, here.local_rank > 0, here.rank > 0)
 
 
-def ready(setup: Setup, here: Here) -> torch.device:
+def ready(setup: Setup, here: RankPlace) -> torch.device:
     """Make this process a rank of a run: its device, its threads, its group."""
     section = setup.config.train
     kind = section.device_type(gpus())
@@ -65,7 +68,7 @@ def ready(setup: Setup, here: Here) -> torch.device:
     return device
 
 
-def fit(setup: Setup, device: torch.device, here: Here, callbacks: Sequence[Callback] = ()) -> Trainer:
+def fit(setup: Setup, device: torch.device, here: RankPlace, callbacks: Sequence[Callback] = ()) -> Trainer:
     """Train a run on the processes of the group that there is -> its trainer, after the last step.
 
     Raises:
@@ -104,13 +107,49 @@ def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callb
         setup = start.instead_of(setup, newest, damage, control)
 
 
+def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
+    """Train what a recipe describes, as the rank that this process is -> the last step that was done.
+
+    Alone, in a notebook say, it is the only rank; under torchrun it is one of them. Checkpoints are kept in memory as
+    under `megacore train`; whoever starts the ranks starts them again.
+
+    Args:
+        callbacks: The callbacks beside those that the config asks for, in this order; the same on all ranks.
+
+    Raises:
+        ConfigError: all that is wrong with it, before any process group starts.
+        NonFinite, SaveError, StoreError: the run has ended, on all ranks.
+    """
+    here = RankPlace.of_environment()
+    setup = checked(recipe, overrides, here)
+    device = ready(setup, here)
+    try:
+        run = fit(setup, device, here, [*protection(), *callbacks])
+    except (ConfigError, NonFinite, SaveError, StoreError):  # on every rank
+        leave(here)
+        raise
+    leave(here)
+    if here.rank == 0 and setup.config.checkpoint.export is not None:
+        say(export(setup.config, run.step))
+    return run.step
+
+
+def protection() -> list[Callback]:
+    """Return the callbacks that protect a run, where the room of recovery is there: it trains without."""
+    if find_spec("megacore.recovery") is None:
+        return []
+    from megacore.recovery import protection
+
+    return protection.protection()
+
+
 def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     """Train as the arguments say -> the exit status of this rank."""
     if not argv or argv[0].startswith("-"):
         err("usage: megacore.training RECIPE [section.key=value ...]")
         return exits.MISUSED
     outlive()
-    here = Here.now()
+    here = RankPlace.of_environment()
     if not here.launched and "ACCELERATE_USE_CPU" in os.environ:
         say(
             "accelerate launch starts one process on CPUs, whatever its --num_processes says: megacore train starts as "
@@ -139,7 +178,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
             err(error)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
         err(f"rank {here.rank}: {error}")
-        outcome.tell(exits.FAILED)
+        RankOutcome(exits.FAILED).write()
         os._exit(exits.FAILED)
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
         err("Interrupted again: ended at once, without a checkpoint.")
@@ -150,7 +189,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     exports = here.rank == 0 and run is not None and not run.pausing and run.config.checkpoint.export is not None
     stopped = run is not None and run.stopping and run.step < run.config.train.steps
     if not exports:  # before a library can abort this process, which has nothing more to do
-        outcome.tell(status, stopped, paused=run is not None and run.pausing)
+        RankOutcome(status, stopped, paused=run is not None and run.pausing).write()
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if exports and run is not None:
@@ -159,5 +198,5 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
         except StoreError as error:
             status = exits.FAILED
             err(error)
-        outcome.tell(status, stopped)
+        RankOutcome(status, stopped).write()
     return status

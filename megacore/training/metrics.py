@@ -21,7 +21,7 @@ from tqdm import tqdm
 from megacore import pictures
 from megacore.config import Config
 from megacore.say import err
-from megacore.store.files import append, open_file
+from megacore.store.files import append, ends_within_a_line, open_file
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import read_file
 from megacore.store.tensors import os_errors
@@ -54,7 +54,7 @@ class JsonLines:
         self._begun = 0
         """Bytes of the first of them that are in the file already."""
         with os_errors(path):
-            cut = path.exists() and _is_cut(path)
+            cut = path.exists() and ends_within_a_line(path)
             self._file = append(path).detach()
         if cut:
             self._kept.append(b"\n")
@@ -176,8 +176,6 @@ class WallClock:
 
         Args:
             records: All that it has written so far, those of later steps too: their time has passed.
-            after: The step.
-            began: The time when this launch began.
         """
         useful, before, since, step = 0.0, 0.0, began, after
         for record in records:
@@ -210,7 +208,6 @@ class Log:
     the last one counts (:func:`standing`).
 
     Args:
-        after: The step after which it goes on.
         began: The time when the launch of the run began, in seconds since 1970; None for now.
     """
 
@@ -308,13 +305,6 @@ def _are_loads(values: Iterable[object]) -> bool:
                 isinstance(row, list) and row and all(isinstance(number, int) for number in row) for row in rows
             )
     return False
-
-
-def _is_cut(path: Path) -> bool:
-    with open_file(path, path.parent) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) not in (b"", b"\n")
 
 
 def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megacore.training.states.device_store import DeviceStore, Nothing
+from megacore.store.index import MASTER, MOMENTS
+from megacore.training.states.device_store import DeviceStore, Nothing, Rule
 from megacore.training.states.offload import Offload, OffloadedStore
-from megacore.training.states.store import MASTER, MOMENTS, Rule, StateStore
 from parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
 from parallel.gradients.reduce import Gradients
 
@@ -46,7 +46,7 @@ class Optimizer:
         self._gradients = gradients
         self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments)
         device = gradients.parameters.mesh.device
-        self.store: StateStore = (
+        self.store: DeviceStore | OffloadedStore = (
             DeviceStore(gradients.parts, self._rule, device, _nothing(gradients))
             if offload is None
             else OffloadedStore(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)
@@ -55,21 +55,15 @@ class Optimizer:
         self._after: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def step(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Update the parameters from the summed gradients.
+    def update(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
+        """Update what this rank owns from the summed gradients, without a message to anybody: parameters that are split
+        are to be gathered after it (``Gradients.updated``).
 
         Args:
-            lr: Learning rate.
             norm: The global norm of the gradient, without the scale.
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
             scale: The factor that the summed gradients have; None for 1.
         """
-        self.update(lr, norm, go, scale)
-        self._gradients.updated()
-
-    @torch.no_grad()
-    def update(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Update what this rank owns, without a message to anybody: the first part of :meth:`step`."""
         if self._after is not None:
             self._after.wait()
             self._after = None

@@ -29,9 +29,7 @@ class Progress:
     """Counts since the run began, whatever it has been resumed with.
 
     Args:
-        step: Steps.
         samples: Samples of the training data; the next step begins with the one at this position of the run's order.
-        tokens: Tokens of them.
         updates: Steps that have changed the weights: those with a gradient that was not finite have not.
         scaler: The state of the loss scale; None where losses are not scaled.
         skipped_samples: The samples that are cut from that order.

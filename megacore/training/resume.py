@@ -48,9 +48,6 @@ class Start:
     Args:
         source: The folder of the weights; None where they are drawn at random.
         trainer: The source's state of its run, if that goes on; None where a run begins.
-        progress: The progress of the run so far.
-        said: Lines for the user.
-        adapters: The folder of the adapters of the source that a run goes on with.
         damaged: Newer checkpoints of the run, which were passed over: to be set aside before the run writes anything.
     """
 
@@ -84,8 +81,6 @@ def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = Fals
     """Open what the run is to start from.
 
     Args:
-        config: The config of the run.
-        damaged: Checkpoints that are known to be.
         checked: Whether another process checks the tensor files of checkpoints.
 
     Raises:
@@ -102,17 +97,9 @@ def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
     if section.resume != AUTO:
         return go_on(config, Checkpoint.open(checkpoints.newest_of(place(section.resume)), checked), checked)
     folder = checkpoints.folder_of(config.out, section.folder)
-    for path in reversed(checkpoints.named(folder).values()):
-        if any(path == each.path for each in damaged):
-            continue
-        try:
-            checkpoint = _whole(path, checked)
-        except VersionError:
-            raise
-        except StoreError as error:
-            damaged = (*damaged, Damaged(path, str(error)))
-        else:
-            return replace(go_on(config, checkpoint, checked), damaged=damaged)
+    checkpoint, damaged = newest_whole(folder, damaged, checked)
+    if checkpoint is not None:
+        return replace(go_on(config, checkpoint, checked), damaged=damaged)
     if any((each.path / INDEX).exists() for each in damaged):
         listed = "\n".join(each.reason for each in damaged)
         raise StoreError(
@@ -124,12 +111,27 @@ def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
     return replace(_from(section.init, checked), said=(said,), damaged=damaged)
 
 
-def _whole(path: Path, checked: bool) -> Checkpoint:
-    """Return a checkpoint of a run, as far as can be known without reading its tensors.
+def newest_whole(
+    folder: Path, damaged: tuple[Damaged, ...], checked: bool = False, steps: range | None = None
+) -> tuple[Checkpoint | None, tuple[Damaged, ...]]:
+    """Return the newest checkpoint of a run that is whole, as far as can be known without reading its tensors, and the
+    newer ones that are damaged, beside those that are known to be.
 
     Raises:
-        StoreError: something is missing or damaged.
+        VersionError: another version of megacore has written it.
     """
+    for step, path in reversed(checkpoints.named(folder).items()):
+        if (steps is None or step in steps) and all(path != each.path for each in damaged):
+            try:
+                return _whole(path, checked), damaged
+            except VersionError:
+                raise
+            except StoreError as error:
+                damaged = (*damaged, Damaged(path, str(error)))
+    return None, damaged
+
+
+def _whole(path: Path, checked: bool) -> Checkpoint:
     if not (path / INDEX).exists():
         raise StoreError(f"{path} has no {INDEX}: it was not written to its end")
     checkpoint = Checkpoint.open(path, checked)
@@ -245,40 +247,65 @@ def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
 def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, data: Sequence[str] = ()) -> list[str]:
     """Return the differences to where the weights come from, the samples that are left out, and adapters that can only
     be merged, a line each; data: the identity of each corpus."""
-    lines = *_differences(start, config, model, mesh), *_reordered(start, config, data), *_left_out(start.progress)
-    lines = *lines, *_only_merged(config, model)
+    lines = *_of_source(start, model), *_of_run(start, config, model, mesh, data), *_only_merged(config, model)
     return [limits.cut(line) for line in lines]
+
+
+def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
+    yield from start.said
+    if start.source is None:
+        return
+    if not start.said:
+        yield f"Starting from the weights of {start.source.path}."
+    if start.source.left_out is not None:
+        yield f"  {start.source.left_out}"
+    before = asdict(start.source.config)
+    for name, value in asdict(model).items():
+        if value != before.get(name):
+            yield f"  model.{name} is {brief(value)}, and was {brief(before.get(name))}"
+
+
+def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, data: Sequence[str]) -> Iterator[str]:
+    """Yield what a run goes on with that is not as it was when it stopped."""
+    if start.trainer is not None:
+        was, now = _flat(start.trainer["recipe"]), _flat(_plain(recipe(config, mesh)))
+        changed = [key for key in now if key in was and now[key] != was[key]]
+        yield from (f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD))
+        if start.progress.updates and any(key in ("train.only", "train.freeze") for key in changed):
+            yield (
+                f"  what is trained from here on only has moments of 0 and the bias correction of step "
+                f"{start.progress.updates:,}: its first steps are larger. Begin by checkpoint.init to count anew"
+            )
+        if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
+            yield "  the layout or microbatch has changed: dropout draws other masks than it would have drawn"
+        held = start.trainer.get(DATA)
+        before, here = (held, data) if held and data else (None, None)  # older checkpoints have none
+        for corpus, one, other in zip(config.data.train, before or (), here or (), strict=False):
+            if one != other:
+                yield f"  {corpus.path} holds other tokens than those that the run was trained on"
+        if _order(start.trainer["recipe"], before) != _order(_plain(asdict(config)), here):
+            yield (
+                "  samples come in another order from here on: some of those that were trained on in this epoch may "
+                "come again, and others never"
+            )
+    if skipped := start.progress.skipped_samples:
+        yield f"{len(skipped):,} samples of the training data are left out: {in_words(skipped)}."
 
 
 def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
     """Yield which adapters the peft library would load wrongly, so that an export to it refuses them in the end."""
     lora = config.tuning.lora
     chosen = lora_of.targets(model.schema, lora.targets) if lora else ()
+    merged = "The adapters can be merged (--to hf --base), not exported by --to peft:"
     if mistaken := lora_of.mistaken_by_peft(model.family, chosen):
         yield (
-            f"The adapters can be merged (--to hf --base), not exported by --to peft: peft takes those of "
-            f"{', '.join(mistaken)} for those of {model.family}'s experts. Leave them out of lora.targets for that."
+            f"{merged} peft takes those of {', '.join(mistaken)} for those of {model.family}'s experts. "
+            "Leave them out of lora.targets for that."
         )
     if lora and is_part_of(base := str(config.checkpoint.init)):
         yield (
-            f"The adapters can be merged (--to hf --base), not exported by --to peft: {model.family} is a part of the "
-            f"larger model of {base}, in which peft would find no linear of their names."
-        )
-
-
-def _reordered(start: Start, config: Config, data: Sequence[str]) -> Iterator[str]:
-    """Yield that a run goes on with other samples, or the same in another order, than it began with."""
-    if start.trainer is None:
-        return
-    held = start.trainer.get(DATA)
-    before, here = (held, data) if held and data else (None, None)  # older checkpoints have none
-    for corpus, one, other in zip(config.data.train, before or (), here or (), strict=False):
-        if one != other:
-            yield f"  {corpus.path} holds other tokens than those that the run was trained on"
-    if _order(start.trainer["recipe"], before) != _order(_plain(asdict(config)), here):
-        yield (
-            "  samples come in another order from here on: some of those that were trained on in this epoch may come "
-            "again, and others never"
+            f"{merged} {model.family} is a part of the larger model of {base}, in which peft would find no linear of "
+            "their names."
         )
 
 
@@ -290,35 +317,6 @@ def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[An
     known = [each.get("path") for each in corpora] if identities is None else list(identities)
     sizes = [(each.get("weight"), each.get("least")) for each in corpora]
     return [known, sizes, held_out, data.get("sequence_length"), data.get("seed"), chat.get("pack")]
-
-
-def _left_out(progress: Progress) -> Iterator[str]:
-    if skipped := progress.skipped_samples:
-        yield f"{len(skipped):,} samples of the training data are left out: {in_words(skipped)}."
-
-
-def _differences(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
-    if start.source is None:
-        return list(start.said)
-    lines = list(start.said) if start.said else [f"Starting from the weights of {start.source.path}."]
-    if start.source.left_out is not None:
-        lines.append(f"  {start.source.left_out}")
-    before = asdict(start.source.config)
-    for name, value in asdict(model).items():
-        if value != before.get(name):
-            lines.append(f"  model.{name} is {brief(value)}, and was {brief(before.get(name))}")
-    if start.trainer is not None:
-        was, now = _flat(start.trainer["recipe"]), _flat(_plain(recipe(config, mesh)))
-        changed = [key for key in now if key in was and now[key] != was[key]]
-        lines += [f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD)]
-        if start.progress.updates and any(key in ("train.only", "train.freeze") for key in changed):
-            lines.append(
-                f"  what is trained from here on only has moments of 0 and the bias correction of step "
-                f"{start.progress.updates:,}: its first steps are larger. Begin by checkpoint.init to count anew"
-            )
-        if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
-            lines.append("  the layout or microbatch has changed: dropout draws other masks than it would have drawn")
-    return lines
 
 
 _TOLD = (

@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from megacore import checkpoints
+from megacore.background import BackgroundTask
 from megacore.control import Control
 from megacore.say import err
 from megacore.store.checkpoint import COMPANIONS, TRAINER
@@ -254,52 +255,43 @@ def _copies(
 
 
 @dataclass
-class Future:
-    """A function that runs in a thread; its result and its exception stay until they are asked for."""
-
-    do: Callable[[], Any]
-    result: Any = None
-    error: Exception | None = None
-    thread: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="save", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self.do()
-        except Exception as error:
-            self.error = error
-
-
-@dataclass
 class _Saving:
-    """A checkpoint on its way: first every rank writes its files, then rank 0 publishes the folder."""
+    """A checkpoint on its way: first every rank writes its files, then the first one of those that share the folder
+    publishes it, and last all may send what they have written elsewhere."""
 
     step: int
     trainer: Mapping[str, Any]
     publication: Publication | Upload | None
-    work: Future | None
-    publishing: bool = False
+    stage: Literal["write", "publish", "send"] = "write"
+    work: BackgroundTask[Any] | None = None
+
+    def begin(self, stage: Literal["write", "publish", "send"], work: Callable[[], object] | None) -> None:
+        """Begin a stage, in which this rank may have nothing to do."""
+        self.stage, self.work = stage, None if work is None else BackgroundTask(work, "save")
 
 
 class Saver:
     """Saves checkpoints of a run; every rank has one, and all call it at the same steps.
 
     Args:
-        folder: The folder of the run's checkpoints.
         node: The number of successive ranks that share the folder, where it is in the memory of each machine: the first
             of them publishes what they have written, with the index of all files. None for a folder of all ranks.
+        send: Sends what this rank has written of a checkpoint elsewhere, once that is published; all ranks do so.
     """
 
     def __init__(
-        self, folder: Path, contents: Contents, control: Control, kept: Retention, node: int | None = None
+        self,
+        folder: Path,
+        contents: Contents,
+        control: Control,
+        kept: Retention,
+        node: int | None = None,
+        send: Callable[[Path], object] | None = None,
     ) -> None:
         self.folder, self._contents = folder, contents
         layout, dtypes = on_disk(contents.state.layout), tuple(contents.state.dtypes)
         self.index = Index(contents.raw, layout, dtypes, None, {}, contents.adapters, contents.frozen)
-        self._control, self._kept, self._several = control, kept, node is not None
+        self._control, self._kept, self._several, self._send = control, kept, node is not None, send
         rank, world = control.mesh.rank, control.mesh.shape.world
         first = rank - rank % (node or world)
         self._sharing = range(first, min(first + (node or world), world))
@@ -312,10 +304,6 @@ class Saver:
     def save(self, step: int, trainer: Mapping[str, Any]) -> None:
         """Take the state as it is and begin to write it; waits for an earlier save first. A checkpoint that is there
         already is left as it is: the run had come so far before, and has gone back after a fault.
-
-        Args:
-            step: The last step that was done.
-            trainer: The fields of ``trainer.json``.
 
         Raises:
             SaveError: it cannot begin, for want of room say, or the earlier one failed.
@@ -348,7 +336,8 @@ class Saver:
                 checkpoints.prune(self.folder, self._kept.newest - 1, self._kept.every)
             return snapshot.write(folder)
 
-        self._saving = _Saving(step, trainer, publication, Future(work))
+        self._saving = _Saving(step, trainer, publication)
+        self._saving.begin("write", work)
 
     @property
     def _publishes(self) -> bool:
@@ -403,14 +392,11 @@ class Saver:
         """Return whether this rank is still at work, and whether it has failed: for :meth:`advance`."""
         if self._saving is None or self._saving.work is None:
             return False, False
-        busy = self._saving.work.thread.is_alive()
+        busy = self._saving.work.is_running
         return busy, not busy and self._saving.work.error is not None
 
     def advance(self, busy: bool, failed: bool) -> None:
         """Go on with a save in the background, as far as it can without waiting.
-
-        Args:
-            busy, failed: Whether any rank's :meth:`news` says so.
 
         Raises:
             SaveError: a rank could not write its files.
@@ -420,19 +406,21 @@ class Saver:
             return
         if failed:
             self._fail(saving)
-        elif not busy and saving.publishing:
-            self._saving, self._failing_since, self.published = None, None, saving.step
-        elif not busy:
+        elif not busy and saving.stage == "write":
             result = saving.work.result if saving.work else None
             written = self._control.exchange(result) if self._several else self._control.gather(result)
-            saving.publishing = True
-            saving.work = Future(lambda: self._publish(saving, written)) if saving.publication else None
+            saving.begin("publish", (lambda: self._publish(saving, written)) if saving.publication else None)
+        elif not busy and saving.stage == "publish" and self._send is not None:
+            self.published, path, send = saving.step, checkpoints.path_of(self.folder, saving.step), self._send
+            saving.begin("send", lambda: send(path))
+        elif not busy:
+            self._saving, self._failing_since, self.published = None, None, saving.step
 
     def abandon(self) -> None:
         """Give up the save in the background, if there is one that is not published yet; all ranks do so."""
         saving, self._saving = self._saving, None
         if saving is not None and saving.work is not None:
-            saving.work.thread.join()
+            saving.work.wait()
         if saving is not None and saving.publication is not None:
             saving.publication.abandon()
 
@@ -440,20 +428,21 @@ class Saver:
         """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""
         while self._saving is not None:
             if self._saving.work is not None:
-                self._saving.work.thread.join()
+                self._saving.work.wait()
             busy, failed = self._control.largest(*self.news())
             self.advance(bool(busy), bool(failed))
 
     def _fail(self, saving: _Saving) -> None:
         if saving.work is not None:
-            saving.work.thread.join()
+            saving.work.wait()
         error = saving.work.error if saving.work else None
         errors = self._control.exchange(error and (str(error) or repr(error)))
         if saving.publication is not None:
             saving.publication.abandon()
         self._saving = None
         said = [f"{self._control.who(rank)}: {reason}" for rank, reason in enumerate(errors) if reason]
-        raise self._failed("\n".join([f"cannot save step {saving.step}:", *said]))
+        what = "send a checkpoint to another machine" if saving.stage == "send" else f"save step {saving.step}"
+        raise self._failed("\n".join([f"cannot {what}:", *said]))
 
     @cached_property
     def bytes(self) -> int:

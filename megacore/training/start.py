@@ -60,9 +60,7 @@ def instead_of(setup: Setup, used: Setup, error: DamageError, control: Control) 
     """Return a run that starts from something else than what has turned out to be damaged while it was loaded.
 
     Args:
-        setup: The run, as its checkpoints on disk say.
         used: The one whose start is damaged, of :func:`newest`.
-        error: The damage, on all ranks.
 
     Raises:
         DamageError: there is nothing else.

@@ -37,9 +37,7 @@ class Stats:
     Args:
         loss: Mean loss of the counted tokens of the global batch.
         grad_norm: Norm of the whole model's gradient before clipping.
-        tokens: Number of counted tokens.
         own_loss: This rank's part of the loss, the one that is not the same everywhere.
-        scale: The factor of the loss in the backward.
         overflow: Whether the gradient alone is not finite, and a smaller scale may mend that in later steps.
         squares: This rank's part of the squares of the gradient, which is scaled, fp64.
     """

@@ -93,15 +93,8 @@ class Trainer:
     """A run on this rank.
 
     Args:
-        config, mesh, model: The run, its groups, this rank's part of the model.
-        train_step: Loss, gradients and update of a global batch.
-        batches: This rank's training batches.
-        upload: Makes microbatches on the device.
-        learning_rate: Gives the learning rate of a step.
         control: The messages between the ranks in host memory.
-        contents: All that a checkpoint of the run holds.
         origin: The start of the run in this process.
-        callbacks: The callbacks, in their order.
     """
 
     config: Config
@@ -217,7 +210,6 @@ class Trainer:
         """Go on after an earlier step, whose state is that of now; all ranks say so after the same step.
 
         Args:
-            step: The last step that counts.
             start: The progress that samples are counted from, where some are left out from here on.
         """
         self._back_to = step, start or self.start

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.recovery.protection import protection
 from megacore.training import build
@@ -73,7 +73,7 @@ class Happens(Callback):
 
 if __name__ == "__main__":
     what = json.loads(os.environ.get(VARIABLE) or "{}")
-    here = Here.now()
+    here = RankPlace.of_environment()
     out = next(each for each in sys.argv if each.startswith("out=")).removeprefix("out=")
     pids = Path(f"{out}-pids")
     if MEMORY in os.environ:  # on machines of their own they have it at the same path

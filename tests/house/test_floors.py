@@ -39,8 +39,7 @@ MEASURE = "megacore.planning.measure"
 """Runs the model, and is imported when it is to."""
 FILLS_TENSORS = "megacore.store.loader"
 AGENT = tuple(
-    f"megacore.recovery.{name}"
-    for name in ("agent", "beat_writer", "memory_checkpoints", "partners", "protection", "rendezvous")
+    f"megacore.recovery.{name}" for name in ("agent", "memory_checkpoints", "partners", "protection", "rendezvous")
 )
 """Are torch's elastic agent, imported once the config is known to be right."""
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
@@ -133,7 +132,9 @@ def test_a_bare_step_needs_torch_and_little_else() -> None:
     assert others - sys.stdlib_module_names == {"torch", "numpy", "einops", "fsspec"}
 
 
-TRAINING = {f"megacore.training.{name}" for name in ("load", "main", "optimizer", "resume", "save", "step", "trainer")}
+TRAINING = {
+    f"megacore.training.{name}" for name in ("initial_state", "main", "optimizer", "resume", "save", "step", "trainer")
+}
 READERS = [f"tools.{name}" for name in ("convert", "evaluate", "generate", "inspect", "verify")]
 
 

@@ -21,8 +21,8 @@ from megacore.inference.model_loader import model_from
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.conversion import to_hugging_face
 from megacore.store.formats import open_model
-from megacore.training import loads as loads_of
 from megacore.training import metrics
+from megacore.training.callbacks.metrics import expert_load_metrics
 from parallel.balance import NONE, Loads
 from parallel.mesh import Mesh
 
@@ -81,7 +81,7 @@ def test_metrics_are_those_of_the_counts_of_each_layer(recipe: str, tmp_path: Pa
 def test_a_step_s_loads_are_told_as_means_and_of_the_worst_layer() -> None:
     counts, zeros = torch.tensor([[0, 2, 3, 3], [0, 0, 4, 4]]), torch.zeros(2, dtype=torch.float64)
     biases = torch.tensor([[-0.25, 0.5], [-0.5, 0.25]])
-    found = loads_of.record(Loads((1, 2), counts, zeros, zeros, biases), NONE)
+    found = expert_load_metrics(Loads((1, 2), counts, zeros, zeros, biases), NONE)
     assert (found["load_idle"], found["load_idle_worst"]) == (0.375, 0.5)
     assert (found["load_max"], found["load_max_worst"]) == (1.75, 2.0)
     assert found["load_entropy_worst"] == pytest.approx(0.5)

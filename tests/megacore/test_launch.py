@@ -65,10 +65,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     ):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*arguments: str, **variables: str) -> tuple[int, program.LaunchedRun | None]:
-        given = list[program.LaunchedRun]()
+    def run(*arguments: str, **variables: str) -> tuple[int, program.TrainingJob | None]:
+        given = list[program.TrainingJob]()
 
-        def launched(run: program.LaunchedRun, arrived: list[int]) -> int:
+        def launched(run: program.TrainingJob, arrived: list[int]) -> int:
             given.append(run)
             return 7
 

@@ -26,12 +26,10 @@ from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig, ZeroConfig
 from megacore.planning.setting import SHARDS
 from megacore.recipe import load
+from megacore.store.index import MASTER
 from megacore.training.optimizer import Optimizer
-from megacore.training.states import window_stores
 from megacore.training.states.offload import Offload, OffloadedStore
-from megacore.training.states.store import MASTER
-from megacore.training.states.window_stores import BUFFERS, WindowStore
-from megacore.training.states.windows import ALIGNED, cut
+from megacore.training.states.windows import ALIGNED, BUFFERS, WindowStore, cut
 from models.registry import configure
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
@@ -97,7 +95,8 @@ def states_after(
                 values.wait()
             (parameter.float().square() * (numbers + live.rank + step).sin()).sum().backward()
         gradients.finish()
-        optimizer.step(0.1 / (step + 1), gradients.norm(), torch.tensor(step != 2))
+        optimizer.update(0.1 / (step + 1), gradients.norm(), torch.tensor(step != 2))
+        gradients.updated()
     found = {}
     for state, kept in optimizer.states().items():
         for name, kind in kept.items():
@@ -189,7 +188,9 @@ def test_threads_wait_for_events_on_the_device_of_their_rank(tmp_path: Path, mon
 
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
-    monkeypatch.setattr(window_stores, "_bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(
+        "megacore.training.states.windows._bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8)
+    )
     store = WindowStore([100] * 2 * BUFFERS, {"a": torch.float32}, device, tmp_path)
     for number in range(2 * BUFFERS):
         store.open(number)
@@ -222,7 +223,7 @@ def highest(folder: Path | None, buffer: int) -> int:
     offload = Offload(folder, buffer) if folder else None
     optimizer = Optimizer(gradients, lr=0.1, offload=offload)
     for _ in range(3):
-        optimizer.step(0.1, torch.tensor(1.0))
+        optimizer.update(0.1, torch.tensor(1.0))
     return device_store() - before
 
 

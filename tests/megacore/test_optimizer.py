@@ -39,7 +39,8 @@ def made(dtype: torch.dtype, masters: bool = True) -> tuple[Parameters, Optimize
     for name, parameter in parameters.items():
         (parameter.float() * numbered(parameters, name)).sum().backward()
     gradients.finish()
-    optimizer.step(0.1, gradients.norm())
+    optimizer.update(0.1, gradients.norm())
+    gradients.updated()
     return parameters, optimizer
 
 

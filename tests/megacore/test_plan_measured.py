@@ -25,8 +25,8 @@ from megacore.planning.activations import ActivationMemory
 from megacore.planning.overheads import start_up
 from megacore.planning.peak_memory import TERMS, memory
 from megacore.planning.setting import SHARDS, Setting, Widths
+from megacore.store.index import MOMENTS
 from megacore.training.optimizer import Optimizer
-from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.config import ModelConfigError, flops_per_token

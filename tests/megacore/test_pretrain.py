@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,39 +64,53 @@ def test_a_good_recipe_is_read(recipe: str) -> None:
     assert setup.start.source is None
 
 
-def test_missing_corpora_and_broken_rules_are_said_together(recipe: str) -> None:
-    found = problems(recipe, "data.train=nowhere/corpus", "mesh.dp=3", "mesh.tp=2", "train.steps=0", world=4)
-    assert len(found) == 3
-    assert any("train.steps (0)" in problem for problem in found)
-    assert any("mesh.dp (3)" in problem and "set mesh.dp=2 or null" in problem for problem in found)
-    assert any("nowhere/corpus.bin" in problem and "megacore tokenize" in problem for problem in found)
+def damaged(folder: Path) -> None:
+    (folder / "corpus.idx").write_bytes(b"not an index")
 
 
-def test_the_model_s_problems_are_named_as_such(recipe: str) -> None:
-    found = problems(recipe, "model.num_atention_heads=4", "model.mlp_bias=3")
-    assert len(found) == 2 and all(problem.startswith("model: ") for problem in found)
-    assert any("num_attention_heads" in problem for problem in found)
+PREPARED: Mapping[str, Callable[[Path], object]] = {
+    "short": lambda folder: write_corpus(folder / "short", documents=2),
+    "facts": FACTS.write,
+    "link": lambda folder: (folder / "tokenizer.json").symlink_to("/proc/self/environ"),
+    "damaged": damaged,
+}
+LONG_SAMPLES = ["data.sequence_length=64", "model.max_position_embeddings=64"]
+PROBLEMS: list[tuple[str, int, list[str], list[list[str]]]] = [
+    (
+        "",
+        4,
+        ["data.train=nowhere/corpus", "mesh.dp=3", "mesh.tp=2", "train.steps=0"],
+        [["train.steps (0)"], ["mesh.dp (3)", "set mesh.dp=2 or null"], ["nowhere/corpus.bin", "megacore tokenize"]],
+    ),
+    (
+        "",
+        1,
+        ["model.num_atention_heads=4", "model.mlp_bias=3"],
+        [["model: ", "num_attention_heads"], ["model: ", "mlp"]],
+    ),
+    (
+        "",
+        1,
+        ["model.num_key_value_heads=3", "optimizer.lr=0", "data.train=nowhere", "mesh.pp=2"],
+        [["model: num_attention_heads"], ["optimizer.lr"], ["nowhere.bin"], ["cannot divide 1 ranks"]],
+    ),
+    ("facts", 1, [f"model.vocab_size={VOCAB - 1}"], [["set model.vocab_size to 61 or more"]]),
+    ("short", 1, ["data.train={folder}/short", *LONG_SAMPLES], [["data: ", "one sample of length 64 takes 65"]]),
+    ("link", 1, [], [["data: ", "tokenizer.json"]]),
+    ("damaged", 1, ["optimizer.lr=0"], [["optimizer.lr"], ["data: ", "it is no index"]]),
+]
 
 
-def test_a_vocabulary_below_the_corpus_s_is_found(recipe: str, tmp_path: Path) -> None:
-    FACTS.write(tmp_path)
-    check(recipe, [], 1, 1)
-    (problem,) = problems(recipe, f"model.vocab_size={VOCAB - 1}")
-    assert "set model.vocab_size to 61 or more" in problem
-
-
-def test_a_corpus_that_is_too_short_is_found(recipe: str, tmp_path: Path) -> None:
-    write_corpus(tmp_path / "short", documents=2)
-    (problem,) = problems(
-        recipe, f"data.train={tmp_path / 'short'}", "data.sequence_length=64", "model.max_position_embeddings=64"
-    )
-    assert problem.startswith("data: ") and "one sample of length 64 takes 65" in problem
-
-
-def test_a_tokenizer_beside_the_corpus_that_leads_elsewhere_is_refused(recipe: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").symlink_to("/proc/self/environ")
-    (problem,) = problems(recipe)
-    assert problem.startswith("data: ") and "tokenizer.json" in problem
+@pytest.mark.parametrize(("prepared", "world", "overrides", "said"), PROBLEMS, ids=range(len(PROBLEMS)))
+def test_all_problems_are_said_together(
+    recipe: str, tmp_path: Path, prepared: str, world: int, overrides: list[str], said: list[list[str]]
+) -> None:
+    if prepared:
+        PREPARED[prepared](tmp_path)
+    found = problems(recipe, *(each.format(folder=tmp_path) for each in overrides), world=world)
+    assert len(found) == len(said)
+    for words in said:
+        assert any(all(word in problem for word in words) for problem in found), (words, found)
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\\0b"], ids=["long", "nul"])
@@ -111,18 +126,6 @@ def test_a_run_s_folder_that_leads_elsewhere_is_refused(recipe: str, tmp_path: P
     (tmp_path / "run" / name).symlink_to("../elsewhere")
     (problem,) = problems(recipe, f"out={tmp_path / 'run'}", "checkpoint.resume=auto")
     assert f"{name} leads to {tmp_path / 'elsewhere'}, and a run writes to its own folder alone" in problem
-
-
-def test_a_damaged_corpus_is_found(recipe: str, tmp_path: Path) -> None:
-    (tmp_path / "corpus.idx").write_bytes(b"not an index")
-    (problem,) = problems(recipe)
-    assert problem.startswith("data: ") and "it is no index" in problem
-
-
-def test_damaged_data_is_found_beside_what_else_is_wrong(recipe: str, tmp_path: Path) -> None:
-    (tmp_path / "corpus.idx").write_bytes(b"not an index")
-    found = problems(recipe, "optimizer.lr=0")
-    assert len(found) == 2 and found[1].startswith("data: ") and "it is no index" in found[1]
 
 
 def test_a_model_that_cannot_fit_is_found(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +208,6 @@ def test_problems_end_the_program_with_status_2_and_nothing_is_written(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_wrong_model_does_not_hide_what_else_is_wrong(recipe: str) -> None:
-    found = problems(recipe, "model.num_key_value_heads=3", "optimizer.lr=0", "data.train=nowhere", "mesh.pp=2")
-    assert len(found) == 4
-    for word in ("model: num_attention_heads", "optimizer.lr", "nowhere.bin", "cannot divide 1 ranks"):
-        assert any(word in problem for problem in found), word
-
-
 def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 2
     assert "usage" in capsys.readouterr().err
@@ -284,7 +280,7 @@ def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
 def different_kernels() -> str:
     mesh = Mesh.create(MeshShape(dp=2))
     try:
-        setup: Any = SimpleNamespace(start=Start(), corpora=SimpleNamespace(identities=[]))
+        setup: Any = SimpleNamespace(start=Start(), corpora=SimpleNamespace(identities=[]), config=None)
         build._agree(Control.create(mesh), setup, f"Kernels: those of {mesh.rank}")
     except ConfigError as error:
         return str(error)

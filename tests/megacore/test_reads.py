@@ -15,7 +15,7 @@ from engine import RECIPE, of, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.store import loader, shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
@@ -143,7 +143,7 @@ def goes_on(recipe: str, overrides: list[str]) -> tuple[set[str], set[str]]:
         dist.barrier()
         before = {*opened}
         opened.clear()
-        main.fit(setup, torch.device("cpu"), Here.now())
+        main.fit(setup, torch.device("cpu"), RankPlace.of_environment())
     return before, {*opened}
 
 

@@ -8,8 +8,7 @@ from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
 from megacore.corruption import Corrupted, outvoted
-from megacore.training.callbacks.replicas import held
-from megacore.training.checksums import checksum
+from megacore.training.callbacks.replicas import checksum, held
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 

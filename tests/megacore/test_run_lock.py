@@ -17,7 +17,7 @@ from engine import train, write_recipe
 from pool import Pool
 
 from megacore import run_lock
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.recipe import ConfigError
 from megacore.run_lock import LOCK, Holder, RunLock, holder, read
 from megacore.store import file_lock
@@ -194,7 +194,7 @@ def refused(recipe: str, overrides: list[str]) -> str:
         patch.setattr("megacore.checks.machine.holder", lambda out: None)  # it was taken since
         setup = check(recipe, overrides, 2, 2)
     with pytest.raises(StoreError) as error:
-        main.fit(setup, torch.device("cpu"), Here.now())
+        main.fit(setup, torch.device("cpu"), RankPlace.of_environment())
     return str(error.value)
 
 

@@ -356,7 +356,7 @@ def waits_for_its_saves(made: Trainer) -> list[int]:
 
     def wait(step: int) -> None:
         if saver._saving and saver._saving.work:
-            saver._saving.work.thread.join()
+            saver._saving.work.wait()
 
     return on_step(made, wait)
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from megacore.config import ScheduleConfig
+from megacore.training.callbacks.spikes import FIRST, WINDOW, Spike, Spikes
 from megacore.training.lr import learning_rate
-from megacore.training.spikes import FIRST, WINDOW, Spike, Spikes
 
 STEPS = 10_000
 Curve = npt.NDArray[np.float64]

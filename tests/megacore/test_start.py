@@ -22,7 +22,7 @@ from traps import set_traps
 
 from megacore import exits
 from megacore.outcome import RankOutcome
-from megacore.rank import LOST, parted
+from megacore.rank import LOST, outcome_of
 from megacore.training import main
 from parallel.collectives import all_reduce_
 from parallel.layers.linear import ColumnParallelLinear
@@ -111,7 +111,7 @@ def waits_in_vain(backward: bool) -> RankOutcome | None:
             all_reduce_(torch.ones(3), mesh.tp)
     except RuntimeError as error:
         error.add_note("at step 7")
-        return parted(error)
+        return outcome_of(error)
     return None
 
 
@@ -127,7 +127,7 @@ def test_an_error_of_one_s_own_is_none_of_others() -> None:
     try:
         raise RuntimeError("the connection to the mailbox timed out")
     except RuntimeError as error:
-        assert parted(error) is None
+        assert outcome_of(error).kind == "raised"
 
 
 def test_the_world_waits_as_long_as_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

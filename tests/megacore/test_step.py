@@ -179,7 +179,8 @@ def test_adamw_is_the_paper_s() -> None:
             v.mul_(0.95).add_(gradient.square(), alpha=0.05)
             weight.mul_(1 - lr * (0.0 if "norm" in name else 0.1))
             weight.sub_(lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8))
-        step.optimizer.step(lr, stats.grad_norm)
+        step.optimizer.update(lr, stats.grad_norm)
+        step.gradients.updated()
     for name, parameter in model.parameters.items():
         torch.testing.assert_close(parameter.detach(), state[name][0], rtol=1e-10, atol=1e-12, msg=name)
 

@@ -14,7 +14,7 @@ import yaml
 from families import drawn, of_transformers, small
 from transformers import CONFIG_MAPPING
 
-from megacore.store.export import config_json
+from megacore.store.hugging_face_files import config_json
 from models.anatomy import FULL, ROPE, SLIDING
 from models.assemble import Model
 from models.config import ModelConfig, ModelConfigError, active_parameters

@@ -16,7 +16,7 @@ from connections import connecting_at_first_use
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megacore.rank import Here, join
+from megacore.rank import RankPlace, join
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
 from models.assemble import Model
@@ -46,12 +46,12 @@ def test_every_group_of_nccl_has_urgent_streams_and_the_one_timeout(monkeypatch:
     monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append(given))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.append(given))
     minutes = timedelta(minutes=7)
-    join(Here(0, 2, 0, 2, True), "cuda", minutes)
+    join(RankPlace(0, 2, 0, 2, True), "cuda", minutes)
     Mesh(MeshShape(dp=2), 0, torch.device("cuda", 0), minutes)._new_group((0, 1))
     assert [(each["timeout"], each["pg_options"].urgent, each["pg_options"]._timeout) for each in made] == [
         (minutes, True, minutes)
     ] * 2
-    join(Here(0, 2, 0, 2, True), "cpu", minutes)
+    join(RankPlace(0, 2, 0, 2, True), "cpu", minutes)
     Mesh(MeshShape(dp=2), 0, torch.device("cpu"), minutes)._new_group((0, 1))
     assert [(each["timeout"], each["pg_options"]) for each in made[2:]] == [(minutes, None)] * 2
 

@@ -14,8 +14,8 @@ from oracle import TOLERANCE, Case, Run, measure, microbatches, snapshot
 from pool import Pool
 from torch import Tensor
 
+from megacore.store.index import MOMENTS
 from megacore.training.optimizer import Optimizer
-from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of

@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import Any
 
-from megacore.rank import Here
+from megacore.rank import RankPlace
 from megacore.training.main import main
 from megacore.training.step import TrainStep
 
@@ -17,7 +17,7 @@ done = list[TrainStep]()
 
 def step(self: TrainStep, *given: Any, **named: Any) -> Any:
     done.append(self)
-    if len(done) == STEP and Here.now().rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if len(done) == STEP and RankPlace.of_environment().rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return before(self, *given, **named)
 

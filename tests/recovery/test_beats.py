@@ -12,10 +12,10 @@ import pytest
 import torch
 from engine import train, write_recipe
 
-from megacore.outcome import AGENT
+from megacore.outcome import AGENT, rank_file
 from megacore.recovery import flight_recorder
-from megacore.recovery.beat_writer import Beats
-from megacore.recovery.beats import Reading, beat_of, read
+from megacore.recovery.beats import Reading, read
+from megacore.recovery.protection import Beats
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def seen(folder: Path) -> Reading:
-    found = read(beat_of(folder, os.getpid()))
+    found = read(rank_file(folder, "beat", os.getpid()))
     assert found is not None
     return found
 
@@ -81,7 +81,7 @@ def test_a_device_is_asked_how_far_it_is_and_not_waited_for(folder: Path, monkey
 
     asked = list[Any]()
     monkeypatch.setattr(flight_recorder, "answer", lambda folder, step: asked.append(step))
-    monkeypatch.setattr("megacore.recovery.beat_writer.answer", flight_recorder.answer)
+    monkeypatch.setattr("megacore.recovery.protection.answer", flight_recorder.answer)
     monkeypatch.setattr(torch.cuda, "Event", event)
     beats, run = Beats(), SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda", 0)), step=0)
     done = list[int]()

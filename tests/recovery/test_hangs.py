@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from megacore.incidents import Incident
+from megacore.outcome import rank_file
 from megacore.places import along, listed, place
-from megacore.rank import stacks_of
 from megacore.recovery import beats, flight_recorder, hang_report
-from megacore.recovery.beats import PHASES, Beat, Phase, Reading, beat_of, read
-from megacore.recovery.flight_recorder import GroupLog, RankAnswer
-from megacore.recovery.hang_report import LEAST_S, START_S, HangReport, bound_s, now_of, standing
+from megacore.recovery.beats import PHASES, Beat, Phase, Reading, read
+from megacore.recovery.flight_recorder import GroupLog
+from megacore.recovery.hang_report import LEAST_S, START_S, Answer, HangReport, bound_s, now_of, standing
 from megacore.recovery.standing import Witness, doing, judge
 from parallel.weights.layout import MeshShape
 
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_beat_is_read_from_outside(tmp_path: Path, clock: Clock) -> None:
     """The first step is its slowest until there is another; saves are no part of steps."""
-    path = beat_of(tmp_path, 3)
+    path = rank_file(tmp_path, "beat", 3)
     assert read(path) is None
     beat = Beat(path)
     assert read(path) == Reading(0, "start", 100.0, -1, -1, 0.0, 0.0, dict.fromkeys(PHASES, 0.0))
@@ -116,8 +116,8 @@ def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:
             while (told := flight_recorder.read(tmp_path, os.getpid())) is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            assert told.device == 41
-            (log,) = [log for log in told.groups.values() if log.ranks == (0,)]
+            assert told[1] == 41
+            (log,) = [log for log in told[0].values() if log.ranks == (0,)]
             assert log.kind == "barrier" and log.last % 2 == 0 and log.last >= last and not log.pending
     finally:
         dist.destroy_process_group()
@@ -255,7 +255,7 @@ class Scene:
     def __init__(self, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> None:
         self.clock, self.incidents, self.lines = clock, list[Incident](), list[str]()
         self.stacks = dict.fromkeys(range(ranks), STACKS.format(file="/x/a.py", outer="/x/a.py", name="f"))
-        self.answers = dict[int, RankAnswer]()
+        self.answers = dict[int, Answer]()
         self.asks = 0
         self.out = folder / "run"
         monkeypatch.setattr(hang_report.time, "monotonic", clock)
@@ -263,10 +263,10 @@ class Scene:
         self.report = HangReport(self.out, folder, MeshShape(dp=ranks), "", self.incidents.append)
         monkeypatch.setattr(self.report, "_asked", self._asked)
         self.ranks = {each: each + 5 for each in range(ranks)}
-        self.beats = [Beat(beat_of(folder, pid)) for pid in self.ranks.values()]
+        self.beats = [Beat(rank_file(folder, "beat", pid)) for pid in self.ranks.values()]
         self.step = 0
 
-    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, RankAnswer]]:
+    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, Answer]]:
         self.asks += 1
         return dict(self.stacks), dict(self.answers)
 
@@ -296,44 +296,28 @@ class Scene:
         for beat in self.beats:
             beat.did(self.step)
 
+    def steps(self, count: int, seconds: float = 0.3) -> None:
+        for _ in range(count):
+            self.does(seconds)
+
 
 @pytest.fixture
 def scene(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(tmp_path, clock, monkeypatch)
 
 
-def slow_steps(scene: Scene) -> None:
+def evaluates(scene: Scene, batches: int, seconds: float) -> None:
     for _ in range(3):
-        scene.does(180.0)
-
-
-def one_in_fifty(scene: Scene) -> None:
-    for step in range(120):
-        scene.does(30.0 if step % 50 == 49 else 0.5)
-
-
-def an_evaluation(scene: Scene) -> None:
-    for _ in range(2):
-        for _ in range(5):
-            scene.does()
-        for _ in range(12):
+        scene.steps(5)
+        for _ in range(batches):
             scene.enter("evaluate")
-            scene.passes(10.0)
-
-
-def an_evaluation_of_one_batch(scene: Scene) -> None:
-    for _ in range(3):
-        for _ in range(5):
-            scene.does()
-        scene.enter("evaluate")
-        scene.passes(115.0)
+            scene.passes(seconds)
 
 
 def saves(scene: Scene) -> None:
     """While one of them waits for the other."""
     for _ in range(3):
-        for _ in range(5):
-            scene.does()
+        scene.steps(5)
         scene.enter("save")
         scene.passes(0.5)
         scene.enter("data", 0)
@@ -347,8 +331,7 @@ def it_loads(scene: Scene) -> None:
 
 
 def compiles_in_the_middle(scene: Scene) -> None:
-    for _ in range(5):
-        scene.does()
+    scene.steps(5)
     scene.enter("forward")
     scene.stacks[1] = STACKS.format(file="/x/a.py", outer="/x/torch/_inductor/graph.py", name="f")
     scene.waits(0)
@@ -356,16 +339,14 @@ def compiles_in_the_middle(scene: Scene) -> None:
 
 
 def the_agent_is_stopped(scene: Scene) -> None:
-    for _ in range(5):
-        scene.does()
+    scene.steps(5)
     for _ in range(3):
         scene.clock.now += 3600.0
         scene.passes(15.0)
 
 
 def the_agent_starves(scene: Scene) -> None:
-    for _ in range(5):
-        scene.does()
+    scene.steps(5)
     scene.passes(590.0, poll_s=5.0)
 
 
@@ -375,21 +356,25 @@ def stalls(scene: Scene) -> None:
             scene.does(30.0 if step == 5 else 0.4, last=phase)
 
 
-HEALTHY: list[Callable[[Scene], None]] = [
-    slow_steps, one_in_fifty, an_evaluation, an_evaluation_of_one_batch, saves, it_loads, compiles_in_the_middle,
-    the_agent_is_stopped, the_agent_starves, stalls,
-]  # fmt: skip
+HEALTHY: Mapping[str, Callable[[Scene], object]] = {
+    "slow steps": lambda scene: scene.steps(3, 180.0),
+    "one step in fifty": lambda scene: [scene.does(30.0 if step % 50 == 49 else 0.5) for step in range(120)],
+    "an evaluation": lambda scene: evaluates(scene, 12, 10.0),
+    "an evaluation of one batch": lambda scene: evaluates(scene, 1, 115.0),
+} | {
+    each.__name__: each
+    for each in (saves, it_loads, compiles_in_the_middle, the_agent_is_stopped, the_agent_starves, stalls)
+}
 
 
-@pytest.mark.parametrize("live", HEALTHY)
-def test_a_healthy_run_has_no_report(live: Callable[[Scene], None], scene: Scene) -> None:
-    live(scene)
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_no_report(name: str, scene: Scene) -> None:
+    HEALTHY[name](scene)
     assert not scene.incidents and not scene.lines and not scene.out.exists()
 
 
 def test_who_stands_is_told_at_doubled_times_until_a_step_is_done(scene: Scene) -> None:
-    for _ in range(5):
-        scene.does()
+    scene.steps(5)
     scene.enter("log", 1)
     scene.enter("reduce", 0)
     scene.waits(0)
@@ -420,8 +405,7 @@ def test_who_stands_is_told_at_doubled_times_until_a_step_is_done(scene: Scene) 
 
 
 def test_other_processes_are_looked_at_anew(scene: Scene, tmp_path: Path) -> None:
-    for _ in range(5):
-        scene.does()
+    scene.steps(5)
     scene.passes(50.0)
     scene.ranks = {0: 15, 1: 16}  # which are yet to begin
     scene.passes(START_S - 1)
@@ -431,8 +415,7 @@ def test_other_processes_are_looked_at_anew(scene: Scene, tmp_path: Path) -> Non
 
 
 def test_who_moves_while_it_is_asked_is_not_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(5):
-        scene.does()
+    scene.steps(5)
     asked = scene._asked
 
     def goes_on(ranks: Mapping[int, int]) -> object:
@@ -446,13 +429,12 @@ def test_who_moves_while_it_is_asked_is_not_told(scene: Scene, monkeypatch: pyte
 
 def test_a_device_that_its_host_is_ahead_of_may_go_on(scene: Scene) -> None:
     """It has done steps since the host stood, and then since it was last asked."""
-    for _ in range(5):
-        scene.does()
+    scene.steps(5)
     for beat in scene.beats:
         beat.device_did(3)
-    scene.answers = {0: RankAnswer({}, 4), 1: RankAnswer({}, -1)}
+    scene.answers = {0: ({}, 4), 1: ({}, -1)}
     scene.passes(61.0)
-    scene.answers[1] = RankAnswer({}, 4)
+    scene.answers[1] = ({}, 4)
     scene.passes(60.0)
     assert scene.asks == 2 and not scene.lines
     scene.passes(120.0)
@@ -463,8 +445,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(scene: Scene, monkeypatch
     answers = threading.Event()
     monkeypatch.setattr(hang_report, "WRITE_S", 0.1)
     monkeypatch.setattr(hang_report, "replacing", lambda *_, **__: nullcontext(BytesIO()) if answers.wait(20) else None)
-    for _ in range(5):
-        scene.does()
+    scene.steps(5)
     began = time.time()
     scene.passes(61.0)
     answers.set()
@@ -499,13 +480,13 @@ TOY = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from megacore.rank import stacks_of
+from megacore.outcome import rank_file
 from megacore.recovery import flight_recorder
-from megacore.recovery.beats import Beat, beat_of
+from megacore.recovery.beats import Beat
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-faulthandler.register(signal.SIGUSR2, stacks_of(folder, os.getpid()).open("x"), all_threads=True)
-beat = Beat(beat_of(folder, os.getpid()))
+faulthandler.register(signal.SIGUSR2, rank_file(folder, "stacks", os.getpid()).open("x"), all_threads=True)
+beat = Beat(rank_file(folder, "beat", os.getpid()))
 flight_recorder.answer(folder)
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -581,7 +562,7 @@ def test_who_is_not_ready_for_the_signal_does_not_end_by_it(tmp_path: Path) -> N
     with subprocess.Popen(["sleep", "60"]) as process:
         report = HangReport(tmp_path / "run", tmp_path, None, "", lambda incident: None)
         assert report._asked({0: process.pid}) == ({}, {})
-        assert not stacks_of(tmp_path, process.pid).exists() and process.poll() is None
+        assert not rank_file(tmp_path, "stacks", process.pid).exists() and process.poll() is None
         process.kill()
 
 

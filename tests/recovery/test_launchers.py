@@ -15,9 +15,8 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.exits import MISUSED
 from megacore.rank import restarts
-from megacore.recovery.beat_writer import Beats
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
-from megacore.recovery.protection import Pause
+from megacore.recovery.protection import Beats, Pause
 from megacore.store.index import INDEX
 from megacore.training import metrics
 from megacore.training.main import main

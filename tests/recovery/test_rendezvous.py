@@ -83,36 +83,29 @@ def launchers(tmp_path: Path) -> Iterator[Callable[..., Launchers]]:
         each.wait()
 
 
-@pytest.mark.in_turn(2, 1)
-def test_a_rank_of_one_of_two_nodes_is_killed(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
-    run = launchers("2", ["30", "0.02", "5:1:kill"])
-    ends = [run.start(0), run.start(1)]
-    assert [each.wait(60) for each in ends] == [exits.DONE] * 2
-    assert run.starts == ["world=2"] * 2
-    assert [(each.kind, each.rank, each.node) for each in incidents.read(tmp_path)] == [("killed", 1, 1)]
-
-
-@pytest.mark.in_turn(2, 1)
-def test_a_node_is_killed_and_started_again(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
-    """The second, then the one that the others meet at; launchers that stand still meanwhile lose nothing."""
-    run = launchers("2", LONG)
+def test_a_rank_and_nodes_are_killed_and_started_again(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
+    """A rank of the second node, that node, then the one that the others meet at; launchers that stand still meanwhile
+    lose nothing."""
+    run = launchers("2", [*LONG, "5:1:kill"])
     first, second = run.start(0), run.start(1)
-    run.until("step 5")
+    run.waits(lambda: len(run.starts) == 2)
+    run.steps_on()
+    assert [(each.kind, each.rank, each.node) for each in incidents.read(tmp_path)] == [("killed", 1, 1)]
     second.send_signal(signal.SIGSTOP)
     run.steps_on()
     second.kill()
     second.wait()
     second = run.start(1)
-    run.waits(lambda: len(run.starts) == 2)
+    run.waits(lambda: len(run.starts) == 3)
     run.steps_on()
     first.kill()
     first.wait()
     first = run.start(0)
-    run.waits(lambda: len(run.starts) == 3)
+    run.waits(lambda: len(run.starts) == 4)
     run.steps_on()
     second.send_signal(signal.SIGTERM)
     assert [first.wait(40), second.wait(40)] == [143, 143]
-    assert run.starts == ["world=2"] * 3
+    assert run.starts == ["world=2"] * 4
 
 
 @pytest.mark.in_turn(2, 0)

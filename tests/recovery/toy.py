@@ -22,17 +22,18 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from megacore import exits, outcome
-    from megacore.rank import Here, join, leave
-    from megacore.recovery.beats import Beat, beat_of
+    from megacore import exits
+    from megacore.outcome import AGENT, RankOutcome, rank_file
+    from megacore.rank import RankPlace, join, leave
+    from megacore.recovery.beats import Beat
 
     stops = list[int]()
     signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
     signal.signal(signal.SIGUSR1, lambda *_: note(folder, "save"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     folder, steps, seconds, orders = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]
-    agent, here = Path(os.environ[outcome.AGENT]), Here.now()
-    beat = Beat(beat_of(agent, os.getpid()))
+    agent, here = Path(os.environ[AGENT]), RankPlace.of_environment()
+    beat = Beat(rank_file(agent, "beat", os.getpid()))
     join(here, "cpu", timedelta(seconds=AGENT_S))
     state = folder / "state"
     step = torch.tensor([float(state.read_text()) if state.exists() else 0.0])
@@ -60,9 +61,9 @@ def main() -> None:
             state.with_suffix(".new").replace(state)
             note(folder, f"step {at}")
     if stopped:
-        outcome.tell(exits.of_signal(signal.SIGTERM), stopped=True)
+        RankOutcome(exits.of_signal(signal.SIGTERM), stopped=True).write()
     else:
-        outcome.tell(exits.DONE, paused=paused and at < steps)
+        RankOutcome(exits.DONE, paused=paused and at < steps).write()
     leave(here)
     if "abort" in orders[-1:]:
         os.abort()
@@ -70,7 +71,7 @@ def main() -> None:
 
 def befall(folder: Path, order: str, what: str) -> None:
     """Do to this rank what is ordered."""
-    from megacore import outcome
+    from megacore.outcome import RankOutcome
 
     if not what.endswith("!"):
         try:
@@ -87,7 +88,7 @@ def befall(folder: Path, order: str, what: str) -> None:
             note(folder, "hangs")
             time.sleep(60)
         case "fail":
-            outcome.tell(1)
+            RankOutcome(1).write()
             os._exit(1)
 
 
@@ -105,16 +106,20 @@ def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float
     from megacore.folders import temporary_folder
     from megacore.launcher.command import nodes_of
     from megacore.launcher.forking import prepare
-    from megacore.launcher.node import Node
+    from megacore.launcher.node import Job, Node
     from megacore.launcher.processes import IMPORTS
     from megacore.launcher.signals import noted
 
     (folder / "notes").touch()
-    environment = Node(ranks).network
+    node = Node(ranks)
+    environment = node.network
     with noted() as arrived, temporary_folder() as made:
         prepare(IMPORTS[:2], {})
-        from megacore.recovery.agent import Agent, Job, heed
+        from megacore.recovery import rendezvous
+        from megacore.recovery.agent import Agent, heed
         from megacore.recovery.rendezvous import OneNode, SeveralNodes, secret_of
+
+        rendezvous.LAST_CALL_S, rendezvous.LEAVES_S, rendezvous.LOOK_S = 0.5, 0.5, 0.1
 
         least, most = nodes_of(os.environ.get("NNODES") or "1")
         meeting = OneNode()
@@ -123,7 +128,7 @@ def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float
             node = Node(ranks, most, int(os.environ["NODE_RANK"]), master, least)
             meeting = SeveralNodes(node, secret_of(folder), AGENT_S, lambda: heed(arrived))
         given = [str(folder), *arguments]
-        job = Job("toy", lambda nodes, again: given, ranks, environment, shutdown_s, 3, least, folder)
+        job = Job("toy", given, node, environment, shutdown_s, 3, folder)
         return Agent(job, meeting, made, arrived).launch()
 
 

@@ -525,7 +525,6 @@ def in_a_process(*runs: Sequence[object]) -> tuple[int, str]:
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 
 
-@pytest.mark.in_turn(2)
 @linux
 @pytest.mark.quick
 def test_moving_bytes_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -30,11 +30,8 @@ class NonFinite(RuntimeError):
 
 
 class BadSteps(Callback):
-    """Counts bad steps on the device, so that nobody waits for it; from one more than ``allowed`` among the last
-    ``WINDOW`` on, the weights do not change any more. Those that overflowed for their loss scale do not count.
-
-    Args:
-        allowed: The number of bad steps that may be; None for any.
+    """Counts bad steps on the device, so that nobody waits for it; from one more than ``allowed`` (None for any) of the
+    last ``WINDOW`` on, the weights do not change any more. Those that overflowed for their loss scale do not count.
     """
 
     def __init__(self, allowed: int | None) -> None:

@@ -18,7 +18,6 @@ class Checkpoints(Callback):
     """Saves in the background: each rank says after every step how far it is, and all hear of a failure.
 
     Args:
-        saver: Writes checkpoints.
         data: The identity of each corpus to train on.
     """
 

@@ -21,11 +21,7 @@ def perplexity(loss: float) -> float:
 
 
 class Evaluation(Callback):
-    """Evaluates after every ``evaluate.every`` steps and after the last one, not when a signal interrupts.
-
-    Args:
-        held_out: This rank's validation batches.
-    """
+    """Evaluates after every ``evaluate.every`` steps and after the last one, not when a signal interrupts."""
 
     def __init__(self, held_out: Batches) -> None:
         self._held_out = held_out

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from megacore.config import Config
 from megacore.hardware import peak_memory_gib
-from megacore.rank import Here
-from megacore.training import loads
-from megacore.training.meter import Meter
-from megacore.training.metrics import Log
+from megacore.rank import RankPlace
+from megacore.training.metrics import Log, Record
 from megacore.training.step import Phase, Stats
 from megacore.training.trainer import Callback, Trainer
+from models.config import ModelConfig, flops_per_token
+from parallel.balance import Coefficients, Loads
+from parallel.mesh import Mesh
 
 
 class Metrics(Callback):
@@ -25,7 +32,7 @@ class Metrics(Callback):
 
     def on_start(self, run: Trainer) -> None:
         def log() -> Log | None:
-            return Log(run.config, run.step, Here.now().began, run.tell) if run.mesh.rank == 0 else None
+            return Log(run.config, run.step, RankPlace.of_environment().began, run.tell) if run.mesh.rank == 0 else None
 
         self._log = run.control.attempt(log)
         self._meter.begin(run.step)
@@ -81,7 +88,7 @@ class Metrics(Callback):
             **self._loads(run),
         }
 
-    def _loads(self, run: Trainer) -> Mapping[str, float | int | None]:
+    def _loads(self, run: Trainer) -> Record:
         """Return the loads of the experts of a step, if there are some, and write how many tokens each was sent."""
         balance = run.train_step.balance
         if balance is None:
@@ -89,9 +96,96 @@ class Metrics(Callback):
         found = balance.read(run.model.config.sizes["layer"])
         if self._log is not None:
             self._log.write_loads(run.step, found.layers, found.counts.tolist())
-        return loads.record(found, balance.coefficients)
+        return expert_load_metrics(found, balance.coefficients)
 
     def _close(self) -> None:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def expert_load_metrics(loads: Loads, coefficients: Coefficients) -> Record:
+    """Return the metrics of the loads of experts in a step: means over the layers, and of the worst layer; see
+    docs/metrics.md."""
+    counts = loads.counts.double()
+    shares = counts / counts.sum(1, keepdim=True)
+    entropy = -(shares * shares.clamp(min=1e-300).log()).sum(1) / math.log(max(counts.shape[1], 2))
+    made = {
+        "load_max": (counts.amax(1) / counts.mean(1), Tensor.max),
+        "load_idle": ((counts == 0).double().mean(1), Tensor.max),
+        "load_entropy": (entropy, Tensor.min),
+    }
+    numbers = {name: values.mean().item() for name, (values, _) in made.items()}
+    numbers |= {f"{name}_worst": worst(values).item() for name, (values, worst) in made.items()}
+    if coefficients.balance:
+        numbers["balance"] = loads.balance.mean().item()
+    if coefficients.z_loss:
+        numbers["router_z_loss"] = loads.z_loss.mean().item()
+    if loads.biases is not None:
+        numbers |= {"bias_min": loads.biases[:, 0].min().item(), "bias_max": loads.biases[:, 1].max().item()}
+    return numbers
+
+
+class Meter:
+    """Throughput between two records, evaluation left out, from the last step on that was done before.
+
+    The peak of the device is for the utilisation; None if unknown.
+    """
+
+    def __init__(self, config: Config, model: ModelConfig, mesh: Mesh, peak_tflops: float | None, step: int) -> None:
+        self._tokens_per_step = config.batch.global_size * config.data.sequence_length
+        self._flops = flops_per_token(model, config.data.sequence_length, config.tuning)
+        self._world, self._device = mesh.shape.world, mesh.device
+        self._is_told = config.log.peak_tflops is not None
+        self.peak_tflops = peak_tflops
+        self.begin(step)
+
+    def begin(self, step: int) -> None:
+        """Count from here on, after this step."""
+        self._last_step, self._since, self._paused = step, time.perf_counter(), 0.0
+
+    def go_back(self, step: int) -> None:
+        """Count from here on where the last record is of a step that is to be done again."""
+        if step < self._last_step:
+            self.begin(step)
+
+    def record(self, step: int, tell: Callable[[str], object]) -> Record:
+        """Return what is recorded of the throughput up to a step, which the device has done; ``tell`` what is wrong
+        with the peak."""
+        now = time.perf_counter()
+        steps, seconds = step - self._last_step, now - self._since
+        self._since, self._last_step = now, step
+        speed = steps * self._tokens_per_step / seconds
+        tflops = speed * self._flops / self._world / 1e12
+        if self.peak_tflops is not None and tflops > self.peak_tflops:
+            tell(self._exceeded(tflops, self.peak_tflops, step))
+            self.peak_tflops = None  # it was none
+        return {
+            "seconds_per_step": seconds / steps,
+            "tokens_per_second": speed,
+            "tflops_per_device": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+        }
+
+    def pause(self) -> None:
+        """Leave uncounted what comes from here on."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the steps before it are done
+        self._paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        """Count again, after :meth:`pause`."""
+        self._since += time.perf_counter() - self._paused
+
+    def _exceeded(self, tflops: float, peak: float, step: int) -> str:
+        of = (
+            "log.peak_tflops"
+            if self._is_told
+            else "measured at the start, while the machine was busy"
+            if self._device.type == "cpu"
+            else "of the table of devices"
+        )
+        return (
+            f"step {step}: {tflops:.3g} TFLOP/s on each device are above its peak of {peak:.3g} ({of}): mfu is "
+            "null from here on, and was too high before; log.peak_tflops sets the peak"
+        )

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,34 +19,25 @@ from torch import Tensor
 from megacore import checkpoints, exits, incidents
 from megacore.control import Control
 from megacore.data.skipped import SampleRange, in_recipe
-from megacore.incidents import KINDS, Action, Incident, Kind
+from megacore.incidents import ACTIONS, KINDS, Action, Incident, Kind
 from megacore.say import say
 from megacore.store.audit import DamageError
 from megacore.store.objects import place
 from megacore.store.strict_json import StoreError
 from megacore.training.callbacks.bad_steps import WINDOW, BadSteps, NonFinite, bounds
-from megacore.training.load import load
-from megacore.training.resume import Damaged, Start, find, remarks
+from megacore.training.initial_state import load_initial_state
+from megacore.training.resume import Damaged, Start, find, newest_whole, remarks
 from megacore.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from megacore.training.callbacks.checkpoints import Checkpoints
-    from megacore.training.callbacks.tell_spikes import TellSpikes
+    from megacore.training.callbacks.spikes import TellSpikes
     from megacore.training.step import Stats
 
 TRIES = 3
 """A step that is bad with so many different samples is not bad for its samples."""
 LEFT_OUT = "left_out_at"
 """The key of ``trainer.json`` that says at which steps samples were left out; it is there where some were."""
-
-
-_WHAT: Mapping[Action, str] = {
-    "repeat": "Do the step again on the same data",
-    "skip": "Leave its samples out, and go on from the weights before it",
-    "go_back": "Go back to the newest checkpoint before the step, and leave its samples out",
-    "tell": "Go on",
-    "end": "End the run",
-}
 
 
 class UnsoundHardware(NonFinite):
@@ -62,12 +52,8 @@ Bits = tuple[str, str]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers that a step has come to, which all ranks know.
-
-    Args:
-        total: The loss and the gradient norm.
-        parts: Each rank's own part of the loss, and of the squares of the gradient.
-    """
+    """The numbers that a step has come to, which all ranks know: in all the loss and the gradient norm, and each rank's
+    own part of the loss and of the squares of the gradient."""
 
     total: Bits
     parts: tuple[Bits, ...]
@@ -97,7 +83,6 @@ class RepeatSteps(BadSteps):
     """Repeats each bad step once, and each that spikes if ``recovery.spikes`` says so.
 
     Args:
-        checkpoints: The checkpoints that ``recovery.go_back`` goes back to.
         spikes: The limits that a spike is above; None where those are not repeated.
     """
 
@@ -229,7 +214,8 @@ class RepeatSteps(BadSteps):
     def _tell(self, run: Trainer, kind: Kind, action: Action, step: int, detail: str, rank: int | None = None) -> None:
         at, of = run.control.tell(time.time()), bounds(run, step)
         run.report(Incident(kind, action, detail, rank=rank, step=step, samples=of, at=at))
-        run.tell(f"step {step} (samples {in_recipe([of])}): {KINDS[kind]}: {detail}. {_WHAT[action]}")
+        answer = f"{ACTIONS[action][:1].upper()}{ACTIONS[action][1:]}"
+        run.tell(f"step {step} (samples {in_recipe([of])}): {KINDS[kind]}: {detail}. {answer}")
 
     # -- recovery.go_back
 
@@ -238,7 +224,7 @@ class RepeatSteps(BadSteps):
         self._checkpoints.finish(run)
         stop, damaged = bounds(run, step)[1], tuple[Damaged, ...]()
         while True:
-            start = run.control.attempt(partial(_before, run, step, stop, damaged))
+            start = _before(run, step, stop, damaged)
             try:
                 restore(run, start)
             except DamageError as error:
@@ -260,7 +246,7 @@ def restore(run: Trainer, start: Start) -> None:
     """
     optimizer = run.train_step.optimizer
     optimizer.forget()
-    load(start, run.model.parameters, optimizer, run.config.train.seed, run.control)
+    load_initial_state(start, run.model.parameters, optimizer, run.config.train.seed, run.control)
     run.train_step.gradients.updated()
     run.train_step.scaler.load(start.progress.scaler)
     run.rewind(start.progress.step, start.progress)
@@ -276,29 +262,24 @@ def _before(run: Trainer, step: int, stop: int, damaged: Sequence[Damaged]) -> S
     config, origin, control = run.config, run.origin, run.control
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
 
-    def at(path: str) -> Start:
-        section = replace(config.checkpoint, resume=path)
-        return find(replace(config, checkpoint=section), checked=control.mesh.rank > 0)
+    def newest() -> tuple[str | None, list[tuple[str, str]]]:
+        if control.mesh.rank:  # rank 0 looks for all
+            return None, []
+        checkpoint, found = newest_whole(folder, tuple(damaged), steps=range(origin.progress.step, step))
+        return checkpoint and str(checkpoint.path), [(str(each.path), each.reason) for each in found]
 
-    def newest() -> tuple[str | None, list[list[str]]]:
-        """Return the newest that can be opened, and what is damaged: only rank 0 looks."""
-        found = [[str(each.path), each.reason] for each in damaged]
-        for at_step, path in reversed(checkpoints.complete(folder).items()):
-            if origin.progress.step <= at_step < step and str(path) not in dict(found):
-                try:
-                    at(str(path))
-                except StoreError as error:
-                    found.append([str(path), str(error)])
-                else:
-                    return str(path), found
-        return None, found
+    path, told = control.tell(control.attempt(newest))
+    known = tuple(Damaged(place(at), reason) for at, reason in told)
 
-    path, told = control.tell(newest() if control.mesh.rank == 0 else None)
-    known = tuple(Damaged(place(path), reason) for path, reason in told)
-    if path is None:
-        for each in known:
-            if each.path in (source.path for source in (origin.adapters, origin.source) if source is not None):
-                raise StoreError(each.reason)
-    found, skipped = origin if path is None else at(path), run.start.skipped_samples
+    def opened() -> Start:
+        if path is not None:
+            section = replace(config.checkpoint, resume=path)
+            return find(replace(config, checkpoint=section), checked=control.mesh.rank > 0)
+        used = {source.path for source in (origin.adapters, origin.source) if source is not None}
+        if reasons := [each.reason for each in known if each.path in used]:
+            raise StoreError(reasons[0])
+        return origin
+
+    found, skipped = control.attempt(opened), run.start.skipped_samples
     first = skipped.sample(found.progress.samples)
     return replace(found, progress=found.progress.without([*skipped, (first, stop)]), damaged=known)

@@ -17,10 +17,12 @@ from torch import Tensor
 from megacore.corruption import Corrupted, outvoted
 from megacore.places import listed
 from megacore.store.index import MASTER, MOMENTS
-from megacore.training.checksums import checksum
 from megacore.training.trainer import Callback, Trainer
 from parallel.gradients.buckets import Elements, WholeSpan, spans_of
 from parallel.rank_sets import RankSet, groups_of
+
+_ROW = 1024
+"""Words that a checksum sums with one weight."""
 
 
 class Replicas(Callback):
@@ -118,3 +120,20 @@ def _spell(ranks: RankSet) -> str:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} others" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a checksum of the bits of a tensor, an int64 scalar on its device, which nobody waits for.
+
+    Each row of 64-bit words has an odd weight: one word that is changed always changes it.
+    """
+    flat = tensor.detach().reshape(-1)
+    if flat.nbytes % 8 or flat.storage_offset() * flat.itemsize % 8:
+        padded = flat.new_zeros(-(-flat.nbytes // 8) * 8 // flat.itemsize)
+        padded[: len(flat)] = flat
+        flat = padded
+    words = flat.view(torch.int64)
+    whole = len(words) - len(words) % _ROW
+    rows = torch.cat([words[:whole].view(-1, _ROW).sum(1), words[whole:].sum(0, keepdim=True)])
+    return (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)).sum()

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.corruption import Corrupted
-from megacore.training.callbacks.replicas import held
-from megacore.training.checksums import checksum
+from megacore.training.callbacks.replicas import checksum, held
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 from parallel.gradients.buckets import Elements

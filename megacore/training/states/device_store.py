@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megacore.training.states.store import MASTER, Rule
+from megacore.store.index import MASTER, MOMENTS
 from parallel import kernels
 from parallel.gradients.buckets import OwnedShard
+
+
+@dataclass(frozen=True)
+class Rule:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), and in which numbers.
+
+    Args:
+        lr, betas, eps, weight_decay: The paper's; each step has a learning rate of its own.
+        master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
+        moments: dtype of the moments; None for that of what is updated.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    master_weights: bool
+    moments: torch.dtype | None
+
+    def value(self, parameter: torch.dtype) -> torch.dtype:
+        """Return the dtype of what is updated for a parameter of this one."""
+        return torch.float32 if self.master_weights and parameter.itemsize < 4 else parameter
+
+    def kept(self, parameter: torch.dtype) -> Mapping[str, torch.dtype]:
+        """Return {state: dtype} of what is kept beside a parameter of this dtype: a wider master, moments."""
+        value = self.value(parameter)
+        moments = dict.fromkeys(MOMENTS, self.moments or value)
+        return moments if value == parameter else {MASTER: value, **moments}
 
 
 @dataclass(frozen=True)
@@ -48,8 +76,7 @@ class Nothing:
 
 
 class DeviceStore:
-    """A :class:`~megacore.training.states.store.StateStore` on the device: one fused kernel for everything, and no host
-    is asked.
+    """A store of masters and moments on the device: one fused kernel for everything, and no host is asked.
 
     ``nothing`` stands for the parts of a rank that has none.
     """
@@ -67,6 +94,7 @@ class DeviceStore:
 
     @property
     def updates(self) -> int:
+        """Steps taken, without those that were left out. Reading it waits for the device."""
         return kernels.updates(self.adamw)
 
     @updates.setter
@@ -74,6 +102,12 @@ class DeviceStore:
         kernels.set_updates(self.adamw, count)
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
+        """Update the values of all parts from their gradients, which count no more then.
+
+        Args:
+            go: A bool scalar on the device; where it is false nothing changes.
+            divisor: An fp32 scalar on the device that the update divides gradients by where it reads them; or None.
+        """
         for target in self.targets:
             target.tensor.grad = target.part.gradient
         for group in self.adamw.param_groups:
@@ -86,6 +120,7 @@ class DeviceStore:
             target.tensor.grad = None  # else this step's gradients would live through the next backward
 
     def of(self, part: OwnedShard, state: str) -> Tensor:
+        """Return the state of a part: a moment, or what is updated in place of the part's values."""
         target = self._of[id(part)]
         if state == MASTER:
             return target.tensor
@@ -94,4 +129,5 @@ class DeviceStore:
 
     @property
     def masters(self) -> bool:
+        """Whether what is updated are not, or not all, the parameters themselves."""
         return any(target.master for target in self.targets)

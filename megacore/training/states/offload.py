@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.training.states.store import MASTER, MOMENTS, Rule
-from megacore.training.states.window_stores import BUFFERS, WindowStore
-from megacore.training.states.windows import ALIGNED, Segment, Window, cut
+from megacore.store.index import MASTER, MOMENTS
+from megacore.training.states.device_store import Rule
+from megacore.training.states.windows import ALIGNED, BUFFERS, Segment, Window, WindowStore, cut
 from parallel.gradients.buckets import Elements, OwnedShard
 from parallel.kernels.narrow_adamw import Step, update
 
@@ -70,11 +70,8 @@ class _Staging:
 
 
 class OffloadedStore:
-    """A :class:`~megacore.training.states.store.StateStore` that is not on the device.
-
-    Args:
-        dtype: The dtype of the parts' values.
-        device: The device of their gradients.
+    """A store of masters and moments as :class:`~megacore.training.states.device_store.DeviceStore`, elsewhere; dtype:
+    that of the parts' values.
 
     Raises:
         StoreError: there is no room for the file.
@@ -114,8 +111,7 @@ class OffloadedStore:
                 self.of(part, MASTER)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
-        """Update as :class:`~megacore.training.states.store.StateStore` says. The host waits for the device, as it
-        computes."""
+        """Update the values of all parts. The host waits for the device, as it computes."""
         # One number tells both: it is 0 where nothing changes.
         divided_by = float((go if divisor is None else torch.where(go, divisor, go)).item())
         if not divided_by:

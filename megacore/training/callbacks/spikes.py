@@ -1,8 +1,9 @@
-"""Spikes of the loss and of the gradient norm: values far above those before them, by median and MAD over a window.
+"""Spikes of the loss and of the gradient norm: values far above those before them, by median and MAD over a window;
+they are told where they begin.
 
 A spike is a value above median x exp(``DEVIATIONS`` x scale), where the scale is 1.4826 times the median absolute
 deviation of the logarithms: the standard deviation of noise that is normal, and not moved by the spikes themselves.
-Logarithms, for noise goes with what it is of, and that of a norm has a long tail above. No torch and no clock: the same
+Logarithms, for noise goes with what it is of, and that of a norm has a long tail above. No clock is asked: the same
 values give the same answer on every rank.
 
 While the learning rate rises, as it does in a warm-up, and for ``FIRST`` records after that, nothing is a spike: what
@@ -12,11 +13,20 @@ was before says nothing of what comes. A value that falls never is one, nor one 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from megacore.incidents import Incident
+from megacore.training import metrics
+from megacore.training.trainer import Callback, Trainer
 
 WINDOW = 128
 """Records that the median is of: a level that stays for 64 of them is the level."""
@@ -27,6 +37,8 @@ DEVIATIONS = 16.0
 degrees of freedom once in 170,000."""
 LEAST: Mapping[str, float] = {"loss": 1.25, "grad_norm": 3.0}
 """The least ratio of a spike to the median: a curve without noise has steps too, and what is less does no harm."""
+_RECALLED = 1 << 19
+"""Bytes of records that are read when a run goes on: more of them than are remembered."""
 _NORMAL = 1.4826
 """The standard deviation of normal noise over its median absolute deviation."""
 
@@ -105,3 +117,41 @@ def _limit(values: Sequence[float], least: float) -> tuple[float, float]:
     middle = median(logarithms)
     scale = _NORMAL * median(abs(value - middle) for value in logarithms)
     return math.exp(middle), math.exp(middle + max(DEVIATIONS * scale, math.log(least)))
+
+
+class TellSpikes(Callback):
+    """Looks at what is recorded. A run that goes on knows what it has recorded before, as if it had never ended."""
+
+    def __init__(self) -> None:
+        self.seen = Spikes()
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """The largest values of the next step that are no spikes, by metric."""
+        return self.seen.limits
+
+    def on_start(self, run: Trainer) -> None:
+        out = Path(run.config.out)
+
+        def known() -> list[Any]:
+            spikes = Spikes()
+            for each in metrics.newest(out / metrics.METRICS, _RECALLED) if run.step and run.mesh.rank == 0 else ():
+                if "loss" in each and each["step"] <= run.step:
+                    spikes = spikes.after(each["step"], each["lr"], {name: each[name] or 0.0 for name in LEAST})
+            return list(map(asdict, spikes.records))
+
+        records = run.control.tell(run.control.attempt(known))
+        self.seen = Spikes(TypeAdapter(tuple[Seen, ...]).validate_python(records))
+
+    def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
+        if "loss" not in record:
+            return
+        values = {name: float(record[name] or 0) for name in LEAST}
+        if (found := self.seen.found(values)) and not self.seen.spiking:
+            detail = ", ".join(map(str, found))
+            run.report(Incident("spike", detail=detail, step=run.step, at=time.time()))
+            run.tell(f"step {run.step}: {detail} is far above those before it")
+        self.seen = self.seen.after(run.step, run.lr, values)
+
+    def on_rewind(self, run: Trainer) -> None:
+        self.seen = self.seen.until(run.step)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megacore.training.resume import Start
 
 
-def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, control: Control) -> None:
+def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, control: Control) -> None:
     """Fill this rank's parameters, and of a run that goes on the optimizer, one tensor at a time.
 
     Masters, where a checkpoint has them, are what the weights that are trained are rounded from, in whatever precision
