@@ -286,48 +286,35 @@ def test_chats_go_through_the_template_and_samples_repeat_by_their_seed(llama: P
     assert one == again != other
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "there is no prompt"),
-        (["--prompt", "a", "--system", "b"], "give --chat too"),
-        (["--prompt", "a", "--top-k", "3"], "--top-k is of sampling: give --temperature"),
-        (["--prompt", "a b c d e f g " * 40], "64 positions: shorten it"),
-        (["--prompt", ""], "has no tokens"),
-        (["--prompt", "a", "--tp", "3"], "cannot split heads (4) over tp=3"),
-        (["--prompt", "a", "--pp", "4"], "one of the 3 layers"),
-        (["--prompts", "nowhere"], "cannot read nowhere"),
-    ],
-    ids=["no prompt", "system", "top-k", "too long", "empty", "tp", "pp", "no file"],
-)
 def test_what_is_wrong_is_said_before_the_weights_are_read(
-    arguments: list[str], says: str, llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megacore.store.loader.Loader.tensors", None)
-    assert command.main([str(llama), *arguments]) == 1
-    assert says in capsys.readouterr().err
-
-
-def test_what_a_folder_may_lack(llama: Path, tmp_path: Path, capsys: Capture) -> None:
-    (llama / "chat_template.jinja").unlink()
-    for folder, arguments, says in (
-        (save("gpt2", tmp_path / "gpt2"), [], "has no tokenizer"),
-        (llama, ["--chat"], "has no chat template"),
-        (with_text(save("gpt2", tmp_path / "small")), [], "another model's"),
-        (tmp_path / "nowhere", [], "is not a folder"),
-    ):
-        assert command.main([str(folder), "--prompt", "The sun", *arguments]) == 1
+    asked, small = ["--prompt", "The sun"], with_text(save("gpt2", tmp_path / "small"))
+    cases: list[tuple[Path, list[str], str]] = [
+        (llama, [], "there is no prompt"),
+        (llama, [*asked, "--system", "b"], "give --chat too"),
+        (llama, [*asked, "--top-k", "3"], "--top-k is of sampling: give --temperature"),
+        (llama, ["--prompt", "a b c d e f g " * 40], "64 positions: shorten it"),
+        (llama, ["--prompt", ""], "has no tokens"),
+        (llama, [*asked, "--tp", "3"], "cannot split heads (4) over tp=3"),
+        (llama, [*asked, "--pp", "4"], "one of the 3 layers"),
+        (llama, ["--prompts", "nowhere"], "cannot read nowhere"),
+        (save("gpt2", tmp_path / "gpt2"), asked, "has no tokenizer"),
+        (small, asked, "another model's"),
+        (tmp_path / "nowhere", asked, "is not a folder"),
+        (small, [*asked, "--chat"], "has no chat template"),
+    ]
+    for folder, arguments, says in cases:
+        assert command.main([str(folder), *arguments]) == 1, says
         assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("said", [{"model_max_length": "\x1b[2J"}, {"chat_template": 1}])
-def test_a_tokenizer_s_config_that_says_nonsense(said: dict[str, Any], llama: Path, capsys: Capture) -> None:
-    (llama / "chat_template.jinja").unlink()
-    config = json.loads((llama / "tokenizer_config.json").read_text())
-    (llama / "tokenizer_config.json").write_text(json.dumps({**config, **said}))
-    assert command.main([str(llama), "--prompt", "The sun"]) == 1
-    shown = capsys.readouterr().err
-    assert f"{next(iter(said))}=" in shown and "\x1b" not in shown
+    # A tokenizer's config that says nonsense.
+    config = json.loads((small / "tokenizer_config.json").read_text())
+    for key, value in {"model_max_length": "\x1b[2J", "chat_template": 1}.items():
+        (small / "tokenizer_config.json").write_text(json.dumps({**config, key: value}))
+        assert command.main([str(small), *asked]) == 1
+        shown = capsys.readouterr().err
+        assert f"{key}=" in shown and "\x1b" not in shown
 
 
 @pytest.mark.parametrize(
