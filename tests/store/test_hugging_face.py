@@ -79,34 +79,62 @@ def edit_json(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) 
 # -- what real folders hold
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_saves(family: str, tied: bool, tmp_path: Path) -> None:
-    theirs = model(family, tie_word_embeddings=tied)
-    theirs.save_pretrained(tmp_path)
-    opened = assert_holds(tmp_path, weights(theirs))
-    assert opened.config.family == family and opened.ignored == ()
-    assert opened.raw == json.loads((tmp_path / "config.json").read_text())
+def in_shards(folder: Path, of: PreTrainedModel) -> None:
+    (folder / SINGLE).unlink()
+    of.save_pretrained(folder, max_shard_size="4KB")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shards_in_any_order(family: str, tmp_path: Path) -> None:
-    theirs = model(family, tie_word_embeddings=False)
-    theirs.save_pretrained(tmp_path, max_shard_size="4KB")
-    files = sorted(tmp_path.glob("model-*.safetensors"))
+def shuffled(folder: Path, of: PreTrainedModel) -> None:
+    """Shards whose names are exchanged: the numbers in them mean nothing."""
+    in_shards(folder, of)
+    files = sorted(file.name for file in folder.glob("model-*.safetensors"))
     assert len(files) > 3
-    assert_holds(tmp_path, weights(theirs))
-    # The numbers in the names mean nothing.
-    names = {file.name: other.name for file, other in zip(files, [*files[1:], files[0]], strict=True)}
+    names = dict(zip(files, [*files[1:], files[0]], strict=True))
     for file in files:
-        file.rename(tmp_path / f"moved-{file.name}")
+        (folder / file).rename(folder / f"moved-{file}")
     for file in files:
-        (tmp_path / f"moved-{file.name}").rename(tmp_path / names[file.name])
-    edit_json(
-        tmp_path, INDEX, lambda i: i.update(weight_map={t: names[f] for t, f in reversed(i["weight_map"].items())})
-    )
-    assert_holds(tmp_path, weights(theirs))
+        (folder / f"moved-{file}").rename(folder / names[file])
+    edit_json(folder, INDEX, lambda i: i.update(weight_map={t: names[f] for t, f in reversed(i["weight_map"].items())}))
+
+
+def named(*words: str) -> Callable[[Path, PreTrainedModel], None]:
+    """The table that is embedding and head by the name of one of them, or of both."""
+
+    def form(folder: Path, of: PreTrainedModel) -> None:
+        names = {"embedding": embedding(of), "head": registry.family(of.config.model_type).config.tied[1]}
+
+        def store(tensors: Tensors) -> None:
+            (table, *_) = [t for t in map(tensors.pop, names.values(), [None, None]) if t is not None]
+            tensors |= {names[word]: table for word in words}
+
+        edit(folder, store)
+
+    return form
+
+
+FORMS: dict[str, tuple[bool, Callable[[Path, PreTrainedModel], object]]] = {
+    "tied": (True, lambda folder, of: None),
+    "untied": (False, lambda folder, of: None),
+    "shards": (False, in_shards),
+    "shards in any order": (False, shuffled),
+    "tied, by the embedding": (True, named("embedding")),
+    "tied, by the head": (True, named("head")),
+    "tied, twice": (True, named("embedding", "head")),
+}
+"""{what a folder holds: (whether the model is tied, how what transformers saves becomes that)}"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves(family: str, tmp_path: Path) -> None:
+    models = {tied: model(family, tie_word_embeddings=tied) for tied in (False, True)}
+    for name, (tied, form) in FORMS.items():
+        folder, theirs = tmp_path / name, models[tied]
+        theirs.save_pretrained(folder)
+        form(folder, theirs)
+        opened = assert_holds(folder, weights(theirs))
+        assert opened.config.family == family and opened.ignored == ()
+        assert opened.raw == json.loads((folder / "config.json").read_text())
 
 
 def test_the_single_file_counts_where_there_is_an_index_too(tmp_path: Path) -> None:
@@ -136,23 +164,6 @@ def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "again" / SINGLE)) == names
     again = AutoModel.from_pretrained(tmp_path / "again")
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
-
-
-@pytest.mark.parametrize("names", ["embedding", "head", "both"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tied_once_or_twice(family: str, names: str, tmp_path: Path) -> None:
-    theirs, head = model(family, tie_word_embeddings=True), registry.family(family).config.tied[1]
-    theirs.save_pretrained(tmp_path)
-
-    def store(tensors: Tensors) -> None:
-        one = embedding(theirs)
-        tensors.setdefault(one, tensors.get(head, torch.empty(0)))
-        table = tensors.pop(one)
-        tensors.pop(head, None)
-        tensors |= {"embedding": {one: table}, "head": {head: table}}.get(names, {one: table, head: table})
-
-    edit(tmp_path, store)
-    assert_holds(tmp_path, weights(theirs))
 
 
 def test_tied_twice_is_compared_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
