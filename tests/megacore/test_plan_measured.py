@@ -443,6 +443,7 @@ EXTENDED_OF_TWO = [
 BATCHES = [(1, EXTENDED[:1]), (2, EXTENDED_OF_TWO[:2]), (1, EXTENDED[1:]), (2, EXTENDED_OF_TWO[2:])]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("world", "cases"),
     [*BATCHES[:2], *(pytest.param(*batch, marks=pytest.mark.grid) for batch in BATCHES[2:])],
@@ -466,6 +467,7 @@ ODD_OF_TWO = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("world", "cases"), [(1, ODD), (2, ODD_OF_TWO)], ids=["one", "two"])
 def test_a_family_that_the_plan_has_never_heard_of_is_planned_right(pool: Pool, world: int, cases: list[Case]) -> None:
     with registered():
@@ -547,7 +549,7 @@ def sent_in(case: Case, rank: int) -> int:
     return total * setting.microbatches
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("world", "cases"), [(2, OF_CONTEXT), (4, OF_CONTEXT_OF_FOUR)], ids=["two", "four"])
 def test_a_context_over_ranks_is_planned_right(pool: Pool, world: int, cases: list[Case]) -> None:
     """The state and the peak of the fullest rank, and to the byte what each sends to the others of cp."""

@@ -107,6 +107,7 @@ STORED: Mapping[str, Param] = {
 MESHES = [{}, {"tp": 2}, {"tp": 4}, {"ep": 2, "tp": 2}]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("limit", [1, 5, 12, 1000])
 @pytest.mark.parametrize("name", STORED)

@@ -83,7 +83,7 @@ def launchers(tmp_path: Path) -> Iterator[Callable[..., Launchers]]:
         each.wait()
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(3, 2)
 def test_a_rank_of_one_of_two_nodes_is_killed(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     run = launchers("2", ["30", "0.02", "5:1:kill"])
     ends = [run.start(0), run.start(1)]
@@ -92,7 +92,7 @@ def test_a_rank_of_one_of_two_nodes_is_killed(launchers: Callable[..., Launchers
     assert [(each.kind, each.rank, each.node) for each in incidents.read(tmp_path)] == [("killed", 1, 1)]
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(3, 1)
 def test_a_node_is_killed_and_started_again(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     """The second, then the one that the others meet at; launchers that stand still meanwhile lose nothing."""
     run = launchers("2", LONG)
@@ -115,7 +115,7 @@ def test_a_node_is_killed_and_started_again(launchers: Callable[..., Launchers],
     assert run.starts == ["world=2"] * 3
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(3, 0)
 def test_nodes_come_die_and_leave(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     run = launchers("1:2", LONG)
     first = run.start(0)
