@@ -266,7 +266,7 @@ STATES = [
 ]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("case", STATES, ids=repr)
 def test_the_state_is_what_the_plan_says(pool: Pool, case: Case) -> None:
     plan = planned(case)
@@ -397,7 +397,7 @@ MIXTURES_OF_FOUR = [
 ]
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("world", "cases"),
     [(1, MIXTURES), (2, MIXTURES_OF_TWO), (4, MIXTURES_OF_FOUR)],
