@@ -499,7 +499,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
 
 def parameters() -> list[Any]:
     """Return all pairs, each of them once and under its name."""
-    made = {}
+    made = dict[str, Any]()
     with extended():
         for turns, pairs in table():
             for case, run in pairs:
