@@ -26,7 +26,7 @@ from parallel.kernels import grouped
 from parallel.kernels.choice import has_triton
 
 NAMES = list(CASES)
-DRAWN = 10
+DRAWN = 5
 """Of the cases in the suite, and one that is compiled, which takes longer; all are on the grid."""
 PARTS = 4
 

@@ -69,7 +69,7 @@ def survives(recipe: str, cache: Path, out: Path, layout: str, seed: int, kills:
     assert all(each.action != "end" for each in run.incidents)
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 2)
 def test_random_kills_leave_no_trace(recipe: str, cache: Path, tmp_path: Path) -> None:
     layout = [*LAYOUTS][ROTATION % len(LAYOUTS)]
     survives(recipe, cache, tmp_path / "run", layout, ROTATION, 3)
@@ -113,7 +113,7 @@ def test_a_restart_goes_on_from_memory(recipe: str, cache: Path, tmp_path: Path,
     assert not list(Path("/dev/shm").glob(f"megacore-*/{known}"))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 1 else pytest.mark.grid) for n in range(8)])
 @pytest.mark.parametrize("layout", ["dp", "zero 1", "tp pp"])
 def test_a_bit_that_flips_leaves_no_trace(recipe: str, cache: Path, tmp_path: Path, layout: str, seed: int) -> None:
@@ -135,7 +135,7 @@ def test_a_step_that_ends_the_run_again_and_again_is_given_up(recipe: str, tmp_p
     assert [each.action for each in run.incidents] == ["restart", "restart", "end"]
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 3)
 def test_every_step_may_be_the_one(recipe: str, cache: Path, tmp_path: Path) -> None:
     """The first, one while a checkpoint is written, one right after it, the last."""
     steps = {"1": 0, "10": 1, "11": 0, "12": 1, "30": 0}

@@ -94,7 +94,7 @@ def test_processes_that_are_stopped_for_a_while_lose_nothing(
         ends_well(run, recipe, cache, "dp")
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 0)
 @pytest.mark.parametrize("seconds", long(4.0, 70.0))
 def test_a_terminal_that_takes_nothing_for_a_while_is_waited_for(
     recipe: str, cache: Path, tmp_path: Path, seconds: float
@@ -120,7 +120,7 @@ def drain(file: int) -> None:
         pass
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 1)
 def test_a_folder_that_is_away_for_a_while_ends_nothing(recipe: str, cache: Path, tmp_path: Path) -> None:
     """Renamed, and back before the last save: saves that fail are told, and tried again."""
     run = live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.1}}})
@@ -151,7 +151,7 @@ def test_a_machine_that_is_busy_slows_and_ends_nobody(recipe: str, cache: Path, 
 # -- done is done
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
 def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
     recipe: str, tmp_path: Path, stopped: bool
@@ -165,7 +165,7 @@ def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
     assert run.starts() == [0] and run.incidents == [], run.said[-3000:]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("phase", ["forward", "save", "data"])
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
@@ -184,7 +184,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
     assert run.state() == calm(recipe, cache, "dp")
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_questions_of_the_first_seconds_end_nothing(
     recipe: str, cache: Path, tmp_path: Path, number: signal.Signals

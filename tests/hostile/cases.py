@@ -57,6 +57,16 @@ DEEP = b'{"a":' * 100_000
 LARGE = b'{"a": "' + b"x" * (40 << 20) + b'"}'
 LONG = "k" * 3_000_000
 
+FEW = "generate hf --prompt few"
+FOLDER = "tokenize data --out made --workers 1 --tokenizer hf"
+PARQUET = "evaluate hf --data data/a.parquet"
+BOMB = "unpacks to more than 100 times"
+
+
+def ends(content: bytes | str) -> Change:
+    return write("hf/generation_config.json", content)
+
+
 # -- weights: convert, inspect, generate
 
 WEIGHTS: Mapping[str, tuple[Change, str]] = {
@@ -77,7 +87,7 @@ WEIGHTS: Mapping[str, tuple[Change, str]] = {
     "outside": (link(HF, "../../outside/secret.txt"), "leads to"),
 }
 for number, (name, (change, says)) in enumerate(WEIGHTS.items()):
-    command = ("convert hf made", "inspect hf", "generate hf --prompt few")[number % 3]
+    command = ("convert hf made", "inspect hf", FEW)[number % 3]
     case(f"weights-{name}", command, change, says)
 
 # -- config.json and the hub's index
@@ -202,7 +212,7 @@ case("companion-pipe", "convert hf made", instead("hf/NOTICE", os.mkfifo), sound
 case("template-large", "generate hf --chat --prompt few", instead("hf/chat_template.jinja", huge), "jinja")
 CODE = "import os\nopen('../mark', 'w')\nopen('../../mark', 'w')\nclass T: pass\n"
 AUTO = {"AutoTokenizer": ["code.T", "code.T"], "AutoConfig": "code.T", "AutoModelForCausalLM": "code.T"}
-for command in ("convert hf made", "generate hf --prompt few", "verify ckpt hf", "pretrain tuning.yaml"):
+for command in ("convert hf made", FEW, "verify ckpt hf", "pretrain tuning.yaml"):
     coded = both(
         write("hf/code.py", CODE),
         put("hf/config.json", AUTO, "auto_map"),
@@ -219,29 +229,19 @@ case(
     ),
     "tokenizer",
 )
-case("generation-deep", "generate hf --prompt few", write("hf/generation_config.json", DEEP), "not JSON")
-case(
-    "generation-escapes",
-    "generate hf --prompt few",
-    write("hf/generation_config.json", json.dumps({"eos_token_id": ESCAPE})),
-    "eos_token_id",
-)
-case(
-    "generation-long",
-    "generate hf --prompt few",
-    write("hf/generation_config.json", json.dumps({"eos_token_id": LONG})),
-    "eos_token_id",
-)
+case("generation-deep", FEW, ends(DEEP), "not JSON")
+case("generation-escapes", FEW, ends(json.dumps({"eos_token_id": ESCAPE})), "eos_token_id")
+case("generation-long", FEW, ends(json.dumps({"eos_token_id": LONG})), "eos_token_id")
 case(
     "generation-ids",
     "generate hf --prompt few --max-new-tokens 2",
-    write("hf/generation_config.json", '{"eos_token_id": [-5, 18446744073709551615]}'),
+    ends('{"eos_token_id": [-5, 18446744073709551615]}'),
     sound=True,
 )
 
 # -- tokenizers and chat templates: they are programs
 
-GENERATE, TOKENIZE = "generate hf --prompt {0}", "tokenize data/texts.jsonl --out made --workers 1 --tokenizer hf"
+TOKENIZE = "tokenize data/texts.jsonl --out made --workers 1 --tokenizer hf"
 EVALUATE, TUNE = "evaluate hf --data data/texts.jsonl", "pretrain tuning.yaml"
 STEP = {"type": "Replace", "pattern": {"String": "e"}, "content": "eeeeeeeeeeeeeeee"}
 
@@ -257,7 +257,7 @@ BLOW_UP = put("hf/tokenizer.json", {"type": "Sequence", "normalizers": [STEP] * 
 case("tokenizer-regex", TOKENIZE, EXPLODE, "the tokenizer fails")
 case("tokenizer-regex-evaluated", EVALUATE, EXPLODE, "hf: the tokenizer")
 case("tokenizer-replace", TOKENIZE, BLOW_UP, "the tokenizer fails")
-case("tokenizer-replace-generated", "generate hf --prompt few", BLOW_UP, "hf: the tokenizer")
+case("tokenizer-replace-generated", FEW, BLOW_UP, "hf: the tokenizer")
 case(
     "tokenizer-decoder",
     "generate hf --prompt few --max-new-tokens 9",
@@ -272,12 +272,7 @@ case("tokenizer-empty", TOKENIZE, write("hf/tokenizer.json", b""), "tokenizer.js
 case("tokenizer-no-json", EVALUATE, write("hf/tokenizer.json", ESCAPE), "tokenizer")
 case("tokenizer-deep", TOKENIZE, write("hf/tokenizer.json", DEEP), "tokenizer.json")
 case("tokenizer-large", TOKENIZE, write("hf/tokenizer.json", b" " * (65 << 20)), "tokenizer.json has 68157440 bytes")
-case(
-    "tokenizer-model",
-    "generate hf --prompt few",
-    put("hf/tokenizer.json", {"type": "Evil" + ESCAPE}, "model"),
-    "tokenizer",
-)
+case("tokenizer-model", FEW, put("hf/tokenizer.json", {"type": "Evil" + ESCAPE}, "model"), "tokenizer")
 case("tokenizer-ids", TOKENIZE, put("hf/tokenizer.json", 4_000_000_000, "model", "vocab", "a"), "", sound=True)
 case(
     "tokenizer-ids-generated",
@@ -383,15 +378,8 @@ for name, row in {
     case(f"chats-{name}", command, write("data/chats.jsonl", json.dumps(row)), "", sound="tools" in name)
 
 PACKED = "pretrain tuning.yaml data.train=data/a.jsonl.gz"
-case(
-    "gz-bomb", PACKED, write("data/a.jsonl.gz", gzip.compress(b"\n" * (300 << 20), 1)), "unpacks to more than 100 times"
-)
-case(
-    "gz-bomb-line",
-    PACKED,
-    write("data/a.jsonl.gz", gzip.compress(b" " * (300 << 20), 1)),
-    "unpacks to more than 100 times",
-)
+case("gz-bomb", PACKED, write("data/a.jsonl.gz", gzip.compress(b"\n" * (300 << 20), 1)), BOMB)
+case("gz-bomb-line", PACKED, write("data/a.jsonl.gz", gzip.compress(b" " * (300 << 20), 1)), BOMB)
 case(
     "gz-bomb-example",
     PACKED,
@@ -400,15 +388,10 @@ case(
 )
 case("gz-truncated", PACKED, write("data/a.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9]), "no whole gzip file")
 case("gz-garbage", PACKED, write("data/a.jsonl.gz", b"\x1f\x8b" + bytes(99)), "no whole gzip file")
-case(
-    "parquet-garbage",
-    "evaluate hf --data data/a.parquet",
-    write("data/a.parquet", b"PAR1" + bytes(99) + b"PAR1"),
-    "parquet",
-)
+case("parquet-garbage", PARQUET, write("data/a.parquet", b"PAR1" + bytes(99) + b"PAR1"), "parquet")
 case(
     "parquet-footer",
-    "evaluate hf --data data/a.parquet",
+    PARQUET,
     write("data/a.parquet", b"PAR1" + bytes(99) + struct.pack("<I", 1 << 31) + b"PAR1"),
     "parquet",
 )
@@ -423,30 +406,13 @@ def repeating(folder: Path) -> None:
     pyarrow.parquet.write_table(table, folder / "data/a.parquet", compression="zstd")
 
 
-case("parquet-bomb", "evaluate hf --data data/a.parquet", repeating, "unpacks to more than 100 times")
-case(
-    "parquet-bomb-tokenized",
-    "tokenize data/a.parquet --out made --workers 1 --tokenizer hf",
-    repeating,
-    "unpacks to more than 100 times",
-)
+case("parquet-bomb", PARQUET, repeating, BOMB)
+case("parquet-bomb-tokenized", "tokenize data/a.parquet --out made --workers 1 --tokenizer hf", repeating, BOMB)
 case("data-pipe", TOKENIZE, instead("data/texts.jsonl", os.mkfifo), "", sound=False)
-case("data-device", "tokenize data --out made --workers 1 --tokenizer hf", link("data/a.txt", "/dev/zero"), sound=True)
-case(
-    "data-link",
-    "tokenize data --out made --workers 1 --tokenizer hf",
-    link("data/a.txt", "../../outside/secret.txt"),
-    sound=True,
-)
-case(
-    "data-link-folder",
-    "tokenize data --out made --workers 1 --tokenizer hf",
-    link("data/more", "../../outside"),
-    sound=True,
-)
-case(
-    "data-name", "tokenize data --out made --workers 1 --tokenizer hf", write(f"data/{ESCAPE}.jsonl", b"{"), "not JSON"
-)
+case("data-device", FOLDER, link("data/a.txt", "/dev/zero"), sound=True)
+case("data-link", FOLDER, link("data/a.txt", "../../outside/secret.txt"), sound=True)
+case("data-link-folder", FOLDER, link("data/more", "../../outside"), sound=True)
+case("data-name", FOLDER, write(f"data/{ESCAPE}.jsonl", b"{"), "not JSON")
 case(
     "text-large",
     "tokenize data/a.txt --out made --workers 1 --tokenizer hf",

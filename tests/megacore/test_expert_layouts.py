@@ -96,6 +96,7 @@ def test_replicas_write_parts_of_experts(etp: int, pool: Pool, recipe: str, tmp_
         assert file.read_bytes() == other.read_bytes(), file
 
 
+@pytest.mark.in_turn(2, 0)
 def test_listed_experts_start_a_run_on_any_mesh(pool: Pool, recipe: str, six: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     assert convert.main([str(path_of(six, 2)), str(folder), "--to", "hf"]) == 0

@@ -34,6 +34,7 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(recipe, [f"out={tmp_path_factory.mktemp('one') / 'run'}", *FP8])
 
 
+@pytest.mark.in_turn(3, 2)
 def test_it_learns_as_bf16_does(recipe: str, one: Result, tmp_path: Path) -> None:
     wide = train(recipe, [f"out={tmp_path / 'bf16'}", *FP8, "train.precision=bf16"]).values("loss")
     narrow = one.values("loss")
@@ -61,7 +62,7 @@ def test_experts_stay_wide_beside_what_is_fp8(recipe: str, name: str, tmp_path: 
     assert found != wide and found[-1] < found[0]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [

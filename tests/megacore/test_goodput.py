@@ -109,6 +109,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.quick
 @pytest.mark.parametrize("every", [0, 1, 12])
 @pytest.mark.parametrize("rates", FAULTS)

@@ -74,6 +74,7 @@ def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path) -> None:
         assert filecmp.cmp(ends[0] / file, ends[1] / file, shallow=False), file
 
 
+@pytest.mark.in_turn(3, 0)
 def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path) -> None:
     """Shared kv heads, tied tables on both ends, uneven gradients accumulated over microbatches."""
     recipe = write_recipe(tmp_path, RECIPE | {"model": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 1}})

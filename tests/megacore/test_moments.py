@@ -22,6 +22,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
+@pytest.mark.in_turn(3, 2)
 def test_they_train_as_fp32_s_do(recipe: str, tmp_path: Path) -> None:
     wide = train(recipe, [f"out={tmp_path / 'wide'}", *COMMON, "train.steps=30", "checkpoint.every=0"]).values("loss")
     narrow = train(recipe, [f"out={tmp_path / 'narrow'}", *NARROW, "train.steps=30", "checkpoint.every=0"])

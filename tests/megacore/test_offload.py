@@ -260,6 +260,7 @@ def step_of(out: Path, step: int) -> Path:
     return checkpoints.path_of(checkpoints.folder_of(out), step)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_checkpoints_know_nothing_of_it(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """The same bytes on disk; what is saved with it resumes without, and the other way round."""
     shards = ["zero.shard=parameters"]

@@ -441,7 +441,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
     assert capfd.readouterr().err == "Interrupted again: ended at once, without a checkpoint.\n"
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(3, 2)
 @pytest.mark.slow
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
     """Another launcher than ours; `test_start.py` has ours."""

@@ -74,7 +74,7 @@ def resumed(recipe: str, overrides: list[str]) -> int:
     return count
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [

@@ -278,6 +278,7 @@ def test_a_spike_is_told(recipe: str, tmp_path: Path) -> None:
     assert told[0].step == 41 and "grad_norm" in told[0].detail
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_spike_of_the_hardware_leaves_no_trace_and_one_of_data_is_left_out(recipe: str, tmp_path: Path) -> None:
     common = [*SPIKES, "optimizer.non_finite=repeat", "recovery.spikes=true"]
     plain, none = run(recipe, [f"out={tmp_path / 'plain'}", *common])
@@ -291,6 +292,7 @@ def test_a_spike_of_the_hardware_leaves_no_trace_and_one_of_data_is_left_out(rec
     assert_same(found, without)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_run_that_is_started_again_knows_what_a_spike_is(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +316,7 @@ def test_a_run_that_is_started_again_knows_what_it_has_left_out(
     assert engine.fit(recipe, common) == 6
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_run_that_has_gone_back_knows_what_a_spike_is(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

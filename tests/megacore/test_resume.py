@@ -210,6 +210,7 @@ def saved_again(recipe: str, overrides: list[str]) -> None:
     saver.finish()
 
 
+@pytest.mark.in_turn(2, 0)
 def test_checkpoints_know_nothing_of_cp(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """The same files are written, to the byte; and from one of cp=2 a run goes on with cp=1, tp=2, dp=2."""
     first, common = tmp_path / "first", ["data.within_documents=true", "train.steps=6", "checkpoint.every=3", *OFF]
@@ -230,6 +231,7 @@ def test_checkpoints_know_nothing_of_cp(pool: Pool, recipe: str, tmp_path: Path)
             assert relative(value, want[name]) < TOLERANCE, (state, name)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_middle_of_the_second_epoch_goes_on_on_another_layout(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """Epochs of less than four steps, so that seven are in the second one, and thirteen in the fourth."""
     common = ["batch.global_size=48", "batch.micro_size=4", "train.steps=13", "checkpoint.every=7", *OFF]

@@ -228,6 +228,7 @@ def losses(recipe: str, folder: Path, *overrides: str) -> Result:
     return train(recipe, [f"out={folder}", "train.steps=30", "evaluate.every=0", *overrides])
 
 
+@pytest.mark.in_turn(3, 1)
 def test_fp16_trains_as_fp32_does(recipe: str, tmp_path: Path) -> None:
     wide = losses(recipe, tmp_path / "fp32", "train.precision=fp32")
     half = losses(recipe, tmp_path / "fp16", "train.precision=fp16")

@@ -430,6 +430,7 @@ def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
 # -- precision
 
 
+@pytest.mark.in_turn(3, 0)
 def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
     common = ["train.steps=20", "evaluate.every=0", "model.hidden_size=32", "optimizer.lr=3e-3"]
     common += ["model.initializer_range=0.05"]
@@ -511,7 +512,7 @@ def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: p
 # -- compiled blocks
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "overrides"), [(1, []), (2, ["mesh.tp=2"])], ids=["one", "tp2"])
 def test_compiled_blocks_give_the_same_numbers(pool: Pool, tmp_path: Path, world: int, overrides: list[str]) -> None:

@@ -108,13 +108,6 @@ def test_losses_arrive_at_the_head() -> None:
     assert plain is not None and plain.losses == Losses()
 
 
-def test_training_mode_is_that_of_every_chunk() -> None:
-    model = tiny(chunks=2)
-    for mode in (False, True):
-        model.train(mode)
-        assert all(module.training is mode for chunk in model.chunks for module in chunk.modules())
-
-
 def test_compile_is_for_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
 

@@ -155,10 +155,17 @@ def old(rope_type: str, parameters: dict[str, Any], config: dict[str, Any], key:
     return config | {"rope_scaling": {key: rope_type} | parameters}
 
 
-def transformers_tables(config: dict[str, Any], head_dim: int, positions: torch.Tensor, dtype: torch.dtype):
+def transformers_tables(config: dict[str, Any], head_dim: int, tokens: int, dtype: torch.dtype = torch.float32) -> Any:
     theirs = LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=head_dim, **config)
-    cos, sin = LlamaRotaryEmbedding(theirs)(torch.empty(0, dtype=dtype), positions[None])
-    return cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]
+    return LlamaRotaryEmbedding(theirs)(torch.empty(0, dtype=dtype), torch.arange(tokens)[None])
+
+
+def check(rope: Rope, head_dim: int, tokens: int, theirs: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Tables are bitwise theirs: (cos, sin), each [1, tokens, two halves that are the same]."""
+    ours = tables(rope, head_dim, torch.arange(tokens), sequence_length=tokens, dtype=dtype)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.shape == (tokens, their.shape[-1] // 2) and our.dtype == dtype
+        assert torch.equal(our, their[0, :, : their.shape[-1] // 2])
 
 
 # -- frequencies and tables
@@ -177,13 +184,8 @@ def test_tables_are_bitwise_those_of_transformers(rope_type: str, seed: int) -> 
     for spelling in (new, old):
         for length in (16, 40, 100):  # up to, between and beyond the original and the trained length
             for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                positions = torch.arange(length)
-                theirs = transformers_tables(spelling(rope_type, parameters, config), head_dim, positions, dtype)
-                ours = tables(rope, head_dim, positions, sequence_length=length, dtype=dtype)
-                for our, their in zip(ours, theirs, strict=True):
-                    assert our.shape == (length, head_dim // 2)
-                    assert our.dtype == dtype
-                    assert torch.equal(our, their)
+                theirs = transformers_tables(spelling(rope_type, parameters, config), head_dim, length, dtype)
+                check(rope, head_dim, length, theirs, dtype)
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -195,11 +197,7 @@ def test_the_ramp_of_yarn_at_its_ends(beta_fast: float, beta_slow: float, trunca
     parameters = {"factor": 4.0, "original_max_position_embeddings": 2048, "truncate": truncate}
     parameters |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
     config = new("yarn", parameters, {"max_position_embeddings": 8192, "rope_theta": 100.0})
-    rope, positions = from_hugging_face(config), torch.arange(16)
-    theirs = transformers_tables(config, 64, positions, torch.float32)
-    ours = tables(rope, 64, positions, sequence_length=16, dtype=torch.float32)
-    for our, their in zip(ours, theirs, strict=True):
-        assert torch.equal(our, their)
+    check(from_hugging_face(config), 64, 16, transformers_tables(config, 64, 16))
 
 
 def test_the_seeds_tell_types_and_lengths_apart() -> None:
@@ -272,12 +270,9 @@ def test_parts_of_heads_have_the_tables_of_transformers(family: str, rope_type: 
             theirs = of_family(family, head_dim, written)
             assert from_hugging_face(theirs.to_dict(), convention) == rope
             for tokens in (16, 40, 100):
-                positions = torch.arange(tokens)
-                made = embedding(theirs)(torch.empty(0), positions[None])
-                ours = tables(rope, head_dim, positions, sequence_length=tokens, dtype=torch.float32)
-                for our, their in zip(ours, made, strict=True):
-                    assert our.shape == (tokens, rope.turning(head_dim) // 2)
-                    assert torch.equal(our, their[0, :, : their.shape[-1] // 2])
+                made = embedding(theirs)(torch.empty(0), torch.arange(tokens)[None])
+                assert made[0].shape[-1] == rope.turning(head_dim)
+                check(rope, head_dim, tokens, made)
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "llama3", "longrope"])
@@ -290,11 +285,8 @@ def test_odd_parts_of_heads_have_the_tables_of_transformers(rope_type: str) -> N
         config = {"max_position_embeddings": 32, "rope_parameters": said}
         rope = from_hugging_face(config, convention)
         assert not rope.problems(head_dim) and rope.turning(head_dim) == part + 1
-        positions = torch.arange(40)
-        made = embedding(of_family("gpt_neox", head_dim, config))(torch.empty(0), positions[None])
-        ours = tables(rope, head_dim, positions, sequence_length=40, dtype=torch.float32)
-        for our, their in zip(ours, made, strict=True):
-            assert torch.equal(our, their[0, :, : their.shape[-1] // 2])
+        made = embedding(of_family("gpt_neox", head_dim, config))(torch.empty(0), torch.arange(40)[None])
+        check(rope, head_dim, 40, made)
 
 
 def test_a_number_of_dimensions_as_a_factor() -> None:
@@ -323,9 +315,7 @@ def tables_by_kind(family: str, config: dict[str, Any], head_dim: int, tokens: i
     theirs = of_family(model_type, head_dim, config | {"num_hidden_layers": 12, "sliding_window": 8})
     made, positions = embedding(theirs), torch.arange(tokens)
     for kind, rope in by_kind(config, kinds).items():
-        ours = tables(rope, head_dim, positions, sequence_length=tokens, dtype=torch.float32)
-        for our, their in zip(ours, made(torch.empty(0), positions[None], kind), strict=True):
-            assert torch.equal(our, their[0, :, : head_dim // 2]), kind
+        check(rope, head_dim, tokens, made(torch.empty(0), positions[None], kind))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -595,10 +585,8 @@ def test_the_longrope_of_phi3_by_its_names(name: str) -> None:
     said = [written] if name == "su" else [written, config]
     embeddings = [Phi3RotaryEmbedding(cast(Any, of_family("phi3", 8, each))) for each in said]
     for tokens in (16, 17):
-        ours = tables(rope, 8, torch.arange(tokens), sequence_length=tokens, dtype=torch.float32)
         for made in embeddings:
-            for our, their in zip(ours, made(torch.empty(0), torch.arange(tokens)[None]), strict=True):
-                assert torch.equal(our, their[0, :, :3])
+            check(rope, 8, tokens, made(torch.empty(0), torch.arange(tokens)[None]))
 
 
 LLAMA3_1 = Llama3Rope(

@@ -78,6 +78,7 @@ def check_all(schema: Schema, sources: list[Stored], targets: list[Stored], limi
     return found
 
 
+@pytest.mark.in_turn(2, 1)
 @settings(max_examples=50)
 @given(st.data(), st.integers(1, 60))
 def test_random_tables_between_random_layouts(data: st.DataObject, limit: int) -> None:
@@ -107,6 +108,7 @@ STORED: Mapping[str, Param] = {
 MESHES = [{}, {"tp": 2}, {"tp": 4}, {"ep": 2, "tp": 2}]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("limit", [1, 5, 12, 1000])
 @pytest.mark.parametrize("name", STORED)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import attention_formula
 import numpy as np
 import pytest
 import torch
@@ -79,6 +80,9 @@ class Way:
     def split(self) -> ContextSplit:
         return self.context.split(self.packing, self.length)
 
+    def as_written(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return attention_formula.attention(q, k, v, self.packing, scoring)
+
 
 def ways(cp: int) -> list[Way]:
     """Each exchange, balance and kind of heads, of packings in turn."""
@@ -134,28 +138,6 @@ def results(attention: Any, x: Tensors, scoring: Scoring) -> list[Tensor]:
     q, k, v, *sinks = leaves
     y = attention(q, k, v, replace(scoring, sinks=sinks[0] if sinks else None))
     return [y.detach(), *torch.autograd.grad(y, leaves, x.dy)]
-
-
-def as_written(packing: tuple[int, ...]) -> Any:
-    """All scores, a mask, a softmax."""
-    number = torch.repeat_interleave(torch.arange(len(packing)), torch.tensor(packing))
-    at = torch.arange(len(number))
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        share = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        scores = torch.einsum("ihd,jhd->hij", q, k) * (scoring.scale or q.shape[2] ** -0.5)
-        if scoring.softcap is not None:
-            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-        seen = (number[:, None] == number) & (at[:, None] >= at)
-        if scoring.window is not None:
-            seen &= at[:, None] - at < scoring.window
-        scores = torch.where(seen, scores, float("-inf"))
-        if scoring.sinks is not None:
-            scores = torch.cat([scores, scoring.sinks[:, None, None].expand(-1, len(at), 1)], -1)
-        return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., : len(at)], v)
-
-    return attention
 
 
 def spread(way: Way, mesh: Mesh) -> Any:
@@ -242,7 +224,7 @@ def compared(cp: int) -> list[tuple[list[float], list[int], list[int]]]:
     for way in found:
         x = Tensors.drawn(way.heads, sum(way.packing))
         own = way.split.indices(mesh.cp.index)
-        want = results(as_written(way.packing), x, way.heads.scoring)
+        want = results(way.as_written, x, way.heads.scoring)
         with counting() as done:
             got = results(spread(way, mesh), x.of_rows(own), way.heads.scoring)
         if way.heads.sinks:  # each rank has what its tokens give
@@ -270,6 +252,7 @@ def said(way: Way, rank: int) -> list[int]:
     return [way.split.pairs(part, window)] * 2 + [sent * 8]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_each_exchange_is_attention_as_it_is_written_down(pool: Pool, cp: int) -> None:
     answers = zip(ways(cp), *pool.run(cp, compared, cp), strict=True)
@@ -354,7 +337,7 @@ def test_exchanges_round_as_one_call_of_the_kernel_does(pool: Pool, cp: int) -> 
 
     for way, *ranks in zip(in_bf16(cp), *pool.run(cp, rounded, cp), strict=True):
         x = Tensors.drawn(way.heads, LONG, torch.bfloat16)
-        want = results(as_written(way.packing), x.double(), way.heads.scoring)
+        want = results(way.as_written, x.double(), way.heads.scoring)
         one = results(once, x, way.heads.scoring)
         order = np.argsort(np.concatenate([way.split.indices(rank) for rank in range(cp)]))
         for name, right, call, *parts in zip("yqkv", want, one, *ranks, strict=True):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_formula import attention, distances
 from torch import Tensor
 
 from parallel import kernels
@@ -30,18 +31,6 @@ WAYS: Ways = {
 }
 
 
-def by_formula(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Each document alone, as the formula has it."""
-    out = []
-    for own in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
-        queries, keys, values = (x.transpose(0, 1) for x in own)
-        keys, values = (x.repeat_interleave(len(queries) // len(x), 0) for x in (keys, values))
-        scores = queries @ keys.mT * q.shape[-1] ** -0.5
-        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        out.append((scores.masked_fill(later, float("-inf")).softmax(-1) @ values).transpose(0, 1))
-    return torch.cat(out)
-
-
 def projected(heads: int, kv: int, head: int = 16, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(sum(LENGTHS), heads + 2 * kv, head, generator=generator, dtype=torch.float64) * 2
@@ -57,15 +46,11 @@ def results(function: Callable[..., Tensor], qkv: Tensor, heads: int, kv: int, g
     return [y.detach().double(), qkv.grad.double()]
 
 
-def distances(got: list[Tensor], want: list[Tensor]) -> list[float]:
-    return [float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
-
-
 @pytest.mark.parametrize(("heads", "kv"), HEADS)
 @pytest.mark.parametrize("way", WAYS)
 def test_documents_are_each_by_itself(way: str, heads: int, kv: int) -> None:
     qkv = projected(heads, kv)
-    want = results(by_formula, qkv, heads, kv, LENGTHS)
+    want = results(attention, qkv, heads, kv, LENGTHS)
     assert max(distances(results(WAYS[way], qkv, heads, kv, Documents.of(LENGTHS, CPU)), want)) < 1e-14
 
 
@@ -73,7 +58,7 @@ def test_documents_are_each_by_itself(way: str, heads: int, kv: int) -> None:
 def test_in_bf16_as_near_as_torch(way: str) -> None:
     heads, kv = HEADS[0]
     qkv = projected(heads, kv, dtype=torch.bfloat16)
-    want = results(by_formula, qkv.detach().double().requires_grad_(), heads, kv, LENGTHS)
+    want = results(attention, qkv.detach().double().requires_grad_(), heads, kv, LENGTHS)
     assert max(distances(results(WAYS[way], qkv, heads, kv, Documents.of(LENGTHS, CPU)), want)) < 8e-3
 
 
@@ -82,7 +67,7 @@ def test_in_bf16_as_near_as_torch(way: str) -> None:
 def test_documents_of_many_lengths(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Some go together in one batch, filled up to the longest: neither they nor their neighbours see the filling."""
     qkv = torch.randn(sum(lengths), 4, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    want = results(by_formula, qkv.clone().requires_grad_(), 2, 1, lengths)
+    want = results(attention, qkv.clone().requires_grad_(), 2, 1, lengths)
     got = results(on_cpu, qkv.to(dtype).requires_grad_(), 2, 1, Documents.of(lengths, CPU))
     assert max(distances(got, want)) < (1e-14 if dtype == torch.float64 else 2e-2)
 
@@ -90,7 +75,7 @@ def test_documents_of_many_lengths(lengths: tuple[int, ...], dtype: torch.dtype)
 def test_long_documents_in_bf16() -> None:
     """Whose backward is torch's."""
     qkv = torch.randn(900, 4, 16, dtype=torch.float64).requires_grad_()
-    want = results(by_formula, qkv, 2, 1, (800, 100))
+    want = results(attention, qkv, 2, 1, (800, 100))
     got = results(on_cpu, qkv.detach().bfloat16().requires_grad_(), 2, 1, Documents.of((800, 100), CPU))
     assert max(distances(got, want)) < 2e-2
 
@@ -124,7 +109,7 @@ def test_what_is_compiled_for_one_packing_serves_all_others() -> None:
     compiled = torch.compile(WAYS["chosen"], backend=backend, fullgraph=True)
     qkv = projected(4, 2)
     for lengths in [LENGTHS, (16, 16), (5,) * 3 + (1, 16), (16, 1, 15), (1,) * 32, (9, 7, 3, 13), (4,) * 8]:
-        want = results(by_formula, qkv, 4, 2, lengths)
+        want = results(attention, qkv, 4, 2, lengths)
         assert max(distances(results(compiled, qkv, 4, 2, Documents.of(lengths, CPU)), want)) < 1e-14
     assert len(graphs) <= 2
     torch.compiler.reset()
@@ -145,7 +130,7 @@ def test_with_dropout_too() -> None:
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     qkv = projected(4, 2)
     for lengths in [LENGTHS, (16, 16), (16, 1, 15), (1,) * 32]:
-        want = results(by_formula, qkv, 4, 2, lengths)
+        want = results(attention, qkv, 4, 2, lengths)
         assert max(distances(results(compiled, qkv, 4, 2, Documents.of(lengths, CPU)), want)) < 1e-8
     assert len(graphs) <= 2
     torch.compiler.reset()
@@ -165,11 +150,11 @@ def test_torchs_kernel_for_cuda_is_asked_for_this(
         assert starts.dtype == torch.int32 and window_size == (-1, 0)
         assert more.pop("scale") == q.shape[-1] ** -0.5 and more.keys() == ({"enable_gqa"} if groups else set())
         assert more.get("enable_gqa", False) or q.shape[1] == k.shape[1]
-        return by_formula(q, k, v, starts.diff().tolist())
+        return attention(q, k, v, starts.diff().tolist())
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     qkv, documents = projected(heads, kv), replace(Documents.of(LENGTHS, CPU), groups=groups)
-    want = results(by_formula, qkv, heads, kv, LENGTHS)
+    want = results(attention, qkv, heads, kv, LENGTHS)
     got = results(
         lambda q, k, v, d: with_varlen(q, k, v, d, len(q) // SEQUENCES, q.shape[-1] ** -0.5), qkv, heads, kv, documents
     )
@@ -206,7 +191,7 @@ def test_keys_and_values_are_repeated_where_no_fused_kernel_shares_them(
     monkeypatch.setattr(within, "fused_takes_groups", lambda *_: False)
     qkv, documents = projected(heads, kv), Documents.of(LENGTHS, CPU)
     got = results(WAYS[way], qkv, heads, kv, documents)
-    assert max(distances(got, results(by_formula, qkv, heads, kv, LENGTHS))) < 1e-14
+    assert max(distances(got, results(attention, qkv, heads, kv, LENGTHS))) < 1e-14
     assert shared and not any(shared)
 
 
@@ -222,4 +207,4 @@ def test_as_torch_has_it() -> None:
     q, k, v = projected(4, 2).split([4, 2, 2], 1)
     queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
     theirs = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(by_formula(q, k, v, (len(q),)), theirs[0].transpose(0, 1))
+    torch.testing.assert_close(attention(q, k, v, (len(q),)), theirs[0].transpose(0, 1))

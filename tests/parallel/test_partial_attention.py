@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_formula import attention, distances, scores_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,20 +70,12 @@ def drawn(case: Case, heads: int, kv: int, dtype: torch.dtype = torch.float64) -
 def by_formula(case: Case, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     """All scores of the document, of which only the own queries' gradients count -> out, log_sum, dq, dk, dv."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    share = q.shape[1] // k.shape[1]
-    scores = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(share, 1)) * case.scoring.factor(HEAD)
-    if case.softcap is not None:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    at = torch.arange(case.length)
-    seen = at <= at[:, None]
-    if case.window is not None:
-        seen &= at > at[:, None] - case.window
-    scores = scores.masked_fill(~seen, float("-inf"))
-    out = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v.repeat_interleave(share, 1))
+    out = attention(q, k, v, [case.length], case.scoring)
+    log_sum = scores_of(q, k, [case.length], case.scoring).logsumexp(-1)
     own = rows(case.own)
     out[own].backward(dy.double()[own])
     assert q.grad is not None and k.grad is not None and v.grad is not None
-    return out.detach()[own], scores.logsumexp(-1).T.detach()[own], q.grad[own], k.grad, v.grad
+    return out.detach()[own], log_sum.T.detach()[own], q.grad[own], k.grad, v.grad
 
 
 def rows(spans: tuple[tuple[int, int], ...]) -> Tensor:
@@ -131,10 +124,6 @@ def merged(case: Case, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Ten
         for whole, where, part in zip((dq, dk, dv), (some, others, others), found, strict=True):
             whole[where] += part
     return out, log_sum, dq, dk, dv
-
-
-def distances(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> list[float]:
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
 
 
 @pytest.mark.parametrize(("heads", "kv"), HEADS)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_formula import attention, distances
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,26 +48,6 @@ SCORINGS: dict[str, dict[str, Any]] = {
 Attend = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scoring: Scoring) -> Tensor:
-    """All scores of all tokens: q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]."""
-    share, t = q.shape[1] // k.shape[1], torch.arange(len(q))
-    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    seen = (document[:, None] == document) & (t[:, None] >= t)
-    if scoring.window is not None:
-        seen &= t[:, None] - t < scoring.window
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~seen, float("-inf"))
-    most = scores.detach().amax(-1, keepdim=True)
-    exponentials = (scores - most).exp()
-    total = exponentials.sum(-1, keepdim=True)
-    if scoring.sinks is not None:
-        total = total + (scoring.sinks[:, None, None] - most).exp()
-    return torch.einsum("hqk,khd->qhd", exponentials / total, v)
-
-
 def scored(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Scoring:
     given = SCORINGS[name] | more
     if given.get("sinks"):
@@ -93,10 +74,6 @@ def results(attend: Attend, qkv: Tensor, scoring: Scoring) -> list[Tensor]:
     return [x.double() for x in (y.detach(), *torch.autograd.grad(y, leaves, dy))]
 
 
-def distances(got: list[Tensor], want: list[Tensor]) -> list[float]:
-    return [float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
-
-
 def in_sequences(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     """As the model has it where no documents are told apart."""
     q, k, v = (x.unflatten(0, (SEQUENCES, -1)).transpose(1, 2) for x in (q, k, v))
@@ -114,7 +91,7 @@ WAYS: dict[str, tuple[Attend, Sequence[int]]] = {
 
 
 def wanted(way: str, qkv: Tensor, scoring: Scoring) -> list[Tensor]:
-    return results(lambda q, k, v, scoring: dense(q, k, v, WAYS[way][1], scoring), qkv, scoring)
+    return results(lambda q, k, v, scoring: attention(q, k, v, WAYS[way][1], scoring), qkv, scoring)
 
 
 @pytest.mark.parametrize(("block", "kv"), [(1, 2), (7, 6), (128, 1)])
@@ -139,7 +116,7 @@ def test_values_that_are_narrower_than_keys(way: str, scoring: Scoring) -> None:
         return attend(q, k, v[..., :5], scoring)
 
     def formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        return dense(q, k, v[..., :5], lengths, scoring)
+        return attention(q, k, v[..., :5], lengths, scoring)
 
     got, want = results(by, qkv, scoring), results(formula, qkv, scoring)
     assert got[0].shape == (TOKENS, HEADS, 5) and max(distances(got, want)) < 1e-12
@@ -359,7 +336,7 @@ def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str,
     qkv = torch.randn(sum(lengths), HEADS + 2 * KV, HEAD, dtype=torch.float64)
     rows = [qkv[stop - n : stop] for n, stop in zip(lengths, accumulate(lengths), strict=True)]
     q, k, v = split(qkv)
-    want = dense(q, k, v[..., :value], lengths, scoring).split(lengths)
+    want = attention(q, k, v[..., :value], lengths, scoring).split(lengths)
     read = list[int]()
 
     def noting(real: Callable[..., Tensor]) -> Callable[..., Tensor]:

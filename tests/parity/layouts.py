@@ -471,16 +471,16 @@ UNEVEN_OTHERS: list[Pair] = [
 
 def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     """Yield (one in how many has its turn, pairs)."""
-    yield 6, [(case, run) for case in CASES for run in RUNS if case in EVERYWHERE or str(run) in ELSEWHERE]
+    yield 9, [(case, run) for case in CASES for run in RUNS if case in EVERYWHERE or str(run) in ELSEWHERE]
     yield 48, [(cases[at % 2], run) for cases in DRAWN for at, run in enumerate(OF_FAMILIES)]
     yield 2, [(case, OF_FAMILIES[at]) for case in BUILT for at in (0, 5)]
-    yield 6, [(case, replace(run, shard=shard)) for case, run in LADDER for shard in SHARDED]
+    yield 9, [(case, replace(run, shard=shard)) for case, run in LADDER for shard in SHARDED]
     yield 3, [(TIED, run) for run in RECOMPUTED]
     yield 2, OFFLOADED
     yield 3, [(case, run) for case in (UNTIED, TIED) for run in LOSS_CHUNKS]
     yield 6, [(case, run) for case in (TIED, SIDE_BY_SIDE, ADAPTED) for run in MLP_CHUNKS]
-    yield 6, TUNING
-    yield 6, [(case, TUNING_RUNS["tp"]) for case in TUNED_FAMILIES]
+    yield 9, TUNING
+    yield 12, [(case, TUNING_RUNS["tp"]) for case in TUNED_FAMILIES]
     yield 4, OF_EXPERTS
     yield 33, draw("extended", (STARVED, GROUPED), EXPERT_MESHES, 3)
     yield 33, draw("extended again", (FEW_EXPERTS, BIASED_EXPERTS), EXPERT_MESHES, 3)
@@ -499,7 +499,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
 
 def parameters() -> list[Any]:
     """Return all pairs, each of them once and under its name."""
-    made = {}
+    made = dict[str, Any]()
     with extended():
         for turns, pairs in table():
             for case, run in pairs:

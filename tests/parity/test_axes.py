@@ -90,7 +90,7 @@ def same(found: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]
         )
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("axis", AXES)
 def test_an_axis_meets_a_feature(

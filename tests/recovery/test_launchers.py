@@ -41,7 +41,7 @@ def tensors(out: Path) -> dict[str, bytes]:
 # -- torchrun
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(3, 1)
 @pytest.mark.slow
 def test_torchrun_starts_a_run_again_and_it_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
@@ -63,7 +63,7 @@ def test_torchrun_starts_a_run_again_and_it_ends_as_if_nothing_had_happened(pool
     assert tensors(out) and tensors(out) == tensors(undisturbed)
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(3, 2)
 @pytest.mark.slow
 def test_without_the_room_of_recovery_a_run_trains_to_the_same_bytes(pool: Pool, tmp_path: Path) -> None:
     """Its folder is deleted, and torchrun starts the ranks."""

@@ -328,7 +328,7 @@ def test_a_save_that_fails_is_told_once_and_ends_nothing(
     assert kept == [] and len(told) == 1 and "no room" in told[0] and "The run goes on" in told[0]
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(3, 2)
 def test_it_saves_as_seldom_as_its_cost_demands(recipe: str, tmp_path: Path) -> None:
     """A clock on which each look takes a second: a save takes some seconds, and thirty times as long passes."""
     now, begun = 0.0, list[tuple[int, float]]()

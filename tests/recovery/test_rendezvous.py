@@ -83,6 +83,7 @@ def launchers(tmp_path: Path) -> Iterator[Callable[..., Launchers]]:
         each.wait()
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_rank_and_nodes_are_killed_and_started_again(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     """A rank of the second node, that node, then the one that the others meet at; launchers that stand still meanwhile
     lose nothing."""
@@ -108,7 +109,7 @@ def test_a_rank_and_nodes_are_killed_and_started_again(launchers: Callable[..., 
     assert run.starts == ["world=2"] * 4
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(3, 0)
 def test_nodes_come_die_and_leave(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     run = launchers("1:2", LONG)
     first = run.start(0)

@@ -83,6 +83,7 @@ def test_the_table(llama: Path, tmp_path: Path, capsys: Capture) -> None:
         assert words in shown
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_converted_dtypes_are_compared_after_the_same_rounding(
     dtype: str, llama: Path, tmp_path: Path, capsys: Capture
@@ -129,6 +130,7 @@ def swap(halves: Tensor) -> None:
     other.copy_(kept)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("tensor", "how", "label"),
     [
@@ -239,7 +241,7 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
     assert f"weights/{changed.name}: layers.3.attn.out.weight" in reports[0].differing[0]
 
 
-@pytest.mark.in_turn(4, 0)
+@pytest.mark.in_turn(4, 1)
 @pytest.mark.slow
 def test_torchrun(llama: Path, tmp_path: Path) -> None:
     target = converted(llama, tmp_path / "sharded", "--tp", "2")
