@@ -40,7 +40,7 @@ class BackgroundTask(Generic[Result]):
 
     @property
     def result(self) -> Result:
-        """What it has returned, once it has ended; what it has raised is raised."""
+        """The value that it has returned, once it has ended; what it has raised is raised."""
         if self.error is not None:
             raise self.error
         return self._results[0]

@@ -76,10 +76,10 @@ class TrainingJob(Job):
         Raises:
             ConfigError: the recipe cannot be read any more.
         """
-        from megacore.training.resume import again as going_on  # imports much
+        from megacore.training.resume import overrides_of_restart  # imports much
 
         recipe, *overrides = [*self.given, *self.layouts.get(nodes, ())]
-        return [recipe, *(going_on(recipe, overrides) if again else overrides)]
+        return [recipe, *(overrides_of_restart(recipe, overrides) if again else overrides)]
 
     def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> HangReport:
         from megacore.recovery.hang_report import HangReport
@@ -109,9 +109,9 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
         ConfigError: all that is wrong.
     """
     if _number("RESTART_COUNT", 0, 0):
-        from megacore.training.resume import again
+        from megacore.training.resume import overrides_of_restart
 
-        overrides = again(recipe, overrides)
+        overrides = overrides_of_restart(recipe, overrides)
     config = load(recipe, overrides)
     least, most = nodes_of(os.environ.get("NNODES") or "1")
     here = _number("NPROC_PER_NODE", 1, 0) or processes(config, most, gpus())
@@ -130,7 +130,7 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
     first, later = [*overrides, *layouts.get(most, ())], node.index > 0
     problems = _without_a_model(config) if command == "finetune" else []
     try:
-        check(recipe, first, node.world, here, led=later, goes_on=later and bool(layouts))
+        check(recipe, first, node.world, here, another_looks=later, goes_on=later and bool(layouts))
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -148,7 +148,7 @@ class MemoryCheckpoints(Callback):
         self._partners: Group | None = None
         self._machines: Sequence[range] = ()
         self._costs = deque[float](maxlen=2)
-        self._asked = self._begun = self._blocked_s = self._step_s = self._last = self._due = 0.0
+        self._asked = self._began_at = self._blocked_s = self._step_s = self._last = self._due = 0.0
         self._looked = self._is_next = self._failing = self._ended = False
 
     # -- at a start
@@ -309,7 +309,7 @@ class MemoryCheckpoints(Callback):
             return
         self._step_s, self._last = now - self._last, now
         busy, failed, wait = (bool(largest[f"memory.{key}"]) for key in ("busy", "failed", "wait"))
-        was_idle = not (self._begun or self._is_next)  # else it is not known here yet when the next one is due
+        was_idle = not (self._began_at or self._is_next)  # else it is not known here yet when the next one is due
         try:
             if run.pausing:  # the run goes on from here
                 self._save_at_once(run, saver)
@@ -318,19 +318,19 @@ class MemoryCheckpoints(Callback):
                 saver.advance(busy, failed)
             elif self._is_next:
                 # On a CPU bad steps are looked for, and replicas compared, while nothing else is done.
-                self._begun = self._asked if run.mesh.device.type == "cpu" else now
-                self._blocked_s = now - self._begun
+                self._began_at = self._asked if run.mesh.device.type == "cpu" else now
+                self._blocked_s = now - self._began_at
                 self._save(run, saver)
             self._blocked_s += self._clock() - now
-            if self._begun and not saver.is_saving:
+            if self._began_at and not saver.is_saving:
                 self._reckon(run, saver)
         except SaveError as error:  # on every rank
             self._fail(run, error)
-        self._is_next = was_idle and not (wait or self._begun or run.is_last)
+        self._is_next = was_idle and not (wait or self._began_at or run.is_last)
 
     def on_rewind(self, run: Trainer) -> None:
         self._drop_after(run.step, run.control)
-        self._begun, self._is_next = 0.0, False
+        self._began_at, self._is_next = 0.0, False
         if self._saver is not None and run.pausing:
             try:
                 self._save_at_once(run, self._saver)
@@ -372,7 +372,7 @@ class MemoryCheckpoints(Callback):
         self._due = self._clock() + RETRY_S
         if not self._failing:
             run.tell(f"{error}\nThe run goes on; memory is tried again in {RETRY_S / 60:g} minutes")
-        self._failing, self._begun = True, 0.0
+        self._failing, self._began_at = True, 0.0
 
     def _send(self, path: Path) -> None:
         """Send what this rank has written of a checkpoint to its partner, and keep what another one sends."""
@@ -388,8 +388,8 @@ class MemoryCheckpoints(Callback):
         if run.mesh.device.type == "cpu":  # whose cores would do something else
             cost += snapshot.cpu_s * min(self._node, shape.world) / len(os.sched_getaffinity(0))
         self._costs.append(cost)
-        self._due = self._begun + sum(self._costs) / len(self._costs) / run.config.recovery.overhead
-        self._begun, self._failing = 0.0, False
+        self._due = self._began_at + sum(self._costs) / len(self._costs) / run.config.recovery.overhead
+        self._began_at, self._failing = 0.0, False
 
     def _say(self, control: Control, text: str) -> None:
         if control.mesh.rank == 0:

@@ -55,15 +55,15 @@ def check(
     world_size: int,
     local_ranks: int,
     checked: bool = False,
-    led: bool = False,
+    another_looks: bool = False,
     goes_on: bool = False,
 ) -> Setup:
     """Read and check a run.
 
     Args:
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.
-        led: Whether one of any machine does so: what all share is left to it, the files of a checkpoint on a disk, and
-            whether checkpoints can be kept in an object store.
+        another_looks: Whether one of any machine does so: what all share is left to it, the files of a checkpoint on a
+            disk, and whether checkpoints can be kept in an object store.
         goes_on: Whether the run is going on, and this process may join it: its folder is in use, and what it started
             from may have been removed since it has a checkpoint of its own.
 
@@ -73,7 +73,7 @@ def check(
     config = load(recipe, overrides)
     start, model, found = None, None, list[str]()
     try:
-        start = _start(config, led, goes_on)
+        start = _start(config, another_looks, goes_on)
     except StoreError as error:
         found += [f"checkpoint: {error}"]
     try:
@@ -84,7 +84,7 @@ def check(
     there = gpus()
     found += [
         *problems(config, world_size, model, gpus=there, local_ranks=local_ranks),
-        *(() if goes_on else surroundings(config, led)),
+        *(() if goes_on else surroundings(config, another_looks)),
     ]
     if start is not None and 0 < config.train.steps < start.progress.step:
         found += [
@@ -108,7 +108,7 @@ def check(
         raise ConfigError(no_room)
     try:
         corpora = Corpora.open(config, files, checked)
-        changed = [] if checked or led or goes_on else [*changed_data(start, config, corpora)]
+        changed = [] if checked or another_looks or goes_on else [*changed_data(start, config, corpora)]
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
     if changed:
@@ -116,18 +116,18 @@ def check(
     return Setup(config, model, corpora, start, travelling)
 
 
-def _start(config: Config, led: bool, goes_on: bool) -> Start:
+def _start(config: Config, another_looks: bool, goes_on: bool) -> Start:
     """Return what a run starts from, or its own newest checkpoint where that is gone.
 
     Raises:
         StoreError: neither can be used.
     """
     try:
-        return find(config, checked=led)
+        return find(config, checked=another_looks)
     except StoreError:
         if not goes_on or not checkpoints.complete(checkpoints.folder_of(config.out, config.checkpoint.folder)):
             raise
-        return find(replace(config, checkpoint=replace(config.checkpoint, resume=AUTO)), checked=led)
+        return find(replace(config, checkpoint=replace(config.checkpoint, resume=AUTO)), checked=another_looks)
 
 
 def files_of(config: Config, world_size: int, local_ranks: int) -> int:

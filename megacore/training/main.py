@@ -35,7 +35,7 @@ from megacore.training.build import DTYPES, trainer_of
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.check import Setup, check, files_of
 from megacore.training.export import export
-from megacore.training.resume import again
+from megacore.training.resume import overrides_of_restart
 from megacore.training.save import SaveError
 from megacore.training.trainer import Callback, Trainer
 from parallel import kernels
@@ -49,7 +49,7 @@ def checked(recipe: str, overrides: Sequence[str], here: RankPlace) -> Setup:
     Raises:
         ConfigError: all that is wrong.
     """
-    given = again(recipe, overrides) if restarts() else overrides
+    given = overrides_of_restart(recipe, overrides) if restarts() else overrides
     return check(recipe, given, here.world, here.local_world, here.local_rank > 0, here.rank > 0)
 
 

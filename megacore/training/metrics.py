@@ -51,7 +51,7 @@ class JsonLines:
     def __init__(self, path: Path, tell: Callable[[str], object] = err) -> None:
         self._path, self._tell, self._told = path, tell, False
         self._kept = list[bytes]()
-        self._begun = 0
+        self._written = 0
         """Bytes of the first of them that are in the file already."""
         with os_errors(path):
             cut = path.exists() and ends_within_a_line(path)
@@ -71,7 +71,7 @@ class JsonLines:
 
     def close(self) -> None:
         if why := self._flush():
-            lost = sum(map(len, self._kept)) - self._begun
+            lost = sum(map(len, self._kept)) - self._written
             self._tell(f"{self._path}: {why}: the last {lost:,} bytes are lost")
         self._file.close()
 
@@ -79,10 +79,10 @@ class JsonLines:
         """Write what is kept -> why that cannot be done; nothing where it is."""
         try:
             while self._kept:
-                self._begun += self._file.write(self._kept[0][self._begun :])
-                if self._begun == len(self._kept[0]):
+                self._written += self._file.write(self._kept[0][self._written :])
+                if self._written == len(self._kept[0]):
                     del self._kept[0]
-                    self._begun = 0
+                    self._written = 0
         except OSError as error:
             return error.strerror or str(error)
         return ""
@@ -163,12 +163,12 @@ class WallClock:
     counted: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=1 << 12))
     """(step, useful) at the last records, to go back to."""
 
-    _begun: float = field(init=False, compare=False)
+    _began_at: float = field(init=False, compare=False)
     """The same time as ``since`` by a clock that nobody sets while the run goes on."""
 
     def __post_init__(self) -> None:
         self.counted.append((self.step, self.useful))
-        self._begun = time.monotonic() - max(0.0, time.time() - self.since)
+        self._began_at = time.monotonic() - max(0.0, time.time() - self.since)
 
     @classmethod
     def of(cls, records: Sequence[Record], after: int, began: float) -> WallClock:
@@ -192,7 +192,7 @@ class WallClock:
         self.useful += (step - self.step) * seconds_per_step
         self.step = step
         self.counted.append((step, self.useful))
-        wall = self.before + time.monotonic() - self._begun
+        wall = self.before + time.monotonic() - self._began_at
         goodput = max(0.0, min(1.0, self.useful / wall)) if wall else 1.0
         return {"time": time.time(), "wall_seconds": wall, "goodput": goodput}
 

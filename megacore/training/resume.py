@@ -62,7 +62,7 @@ class Start:
 # -- before anything starts
 
 
-def again(recipe: str, overrides: Sequence[str]) -> list[str]:
+def overrides_of_restart(recipe: str, overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a run that is started once more: it goes on from the newest of its own checkpoints.
 
     Where it has saved none, it begins as it did before.

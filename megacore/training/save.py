@@ -153,22 +153,24 @@ class Snapshot:
             for part in share_out(disk, held, len(replicas))[replicas.index(mesh.rank)]
         ]
         self.copied_s = self.cpu_s = 0.0
-        self._begun, self._taken = (torch.cuda.Event(enable_timing=True) if on_device else None for _ in range(2))
+        self._copy_begins, self._copy_ends = (
+            torch.cuda.Event(enable_timing=True) if on_device else None for _ in range(2)
+        )
         # What is split is put together by messages, in whose queues those of the next step would wait for the copies.
         self._beside = torch.cuda.Stream(self._device) if on_device and not state.optimizer.is_split else None
 
     def take(self) -> None:
         """Copy what is to be written. On a GPU the host does not wait: a stream beside that of the steps copies, and
         the next update comes after it; where the state is split over ranks, all that follows does."""
-        if self._begun is None or self._taken is None:
+        if self._copy_begins is None or self._copy_ends is None:
             self._take()
             return
-        self._begun.record()
+        self._copy_begins.record()
         with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
-            self._begun.wait()
+            self._copy_begins.wait()
             self._take()
-            self._taken.record()
-        self.state.optimizer.update_after(self._taken)
+            self._copy_ends.record()
+        self.state.optimizer.update_after(self._copy_ends)
 
     @property
     def is_beside(self) -> bool:
@@ -188,11 +190,11 @@ class Snapshot:
 
     def write(self, folder: Path) -> list[Wrote]:
         """Write what was taken."""
-        if self._begun is not None and self._taken is not None:
+        if self._copy_begins is not None and self._copy_ends is not None:
             # This is a thread of its own, which would wait through a context on GPU 0, and take memory for it there.
             torch.cuda.set_device(self._device)
-            self._taken.synchronize()
-            self.copied_s = self._begun.elapsed_time(self._taken) / 1000
+            self._copy_ends.synchronize()
+            self.copied_s = self._copy_begins.elapsed_time(self._copy_ends) / 1000
         files, spent = [each.file for each in self.written], dict[int, float]()
 
         def note(written: int) -> None:

@@ -23,7 +23,7 @@ from megacore.rank import RankPlace
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.recovery.protection import protection
 from megacore.training import build
-from megacore.training.callbacks.replicas import held
+from megacore.training.callbacks.replicas import held_tensors
 from megacore.training.main import main
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
@@ -48,7 +48,7 @@ class Happens(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._is_due(run, "flip"):
             draw = random.Random(self._what["seed"])
-            whole = [each for _, _, each in held(run) if isinstance(each, torch.Tensor) and each.numel()]
+            whole = [each for _, _, each in held_tensors(run) if isinstance(each, torch.Tensor) and each.numel()]
             flat = draw.choice([each for each in whole if each.is_contiguous()]).view(torch.uint8).view(-1)
             flat[draw.randrange(len(flat))] ^= 1 << draw.randrange(8)
 

@@ -12,7 +12,7 @@ from engine import GPT2, RECIPE, trainer, write_recipe
 from pool import Pool
 
 from megacore.corruption import Corrupted
-from megacore.training.callbacks.replicas import held
+from megacore.training.callbacks.replicas import held_tensors
 from megacore.training.trainer import Callback, Trainer
 
 ALL_WATCHED = ["recovery.checksums=0.99", "recovery.compare_every=2", "evaluate.every=0", "train.steps=6"]
@@ -41,7 +41,9 @@ class Flip(Callback):
 
     def on_step_begin(self, run: Trainer) -> None:
         if (run.step, run.mesh.rank) == (self.step, self.rank):
-            tensors = [(name, each) for _, name, each in held(run) if isinstance(each, torch.Tensor) and each.numel()]
+            tensors = [
+                (name, each) for _, name, each in held_tensors(run) if isinstance(each, torch.Tensor) and each.numel()
+            ]
             name, tensor = self.draw.choice(tensors)
             flat = tensor.view(torch.uint8).view(-1) if tensor.is_contiguous() else None
             if flat is None:

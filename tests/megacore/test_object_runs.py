@@ -35,7 +35,7 @@ from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
 from megacore.training import main
 from megacore.training.check import check
-from megacore.training.resume import again
+from megacore.training.resume import overrides_of_restart
 from megacore.training.save import SaveError
 from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.transfer import native, plan
@@ -322,9 +322,9 @@ def test_what_is_published_is_not_abandoned(folder: ObjectPath) -> None:
 def test_a_run_that_has_saved_elsewhere_goes_on_from_there(recipe: str, folder: ObjectPath, tmp_path: Path) -> None:
     """Whatever it was told to start from."""
     began = [f"out={tmp_path / 'run'}", "checkpoint.resume=/somewhere/step-00000002", f"checkpoint.folder={folder}"]
-    assert again(recipe, began) == [*began, "checkpoint.resume=auto"]
+    assert overrides_of_restart(recipe, began) == [*began, "checkpoint.resume=auto"]
     empty = [*began[:2], f"checkpoint.folder={folder}/empty"]
-    assert again(recipe, empty) == empty
+    assert overrides_of_restart(recipe, empty) == empty
 
 
 # -- one run at a time
@@ -407,7 +407,7 @@ def test_one_process_asks_the_store_for_all(recipe: str, tmp_path: Path, faults:
     given = [f"out={tmp_path / 'run'}", *STEPS, f"checkpoint.folder={folder}"]
     check(recipe, given, 1, 1)
     assert faults.calls["find"] == 1
-    check(recipe, given, 1, 1, led=True)
+    check(recipe, given, 1, 1, another_looks=True)
     assert faults.calls["find"] == 1
 
 

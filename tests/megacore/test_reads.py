@@ -139,7 +139,7 @@ def goes_on(recipe: str, overrides: list[str]) -> tuple[set[str], set[str]]:
         return plain(path, root)
 
     with mock.patch.object(TensorFile, "open", noted), contextlib.redirect_stdout(io.StringIO()):
-        setup = check(recipe, overrides, dist.get_world_size(), 2, checked=rank % 2 > 0, led=rank > 0)
+        setup = check(recipe, overrides, dist.get_world_size(), 2, checked=rank % 2 > 0, another_looks=rank > 0)
         dist.barrier()
         before = {*opened}
         opened.clear()

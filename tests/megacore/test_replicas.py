@@ -8,7 +8,7 @@ from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
 from megacore.corruption import Corrupted, outvoted
-from megacore.training.callbacks.replicas import checksum, held
+from megacore.training.callbacks.replicas import checksum, held_tensors
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 
@@ -23,7 +23,7 @@ class Flip(Callback):
 
     def on_step(self, run: Trainer, stats: Stats) -> None:
         if (run.mesh.rank, run.step) == self._at:
-            _, self.name, each = list(held(run))[self._number]
+            _, self.name, each = list(held_tensors(run))[self._number]
             bits = each[...].view(-1).view(torch.int64 if each.dtype == torch.float64 else torch.int16)
             bits[len(bits) // 2] ^= 1
 

@@ -239,7 +239,7 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
 
     monkeypatch.setattr(torch.cuda, "set_device", did.append)
     device = snapshot._device = torch.device("cuda", 3)
-    snapshot._begun = snapshot._taken = Taken()  # type: ignore[assignment]
+    snapshot._copy_begins = snapshot._copy_ends = Taken()  # type: ignore[assignment]
     assert snapshot.write(tmp_path) and did == [device, "waited"] and snapshot.copied_s == 1.5
 
 

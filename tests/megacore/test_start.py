@@ -39,7 +39,7 @@ def test_a_run_is_closed_to_others_and_says_where_its_ranks_stand(tmp_path: Path
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
     (tmp_path / "downloaded").mkdir()
     mark = set_traps(tmp_path / "downloaded")
-    settings = [f"out={out}", "mesh.tp=2", "train.steps=100000", "evaluate.every=0", "train.timeout=0.2"]
+    settings = [f"out={out}", "mesh.tp=2", "train.steps=100000", "evaluate.every=0", "train.timeout=0.1"]
     settings += ["recovery.max_restarts=0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.train", recipe, *settings],

@@ -20,7 +20,7 @@ from megacore.recovery.protection import Beats, Pause
 from megacore.store.index import INDEX
 from megacore.training import metrics
 from megacore.training.main import main
-from megacore.training.resume import again
+from megacore.training.resume import overrides_of_restart
 from megacore.training.trainer import Callback, Trainer
 
 sys.path.append(str(Path(__file__).parents[1] / "megacore"))
@@ -70,6 +70,9 @@ def test_without_the_room_of_recovery_a_run_trains_to_the_same_bytes(pool: Pool,
     for package in ("megacore", "models", "parallel"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(tmp_path / "megacore" / "recovery")
+    # Else an editable install would find that room where it has been installed from.
+    site = "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each).lower()]"
+    (tmp_path / "sitecustomize.py").write_text(site)
     recipe, settings = write_recipe(tmp_path), ["zero.shard=optimizer", "checkpoint.at_end=true", "checkpoint.every=2"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -133,12 +136,12 @@ def test_a_rank_knows_that_its_run_may_have_been_started_before(
 def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint_else_begins_as_before(tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
     first, other = [f"out={out}"], [f"out={out}", "checkpoint.resume=elsewhere/step-00000005"]
-    assert again(recipe, first) == [*first, f"checkpoint.resume={AUTO}"]
-    assert again(recipe, other) == other
+    assert overrides_of_restart(recipe, first) == [*first, f"checkpoint.resume={AUTO}"]
+    assert overrides_of_restart(recipe, other) == other
     (checkpoint := checkpoints.path_of(checkpoints.folder_of(out), 3)).mkdir(parents=True)
-    assert again(recipe, other) == other  # it was not written to its end
+    assert overrides_of_restart(recipe, other) == other  # it was not written to its end
     (checkpoint / INDEX).touch()
-    assert again(recipe, other) == [*other, f"checkpoint.resume={AUTO}"]
+    assert overrides_of_restart(recipe, other) == [*other, f"checkpoint.resume={AUTO}"]
 
 
 # -- Slurm

@@ -53,35 +53,29 @@ def test_a_slow_rank_is_named_once_with_its_cause() -> None:
         assert 100 + STEPS <= (incident.step or 0) < 180
 
 
-def test_who_is_little_slower_or_not_for_long_is_not_named() -> None:
-    shape = MeshShape(dp=4)
-    busy = series(shape, 300)
-    busy["backward"][100:, 2] += 0.05
-    busy["forward"][100 : 100 + STEPS // 2, 1] += 0.1
-    assert not told(shape, 300, busy)
+Slower = tuple[Phase, int, int, int, float]
+"""A phase of a rank takes longer from a step on, until another: (phase, first, end, rank, more seconds)."""
+OTHER_WORK: list[Slower] = [("forward", 0, 300, 2, 0.2), ("forward", 0, 300, 3, 0.2)]
 
 
-def test_who_has_waited_long_in_its_first_steps_is_not_named() -> None:
-    shape = MeshShape(dp=4)
-    busy = series(shape, 300, 0.1)
-    busy["data"][1:3, 2] += 2.0
-    assert not told(shape, 300, busy)
-
-
-def test_who_is_slow_again_is_named_again() -> None:
-    busy = series(MeshShape(dp=2), 600)
-    busy["forward"][100:200, 1] += 0.2
-    busy["forward"][400:500, 1] += 0.2
-    assert [incident.rank for incident in told(MeshShape(dp=2), 600, busy)] == [1, 1]
-
-
-def test_places_with_other_work_are_not_compared() -> None:
-    shape = MeshShape(pp=2, dp=2)
-    busy = series(shape, 200)
-    busy["forward"][:, 2:] *= 3
-    assert not told(shape, 200, busy)
-    busy["forward"][:, 3] *= 2
-    assert [incident.rank for incident in told(shape, 200, busy)] == [3]
+@pytest.mark.parametrize(
+    ("shape", "noise", "slower", "named"),
+    [
+        (MeshShape(dp=4), 0.0, [("backward", 100, 300, 2, 0.05)], []),  # a little
+        (MeshShape(dp=4), 0.0, [("forward", 100, 100 + STEPS // 2, 1, 0.1)], []),  # not for long
+        (MeshShape(dp=4), 0.1, [("data", 1, 3, 2, 2.0)], []),  # it has waited long in its first steps
+        (MeshShape(dp=2), 0.0, [("forward", 50, 120, 1, 0.2), ("forward", 220, 290, 1, 0.2)], [1, 1]),  # again
+        (MeshShape(pp=2, dp=2), 0.0, OTHER_WORK, []),
+        (MeshShape(pp=2, dp=2), 0.0, [*OTHER_WORK, ("forward", 0, 300, 3, 0.3)], [3]),
+    ],
+)
+def test_who_is_slow_among_peers_and_for_long_is_named(
+    shape: MeshShape, noise: float, slower: list[Slower], named: list[int]
+) -> None:
+    busy = series(shape, 300, noise)
+    for phase, first, end, rank, more in slower:
+        busy[phase][first:end, rank] += more
+    assert [incident.rank for incident in told(shape, 300, busy)] == named
 
 
 def test_random_load_is_no_straggler_over_10_000_steps() -> None:

@@ -266,7 +266,7 @@ def _before(run: Trainer, step: int, stop: int, damaged: Sequence[Damaged]) -> S
         if control.mesh.rank:  # rank 0 looks for all
             return None, []
         checkpoint, found = newest_whole(folder, tuple(damaged), steps=range(origin.progress.step, step))
-        return checkpoint and str(checkpoint.path), [(str(each.path), each.reason) for each in found]
+        return None if checkpoint is None else str(checkpoint.path), [(str(each.path), each.reason) for each in found]
 
     path, told = control.tell(control.attempt(newest))
     known = tuple(Damaged(place(at), reason) for at, reason in told)

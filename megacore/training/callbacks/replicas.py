@@ -42,7 +42,7 @@ def compare(run: Trainer) -> None:
     """
     run.enter("log")
     control = run.control
-    here = list(held(run))
+    here = list(held_tensors(run))
     sums: list[int] = torch.stack([checksum(each[...]).to(run.mesh.device) for _, _, each in here]).tolist()
     named = dict[RankSet, list[tuple[str, int]]]()
     for (ranks, name, _), each in zip(here, sums, strict=True):
@@ -70,7 +70,7 @@ def compare(run: Trainer) -> None:
     raise Corrupted(text, wrong[0] if len(wrong) == 1 else None)
 
 
-def held(run: Trainer) -> Iterator[tuple[RankSet, str, Elements]]:
+def held_tensors(run: Trainer) -> Iterator[tuple[RankSet, str, Elements]]:
     """Yield (the ranks that hold the same, name for people, tensor) of all that this rank's part of a run consists of
     between two steps, of each set of ranks in one order on all of them; of split parameters a rank has its shard alone.
     The tensors share the memory of the run."""

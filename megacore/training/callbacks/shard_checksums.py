@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.corruption import Corrupted
-from megacore.training.callbacks.replicas import checksum, held
+from megacore.training.callbacks.replicas import checksum, held_tensors
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 from parallel.gradients.buckets import Elements
@@ -30,7 +30,7 @@ class ShardChecksums(Callback):
 
     def on_start(self, run: Trainer) -> None:
         self._share = run.config.recovery.checksums
-        alone = [(name, each) for ranks, name, each in held(run) if len(ranks) == 1] if self._share else []
+        alone = [(name, each) for ranks, name, each in held_tensors(run) if len(ranks) == 1] if self._share else []
         if run.config.memory.offload_optimizer != "none":  # reading it back is what a step waits for
             alone = [(name, each) for name, each in alone if isinstance(each, Tensor)]
         self._alone = alone

@@ -58,7 +58,7 @@ class Spike:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RecordedStep:
     """A record that was looked at: its step, its learning rate, its ``loss`` and ``grad_norm``, whether it spiked."""
 
     step: int
@@ -72,7 +72,7 @@ class Spikes:
     """The last records of a run, and what would be a spike after them: a function of these alone. They are twice as
     many as the median is of: a run may go back over some."""
 
-    records: tuple[Seen, ...] = ()
+    records: tuple[RecordedStep, ...] = ()
 
     @property
     def limits(self) -> Mapping[str, float]:
@@ -101,7 +101,7 @@ class Spikes:
 
     def after(self, step: int, lr: float, record: Mapping[str, float]) -> Spikes:
         """Return what is known after another step, of this learning rate, ``loss`` and ``grad_norm``."""
-        seen = Seen(step, lr, {name: record[name] for name in LEAST}, bool(self.found(record)))
+        seen = RecordedStep(step, lr, {name: record[name] for name in LEAST}, bool(self.found(record)))
         return Spikes((*self.records, seen)[-2 * WINDOW :])
 
     def until(self, step: int) -> Spikes:
@@ -141,7 +141,7 @@ class TellSpikes(Callback):
             return list(map(asdict, spikes.records))
 
         records = run.control.tell(run.control.attempt(known))
-        self.seen = Spikes(TypeAdapter(tuple[Seen, ...]).validate_python(records))
+        self.seen = Spikes(TypeAdapter(tuple[RecordedStep, ...]).validate_python(records))
 
     def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
         if "loss" not in record:
