@@ -81,7 +81,7 @@ def test_many_random_kills_leave_no_trace(recipe: str, cache: Path, tmp_path: Pa
     survives(recipe, cache, tmp_path / "run", [*LAYOUTS][seed % len(LAYOUTS)], 1000 + seed, EACH)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_is_lost_takes_nothing_along(recipe: str, cache: Path, tmp_path: Path, node: int) -> None:
     """The second one, or the one that the others meet at: its memory is gone, and its partner has a copy."""

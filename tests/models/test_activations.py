@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from operators import calls_of
 from pool import Pool
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -106,18 +107,6 @@ def test_bytes_between_forward_and_backward(section: dict[str, Any], recompute: 
     assert storages.alive == leaf.grad.nbytes + sum(p.nbytes for p in chunk.layers.parameters())
 
 
-class Calls(TorchDispatchMode):
-    """How often each operation runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        self.count[function.overloadpacket.__name__] += 1
-        return function(*arguments, **(named or {}))
-
-
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("section", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_selective_recomputation_multiplies_no_matrices_again(section: dict[str, Any], offload: bool) -> None:
@@ -125,9 +114,9 @@ def test_selective_recomputation_multiplies_no_matrices_again(section: dict[str,
     for recompute in RECOMPUTE:
         chunk = made(section, torch.float32, Activations(recompute, offload))
         y = blocks(chunk, torch.randn(TOKENS, EMBED).requires_grad_())
-        with Calls() as calls:
+        with calls_of("mm", "addmm", "bmm") as calls:
             y.backward(torch.ones_like(y))
-        products[recompute] = sum(calls.count[name] for name in ("mm", "addmm", "bmm"))
+        products[recompute] = calls.found
     assert products["selective"] == products["none"] >= LAYERS * 4 * 2
     # Of a block's four products the last is not needed again.
     assert products["full"] == products["none"] + LAYERS * 3

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import Operators, calls_of
 from pool import Pool
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.decoder import Head, Losses, Microbatch, TokenEmbedding
 from parallel.labels import IGNORE
@@ -169,45 +169,27 @@ def test_bf16_gradients_are_as_good_as_those_of_all_at_once() -> None:
     assert all(chunks < 1.3 * whole for whole, chunks in zip(errors[:2], errors[2:], strict=True))
 
 
-class Largest(TorchDispatchMode):
-    """The largest result with so many columns."""
-
-    def __init__(self, columns: int) -> None:
-        super().__init__()
-        self.columns, self.rows = columns, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        result = function(*arguments, **(named or {}))
-        if isinstance(result, Tensor) and result.dim() == 2 and result.shape[1] == self.columns:
-            self.rows = max(self.rows, result.shape[0])
-        return result
-
-
 @pytest.mark.parametrize(("chunk", "rows"), [(None, 256), (32, 32), (100, 100)])
 def test_no_more_logits_than_a_chunk_has(chunk: int | None, rows: int) -> None:
     x, weight, labels = drawn(256, 1000, 8, torch.float32)
-    with Largest(1000) as largest:
+
+    def logits(operator: Any, arguments: Any, y: Any) -> int:
+        return len(y) if isinstance(y, Tensor) and y.dim() == 2 and y.shape[1] == 1000 else 0
+
+    with Operators(logits, max) as largest:
         head_loss(x, weight, labels, Objective(ALONE, 1000), chunk).backward()
-    assert largest.rows == rows
+    assert largest.found == rows
 
 
 def test_without_a_gradient_none_is_made() -> None:
     """In evaluation, and of what is frozen: of the products there is only the one of the logits."""
-
-    class Products(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-            self.count += function.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
-            return function(*arguments, **(named or {}))
-
     x, weight, labels = drawn(64, 50, 8, torch.float32)
     objective, counts = Objective(ALONE, 50), []
     frozen = weight.detach()
     for evaluating, w in ((True, weight), (False, frozen), (False, weight)):
-        with torch.set_grad_enabled(not evaluating), Products() as products:
+        with torch.set_grad_enabled(not evaluating), calls_of("mm", "addmm", "addmm_") as products:
             loss = head_loss(x, w, labels, objective, 16)
-        counts.append(products.count)
+        counts.append(products.found)
         if not evaluating:
             loss.backward()
     assert counts == [4, 8, 12] and frozen.grad is None and x.grad is not None

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import Operators
 from pool import Pool
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import kernels
 from parallel.labels import IGNORE
@@ -155,31 +155,22 @@ def test_bf16_logits_are_as_good_as_their_fp32_copy(smoothing: float) -> None:
     assert ((mine.grad.float() - wide.grad).abs() <= wide.grad.abs() * 2**-8 + 1e-7).all()
 
 
-class _Largest(TorchDispatchMode):
-    """The largest fp32 result of any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        result = function(*arguments, **(named or {}))
-        if isinstance(result, Tensor) and result.dtype == torch.float32:
-            self.numel = max(self.numel, result.numel())
-        return result
+def wide(operator: Any, arguments: Any, y: Any) -> int:
+    """The elements of a result in fp32."""
+    return y.numel() if isinstance(y, Tensor) and y.dtype == torch.float32 else 0
 
 
 @pytest.mark.quick
 def test_no_fp32_copy_of_all_logits_is_made() -> None:
     tokens, vocab = 128, 16_384
     logits = torch.randn(tokens, vocab).bfloat16().requires_grad_()
-    with _Largest() as largest:
+    with Operators(wide, max) as largest:
         loss = cross_entropy(logits * 1, torch.zeros(tokens, dtype=torch.long), ALONE, vocab, 0.1, 1e-3)
         loss.sum().backward()
-    assert tokens < largest.numel <= tokens * vocab // 4
-    with _Largest() as largest:
+    assert tokens < largest.found <= tokens * vocab // 4
+    with Operators(wide, max) as largest:
         F.cross_entropy(logits.float(), torch.zeros(tokens, dtype=torch.long))
-    assert largest.numel == tokens * vocab
+    assert largest.found == tokens * vocab
 
 
 def test_the_gradient_takes_the_memory_of_the_logits() -> None:

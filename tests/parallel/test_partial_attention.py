@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from attention_formula import attention, distances, scores_of
+from operators import Operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import kernels
 from parallel.kernels import bands, flash
@@ -237,23 +237,16 @@ def test_torchs_operators_take_it(monkeypatch: pytest.MonkeyPatch, band: int | N
     assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
 
 
-class Largest(TorchDispatchMode):
-    """It notes the elements of the largest tensor that an operator makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        y = function(*arguments, **(named or {}))
-        self.elements = max([self.elements, *(x.numel() for x in (y,) if isinstance(x, Tensor))])
-        return y
+def elements(operator: Any, arguments: Any, y: Any) -> int:
+    return y.numel() if isinstance(y, Tensor) else 0
 
 
 @pytest.mark.parametrize(("keys", "queries"), [(1 << 10, 1024), (1 << 17, 128)])
 def test_scores_of_a_softcap_are_bounded_on_a_gpu(keys: int, queries: int) -> None:
     """By blocks of fewer queries, forward and backward: 16 heads of 1,024 queries and 128k keys are 8 GiB in fp32."""
     q, k, v = (torch.empty(1, h, t, HEAD, device="meta") for t, h in ((4096, 16), (keys, 2), (keys, 2)))
-    with Largest() as forward:
+    with Operators(elements, max) as forward:
         y, log_sum = bands.before(q, k, v, band=None, scoring=Scoring(softcap=30.0))
-    with Largest() as backward:
+    with Operators(elements, max) as backward:
         bands.before_backward(y, q, k, v, y, log_sum, band=None, scoring=Scoring(softcap=30.0))
-    assert forward.elements == backward.elements == 16 * queries * keys
+    assert forward.found == backward.found == 16 * queries * keys

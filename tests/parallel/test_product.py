@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from operators import Operators
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.assemble import Model
 from models.decoder import Microbatch
@@ -31,16 +30,6 @@ from parallel.weights.layout import MeshShape
 TOKENS, IN, OUT = 8, 16, 32
 
 
-class Messages(TorchDispatchMode):
-    """How many there are."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        self.count += function.namespace == "c10d"
-        return function(*arguments, **(named or {}))
-
-
 def gradients(mesh: Mesh, multiply: Product, later: bool) -> tuple[dict[str, Tensor], int]:
     """Of both linears, one after the other, and the messages of their backward.
 
@@ -55,18 +44,18 @@ def gradients(mesh: Mesh, multiply: Product, later: bool) -> tuple[dict[str, Ten
         hand_to(lambda *handed: waiting.append(handed), (up, down))
     x = torch.randn(TOKENS, IN).bfloat16().chunk(mesh.shape.tp)[mesh.place.tp].clone().requires_grad_()
     y = down(F.gelu(up(x)))
-    with Messages() as messages:
+    with Operators(lambda operator, _, __: operator.namespace == "c10d") as messages:
         y.float().square().sum().backward()
         if later:
             assert x.grad is not None and up.weight.grad is None and down.weight.grad is None
-            sent = messages.count
+            sent = messages.found
             for weight, gradient in waiting:
                 weight.grad = gradient.make()
-            assert messages.count == sent
+            assert messages.found == sent
     assert x.grad is not None and up.bias is not None and up.bias.grad is not None
     assert up.weight.grad is not None and down.weight.grad is not None
     found = {"dx": x.grad, "db": up.bias.grad, "up": up.weight.grad, "down": down.weight.grad}
-    return found, messages.count
+    return found, messages.found
 
 
 def queued() -> list[bool]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from extended_family import extended
 from layouts import DROPOUT, GPT2, LLAMA, OVER_CP, PARTS
+from operators import Operators
 from oracle import Case, Measured, Run, measure, microbatches, model_of, tokens
 from pool import Pool
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import kernels
 from parallel.kernels import partial_attention
@@ -24,6 +24,8 @@ from parallel.kernels.scoring import Scoring
 from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
+
+aten = torch.ops.aten
 
 # -- each rank does its share
 
@@ -40,18 +42,9 @@ class Done:
     kept: int = 0
 
 
-class Products(TorchDispatchMode):
-    """It counts the multiplications of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        y = function(*arguments, **(named or {}))
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.found += y.numel() * arguments[-2].shape[-1]
-        return y
+def multiplied(operator: Any, arguments: Any, y: Any) -> int:
+    """The multiplications of matrices."""
+    return y.numel() * arguments[-2].shape[-1] if operator in (aten.mm.default, aten.addmm.default) else 0
 
 
 def triangles(lengths: Iterable[int], window: int | None) -> int:
@@ -111,7 +104,7 @@ def worked(case: Case, run: Run) -> Done:
         model = model_of(case, run, mesh)
         first = replace(microbatches(case, run, 0, mesh)[0], wanted=None)  # documents end without a label
         done.tokens = len(first.tokens)
-        with counting(done), Products() as products:
+        with counting(done), Operators(multiplied) as products:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = model.chunks[0](None, first)
             loss.backward()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from layouts import LLAMA, RUNGS, SHARDED, TIED, UNTIED
+from layouts import ALL, LLAMA, RUNGS, SHARDED, TIED, UNTIED
 from oracle import TOLERANCE, Case, Run, measure, microbatches, snapshot
 from pool import Pool
 from torch import Tensor
@@ -127,17 +127,19 @@ def test_what_is_held_is_what_the_formula_says(pool: Pool, mesh: MeshShape, repl
             assert found[kind] == pytest.approx(numel * (whole + share / shares), rel=0.02), kind
 
 
-def seen_memory(shard: ZeroShard) -> tuple[list[int], list[int]]:
-    """Units whose parameters are there: while each computes, forward and backward; and at the end of a step."""
-    mesh = Mesh.create(MeshShape(dp=2))
-    case = UNTIED.with_layers(6)
-    model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
+def seen_memory(case: Case, shard: ZeroShard) -> tuple[list[int], list[int], float]:
+    """Units whose parameters are there, frozen ones where some are: while each block computes, forward and backward;
+    and between steps. The share of the gradients that is held."""
+    mesh, case = Mesh.create(MeshShape(dp=2)), case.with_layers(6)
+    layout = layout_of(case.config, mesh.shape, tuning=case.tuning)
+    model = Model.create(case.config, layout, mesh, torch.float64, tuning=case.tuning)
     model.parameters.initialise(0)
     gradients = Gradients(model.parameters, model.chunks, torch.float64, shard)
     seen = list[int]()
 
     def there() -> int:
-        return sum(flat.values.untyped_storage().size() > 0 for flat in gradients.values.values())
+        flats = gradients.frozen or gradients.values.values()
+        return sum(flat.values.untyped_storage().size() > 0 for flat in flats)
 
     for block in model.chunks[0].layers.values():
         block.register_forward_hook(lambda *_: seen.append(there()))
@@ -149,16 +151,24 @@ def seen_memory(shard: ZeroShard) -> tuple[list[int], list[int]]:
         step(batch, 0.1)
         between.append(there())
     step.pipeline.evaluate(batch, torch.tensor(1.0))
-    return seen, [*between, there()]
+    trained = sum(p.numel() for p in model.parameters.values() if p.requires_grad)
+    return seen, [*between, there()], sum(part.gradient.numel() for part in gradients.parts) / trained
 
 
 def test_parameters_are_there_only_while_they_are_used(pool: Pool) -> None:
-    for during, between in pool.run(2, seen_memory, "parameters"):
-        assert between == [0, 0, 0, 0]
+    for during, between, held in pool.run(2, seen_memory, UNTIED, "parameters"):
+        assert between == [0, 0, 0, 0] and held == pytest.approx(0.5, rel=0.1)
         # Its own, the next one's that is on its way, the head's from its forward to its backward.
         assert len(during) == 2 * 2 * 2 * 6 + 2 * 6 and max(during) <= 3
-    for _, between in pool.run(2, seen_memory, "gradients"):
+    for _, between, _ in pool.run(2, seen_memory, UNTIED, "gradients"):
         assert set(between) == {between[0]} and between[0] > 0
+
+
+def test_frozen_parameters_are_there_only_while_they_are_used(pool: Pool) -> None:
+    for during, between, held in pool.run(2, seen_memory, ALL, "parameters"):
+        assert between == [0, 0, 0, 0] and held == pytest.approx(0.5, rel=0.1)
+        # What comes into the first block needs no gradient, so its backward tells nothing.
+        assert len(during) == 2 * 2 * (2 * 6 - 1) + 2 * 6 and max(during) <= 3
 
 
 def from_hollow() -> tuple[int, int, dict[str, np.ndarray], dict[str, np.ndarray]]:

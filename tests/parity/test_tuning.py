@@ -8,21 +8,16 @@ import pytest
 import torch
 from layouts import ALL, CONV, DOWN, LLAMA, MIXED_LORA, SOME, TUNED_FAMILIES
 from oracle import Case, Run, lively, microbatches
-from pool import Pool
 from torch import Tensor, nn
 
-from megacore.training.optimizer import Optimizer
-from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel.gradients.reduce import Gradients
 from parallel.layers.linear import ColumnParallelLinear
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
-from parallel.pipeline.run import Pipeline
 from parallel.weights.layout import MeshShape
 
 # -- the formula
@@ -120,41 +115,3 @@ def test_frozen_linears_are_left_as_they_were() -> None:
     linears = [module for module in model.chunks[0].modules() if isinstance(module, ColumnParallelLinear)]
     assert linears and not any(linear.weight.requires_grad for linear in linears)
     assert "attn.out.base" not in dict(model.chunks[0].named_modules())
-
-
-# -- memory
-
-
-def seen_memory() -> tuple[list[int], list[int], list[int]]:
-    """Frozen buckets that are there: in each forward and backward of a block, and between steps; bytes of gradients."""
-    mesh, case = Mesh.create(MeshShape(dp=2)), ALL.with_layers(6)
-    layout = layout_of(case.config, mesh.shape, tuning=case.tuning)
-    model = Model.create(case.config, layout, mesh, torch.float64, hollow=True, tuning=case.tuning)
-    gradients = Gradients(model.parameters, model.chunks, torch.float64, "parameters")
-    optimizer, seen = Optimizer(gradients, lr=0.1), list[int]()
-    for name in model.parameters:
-        optimizer.load_weight(name, model.parameters.drawn(name, 7))
-
-    def there() -> int:
-        return sum(flat.values.untyped_storage().size() > 0 for flat in gradients.frozen)
-
-    for block in model.chunks[0].layers.values():
-        block.register_forward_hook(lambda *_: seen.append(there()))
-        next(block.children()).register_full_backward_hook(lambda *_: seen.append(there()))
-    step = TrainStep(mesh, Pipeline(mesh, model.chunks, torch.float64), gradients, optimizer)
-    between = [there()]
-    for number in range(2):
-        step(microbatches(case, Run(mesh.shape), number, mesh), 0.1)
-        between.append(there())
-    trained = sum(p.numel() for p in model.parameters.values() if p.requires_grad)
-    held = sum(part.gradient.numel() for part in gradients.parts)
-    return seen, between, [trained, held]
-
-
-def test_frozen_parameters_are_there_only_while_they_are_used(pool: Pool) -> None:
-    for during, between, (trained, held) in pool.run(2, seen_memory):
-        assert between == [0, 0, 0]
-        # Its own, the next one's that is on its way, the head's from its forward to its backward. What comes into the
-        # first block needs no gradient, so its backward tells nothing.
-        assert len(during) == 2 * 2 * (2 * 6 - 1) and max(during) <= 3
-        assert held == pytest.approx(trained / 2, rel=0.1)

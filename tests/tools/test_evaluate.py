@@ -244,7 +244,7 @@ def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Pa
         assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9), "buckets": tuple(buckets)}
 
 
-@pytest.mark.in_turn(4, 1)
+@pytest.mark.in_turn(4, 2)
 @pytest.mark.slow
 def test_the_command_starts_ranks_of_cp(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     given = [llama, "--data", rows(tmp_path / "x.jsonl", {"text": TEXTS[0]}, {"text": "a b c"}), "--by-position", 8]

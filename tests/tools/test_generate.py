@@ -326,7 +326,7 @@ def test_numbers_out_of_range(arguments: list[str], capsys: Capture) -> None:
     assert arguments[0] in capsys.readouterr().err
 
 
-@pytest.mark.in_turn(4, 2)
+@pytest.mark.in_turn(4, 3)
 @pytest.mark.slow
 def test_the_command_starts_its_own_processes(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     """And none of them imports from the folder that it is called in."""
@@ -340,7 +340,7 @@ def test_the_command_starts_its_own_processes(llama: Path, tmp_path: Path, capsy
     assert [json.loads(line) for line in done.stdout.splitlines()] == data(capsys, *given)
 
 
-@pytest.mark.in_turn(4, 0)
+@pytest.mark.in_turn(4, 1)
 def test_processes_of_torchrun_must_be_as_many_as_the_mesh_takes(
     llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
