@@ -47,25 +47,25 @@ from torch import Tensor
 from benchmarks.interleaved import free_port
 from benchmarks.steps import DTYPES, LR
 from benchmarks.workload import HEAP
+from megacore.models.assemble import Model
+from megacore.models.context import CausalAttention, DocumentAttention, MaskedAttention
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel import context_split
+from megacore.parallel.context_split import ContextParallel, ContextSplit
+from megacore.parallel.enum_errors import ContextBalance, ContextExchange
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.scoring import PLAIN
+from megacore.parallel.layers import context_attention
+from megacore.parallel.layers.context_attention import ContextAttention
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.rank_sets import inner_ranks, of_context
+from megacore.parallel.weights.layout import MeshShape
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
-from models.assemble import Model
-from models.context import CausalAttention, DocumentAttention, MaskedAttention
-from models.decoder import Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel import context_split
-from parallel.choices import ContextBalance, ContextExchange
-from parallel.context_split import ContextParallel, ContextSplit
-from parallel.gradients.reduce import Gradients
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import PLAIN
-from parallel.layers import context_attention
-from parallel.layers.context_attention import ContextAttention
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.rank_sets import inner_ranks, of_context
-from parallel.weights.layout import MeshShape
 
 HEADS, KV, HEAD, VOCAB = 8, 4, 64, 4096
 MODEL = {

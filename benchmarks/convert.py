@@ -36,10 +36,10 @@ import numpy as np
 
 from benchmarks import environments
 from benchmarks.processes import Usage, run
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.tensors import TensorWriter
-from models.registry import configure
-from parallel.weights.transfer import Stored, hugging_face
+from megacore.models.registry import configure
+from megacore.parallel.weights.transfer import Stored, hugging_face
+from megacore.store.tensor_files.tensors import TensorWriter
+from megacore.store.weight_folders.hugging_face import HuggingFace
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -215,7 +215,7 @@ def ours(folder: Path, state: str = WARM, meshes: Sequence[str] = DENSE_MESHES) 
     """From the checkpoint ``source`` in the folder, over both meshes; each reads what the one before has made."""
     source, made, resharded, exported = (folder / name for name in ("source", "made", "resharded", "exported"))
     one, other = ([word for size in mesh.split(" x ") for word in f"--{size}".split("=")] for mesh in meshes)
-    convert, reshard = ((sys.executable, "-m", f"tools.{tool}") for tool in ("convert", "reshard"))
+    convert, reshard = ((sys.executable, "-m", f"megacore.tools.{tool}") for tool in ("convert", "reshard"))
     # The first of a chain reads what lay there before.
     first = COLD if state == CHAINED else state
     named = [f"{name}, {state}" for name in (f"{CONVERT} {meshes[0]}", f"{RESHARD} {meshes[1]}", EXPORT)]

@@ -36,12 +36,12 @@ from torch import Tensor, nn
 
 from benchmarks.steps import DTYPES
 from benchmarks.workload import HEAP
-from models.blocks import Activation
-from parallel import kernels
-from parallel.layers.experts import Experts
-from parallel.layers.router import Router
-from parallel.mesh import ALONE
-from parallel.routing import Routing
+from megacore.models.blocks import Activation
+from megacore.parallel import kernels
+from megacore.parallel.layers.experts import Experts
+from megacore.parallel.layers.router import Router
+from megacore.parallel.mesh import ALONE
+from megacore.parallel.routing import Routing
 
 EMBED = 512
 

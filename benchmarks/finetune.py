@@ -101,7 +101,7 @@ def prepared(work: Work, folder: Path) -> Examples:
     from megacore.config import ChatConfig
     from megacore.data.examples import Preparation
     from megacore.data.model_tokenizer import ModelFiles
-    from megacore.store.hugging_face import HuggingFace
+    from megacore.store.weight_folders.hugging_face import HuggingFace
 
     source = HuggingFace.open(work.model)
     files = ModelFiles(source.companions(), source.raw, source.config.vocab_size)

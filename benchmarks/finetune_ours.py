@@ -21,11 +21,11 @@ from benchmarks import steps
 from benchmarks.finetune_work import LORA, LR, Work
 from megacore.control import Control
 from megacore.data.packing import Packed
+from megacore.parallel.mesh import Mesh
 from megacore.training import build
 from megacore.training.callbacks.report import FinalReport
 from megacore.training.check import check
 from megacore.training.trainer import Callback, Trainer
-from parallel.mesh import Mesh
 
 MODES = ("full", "lora")
 

@@ -28,14 +28,14 @@ from megacore import pictures
 from megacore.inference.evaluation_data import Document, DocumentFiles
 from megacore.inference.perplexity import Excerpt, Integers, summed
 from megacore.inference.texts import Texts
+from megacore.models.assemble import Model
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.random import key
 from megacore.say import say, say_data
-from megacore.store.folder import WeightFolder
-from megacore.store.strict_json import StoreError
-from models.assemble import Model
-from parallel.labels import IGNORE
-from parallel.random import key
-from tools import folders, processes
-from tools.tables import table
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.tools import folders, processes
+from megacore.tools.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 CITIES = ("Paris", "Tokyo", "Lima", "Cairo", "Oslo", "Delhi", "Quito", "Rome", "Seoul", "Dakar", "Sydney", "Boston")

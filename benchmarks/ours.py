@@ -15,16 +15,16 @@ import torch
 
 from benchmarks import steps
 from benchmarks.workload import WORKLOADS, Workload
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.stages import layout_of
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.weights.layout import MeshShape
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.stages import layout_of
-from parallel.choices import ZeroShard
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.weights.layout import MeshShape
 
 SHARDS: dict[str, ZeroShard] = {"dp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 MODES = {

@@ -47,7 +47,7 @@ def command(way: str, given: Sequence[str]) -> list[str]:
     if way == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         return [*torchrun, "--max-restarts", "1000", "-m", "megacore.training", *given]
-    return [sys.executable, "-m", "tools.main", "train", *given]
+    return [sys.executable, "-m", "megacore.tools.main", "train", *given]
 
 
 def last_step(metrics: Path) -> int:

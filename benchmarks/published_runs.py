@@ -14,14 +14,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.devices import DEVICES, Device
+from megacore.models.config import flops_per_token
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.enum_errors import Precision, Recompute, ZeroShard
+from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.setting import ADAM_16, Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
-from models.config import flops_per_token
-from models.registry import configure
-from models.stages import layout_of
-from parallel.choices import Precision, Recompute, ZeroShard
-from parallel.weights.layout import MeshShape
-from tools.tables import table
+from megacore.tools.tables import table
 
 
 @dataclass(frozen=True)

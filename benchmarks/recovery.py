@@ -341,7 +341,7 @@ class FromMemory(FaultyRun):
     def command(self, node: int) -> list[str]:
         given = [f"out={self.out}", f"train.steps={self.steps}", f"checkpoint.export={self.out / 'exported'}"]
         recipe = str(self.shared / "recipe.yaml")
-        return [str(self.pythons["ours"]), "-m", "tools.main", "train", recipe, *given, *self.overrides]
+        return [str(self.pythons["ours"]), "-m", "megacore.tools.main", "train", recipe, *given, *self.overrides]
 
     def environment(self, node: int) -> dict[str, str]:
         nodes = {"NNODES": f"1:{NODES}", "NODE_RANK": str(node), "NPROC_PER_NODE": "1"}
@@ -599,7 +599,8 @@ def planned(folder: Path, ours: WayCosts) -> str:
     given = [text for name, value in options.items() for text in (name, f"{value:.3g}")]
     given += [text for name, value in costs.items() for text in ("--cost", f"{name}={value:.3g}")]
     given += ["--gpu", "cpu", "--gpus-per-node", "1", "--world", str(NODES)]
-    plan = [sys.executable, "-m", "tools.main", "plan", str(folder / "recipe.yaml"), "--goodput", "--json", *given]
+    plan = [sys.executable, "-m", "megacore.tools.main", "plan", str(folder / "recipe.yaml"), "--goodput"]
+    plan += ["--json", *given]
     tree = json.loads(subprocess.run(plan, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     expected = tree["levels"][-1]["goodput"]
     return (

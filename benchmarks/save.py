@@ -33,19 +33,19 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
-from megacore.store.index import MOMENTS
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.weight_folders.index import MOMENTS
 from megacore.training.optimizer import Optimizer
 from megacore.training.save import Contents, Retention, Saver, TrainingState
 from megacore.training.states.device_store import DeviceStore
 from megacore.training.step import TrainStep
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.weights.layout import MeshShape
 
 LR = 1e-4
 UNDISTURBED = 4

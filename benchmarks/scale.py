@@ -29,12 +29,12 @@ import numpy as np
 
 from benchmarks import processes
 from megacore.data.indexed import HEADER, MAGIC, VERSION
-from megacore.store.index import holder, on_disk, path_of
-from megacore.store.shares import share_out, share_reads
-from models.registry import configure
-from models.stages import layout_of
-from parallel.weights.layout import MeshShape
-from parallel.weights.transfer import Stored, native, plan
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import Stored, native, plan
+from megacore.store.tensor_files.shares import share_out, share_reads
+from megacore.store.weight_folders.index import holder, on_disk, path_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH = 4096
@@ -138,10 +138,10 @@ import json, sys, time
 sys.path.insert(0, sys.argv[1])
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from models.registry import configure
-from models.stages import layout_of
-from parallel.weights.layout import MeshShape
-from parallel.mesh import Mesh
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.mesh import Mesh
 shape = MeshShape(pp=8, dp=int(sys.argv[2]) // 64, tp=8)
 config = configure({"preset": "llama-3.1-70b"})
 dist.init_process_group("fake", rank=shape.world // 2, world_size=shape.world, store=FakeStore())
@@ -177,8 +177,8 @@ sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megacore.control import Control
-from parallel.weights.layout import MeshShape
-from parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.mesh import Mesh
 world = int(sys.argv[2])
 dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 dist.new_group = lambda ranks, **_: dist.group.WORLD
@@ -314,7 +314,7 @@ def tokenize(folder: Path) -> Iterator[Row]:
     tokenizer = ["--train-vocab", "8000"]
     for name, out in (("small", "tokenizer"), ("small", "small"), ("large", "large")):
         given = [str(folder / f"{name}.jsonl"), "--out", str(folder / out), *tokenizer, "--workers", "2"]
-        usages.append(processes.run([sys.executable, "-m", "tools.tokenize", *given], ROOT))
+        usages.append(processes.run([sys.executable, "-m", "megacore.tools.tokenize", *given], ROOT))
         tokenizer = ["--tokenizer", str(folder / "tokenizer")]
     _, small, large = usages
     yield Row("tokenize: memory of all processes", "MB", small.peak / 1e6, large.peak / 1e6, 1.1 * small.peak / 1e6)

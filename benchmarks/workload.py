@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from models.config import ModelConfig, flops_per_token
-from models.registry import configure
+from megacore.models.config import ModelConfig, flops_per_token
+from megacore.models.registry import configure
 
 
 @dataclass(frozen=True)

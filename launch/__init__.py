@@ -1,1 +1,1 @@
-"""Launch scripts and recipes, which come along with an installation."""
+"""Launch scripts and recipes, which come along with an installation, and the job of a Ray cluster."""

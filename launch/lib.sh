@@ -82,5 +82,5 @@ prepare() {
 # megacore train|finetune ARGUMENT...: on this node, in place of this shell.
 megacore() {
     prepare run
-    exec "$python" -m tools.main "$@"
+    exec "$python" -m megacore.tools.main "$@"
 }

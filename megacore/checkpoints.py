@@ -15,14 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from megacore.say import err
-from megacore.store import audit
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.hugging_face import CONFIG
-from megacore.store.index import INDEX
-from megacore.store.objects import ObjectPath, place
-from megacore.store.publish import PARTIAL, Publication, Upload, remove_leftovers
-from megacore.store.strict_json import StoreError, read_file
-from megacore.store.tensors import os_errors
+from megacore.store.io.objects import ObjectPath, place
+from megacore.store.io.strict_json import StoreError, read_file
+from megacore.store.tensor_files.publish import PARTIAL, Publication, Upload, remove_leftovers
+from megacore.store.tensor_files.tensors import os_errors
+from megacore.store.weight_folders import audit
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.hugging_face import CONFIG
+from megacore.store.weight_folders.index import INDEX
 
 FOLDER = "checkpoints"
 AUTO = "auto"

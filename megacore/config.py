@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BeforeValidator, ConfigDict, Strict
 from pydantic.dataclasses import dataclass
 
-from megacore.recipe_yaml import write_yaml
-from models.lora import Lora
-from models.tuning import Tuning
-from parallel.choices import (
+from megacore.models.lora import Lora
+from megacore.models.tuning import Tuning
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.enum_errors import (
     ContextBalance,
     ContextExchange,
     Moments,
@@ -28,9 +28,9 @@ from parallel.choices import (
     Recompute,
     ZeroShard,
 )
-from parallel.context_split import ContextParallel
-from parallel.weights.layout import MeshShape
-from parallel.weights.schema import Split, split_of
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.schema import Split, split_of
+from megacore.recipe_yaml import write_yaml
 
 # -- ranges
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megacore.levels import NODE, by_level
-from megacore.store.strict_json import StoreError
-from parallel.mesh import Group, Mesh
+from megacore.parallel.mesh import Group, Mesh
+from megacore.rank_hierarchy import NODE, by_level
+from megacore.store.io.strict_json import StoreError
 
 Made = TypeVar("Made")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from parallel.weights.layout import MeshShape
+from megacore.parallel.weights.layout import MeshShape
 
 OWN = 512
 """The files of a rank by itself: its data, checkpoints, libraries, and what NCCL opens."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 from megacore import exits
 from megacore.incidents import KINDS, Kind
-from megacore.store.files import replacing
+from megacore.store.io.files import replacing
 
 AGENT = "MEGACORE_AGENT"
 """The variable that names the folder of the agent of this rank."""

@@ -6,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from megacore.store.publish import replace_file
+from megacore.store.tensor_files.publish import replace_file
 
 
 def pyplot() -> Any:

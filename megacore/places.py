@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from parallel.weights.layout import MeshShape
+from megacore.parallel.weights.layout import MeshShape
 
 
 def place(rank: int, shape: MeshShape | None, node: str = "") -> str:

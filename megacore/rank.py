@@ -92,7 +92,7 @@ def join(here: RankPlace, kind: str, timeout: timedelta) -> None:
     """Make the process group of all ranks, on one kind of device; each waits for another for ``timeout`` at most."""
     import torch.distributed as dist
 
-    from parallel.mesh import urgent
+    from megacore.parallel.mesh import urgent
 
     if here.world == 1:
         return

@@ -14,10 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megacore.config import SECTIONS, Config, CorpusConfig
+from megacore.parallel import limits
 from megacore.recipe_yaml import dotted, read_yaml
 from megacore.say import brief
-from megacore.store.strict_json import StoreError, read_file
-from parallel import limits
+from megacore.store.io.strict_json import StoreError, read_file
 
 
 class ConfigError(ValueError):
@@ -35,7 +35,7 @@ def _numbered(problems: Sequence[str]) -> Iterator[str]:
 
 # -- reading
 
-RECIPES = Path(__file__).parent.parent / "launch" / "recipes"
+RECIPES = Path(__file__).parent / "launch" / "recipes"
 """Those that come along."""
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from megacore.parallel import limits
 from megacore.say import brief
-from parallel import limits
 
 Where = tuple[str | int, ...]
 

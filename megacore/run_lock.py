@@ -24,12 +24,12 @@ from pathlib import Path
 from types import TracebackType
 
 from megacore.say import brief, err
-from megacore.store.file_lock import NoLocks, flock, hold
-from megacore.store.files import open_file, open_lock
-from megacore.store.objects import ObjectPath
-from megacore.store.publish import write_file
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import os_errors
+from megacore.store.io.file_lock import NoLocks, flock, hold
+from megacore.store.io.files import open_file, open_lock
+from megacore.store.io.objects import ObjectPath
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.publish import write_file
+from megacore.store.tensor_files.tensors import os_errors
 
 LOCK = "run.lock"
 INTERVAL_S = 5.0

@@ -12,7 +12,7 @@ import sys
 import unicodedata
 from typing import Any, TextIO
 
-from megacore.store.strict_json import short
+from megacore.store.io.strict_json import short
 
 _JOINERS = "\u200c\u200d"  # between the letters of some scripts, and in emoji
 _BRIEF = 100  # characters of a value that is told in a line

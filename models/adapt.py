@@ -6,14 +6,21 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from models.lora import WEIGHT, A, B, Lora
-from parallel.layers.experts import Experts
-from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from parallel.layers.lora import ColumnAdapted, ExpertsAdapted, ReplicatedAdapted, RouterAdapted, RowAdapted, Rows
-from parallel.layers.router import Router
-from parallel.parameters import Parameters
-from parallel.weights.layout import Shard
-from parallel.weights.pattern import Pattern
+from megacore.models.lora import WEIGHT, A, B, Lora
+from megacore.parallel.layers.experts import Experts
+from megacore.parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megacore.parallel.layers.lora import (
+    ColumnAdapted,
+    ExpertsAdapted,
+    ReplicatedAdapted,
+    RouterAdapted,
+    RowAdapted,
+    Rows,
+)
+from megacore.parallel.layers.router import Router
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.layout import Shard
+from megacore.parallel.weights.pattern import Pattern
 
 _ADAPTED: Mapping[type[nn.Module], Callable[..., nn.Module]] = {
     ColumnParallelLinear: ColumnAdapted,

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from models.rope_config import Rope
-from parallel.routing import Routing
+from megacore.models.rope_config import Rope
+from megacore.parallel.routing import Routing
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",

@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.adapt import adapt
-from models.attention import Attention
-from models.blocks import CHEAP, Block
-from models.config import ModelConfig
-from models.decoder import Decoder, Losses, Microbatch
-from models.moe import MixtureOfExperts
-from models.tuning import EVERYTHING, Tuning
-from parallel import kernels
-from parallel.balance import NONE, Balance, Coefficients
-from parallel.collectives import all_gather, gather
-from parallel.context_split import ContextParallel
-from parallel.layers.fp8 import Fp8
-from parallel.layers.linear import hand_to, multiply_by
-from parallel.layers.product import SymmetricMemory
-from parallel.memory.recompute import Activations, runner
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters, WeightGradient
-from parallel.pipeline.run import forward
-from parallel.rank_sets import of_context
-from parallel.weights.layout import Layout
+from megacore.models.adapt import adapt
+from megacore.models.attention import Attention
+from megacore.models.blocks import CHEAP, Block
+from megacore.models.config import ModelConfig
+from megacore.models.decoder import Decoder, Losses, Microbatch
+from megacore.models.moe import MixtureOfExperts
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel import kernels
+from megacore.parallel.balance import NONE, Balance, Coefficients
+from megacore.parallel.collectives import all_gather, gather
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.layers.fp8 import Fp8
+from megacore.parallel.layers.linear import hand_to, multiply_by
+from megacore.parallel.layers.product import SymmetricMemory
+from megacore.parallel.memory.recompute import Activations, runner
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters, WeightGradient
+from megacore.parallel.pipeline.run import forward
+from megacore.parallel.rank_sets import of_context
+from megacore.parallel.weights.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from models.blocks import column, row
-from models.context import Context
-from parallel import kernels
-from parallel.kernels.scoring import Scoring
-from parallel.parameters import Parameters
+from megacore.models.blocks import column, row
+from megacore.models.context import Context
+from megacore.parallel import kernels
+from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.parameters import Parameters
 
 
 class Attention(nn.Module):

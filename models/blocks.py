@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from models.anatomy import ACTIVATIONS, GATES
-from models.context import Context
-from parallel import kernels
-from parallel.choices import check_choice
-from parallel.kernels.activation import FUNCTIONS
-from parallel.layers.chunked import in_chunks
-from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from parallel.layers.norm import LayerNorm, RMSNorm
-from parallel.parameters import Parameters
+from megacore.models.anatomy import ACTIVATIONS, GATES
+from megacore.models.context import Context
+from megacore.parallel import kernels
+from megacore.parallel.enum_errors import check_choice
+from megacore.parallel.kernels.activation import FUNCTIONS
+from megacore.parallel.layers.chunked import in_chunks
+from megacore.parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megacore.parallel.layers.norm import LayerNorm, RMSNorm
+from megacore.parallel.parameters import Parameters
 
 
 def column(parameters: Parameters, name: str) -> ColumnParallelLinear:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from models.anatomy import Anatomy
+from megacore.models.anatomy import Anatomy
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from models.decoder import Decoder
-    from parallel.parameters import Parameters
+    from megacore.models.decoder import Decoder
+    from megacore.parallel.parameters import Parameters
 
 
 def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, chunk: int) -> Decoder:
@@ -28,9 +28,9 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
-    from models.blocks import Block, ParallelBlock
-    from models.decoder import Decoder, Head, PositionEmbedding, TokenEmbedding
-    from models.rope import Rotary
+    from megacore.models.blocks import Block, ParallelBlock
+    from megacore.models.decoder import Decoder, Head, PositionEmbedding, TokenEmbedding
+    from megacore.models.rope import Rotary
 
     p, vocab = parameters, sizes["vocab"]
 
@@ -81,9 +81,9 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
 def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
     """Self-attention of a layer, ``layers.<layer>.attn``, of latents where it has some."""
-    from models.attention import MultiHeadAttention
-    from models.latent_attention import LatentAttention
-    from parallel.kernels.scoring import Scoring
+    from megacore.models.attention import MultiHeadAttention
+    from megacore.models.latent_attention import LatentAttention
+    from megacore.parallel.kernels.scoring import Scoring
 
     name, own = f"layers.{layer}.attn", anatomy.layers[layer]
     scoring = Scoring(
@@ -106,8 +106,8 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
 
 def feed(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
     """Return the feed-forward network of a layer, ``layers.<layer>.mlp``, or its experts where it has a router."""
-    from models.blocks import FeedForward
-    from models.moe import MixtureOfExperts
+    from megacore.models.blocks import FeedForward
+    from megacore.models.moe import MixtureOfExperts
 
     name = f"layers.{layer}.mlp"
     if f"{name}.router.weight" not in parameters:
@@ -122,7 +122,7 @@ def norm(anatomy: Anatomy, parameters: Parameters, name: str, eps: float | None 
 
     One whose weights are those of ``(heads head)`` in one dimension is taken over the heads of all tp ranks.
     """
-    from parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
+    from megacore.parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 
     mesh, weight = parameters.mesh, parameters[f"{name}.weight"]
     eps = anatomy.norm_eps if eps is None else eps

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.attention import Attention
-from models.context import MaskedAttention
-from parallel.collectives import all_gather
-from parallel.kernels.scoring import Scoring, attend, attend_partly
-from parallel.mesh import Group
+from megacore.models.attention import Attention
+from megacore.models.context import MaskedAttention
+from megacore.parallel.collectives import all_gather
+from megacore.parallel.kernels.scoring import Scoring, attend, attend_partly
+from megacore.parallel.mesh import Group
 
 _FREE = torch.iinfo(torch.int64).max
 """The position of a slot without a token, which no token sees."""

@@ -14,16 +14,16 @@ from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from models.anatomy import Anatomy
-from models.names import whole_names
-from models.tuning import EVERYTHING, Tuning
-from parallel import limits
-from parallel.choices import nearest
-from parallel.weights.schema import Param, Schema
+from megacore.models.anatomy import Anatomy
+from megacore.models.names import whole_names
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel import limits
+from megacore.parallel.enum_errors import nearest
+from megacore.parallel.weights.schema import Param, Schema
 
 if TYPE_CHECKING:
-    from models.decoder import Decoder
-    from parallel.parameters import Parameters
+    from megacore.models.decoder import Decoder
+    from megacore.parallel.parameters import Parameters
 
 HARMLESS = frozenset(
     {
@@ -171,7 +171,7 @@ class ModelConfig(ABC):
 
     def build(self, parameters: Parameters, chunk: int) -> Decoder:
         """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut."""
-        from models.builder import build
+        from megacore.models.builder import build
 
         return build(self.anatomy, self.sizes, parameters, chunk)
 

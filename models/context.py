@@ -9,10 +9,10 @@ from typing import Protocol
 from einops import rearrange
 from torch import Tensor
 
-from parallel import kernels
-from parallel.balance import RoutedTokens
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import Scoring
+from megacore.parallel import kernels
+from megacore.parallel.balance import RoutedTokens
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.scoring import Scoring
 
 
 class MaskedAttention(Protocol):

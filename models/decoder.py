@@ -11,24 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.context import CausalAttention, Context, DocumentAttention, MaskedAttention
-from models.rope import Rotary
-from parallel.balance import RoutedTokens
-from parallel.choices import Score
-from parallel.collectives import all_gather
-from parallel.context_split import ContextParallel, ContextSplit
-from parallel.kernels.documents import Documents
-from parallel.layers.context_attention import ContextAttention
-from parallel.layers.embedding import VocabParallelEmbedding
-from parallel.layers.head_loss import head_loss
-from parallel.layers.linear import column_linear
-from parallel.layers.loss import Finish, Objective
-from parallel.layers.scores import token_scores
-from parallel.memory.recompute import PLAIN, Runner
-from parallel.mesh import Group, Mesh
-from parallel.parameters import Parameters
-from parallel.random import key
-from parallel.rank_sets import inner_ranks
+from megacore.models.context import CausalAttention, Context, DocumentAttention, MaskedAttention
+from megacore.models.rope import Rotary
+from megacore.parallel.balance import RoutedTokens
+from megacore.parallel.collectives import all_gather
+from megacore.parallel.context_split import ContextParallel, ContextSplit
+from megacore.parallel.enum_errors import Score
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.layers.context_attention import ContextAttention
+from megacore.parallel.layers.embedding import VocabParallelEmbedding
+from megacore.parallel.layers.head_loss import head_loss
+from megacore.parallel.layers.linear import column_linear
+from megacore.parallel.layers.loss import Finish, Objective
+from megacore.parallel.layers.scores import token_scores
+from megacore.parallel.memory.recompute import PLAIN, Runner
+from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.random import key
+from megacore.parallel.rank_sets import inner_ranks
 
 
 @dataclass(frozen=True)

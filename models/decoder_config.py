@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any, ClassVar
 
-from models import rope_config
-from models.anatomy import ACTIVATIONS, DRAWN, ROPE, Anatomy, LayerAttention
-from models.config import ModelConfig, positive, probabilities
-from models.rope_config import PLAIN, Convention, DefaultRope, Rope
-from models.table import Table
-from parallel.choices import nearest
+from megacore.models import rope_config
+from megacore.models.anatomy import ACTIVATIONS, DRAWN, ROPE, Anatomy, LayerAttention
+from megacore.models.config import ModelConfig, positive, probabilities
+from megacore.models.rope_config import PLAIN, Convention, DefaultRope, Rope
+from megacore.models.weight_rows import Table
+from megacore.parallel.enum_errors import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.config import positive
-from models.decoder_config import DecoderConfig
-from models.table import Rows, Table, in_layers
-from parallel import limits
-from parallel.routing import Routing
+from megacore.models.anatomy import Anatomy
+from megacore.models.config import positive
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.weight_rows import Rows, Table, in_layers
+from megacore.parallel import limits
+from megacore.parallel.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)

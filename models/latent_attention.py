@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from models.attention import Attention
-from models.blocks import column, replicated
-from parallel.collectives import all_gather
-from parallel.kernels.scoring import Scoring
-from parallel.parameters import Parameters
+from megacore.models.attention import Attention
+from megacore.models.blocks import column, replicated
+from megacore.parallel.collectives import all_gather
+from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.parameters import Parameters
 
 
 class LatentAttention(Attention):

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
 
-from models import rope_config
-from models.anatomy import FULL, SLIDING, Anatomy, by_kind
-from models.rope_config import DefaultRope, Kinds, Rope
-from models.windowed import WindowedConfig
+from megacore.models import rope_config
+from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
+from megacore.models.rope_config import DefaultRope, Kinds, Rope
+from megacore.models.windowed import WindowedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

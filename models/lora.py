@@ -22,10 +22,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from models.names import in_block, matches, unmatched, without_block
-from parallel.weights.pattern import FusedGroup, Node, Pattern, outermost
-from parallel.weights.schema import WORDS, Param, Schema
-from parallel.weights.transfer import Stored
+from megacore.models.names import in_block, matches, unmatched, without_block
+from megacore.parallel.weights.pattern import FusedGroup, Node, Pattern, outermost
+from megacore.parallel.weights.schema import WORDS, Param, Schema
+from megacore.parallel.weights.transfer import Stored
 
 RANK = "rank"
 """The axis between A and B."""

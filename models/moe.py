@@ -6,14 +6,14 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.blocks import FeedForward, activation_after
-from models.context import Context
-from parallel import kernels
-from parallel.balance import Balance
-from parallel.layers.experts import Experts
-from parallel.layers.router import Router
-from parallel.parameters import Parameters
-from parallel.routing import Routing
+from megacore.models.blocks import FeedForward, activation_after
+from megacore.models.context import Context
+from megacore.parallel import kernels
+from megacore.parallel.balance import Balance
+from megacore.parallel.layers.experts import Experts
+from megacore.parallel.layers.router import Router
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.routing import Routing
 
 
 class MixtureOfExperts(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from parallel.weights.schema import Param, Schema
+from megacore.parallel.weights.schema import Param, Schema
 
 _LAYER = "{layer}."
 _PARTS = ("experts", "router")

@@ -8,48 +8,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.config import ModelConfig, ModelConfigError
-from models.wrappers import unwrapped
-from parallel import limits
-from parallel.choices import nearest
+from megacore.models.config import ModelConfig, ModelConfigError
+from megacore.models.wrappers import unwrapped
+from megacore.parallel import limits
+from megacore.parallel.enum_errors import nearest
 
 FAMILIES: Mapping[str, str] = {
-    "arcee": "models.families.arcee.ArceeConfig",
-    "cohere": "models.families.cohere.CohereConfig",
-    "cohere2": "models.families.cohere2.Cohere2Config",
-    "deepseek_v2": "models.families.deepseek_v2.DeepseekV2Config",
-    "deepseek_v3": "models.families.deepseek_v3.DeepseekV3Config",
-    "falcon": "models.families.falcon.FalconConfig",
-    "gemma": "models.families.gemma.GemmaConfig",
-    "gemma2": "models.families.gemma2.Gemma2Config",
-    "gemma3_text": "models.families.gemma3.Gemma3Config",
-    "glm": "models.families.glm.GlmConfig",
-    "glm4": "models.families.glm4.Glm4Config",
-    "gpt2": "models.families.gpt2.Gpt2Config",
-    "gpt_neox": "models.families.gpt_neox.GptNeoxConfig",
-    "gpt_oss": "models.families.gpt_oss.GptOssConfig",
-    "gptj": "models.families.gptj.GptjConfig",
-    "granite": "models.families.granite.GraniteConfig",
-    "granitemoe": "models.families.granitemoe.GraniteMoeConfig",
-    "helium": "models.families.helium.HeliumConfig",
-    "llama": "models.families.llama.LlamaConfig",
-    "ministral": "models.families.ministral.MinistralConfig",
-    "mistral": "models.families.mistral.MistralConfig",
-    "mixtral": "models.families.mixtral.MixtralConfig",
-    "nemotron": "models.families.nemotron.NemotronConfig",
-    "olmo2": "models.families.olmo2.Olmo2Config",
-    "olmo3": "models.families.olmo3.Olmo3Config",
-    "olmoe": "models.families.olmoe.OlmoeConfig",
-    "phi": "models.families.phi.PhiConfig",
-    "phi3": "models.families.phi3.Phi3Config",
-    "qwen2": "models.families.qwen2.Qwen2Config",
-    "qwen2_moe": "models.families.qwen2_moe.Qwen2MoeConfig",
-    "qwen3": "models.families.qwen3.Qwen3Config",
-    "qwen3_moe": "models.families.qwen3_moe.Qwen3MoeConfig",
-    "seed_oss": "models.families.seed_oss.SeedOssConfig",
-    "smollm3": "models.families.smollm3.SmolLM3Config",
-    "stablelm": "models.families.stablelm.StableLmConfig",
-    "starcoder2": "models.families.starcoder2.Starcoder2Config",
+    "arcee": "megacore.models.families.arcee.ArceeConfig",
+    "cohere": "megacore.models.families.cohere.CohereConfig",
+    "cohere2": "megacore.models.families.cohere2.Cohere2Config",
+    "deepseek_v2": "megacore.models.families.deepseek_v2.DeepseekV2Config",
+    "deepseek_v3": "megacore.models.families.deepseek_v3.DeepseekV3Config",
+    "falcon": "megacore.models.families.falcon.FalconConfig",
+    "gemma": "megacore.models.families.gemma.GemmaConfig",
+    "gemma2": "megacore.models.families.gemma2.Gemma2Config",
+    "gemma3_text": "megacore.models.families.gemma3.Gemma3Config",
+    "glm": "megacore.models.families.glm.GlmConfig",
+    "glm4": "megacore.models.families.glm4.Glm4Config",
+    "gpt2": "megacore.models.families.gpt2.Gpt2Config",
+    "gpt_neox": "megacore.models.families.gpt_neox.GptNeoxConfig",
+    "gpt_oss": "megacore.models.families.gpt_oss.GptOssConfig",
+    "gptj": "megacore.models.families.gptj.GptjConfig",
+    "granite": "megacore.models.families.granite.GraniteConfig",
+    "granitemoe": "megacore.models.families.granitemoe.GraniteMoeConfig",
+    "helium": "megacore.models.families.helium.HeliumConfig",
+    "llama": "megacore.models.families.llama.LlamaConfig",
+    "ministral": "megacore.models.families.ministral.MinistralConfig",
+    "mistral": "megacore.models.families.mistral.MistralConfig",
+    "mixtral": "megacore.models.families.mixtral.MixtralConfig",
+    "nemotron": "megacore.models.families.nemotron.NemotronConfig",
+    "olmo2": "megacore.models.families.olmo2.Olmo2Config",
+    "olmo3": "megacore.models.families.olmo3.Olmo3Config",
+    "olmoe": "megacore.models.families.olmoe.OlmoeConfig",
+    "phi": "megacore.models.families.phi.PhiConfig",
+    "phi3": "megacore.models.families.phi3.Phi3Config",
+    "qwen2": "megacore.models.families.qwen2.Qwen2Config",
+    "qwen2_moe": "megacore.models.families.qwen2_moe.Qwen2MoeConfig",
+    "qwen3": "megacore.models.families.qwen3.Qwen3Config",
+    "qwen3_moe": "megacore.models.families.qwen3_moe.Qwen3MoeConfig",
+    "seed_oss": "megacore.models.families.seed_oss.SeedOssConfig",
+    "smollm3": "megacore.models.families.smollm3.SmolLM3Config",
+    "stablelm": "megacore.models.families.stablelm.StableLmConfig",
+    "starcoder2": "megacore.models.families.starcoder2.Starcoder2Config",
 }
 """{Hugging Face's ``model_type``: the config in its module}."""
 

@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from models.rope_config import (
+from megacore.models.rope_config import (
     DefaultRope,
     DynamicRope,
     LinearRope,

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from random import Random
 from typing import Any, ClassVar, Literal, TypeGuard, get_args
 
-from parallel.choices import check_choice, nearest
+from megacore.parallel.enum_errors import check_choice, nearest
 
 Spelling = Literal["rope_parameters", "rope_scaling"]
 """The key of a config.json that holds the type and its numbers: as transformers 5 writes it, or as 4 did."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from models.config import ModelConfig, active_elements
-from models.tuning import EVERYTHING, Tuning
-from parallel.weights.layout import Layout, MeshShape, balanced_layers
-from parallel.weights.schema import SPLIT, Split
+from megacore.models.config import ModelConfig, active_elements
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.weights.layout import Layout, MeshShape, balanced_layers
+from megacore.parallel.weights.schema import SPLIT, Split
 
 
 def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models import lora, names
-from models.lora import Lora
-from parallel.weights.schema import Schema
+from megacore.models import lora, names
+from megacore.models.lora import Lora
+from megacore.parallel.weights.schema import Schema
 
 
 @dataclass(frozen=True)

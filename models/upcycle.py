@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from models.config import HARMLESS, ModelConfig, ModelConfigError
-from models.registry import FAMILIES, family
-from parallel.choices import nearest
+from megacore.models.config import HARMLESS, ModelConfig, ModelConfigError
+from megacore.models.registry import FAMILIES, family
+from megacore.parallel.enum_errors import nearest
 
 WITH_EXPERTS: Mapping[str, str] = {
     "llama": "mixtral",

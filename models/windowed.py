@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import FULL, SLIDING, Anatomy, by_kind
-from models.decoder_config import DecoderConfig
-from parallel import limits
+from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
+from megacore.models.decoder_config import DecoderConfig
+from megacore.parallel import limits
 
 
 @dataclass(frozen=True, kw_only=True)

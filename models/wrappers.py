@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.config import ModelConfigError
+from megacore.models.config import ModelConfigError
 
 # What is said of the whole, and is the part's as well where that says nothing of its own.
 _SHARED = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype", "transformers_version")

@@ -7,39 +7,44 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+if __name__ == "parallel":
+    from megacore.parallel.short_names import share
+
+    share("parallel")
+
 if TYPE_CHECKING:  # type checkers and editors follow imports, not __getattr__
-    from parallel.gradients.reduce import Gradients as Gradients
-    from parallel.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
-    from parallel.layers.linear import ColumnParallelLinear as ColumnParallelLinear
-    from parallel.layers.linear import RowParallelLinear as RowParallelLinear
-    from parallel.layers.loss import cross_entropy as cross_entropy
-    from parallel.layers.norm import LayerNorm as LayerNorm
-    from parallel.layers.norm import RMSNorm as RMSNorm
-    from parallel.mesh import Mesh as Mesh
-    from parallel.parameters import Parameters as Parameters
-    from parallel.pipeline.run import Pipeline as Pipeline
-    from parallel.weights.layout import Layout as Layout
-    from parallel.weights.layout import MeshShape as MeshShape
-    from parallel.weights.pattern import Pattern as Pattern
-    from parallel.weights.schema import Param as Param
-    from parallel.weights.schema import Schema as Schema
+    from megacore.parallel.gradients.reduce import Gradients as Gradients
+    from megacore.parallel.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from megacore.parallel.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from megacore.parallel.layers.linear import RowParallelLinear as RowParallelLinear
+    from megacore.parallel.layers.loss import cross_entropy as cross_entropy
+    from megacore.parallel.layers.norm import LayerNorm as LayerNorm
+    from megacore.parallel.layers.norm import RMSNorm as RMSNorm
+    from megacore.parallel.mesh import Mesh as Mesh
+    from megacore.parallel.parameters import Parameters as Parameters
+    from megacore.parallel.pipeline.run import Pipeline as Pipeline
+    from megacore.parallel.weights.layout import Layout as Layout
+    from megacore.parallel.weights.layout import MeshShape as MeshShape
+    from megacore.parallel.weights.pattern import Pattern as Pattern
+    from megacore.parallel.weights.schema import Param as Param
+    from megacore.parallel.weights.schema import Schema as Schema
 
 _PUBLIC: Mapping[str, str] = {
-    "ColumnParallelLinear": "parallel.layers.linear",
-    "Gradients": "parallel.gradients.reduce",
-    "LayerNorm": "parallel.layers.norm",
-    "Layout": "parallel.weights.layout",
-    "Mesh": "parallel.mesh",
-    "MeshShape": "parallel.weights.layout",
-    "Param": "parallel.weights.schema",
-    "Parameters": "parallel.parameters",
-    "Pattern": "parallel.weights.pattern",
-    "Pipeline": "parallel.pipeline.run",
-    "RMSNorm": "parallel.layers.norm",
-    "RowParallelLinear": "parallel.layers.linear",
-    "Schema": "parallel.weights.schema",
-    "VocabParallelEmbedding": "parallel.layers.embedding",
-    "cross_entropy": "parallel.layers.loss",
+    "ColumnParallelLinear": "megacore.parallel.layers.linear",
+    "Gradients": "megacore.parallel.gradients.reduce",
+    "LayerNorm": "megacore.parallel.layers.norm",
+    "Layout": "megacore.parallel.weights.layout",
+    "Mesh": "megacore.parallel.mesh",
+    "MeshShape": "megacore.parallel.weights.layout",
+    "Param": "megacore.parallel.weights.schema",
+    "Parameters": "megacore.parallel.parameters",
+    "Pattern": "megacore.parallel.weights.pattern",
+    "Pipeline": "megacore.parallel.pipeline.run",
+    "RMSNorm": "megacore.parallel.layers.norm",
+    "RowParallelLinear": "megacore.parallel.layers.linear",
+    "Schema": "megacore.parallel.weights.schema",
+    "VocabParallelEmbedding": "megacore.parallel.layers.embedding",
+    "cross_entropy": "megacore.parallel.layers.loss",
 }
 
 __all__ = list(_PUBLIC)
@@ -47,7 +52,7 @@ __all__ = list(_PUBLIC)
 
 def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'parallel' has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.collectives import all_reduce_
-from parallel.mesh import Mesh
-from parallel.rank_sets import TOKENS
-from parallel.routing import Routing
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.rank_sets import TOKENS
+from megacore.parallel.routing import Routing
 
 
 @dataclass(frozen=True, eq=False)

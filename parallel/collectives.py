@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.mesh import Group
+from megacore.parallel.mesh import Group
 
 # torch 2.13 renamed these two.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from parallel.choices import ContextBalance, ContextExchange
+from megacore.parallel.enum_errors import ContextBalance, ContextExchange
 
 Span = tuple[int, int]
 """[start, stop) of successive tokens."""

@@ -39,7 +39,7 @@ ROWS = 64
 
 SECONDS = 60
 """Seconds of computing, for a tokenizer to load, or to encode some MiB of text: the slowest takes 20. See
-`megacore.guard`."""
+`megacore.data.guard`."""
 PATIENCE = 600
 """Seconds that are waited for that, whatever else the machine has to do."""
 MEMORY = 3 << 30

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from parallel.rank_sets import Rounds, channel_kinds, of_mesh
-from parallel.weights.layout import Coordinates, MeshShape, split_axis
+from megacore.parallel.rank_sets import Rounds, channel_kinds, of_mesh
+from megacore.parallel.weights.layout import Coordinates, MeshShape, split_axis
 
 Direction = Literal["forward", "backward"]
 FORWARD: Literal["forward"] = "forward"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallel.mesh import Mesh
-from parallel.random import initial_values
-from parallel.weights.layout import Layout, Shard
-from parallel.weights.pattern import Piece
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.random import initial_values
+from megacore.parallel.weights.layout import Layout, Shard
+from megacore.parallel.weights.pattern import Piece
 
 
 def view(tensor: Tensor, piece: Piece) -> Tensor:

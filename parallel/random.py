@@ -11,8 +11,8 @@ import itertools
 
 import numpy as np
 
-from parallel.weights.layout import Layout, Shard
-from parallel.weights.schema import SPLIT
+from megacore.parallel.weights.layout import Layout, Shard
+from megacore.parallel.weights.schema import SPLIT
 
 _BLOCK = 1 << 16
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.layout import Layout, MeshShape
 
 RankSet = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from parallel import collectives
+from megacore.parallel import collectives
 
 PATIENCE = timedelta(seconds=20)
 MESSAGES = (dist.isend, dist.irecv, dist.send, dist.recv)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.families.mixtral import MixtralConfig
-from models.table import in_layers
-from parallel.weights.schema import Param
+from megacore.models.families.mixtral import MixtralConfig
+from megacore.models.weight_rows import in_layers
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

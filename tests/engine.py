@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
+from megacore.parallel.mesh import Mesh
 from megacore.rank import RankPlace
 from megacore.training import build, main, metrics
 from megacore.training.callbacks.incidents import Incidents
@@ -24,7 +25,6 @@ from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.report import FinalReport
 from megacore.training.check import Setup, check
 from megacore.training.trainer import Callback, Trainer
-from parallel.mesh import Mesh
 
 Kind = TypeVar("Kind", bound=Callback)
 

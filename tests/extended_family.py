@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from models import registry
-from models.anatomy import ROPE, Anatomy, LayerAttention
-from models.families.llama import LlamaConfig
-from models.rope_config import DefaultRope
-from models.table import HEADS, in_layers
-from parallel.routing import Routing
-from parallel.weights.schema import Param
+from megacore.models import registry
+from megacore.models.anatomy import ROPE, Anatomy, LayerAttention
+from megacore.models.families.llama import LlamaConfig
+from megacore.models.rope_config import DefaultRope
+from megacore.models.weight_rows import HEADS, in_layers
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
 
 LOCAL = "local"
 _MLP, _HF = "layers.{layer}.mlp", "model.layers.{layer}.mlp"

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from models.registry import FAMILIES, family
-from models.rope_config import PLAIN
+from megacore.models.registry import FAMILIES, family
+from megacore.models.rope_config import PLAIN
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megacore.store import objects
-from megacore.store.objects import ObjectPath
+from megacore.store.io import objects
+from megacore.store.io.objects import ObjectPath
 
 ASKED = ("info", "find", "cat_ranges", "pipe_file", "open", "rm")
 

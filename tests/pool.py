@@ -80,7 +80,8 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported what tests need. A session has one server: what it imports is settled here."""
     context = multiprocessing.get_context("forkserver")
     # torch's compiler is imported with the first optimizer, in more than a second.
-    imported = ["torch", "torch.distributed", "torch._dynamo", "models.decoder", "megacore.training.main", "pytest"]
+    imported = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
+    imported += ["megacore.models.decoder", "megacore.training.main"]
     if "transformers" in sys.modules:  # else nobody in this session needs it
         imported.append("transformers.modeling_utils")
     context.set_forkserver_preload(imported)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from parallel.weights.layout import Layout, MeshShape, Shard
-from parallel.weights.pattern import Pattern, Piece
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split
+from megacore.parallel.weights.layout import Layout, MeshShape, Shard
+from megacore.parallel.weights.pattern import Pattern, Piece
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split
 
 FREE = ("embed", "head", "two", "half")
 TP = ("heads", "kv", "mlp", "vocab", "columns", "rows")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megacore.store.companions import Companion
-from megacore.store.folder import WeightFolder
-from megacore.store.stream import Read
-from megacore.store.tensors import TensorWriter
-from parallel.weights.schema import Schema
-from parallel.weights.transfer import Stored, hugging_face
+from megacore.parallel.weights.schema import Schema
+from megacore.parallel.weights.transfer import Stored, hugging_face
+from megacore.store.tensor_files.companions import Companion
+from megacore.store.tensor_files.stream import Read
+from megacore.store.tensor_files.tensors import TensorWriter
+from megacore.store.weight_folders.folder import WeightFolder
 
 
 @dataclass(frozen=True)

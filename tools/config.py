@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from megacore import config
 from megacore.config import SECTIONS, Bound, Config, CorpusConfig
+from megacore.parallel.enum_errors import nearest
 from megacore.say import err, say
-from parallel.choices import nearest
 
 HEADING = """# The keys of a recipe
 

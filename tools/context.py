@@ -14,12 +14,12 @@ from typing import get_args
 import numpy as np
 
 from megacore.data.indexed import IndexedDataset
+from megacore.parallel.context_split import ContextParallel, ContextSplit, Rectangle
+from megacore.parallel.enum_errors import ContextBalance
 from megacore.pictures import pyplot, save
 from megacore.say import err, say
-from parallel.choices import ContextBalance
-from parallel.context_split import ContextParallel, ContextSplit, Rectangle
-from tools import folders
-from tools.tables import table
+from megacore.tools import folders
+from megacore.tools.tables import table
 
 _WIDTH = 80
 """Characters of the line that stands for all tokens."""

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megacore.store.adapters import check_base, merged, to_peft
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.conversion import FolderPlan
-from megacore.store.folder import SafetensorsFolder
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.strict_json import StoreError
-from tools import folders
+from megacore.store.conversions.adapters import check_base, merged, to_peft
+from megacore.store.conversions.conversion import FolderPlan
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import folders
 
 
 def main(argv: Sequence[str] | None = None) -> int:

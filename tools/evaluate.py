@@ -20,10 +20,10 @@ from megacore import pictures
 from megacore.inference.evaluation_data import DocumentFiles, is_tokens
 from megacore.inference.texts import Texts
 from megacore.say import err, say, say_data
-from megacore.store.folder import WeightFolder
-from megacore.store.strict_json import StoreError
-from tools import folders, processes
-from tools.tables import table
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.tools import folders, processes
+from megacore.tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.inference.perplexity import EvaluationResult, Windows
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     job, (lengths, files) = processes.ModelRun.check(arguments, partial(_prepare, arguments))
     if job.lacks_ranks:
-        return processes.start("tools.main", ["evaluate", *given], job.shape.world)
+        return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
     from megacore.inference.perplexity import Windows, evaluate
 
     windows, first = Windows(*lengths, arguments.by_position), job.here.rank == 0

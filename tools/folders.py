@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from megacore import checkpoints
+from megacore.models.config import ModelConfig
+from megacore.models.stages import layout_of
+from megacore.parallel.weights.layout import Layout, MeshShape, mesh_problems
+from megacore.parallel.weights.schema import split_of
 from megacore.say import err, harmless, say, say_data
-from megacore.store.audit import DamageError
-from megacore.store.conversion import FolderPlan, to_checkpoint, to_hugging_face
-from megacore.store.dtypes import FLOATS
-from megacore.store.folder import SafetensorsFolder, WeightFolder
-from megacore.store.formats import open_folder
-from megacore.store.hugging_face_files import SHARD_SIZE, parse_size
-from megacore.store.strict_json import StoreError
-from models.config import ModelConfig
-from models.stages import layout_of
-from parallel.weights.layout import Layout, MeshShape, mesh_problems
-from parallel.weights.schema import split_of
+from megacore.store.conversions.conversion import FolderPlan, to_checkpoint, to_hugging_face
+from megacore.store.conversions.formats import open_folder
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.weight_folders.audit import DamageError
+from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
+from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
 
 Item = TypeVar("Item")
 MOST_JOBS = 64
@@ -83,7 +83,7 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
 def opened(
     path: Path, adapters: bool = False, told: bool = True, ignored_fields: Sequence[str] = ()
 ) -> SafetensorsFolder:
-    """Open a folder as :func:`~megacore.store.formats.open_folder` does, and say what of it is taken.
+    """Open a folder as :func:`~megacore.store.conversions.formats.open_folder` does, and say what of it is taken.
 
     Raises:
         StoreError: likewise.

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
 from megacore.say import err, say_data, write_out
-from megacore.store.folder import WeightFolder
-from megacore.store.strict_json import StoreError
-from tools import folders, processes
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.tools import folders, processes
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.inference.generation import NewToken
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     job, (texts, prompts, stops) = processes.ModelRun.check(arguments, partial(_prepare, arguments))
     if job.lacks_ranks:
-        return processes.start("tools.main", ["generate", *given], job.shape.world)
+        return processes.start("megacore.tools.main", ["generate", *given], job.shape.world)
     from megacore.inference.generation import Ending, generate
 
     ending = Ending(stops, arguments.max_new_tokens, job.folder.config.max_positions)

@@ -14,23 +14,24 @@ from typing import Any
 
 from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedDataset
+from megacore.models.config import active_parameters
+from megacore.parallel.weights.fingerprint import spell
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.transfer import Stored, hugging_face, native, whole_name
 from megacore.say import brief, say, say_data
-from megacore.store import accounting, audit, compare
-from megacore.store.audit import Damage
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.compare import Differences
-from megacore.store.dtypes import FLOATS
-from megacore.store.folder import SafetensorsFolder
-from megacore.store.hugging_face import CONFIG, HuggingFace
-from megacore.store.index import INDEX, Adapters
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import DTYPES
-from models.config import active_parameters
-from parallel.weights.fingerprint import spell
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.transfer import Stored, hugging_face, native, whole_name
-from tools import folders
-from tools.tables import table
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files import accounting
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.tensors import DTYPES
+from megacore.store.weight_folders import audit, compare
+from megacore.store.weight_folders.audit import Damage
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.compare import Differences
+from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.store.weight_folders.hugging_face import CONFIG, HuggingFace
+from megacore.store.weight_folders.index import INDEX, Adapters
+from megacore.tools import folders
+from megacore.tools.tables import table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

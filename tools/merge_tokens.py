@@ -14,7 +14,7 @@ from megacore.data.stage import PART, Partition, Stage, StageProgress
 from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES
 from megacore.say import err, say
-from megacore.store.companions import Companion, copy_companion
+from megacore.store.tensor_files.companions import Companion, copy_companion
 
 
 def find_parts(out: Path, name: str) -> dict[Path, StageProgress]:

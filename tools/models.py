@@ -9,12 +9,12 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
+from megacore.models.anatomy import Anatomy
+from megacore.models.config import ModelConfig, active_parameters, parameters_in_words
+from megacore.models.registry import FAMILIES, configure, family, presets
+from megacore.parallel.enum_errors import nearest
+from megacore.parallel.weights.schema import Schema
 from megacore.say import err, say
-from models.anatomy import Anatomy
-from models.config import ModelConfig, active_parameters, parameters_in_words
-from models.registry import FAMILIES, configure, family, presets
-from parallel.choices import nearest
-from parallel.weights.schema import Schema
 
 HEADING = """# The zoo
 

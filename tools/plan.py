@@ -14,6 +14,8 @@ from dataclasses import asdict, replace
 
 from megacore.config import Config
 from megacore.devices import DEVICES
+from megacore.models.config import ModelConfigError, parameters_in_words
+from megacore.models.registry import configure
 from megacore.planning.fit import MARGIN, Candidate, fit
 from megacore.planning.overheads import COMMUNICATOR, Overheads
 from megacore.planning.peak_memory import TERMS
@@ -23,11 +25,9 @@ from megacore.planning.step_time import Cluster
 from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
-from models.config import ModelConfigError, parameters_in_words
-from models.registry import configure
-from tools import folders, plan_goodput
-from tools.plan_goodput import above_0
-from tools.tables import table
+from megacore.tools import folders, plan_goodput
+from megacore.tools.plan_goodput import above_0
+from megacore.tools.tables import table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from megacore.planning.goodput import (
 )
 from megacore.planning.run_plan import Plan
 from megacore.recipe import ConfigError
-from tools.tables import table
+from megacore.tools.tables import table
 
 NOTICE_S, DETECT_S, PROCESSES_S = 1800.0, 3.0, 60.0
 COSTS = tuple(each.name for each in fields(FaultCosts) if each.name != "step")

@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
 from megacore.launcher import Node, launch, threads
+from megacore.models.config import ModelConfig
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.enum_errors import ContextExchange
+from megacore.parallel.weights.layout import MeshShape, heads_problem, mesh_problems
+from megacore.parallel.weights.schema import split_of
 from megacore.rank import STORE, RankPlace, join, leave
 from megacore.resources import gpus
-from megacore.store.dtypes import FLOATS
-from megacore.store.folder import WeightFolder
-from megacore.store.formats import open_model
-from megacore.store.strict_json import StoreError
-from models.config import ModelConfig
-from parallel.choices import ContextExchange
-from parallel.context_split import ContextParallel
-from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
-from parallel.weights.schema import split_of
-from tools import folders
+from megacore.store.conversions.formats import open_model
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.tools import folders
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     import torch
 
-    from models.assemble import Model
-    from parallel.mesh import Mesh
+    from megacore.models.assemble import Model
+    from megacore.parallel.mesh import Mesh
 
 Prepared = TypeVar("Prepared")
 LAST_WORDS_S = 10.0
@@ -155,7 +155,7 @@ def live(shape: MeshShape, here: RankPlace, kind: str) -> Iterator[Mesh]:
     A StoreError of its processes ends it in order: every one of them has found the same.
     """
     from megacore.hardware import claim
-    from parallel.mesh import TIMEOUT, Mesh
+    from megacore.parallel.mesh import TIMEOUT, Mesh
 
     found = claim(kind, here.local_rank)
     if shape.world == 1:

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         err(error)
         return MISUSED
-    from megacore.ray import fit
+    from megacore.launch.ray_cluster import fit
 
     processes = given.processes or given.gpus or 1
     resources = {"CPU": processes, "GPU": given.gpus}

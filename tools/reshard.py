@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.conversion import to_checkpoint
-from megacore.store.strict_json import StoreError
-from tools import folders
+from megacore.store.conversions.conversion import to_checkpoint
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.tools import folders
 
 
 def main(argv: Sequence[str] | None = None) -> int:

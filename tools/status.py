@@ -17,7 +17,7 @@ from megacore.incidents import Incident
 from megacore.recipe import ConfigError, load
 from megacore.recovery.hang_report import standing
 from megacore.say import brief, err, say, say_data
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
 from megacore.training import metrics
 
 RECIPE = "config.yaml"

@@ -28,7 +28,7 @@ from megacore.data.stage import PART, Partition, Provenance, Stage, StageProgres
 from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES, fetch, load, train
 from megacore.say import err, say
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
 
 SAMPLE = 2**25  # bytes of text that a tokenizer is trained on
 

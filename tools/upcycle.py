@@ -11,16 +11,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacore.models.config import ModelConfigError
+from megacore.models.upcycle import WITH_EXPERTS, upcycling
 from megacore.say import err, say
-from megacore.store import audit
-from megacore.store.audit import DamageError
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.folder import SafetensorsFolder
-from megacore.store.strict_json import StoreError
-from megacore.store.upcycled import UpcycledFolder
-from models.config import ModelConfigError
-from models.upcycle import WITH_EXPERTS, upcycling
-from tools import folders
+from megacore.store.conversions.upcycled import UpcycledFolder
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders import audit
+from megacore.store.weight_folders.audit import DamageError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.tools import folders
 
 
 def main(argv: Sequence[str] | None = None) -> int:

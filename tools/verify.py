@@ -20,17 +20,17 @@ from megacore.data.text import InputError
 from megacore.data.tokenizer import load
 from megacore.rank import RankPlace
 from megacore.say import say, say_data
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.folder import WeightFolder
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.strict_json import StoreError
-from tools import folders
-from tools.processes import add_context, agreed, context_problems, live
-from tools.tables import table
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import folders
+from megacore.tools.processes import add_context, agreed, context_problems, live
+from megacore.tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.inference.verification import Pair, Report
-    from parallel.weights.layout import MeshShape
+    from megacore.parallel.weights.layout import MeshShape
 
 TEXTS = (
     "The sun rose over the quiet harbour, and the first boats were already on their way out to sea.",

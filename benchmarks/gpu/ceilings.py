@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.rows import Machine, Row, failed, skipped
 from benchmarks.gpu.work import SHAPES, Shape
-from parallel.layers import fp8
+from megacore.parallel.layers import fp8
 
 
 def ceilings(machine: Machine) -> Iterator[Row]:

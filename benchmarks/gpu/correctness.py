@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
+from megacore.models.assemble import Model
+from megacore.models.decoder import Losses, Microbatch
+from megacore.models.lora import Lora
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.gradients.buckets import WholeSpan
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
 from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
-from models.assemble import Model
-from models.decoder import Losses, Microbatch
-from models.lora import Lora
-from models.registry import configure
-from models.stages import layout_of
-from models.tuning import EVERYTHING, Tuning
-from parallel.gradients.buckets import WholeSpan
-from parallel.gradients.reduce import Gradients
-from parallel.memory.recompute import Activations
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
 
 STEPS, LENGTH, SEQUENCES, LR = 3, 64, 2, 1e-3
 DOCUMENTS = (40, 20, 4, 30, 34)

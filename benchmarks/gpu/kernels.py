@@ -14,11 +14,11 @@ from torch import Tensor
 
 from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
 from benchmarks.gpu.work import SHAPES, Shape
-from parallel import kernels as chosen
-from parallel.kernels import choice, norm, rotation
-from parallel.kernels.scoring import Scoring, attend
-from parallel.layers.loss import Objective
-from parallel.mesh import ALONE
+from megacore.parallel import kernels as chosen
+from megacore.parallel.kernels import choice, norm, rotation
+from megacore.parallel.kernels.scoring import Scoring, attend
+from megacore.parallel.layers.loss import Objective
+from megacore.parallel.mesh import ALONE
 
 APART = 2.0**-7
 """Between two roundings to bf16 of the same numbers, at most."""

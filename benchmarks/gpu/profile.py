@@ -15,8 +15,8 @@ from benchmarks.gpu import work
 from benchmarks.gpu.rows import Machine, Row
 from benchmarks.gpu.speed import WAYS, plan
 from benchmarks.gpu.work import SHAPES, Shape
-from models.config import flops_per_token, matmul_parameters
-from parallel.layers.loss import Objective
+from megacore.models.config import flops_per_token, matmul_parameters
+from megacore.parallel.layers.loss import Objective
 
 GROUPS: Mapping[str, str] = {
     "attention": r"flash|fmha|attention|softmax",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megacore.devices import DEVICES, Device
 from megacore.hardware import claim
+from megacore.parallel.enum_errors import Precision
 from megacore.planning.step_time import Cluster
-from parallel.choices import Precision
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from benchmarks.gpu import work
 from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
 from benchmarks.gpu.work import SHAPES, Shape, Step, Way
 from megacore.hardware import peak_memory_gib
+from megacore.models.config import flops_per_token
+from megacore.parallel.memory.recompute import Activations
 from megacore.planning.peak_memory import memory
 from megacore.planning.step_time import Estimate, estimate
-from models.config import flops_per_token
-from parallel.memory.recompute import Activations
 
 WAYS: Mapping[str, Way] = {
     "ours": Way(),

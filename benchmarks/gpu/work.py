@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.models.assemble import Model
+from megacore.models.config import ModelConfig
+from megacore.models.decoder import Losses, Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.enum_errors import Precision, Recompute
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.pipeline.run import Pipeline
 from megacore.planning.setting import Setting, Widths
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
-from models.assemble import Model
-from models.config import ModelConfig
-from models.decoder import Losses, Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel.choices import Precision, Recompute
-from parallel.gradients.reduce import Gradients
-from parallel.memory.recompute import Activations
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters
-from parallel.pipeline.run import Pipeline
 
 LR = 3e-4
 BETAS, DECAY = (0.9, 0.95), 0.1

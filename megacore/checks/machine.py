@@ -13,10 +13,10 @@ from megacore.checks.rules import range_problems
 from megacore.config import EXAMPLES, RANGES, Config, CorpusConfig
 from megacore.run_lock import held, holder
 from megacore.say import brief
-from megacore.store.files import leaves
-from megacore.store.index import INDEX
-from megacore.store.objects import ObjectPath, place
-from megacore.store.strict_json import StoreError, read_json
+from megacore.store.io.files import leaves
+from megacore.store.io.objects import ObjectPath, place
+from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.weight_folders.index import INDEX
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
 """The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 from megacore.checkpoints import AUTO
 from megacore.config import RANGES, Bound, Config, ContextConfig
-from models import lora, names
-from models.config import ModelConfig
-from models.tuning import EVERYTHING
-from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
+from megacore.models import lora, names
+from megacore.models.config import ModelConfig
+from megacore.models.tuning import EVERYTHING
+from megacore.parallel.weights.layout import MeshShape, heads_problem, mesh_problems
 
 
 class _OutOfRange(Exception):

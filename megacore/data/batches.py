@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from megacore.data.samples import Sample, Source
 from megacore.data.skipped import NONE, SkippedSamples
-from parallel.context_split import ContextParallel, ContextSplit
-from parallel.labels import IGNORE
+from megacore.parallel.context_split import ContextParallel, ContextSplit
+from megacore.parallel.labels import IGNORE
 
 Item = TypeVar("Item")
 

@@ -20,8 +20,8 @@ from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
 from megacore.data.samples import Source, of_least, parts, split_documents
 from megacore.data.text import InputError
-from megacore.store.strict_json import StoreError
-from parallel.context_split import ContextParallel
+from megacore.parallel.context_split import ContextParallel
+from megacore.store.io.strict_json import StoreError
 
 EXAMPLES = "examples"
 """The folder of a run that prepared examples are kept in."""

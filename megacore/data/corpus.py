@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data.text import InputError
-from megacore.store.publish import replace_file
-from megacore.store.strict_json import StoreError, read_json
+from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.tensor_files.publish import replace_file
 
 CORPUS = "corpus.json"
 LISTED = 5  # skipped documents that are spelled out

@@ -29,9 +29,9 @@ from megacore.data.encode import EncodedPieces, grouped, with_progress
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, NoTemplateError, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record
-from megacore.store.files import open_lock
-from megacore.store.publish import publish, write_file
-from megacore.store.strict_json import StoreError, read_json
+from megacore.store.io.files import open_lock
+from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.tensor_files.publish import publish, write_file
 
 FORMAT = 3
 NAME, FACTS = "examples", "examples.json"

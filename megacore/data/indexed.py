@@ -24,8 +24,8 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from megacore.store.files import append, open_file
-from megacore.store.strict_json import StoreError
+from megacore.store.io.files import append, open_file
+from megacore.store.io.strict_json import StoreError
 
 Integers = npt.NDArray[np.integer[Any]]
 

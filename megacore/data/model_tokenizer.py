@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore import pretrained
+from megacore.data import pretrained
 from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, passages
 from megacore.data.encode import grouped
+from megacore.data.guard import Guard, GuardError
 from megacore.data.text import Fault, InputError, Record
 from megacore.data.tokenizer import files_for_transformers, import_transformers
-from megacore.guard import Guard, GuardError
-from megacore.store.companions import Companion
-from megacore.store.strict_json import StoreError, read_json
+from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.tensor_files.companions import Companion
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -160,7 +160,7 @@ def _stops(folder: Path) -> list[int]:
 
 
 class GuardedTokenizer:
-    """The tokenizer in a folder, held by another process, see `megacore.guard`. InputError as of ModelTokenizer."""
+    """The tokenizer in a folder, held by another process (`megacore.data.guard`). InputError as of ModelTokenizer."""
 
     def __init__(self, folder: Path) -> None:
         import_transformers()

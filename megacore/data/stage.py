@@ -33,9 +33,9 @@ from megacore.data.permutation import ROUNDS, Permutation
 from megacore.data.samples import Purpose, draw
 from megacore.data.text import FileRange, InputError
 from megacore.data.tokenizer import FILES
-from megacore.store.files import open_file, replacing
-from megacore.store.publish import PARTIAL, discard, empty, make_and_hold, replace_file
-from megacore.store.strict_json import StoreError, read_json
+from megacore.store.io.files import open_file, replacing
+from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.tensor_files.publish import PARTIAL, discard, empty, make_and_hold, replace_file
 
 PROGRESS, LISTED = "progress.json", "files.jsonl"
 PART = "part.json"

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megacore.parallel import limits
 from megacore.say import err
-from megacore.store.files import leaves, open_file
-from parallel import limits
+from megacore.store.io.files import leaves, open_file
 
 WHOLE = (".txt", ".md", ".py")
 SUFFIXES = (*WHOLE, ".jsonl", ".parquet")

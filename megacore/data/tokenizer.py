@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from megacore import pretrained
+from megacore.data import pretrained
+from megacore.data.guard import Guard, GuardError
 from megacore.data.indexed import Integers
 from megacore.data.text import InputError
-from megacore.guard import Guard, GuardError
-from megacore.store.companions import Companion, companions, copy_companion
-from megacore.store.publish import write_file
-from megacore.store.strict_json import StoreError, read_json, short
-from parallel import limits
+from megacore.parallel import limits
+from megacore.store.io.strict_json import StoreError, read_json, short
+from megacore.store.tensor_files.companions import Companion, companions, copy_companion
+from megacore.store.tensor_files.publish import write_file
 
 END = "<|endoftext|>"
 LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times the memory of its text
@@ -43,7 +43,7 @@ class Tokenizer:
     """vocabulary: 1 + the largest id. end: the id that ends a document, if there is one.
 
     `encode` adds no special tokens, and text that spells one is text. It is done by another process, see
-    `megacore.guard`.
+    `megacore.data.guard`.
     """
 
     vocabulary: int

@@ -1,0 +1,1 @@
+"""What is computed with weights that are not trained: generation, perplexity, the comparison with transformers."""

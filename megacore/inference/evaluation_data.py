@@ -16,7 +16,7 @@ from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import Fault, FileRange, InputError
 from megacore.inference.texts import Texts, files_of
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
 
 EXAMPLE = ("messages", "completion")
 """A row with one of these is an example; another one is text."""

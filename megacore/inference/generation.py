@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from megacore.inference.sampling import Choice
-from models.assemble import Model
-from models.attention import Attention
-from models.cache import Cache, Decode, Prefill
-from models.decoder import Microbatch
-from parallel.collectives import all_reduce_, broadcast_
-from parallel.context_split import ContextParallel
-from parallel.mesh import Mesh
-from parallel.weights.layout import Coordinates
+from megacore.models.assemble import Model
+from megacore.models.attention import Attention
+from megacore.models.cache import Cache, Decode, Prefill
+from megacore.models.decoder import Microbatch
+from megacore.parallel.collectives import all_reduce_, broadcast_
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import Coordinates
 
 
 @dataclass(frozen=True)

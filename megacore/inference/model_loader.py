@@ -9,18 +9,18 @@ from torch import Tensor
 
 from megacore.control import Control
 from megacore.data.batches import Batch
-from megacore.store.adapters import check_fingerprint
-from megacore.store.dtypes import FLOATS
-from megacore.store.folder import WeightFolder
-from megacore.store.loader import Loader, fingerprint
-from megacore.store.strict_json import StoreError
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.stages import layout_of
-from parallel.choices import ContextExchange
-from parallel.context_split import ContextParallel
-from parallel.mesh import Mesh
-from parallel.weights.schema import SPLIT, Split
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.stages import layout_of
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.enum_errors import ContextExchange
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.schema import SPLIT, Split
+from megacore.store.conversions.adapters import check_fingerprint
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.loader import Loader, fingerprint
 
 
 def model_from(

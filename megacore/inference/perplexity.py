@@ -26,11 +26,11 @@ from megacore.control import Control
 from megacore.data.batches import Batch
 from megacore.inference.evaluation_data import Document
 from megacore.inference.model_loader import microbatch_of
-from models.assemble import Model
-from models.decoder import Decoder, Microbatch
-from parallel.choices import Score
-from parallel.labels import IGNORE
-from parallel.pipeline.run import Pipeline
+from megacore.models.assemble import Model
+from megacore.models.decoder import Decoder, Microbatch
+from megacore.parallel.enum_errors import Score
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.pipeline.run import Pipeline
 
 Integers = npt.NDArray[np.int64]
 AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is mostly full

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel.random import key
+from megacore.parallel.random import key
 
 
 class Choice(Protocol):

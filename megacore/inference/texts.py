@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacore import pretrained
+from megacore.data import pretrained
+from megacore.data.guard import Guard, GuardError
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
 from megacore.data.tokenizer import import_transformers, parts_of
-from megacore.guard import Guard, GuardError
-from megacore.store.folder import WeightFolder
-from megacore.store.strict_json import StoreError, parse_json, short
+from megacore.store.io.strict_json import StoreError, parse_json, short
+from megacore.store.weight_folders.folder import WeightFolder
 
 GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokenizer of a folder, which another process holds, see `megacore.guard`; end: the token that ends a text, as
-    the tokenizer says it."""
+    """The tokenizer of a folder, which another process holds (`megacore.data.guard`); end: the token that ends a text,
+    as the tokenizer says it."""
 
     folder: WeightFolder
     guard: Guard

@@ -23,24 +23,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore import pretrained
 from megacore.control import Control
+from megacore.data import pretrained
 from megacore.data.batches import Batch
 from megacore.inference.model_loader import microbatch_of, model_from
-from megacore.store.audit import padding
-from megacore.store.compare import PieceComparison, compare_bits, config_differences
-from megacore.store.dtypes import FLOATS
-from megacore.store.folder import SafetensorsFolder
-from megacore.store.strict_json import StoreError
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.wrappers import WRAPPERS
-from parallel.choices import ContextExchange
-from parallel.labels import IGNORE
-from parallel.mesh import Mesh
-from parallel.weights.fingerprint import Logical, spell
-from parallel.weights.layout import MeshShape
-from parallel.weights.transfer import strided, whole_name
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.wrappers import WRAPPERS
+from megacore.parallel.enum_errors import ContextExchange
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.fingerprint import Logical, spell
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import strided, whole_name
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.weight_folders.audit import padding
+from megacore.store.weight_folders.compare import PieceComparison, compare_bits, config_differences
+from megacore.store.weight_folders.folder import SafetensorsFolder
 
 TIMES = 8
 """The rounding of logits that may be ours, as a multiple of that of transformers, both relative to the largest logit of

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 from megacore import checkpoints, exits
 from megacore.checkpoints import AUTO
 from megacore.config import Config
-from megacore.folders import compiled, temporary_folder
 from megacore.incidents import Incident
 from megacore.launcher.forking import prepare
 from megacore.launcher.node import Job, Node
 from megacore.launcher.processes import IMPORTS, threads
 from megacore.launcher.signals import noted
+from megacore.launcher.temporary_folder import compiled, temporary_folder
 from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
 from megacore.resources import gpus
 from megacore.say import err, outlive
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
 
 if TYPE_CHECKING:  # which imports much
     from megacore.recovery.hang_report import HangReport
@@ -178,9 +178,9 @@ def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[i
     """
     if least == most:
         return {}
-    from megacore.checks.layouts import overrides_of_nodes  # imports much
+    from megacore.models.config import ModelConfigError
+    from megacore.planning.layout_choice import overrides_of_nodes  # imports much
     from megacore.training.resume import find, model_of
-    from models.config import ModelConfigError
 
     try:
         model = model_of(config, find(config, checked=True).source)

@@ -15,10 +15,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from megacore.folders import temporary_folder
 from megacore.launcher.forking import prepare
 from megacore.launcher.node import Job, Node
 from megacore.launcher.signals import noted
+from megacore.launcher.temporary_folder import temporary_folder
 
 IMPORTS = ("torch", "torch.distributed", "torch._dynamo")
 """The modules that every rank imports, the last one with its first optimizer, which takes a second."""

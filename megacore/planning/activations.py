@@ -10,13 +10,13 @@ from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Literal
 
+from megacore.models.config import ModelConfig
+from megacore.models.tuning import Tuning
+from megacore.parallel.enum_errors import Recompute
+from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import LayerCost
 from megacore.planning.exchange import Packing
 from megacore.planning.setting import Setting
-from models.config import ModelConfig
-from models.tuning import Tuning
-from parallel.choices import Recompute
-from parallel.weights.layout import MeshShape
 
 if TYPE_CHECKING:
     from megacore.planning.measure import FakeModel

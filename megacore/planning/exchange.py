@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from models.config import looks
-from parallel.context_split import ContextParallel, ContextSplit
+from megacore.models.config import looks
+from megacore.parallel.context_split import ContextParallel, ContextSplit
 
 Counts = npt.NDArray[np.int64]
 WHOLE = ContextParallel()

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from megacore.data.batches import filled_up
+from megacore.models.stages import layout_of
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.enum_errors import ContextBalance, ContextExchange, Recompute, ZeroShard
+from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, split_problems
+from megacore.parallel.weights.schema import split_of
 from megacore.planning.exchange import WHOLE
 from megacore.planning.peak_memory import Memory, memory, peaks
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import Shares, state
 from megacore.planning.step_time import Cluster, Estimate, estimate
-from models.stages import layout_of
-from parallel.choices import ContextBalance, ContextExchange, Recompute, ZeroShard
-from parallel.context_split import ContextParallel
-from parallel.weights.layout import Layout, MeshShape, heads_problem, split_problems
-from parallel.weights.schema import split_of
 
 MARGIN = 0.1
 """The share of a device's memory that is left to its driver, the libraries' workspaces, fragments, and what this

@@ -28,6 +28,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from megacore.models.assemble import Model
+from megacore.models.blocks import CHEAP
+from megacore.models.config import ModelConfig, looks
+from megacore.models.context import Context, MaskedAttention
+from megacore.models.decoder import Head, Losses, Microbatch
+from megacore.models.moe import MixtureOfExperts
+from megacore.models.stages import layout_of
+from megacore.models.tuning import Tuning
+from megacore.parallel.kernels import flash, grouped, norm
+from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.memory.recompute import Activations, Recompute, Runner, runner
+from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.rank_sets import inner_ranks
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import SPLIT, Param
 from megacore.planning.costs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -41,21 +56,6 @@ from megacore.planning.costs import (
     OpCounts,
 )
 from megacore.planning.exchange import ExchangeWork, Packing
-from models.assemble import Model
-from models.blocks import CHEAP
-from models.config import ModelConfig, looks
-from models.context import Context, MaskedAttention
-from models.decoder import Head, Losses, Microbatch
-from models.moe import MixtureOfExperts
-from models.stages import layout_of
-from models.tuning import Tuning
-from parallel.kernels import flash, grouped, norm
-from parallel.kernels.scoring import Scoring
-from parallel.memory.recompute import Activations, Recompute, Runner, runner
-from parallel.mesh import Group, Mesh
-from parallel.rank_sets import inner_ranks
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import SPLIT, Param
 
 aten = torch.ops.aten
 

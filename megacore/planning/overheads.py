@@ -15,20 +15,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megacore import levels, open_files
+from megacore import open_files
+from megacore import rank_hierarchy as levels
 from megacore.checkpoints import KEPT_IN_MEMORY
 from megacore.config import Config
 from megacore.data.batches import HELD, Batches
 from megacore.data.blend import Blend
 from megacore.data.indexed import IndexedDataset, Integers
 from megacore.data.samples import BLOCKS, Source, parts
+from megacore.parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_context, of_mesh
+from megacore.parallel.weights.pattern import Sizes
+from megacore.parallel.weights.transfer import Stored, native
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster
-from megacore.store.index import MASTER, MOMENTS, STATES, on_disk
-from megacore.store.shares import share_out, share_reads
-from parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_context, of_mesh
-from parallel.weights.pattern import Sizes
-from parallel.weights.transfer import Stored, native
+from megacore.store.tensor_files.shares import share_out, share_reads
+from megacore.store.weight_folders.index import MASTER, MOMENTS, STATES, on_disk
 
 WEIGHTS = STATES[0]
 STORAGE_OF_A_DEVICE = 2e12 / 16384

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
+from megacore.parallel.pipeline.schedules import SCHEDULES
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, sharing, state
-from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
-from parallel.pipeline.schedules import SCHEDULES
 
 TERMS = ("parameters", "gradients", "masters", "moments", "activations", "logits", "working", "buffers")
 """The terms whose sum is the peak."""

@@ -8,10 +8,10 @@ from typing import Literal
 
 from megacore.config import Config, ContextConfig, ZeroConfig
 from megacore.data.batches import filled_up
+from megacore.models.config import ModelConfig
+from megacore.models.stages import layout_of
 from megacore.planning.fit import Candidate
 from megacore.planning.setting import Setting, Widths
-from models.config import ModelConfig
-from models.stages import layout_of
 
 
 def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:

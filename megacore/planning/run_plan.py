@@ -11,6 +11,8 @@ from megacore.checks.rules import problems
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
+from megacore.models.config import ModelConfig, active_parameters
+from megacore.models.registry import configure
 from megacore.planning.fit import MARGIN
 from megacore.planning.overheads import Overheads, Storage
 from megacore.planning.packed_documents import PackedMicrobatch, drawn, scores, standing_out
@@ -20,8 +22,6 @@ from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster, Estimate, estimate
 from megacore.planning.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, load
-from models.config import ModelConfig, active_parameters
-from models.registry import configure
 
 CPU = "cpu"
 AS_IN_THE_TABLE: Mapping[str, float] = MappingProxyType({})

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megacore.models.config import ModelConfig
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.budgets import BUCKET_BYTES
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.enum_errors import Moments, OptimizerOffload, Precision, Recompute, ZeroShard
+from megacore.parallel.weights.layout import Layout
 from megacore.planning.exchange import WHOLE, Packing
-from models.config import ModelConfig
-from models.tuning import EVERYTHING, Tuning
-from parallel.budgets import BUCKET_BYTES
-from parallel.choices import Moments, OptimizerOffload, Precision, Recompute, ZeroShard
-from parallel.context_split import ContextParallel
-from parallel.weights.layout import Layout
 
 SHARDS: tuple[ZeroShard, ...] = get_args(ZeroShard)
 PARAMETER: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}

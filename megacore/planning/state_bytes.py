@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
+from megacore.parallel.weights.schema import Param, Schema
 from megacore.planning.setting import SHARDS, Setting, Widths
-from parallel.choices import ZeroShard
-from parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
-from parallel.weights.schema import Param, Schema
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.devices import PEAK_TFLOPS, Device
+from megacore.models.config import flops_per_token
+from megacore.parallel.pipeline.schedules import SCHEDULES, simulate
+from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
@@ -19,9 +22,6 @@ from megacore.planning.exchange import ExchangeWork
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, state, updated
 from megacore.planning.traffic import ALL_REDUCE, HEADS, SEND, TOKENS, Traffic, traffic
-from models.config import flops_per_token
-from parallel.pipeline.schedules import SCHEDULES, simulate
-from parallel.weights.layout import MeshShape
 
 _Of = npt.NDArray[np.float64]
 PRECISE = 4096

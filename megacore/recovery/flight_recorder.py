@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megacore.outcome import rank_file
-from megacore.store.files import replacing
+from megacore.store.io.files import replacing
 
 _PENDING = 4
 """The pending collectives of a group that are told: the first ones, for the others come after them."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from megacore.background import BackgroundTask
 from megacore.incidents import Incident
 from megacore.outcome import rank_file
+from megacore.parallel.weights.layout import MeshShape
 from megacore.places import along, listed, place
 from megacore.recovery import flight_recorder
 from megacore.recovery.beats import UNBORN, Reading, read
@@ -28,9 +29,8 @@ from megacore.recovery.flight_recorder import GroupLog
 from megacore.recovery.standing import Witness, doing, judge, where
 from megacore.recovery.stragglers import Stragglers
 from megacore.say import err
-from megacore.store.files import replacing
-from megacore.store.strict_json import StoreError, read_json
-from parallel.weights.layout import MeshShape
+from megacore.store.io.files import replacing
+from megacore.store.io.strict_json import StoreError, read_json
 
 LEAST_S = 60.0
 """The seconds without a step after which it is said, at least."""

@@ -28,23 +28,23 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO, KEPT_IN_MEMORY
 from megacore.config import Config
 from megacore.control import Control
+from megacore.parallel.mesh import Group
 from megacore.recovery import partners
 from megacore.recovery.partners import HeldFiles, Machines, SpreadCheckpoint, TensorTypes
 from megacore.resources import free_memory
 from megacore.say import say
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.file_lock import flock, is_at
-from megacore.store.files import open_lock
-from megacore.store.publish import remove_leftovers, replace_file, spelled
-from megacore.store.strict_json import StoreError, read_file
-from megacore.store.tensors import free_bytes, os_errors
+from megacore.store.io.file_lock import flock, is_at
+from megacore.store.io.files import open_lock
+from megacore.store.io.strict_json import StoreError, read_file
+from megacore.store.tensor_files.publish import remove_leftovers, replace_file, spelled
+from megacore.store.tensor_files.tensors import free_bytes, os_errors
+from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import progress
 from megacore.training.check import Setup
 from megacore.training.resume import Start, go_on
 from megacore.training.save import Retention, SaveError, Saver
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
-from parallel.mesh import Group
 
 MEMORY = Path("/dev/shm")
 """The file system that lies in memory."""

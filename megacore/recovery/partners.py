@@ -19,16 +19,16 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
+from megacore.parallel.mesh import Group
+from megacore.parallel.weights.transfer import Copy, Stored
 from megacore.resources import free_memory
-from megacore.store.audit import DamageError
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.files import open_file
-from megacore.store.index import INDEX, FileRecord, read_index
-from megacore.store.publish import spelled
-from megacore.store.strict_json import StoreError, read_file
-from megacore.store.tensors import TensorFile, free_bytes, os_errors
-from parallel.mesh import Group
-from parallel.weights.transfer import Copy, Stored
+from megacore.store.io.files import open_file
+from megacore.store.io.strict_json import StoreError, read_file
+from megacore.store.tensor_files.publish import spelled
+from megacore.store.tensor_files.tensors import TensorFile, free_bytes, os_errors
+from megacore.store.weight_folders.audit import DamageError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.index import INDEX, FileRecord, read_index
 
 _CHUNK = 16 << 20
 _SHORT = 16

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megacore.parallel.weights.layout import MeshShape
 from megacore.places import along, listed, place
 from megacore.rank import WAITING
 from megacore.recovery.beats import PHASES, Phase, Reading
 from megacore.recovery.flight_recorder import Call, GroupLog
-from parallel.weights.layout import MeshShape
 
 COMPILING = (
     "torch/_dynamo/convert_frame.py",

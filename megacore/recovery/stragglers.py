@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megacore.incidents import Incident
+from megacore.parallel.weights.layout import MeshShape
 from megacore.recovery.beats import Phase, Reading
-from parallel.weights.layout import MeshShape
 
 CAUSES: Mapping[Phase, str] = {
     "data": "data",

@@ -1,0 +1,1 @@
+"""The training loop and what a rank does around it: start, step, progress, saving."""

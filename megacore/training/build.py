@@ -16,12 +16,22 @@ from megacore.data.batches import Batches
 from megacore.data.corpora import end_of_text
 from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
+from megacore.models.assemble import Model
+from megacore.models.decoder import Losses
+from megacore.models.stages import layout_of
+from megacore.parallel import kernels
+from megacore.parallel.balance import Coefficients
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.weights.layout import Layout
 from megacore.recipe import ConfigError
-from megacore.store.adapters import check_fingerprint
-from megacore.store.hugging_face_files import with_dtype
-from megacore.store.index import Adapters
-from megacore.store.loader import fingerprint
-from megacore.store.strict_json import StoreError
+from megacore.store.conversions.adapters import check_fingerprint
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.hugging_face_files import with_dtype
+from megacore.store.weight_folders.index import Adapters
+from megacore.store.weight_folders.loader import fingerprint
 from megacore.training.callbacks.bad_steps import BadSteps
 from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.evaluation import Evaluation
@@ -47,16 +57,6 @@ from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
 from megacore.training.trainer import Callback, Trainer
-from models.assemble import Model
-from models.decoder import Losses
-from models.stages import layout_of
-from parallel import kernels
-from parallel.balance import Coefficients
-from parallel.gradients.reduce import Gradients
-from parallel.memory.recompute import Activations
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.weights.layout import Layout
 
 DTYPES = {
     "bf16": torch.bfloat16,

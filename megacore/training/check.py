@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 
 from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
-from megacore.checks.capacity import capacity_problems
 from megacore.checks.machine import readable, surroundings
 from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.model_tokenizer import ModelFiles
+from megacore.models.config import ModelConfig, ModelConfigError
+from megacore.planning.capacity import capacity_problems
 from megacore.recipe import ConfigError, load
 from megacore.resources import gpus, memory_of_gpus
-from megacore.store.companions import Companion
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.companions import Companion
 from megacore.training.resume import Start, companions, find, model_of, raw_of
 from megacore.training.same_data import changed_data
-from models.config import ModelConfig, ModelConfigError
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
-from megacore.store.adapters import to_peft
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.conversion import to_hugging_face
-from megacore.store.hugging_face_files import SHARD_SIZE, parse_size
-from megacore.store.strict_json import StoreError
+from megacore.store.conversions.adapters import to_peft
+from megacore.store.conversions.conversion import to_hugging_face
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
 
 
 def export(config: Config, last: int) -> str:

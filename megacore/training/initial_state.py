@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megacore.control import Control
-from megacore.store.index import MASTER, MOMENTS
-from megacore.store.loader import Loader
-from parallel.parameters import Parameters
+from megacore.parallel.parameters import Parameters
+from megacore.store.weight_folders.index import MASTER, MOMENTS
+from megacore.store.weight_folders.loader import Loader
 
 if TYPE_CHECKING:
     from megacore.training.optimizer import Optimizer

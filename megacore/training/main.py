@@ -24,12 +24,14 @@ from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.hardware import claim
 from megacore.outcome import RankOutcome
+from megacore.parallel import kernels
+from megacore.parallel.mesh import Mesh
 from megacore.rank import RankPlace, die_with, join, leave, restarts
 from megacore.recipe import ConfigError
 from megacore.resources import gpus
 from megacore.say import err, outlive, say
-from megacore.store.audit import DamageError
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.audit import DamageError
 from megacore.training import start
 from megacore.training.build import DTYPES, trainer_of
 from megacore.training.callbacks.bad_steps import NonFinite
@@ -38,8 +40,6 @@ from megacore.training.export import export
 from megacore.training.resume import overrides_of_restart
 from megacore.training.save import SaveError
 from megacore.training.trainer import Callback, Trainer
-from parallel import kernels
-from parallel.mesh import Mesh
 
 
 def checked(recipe: str, overrides: Sequence[str], here: RankPlace) -> Setup:

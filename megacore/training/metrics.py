@@ -21,10 +21,10 @@ from tqdm import tqdm
 from megacore import pictures
 from megacore.config import Config
 from megacore.say import err
-from megacore.store.files import append, ends_within_a_line, open_file
-from megacore.store.publish import replace_file
-from megacore.store.strict_json import read_file
-from megacore.store.tensors import os_errors
+from megacore.store.io.files import append, ends_within_a_line, open_file
+from megacore.store.io.strict_json import read_file
+from megacore.store.tensor_files.publish import replace_file
+from megacore.store.tensor_files.tensors import os_errors
 
 METRICS, PICTURE = "metrics.jsonl", "loss.png"
 EXPERTS, PICTURE_OF_EXPERTS = "experts.jsonl", "experts.png"

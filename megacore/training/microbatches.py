@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.data.batches import Batch
-from models.assemble import Model
-from models.decoder import Microbatch
-from parallel.labels import with_labels
-from parallel.mesh import Mesh
-from parallel.random import key
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.parallel.labels import with_labels
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.random import key
 
 _TOGETHER = 64
 """The head computes tokens with a label alone, in multiples of so many on each rank, which suit products."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megacore.store.index import MASTER, MOMENTS
+from megacore.parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.store.weight_folders.index import MASTER, MOMENTS
 from megacore.training.states.device_store import DeviceStore, Nothing, Rule
 from megacore.training.states.offload import Offload, OffloadedStore
-from parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
-from parallel.gradients.reduce import Gradients
 
 _AWAY_FROM_0 = 1e-6
 

@@ -12,9 +12,9 @@ from typing import Any
 from megacore.config import Config, MeshConfig
 from megacore.data.samples import ORDER
 from megacore.data.skipped import NONE, SampleRange, SkippedSamples, in_recipe, in_words
+from megacore.parallel.weights.layout import MeshShape
 from megacore.say import brief
-from megacore.store.strict_json import StoreError
-from parallel.weights.layout import MeshShape
+from megacore.store.io.strict_json import StoreError
 
 _FIELDS = {"step": "step", "samples": "consumed_samples", "tokens": "tokens", "updates": "optimizer_steps"}
 """{field of Progress: its name in the file}."""

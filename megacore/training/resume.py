@@ -12,25 +12,25 @@ from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data import tokenizer
 from megacore.data.skipped import in_words
+from megacore.models import lora as lora_of
+from megacore.models.config import ModelConfig, ModelConfigError
+from megacore.models.lora import Lora
+from megacore.models.registry import configure, family
+from megacore.parallel import limits
+from megacore.parallel.weights.fingerprint import spell
+from megacore.parallel.weights.layout import MeshShape
 from megacore.recipe import load
 from megacore.say import brief
-from megacore.store.adapters import is_part_of
-from megacore.store.checkpoint import TRAINER, Checkpoint
-from megacore.store.companions import TEMPLATES, TEXT, Companion
-from megacore.store.companions import companions as beside
-from megacore.store.folder import WeightFolder
-from megacore.store.formats import open_folder
-from megacore.store.index import INDEX, MOMENTS, VersionError
-from megacore.store.objects import place
-from megacore.store.strict_json import StoreError
+from megacore.store.conversions.adapters import is_part_of
+from megacore.store.conversions.formats import open_folder
+from megacore.store.io.objects import place
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.companions import TEMPLATES, TEXT, Companion
+from megacore.store.tensor_files.companions import companions as beside
+from megacore.store.weight_folders.checkpoint import TRAINER, Checkpoint
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.index import INDEX, MOMENTS, VersionError
 from megacore.training.progress import DATA, Progress, recipe
-from models import lora as lora_of
-from models.config import ModelConfig, ModelConfigError
-from models.lora import Lora
-from models.registry import configure, family
-from parallel import limits
-from parallel.weights.fingerprint import spell
-from parallel.weights.layout import MeshShape
 
 
 @dataclass(frozen=True)

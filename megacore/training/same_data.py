@@ -9,9 +9,9 @@ from typing import Any
 
 from megacore.config import Config, CorpusConfig
 from megacore.data.corpora import Corpora
-from megacore.store.companions import Companion, companions
-from megacore.store.folder import WeightFolder
-from megacore.store.strict_json import parse_json, short
+from megacore.store.io.strict_json import parse_json, short
+from megacore.store.tensor_files.companions import Companion, companions
+from megacore.store.weight_folders.folder import WeightFolder
 from megacore.training.progress import DATA
 from megacore.training.resume import Start
 

@@ -19,23 +19,23 @@ from torch import Tensor
 from megacore import checkpoints
 from megacore.background import BackgroundTask
 from megacore.control import Control
+from megacore.parallel.gradients.buckets import Take, all_of_it
+from megacore.parallel.parameters import Parameters, view
+from megacore.parallel.weights.layout import Layout
+from megacore.parallel.weights.transfer import Stored, native, plan
 from megacore.say import err
-from megacore.store.checkpoint import COMPANIONS, TRAINER
-from megacore.store.companions import Companion, copy_companion
-from megacore.store.dtypes import FLOATS
-from megacore.store.index import INDEX, STATES, Adapters, FileRecord, Index, Range, file_name, on_disk
-from megacore.store.object_files import upload
-from megacore.store.objects import ObjectPath, place
-from megacore.store.publish import Publication, Upload, write_file
-from megacore.store.scratch import mapped
-from megacore.store.shares import FileContents, share_out
-from megacore.store.stream import File, write
-from megacore.store.stream import Tensor as Written
-from megacore.store.strict_json import StoreError, read_json
-from parallel.gradients.buckets import Take, all_of_it
-from parallel.parameters import Parameters, view
-from parallel.weights.layout import Layout
-from parallel.weights.transfer import Stored, native, plan
+from megacore.store.io.objects import ObjectPath, place
+from megacore.store.io.scratch import mapped
+from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.tensor_files.companions import Companion, copy_companion
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.object_files import upload
+from megacore.store.tensor_files.publish import Publication, Upload, write_file
+from megacore.store.tensor_files.shares import FileContents, share_out
+from megacore.store.tensor_files.stream import File, write
+from megacore.store.tensor_files.stream import Tensor as Written
+from megacore.store.weight_folders.checkpoint import COMPANIONS, TRAINER
+from megacore.store.weight_folders.index import INDEX, STATES, Adapters, FileRecord, Index, Range, file_name, on_disk
 
 if TYPE_CHECKING:
     from megacore.training.optimizer import Optimizer
@@ -60,7 +60,8 @@ class SaveError(RuntimeError):
 @dataclass(frozen=True)
 class Contents:
     """All that a checkpoint of a run holds, as this rank has it: its tensors, the fields of the model's Hugging Face
-    config, {name: file} of what travels with the model, and fields of :class:`~megacore.store.index.Index`."""
+    config, {name: file} of what travels with the model, and fields of
+    :class:`~megacore.store.weight_folders.index.Index`."""
 
     state: TrainingState
     raw: Mapping[str, Any]

@@ -14,17 +14,17 @@ from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import in_vain
+from megacore.models.config import ModelConfig, flops_per_token, parameters_in_words
+from megacore.parallel.mesh import Mesh
 from megacore.run_lock import RunLock
 from megacore.say import say
-from megacore.store.audit import DamageError
-from megacore.store.objects import place
-from megacore.store.publish import replace_file
-from megacore.store.strict_json import read_file
-from megacore.store.tensors import os_errors
+from megacore.store.io.objects import place
+from megacore.store.io.strict_json import read_file
+from megacore.store.tensor_files.publish import replace_file
+from megacore.store.tensor_files.tensors import os_errors
+from megacore.store.weight_folders.audit import DamageError
 from megacore.training.resume import Damaged, Start, find, remarks
 from megacore.training.trainer import Callback
-from models.config import ModelConfig, flops_per_token, parameters_in_words
-from parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from megacore.training.check import Setup

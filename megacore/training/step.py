@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from megacore.models.decoder import Microbatch
+from megacore.parallel.balance import Balance
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.pipeline.schedules import Kind
 from megacore.training.scaler import UNSCALED, Scaler, Scaling
-from models.decoder import Microbatch
-from parallel.balance import Balance
-from parallel.collectives import all_reduce_
-from parallel.gradients.reduce import Gradients
-from parallel.labels import IGNORE
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.pipeline.schedules import Kind
 
 if TYPE_CHECKING:
     from megacore.training.optimizer import Optimizer

@@ -17,14 +17,14 @@ from megacore.incidents import Incident
 from megacore.say import harmless
 
 if TYPE_CHECKING:  # the loop calls what it is given
+    from megacore.models.assemble import Model
+    from megacore.parallel.mesh import Mesh
     from megacore.training.check import Setup
     from megacore.training.microbatches import Uploader
     from megacore.training.progress import Progress
     from megacore.training.resume import Start
     from megacore.training.save import Contents
     from megacore.training.step import Phase, Stats, TrainStep
-    from models.assemble import Model
-    from parallel.mesh import Mesh
 
 
 class Callback:

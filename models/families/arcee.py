@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.decoder_config import DecoderConfig, shape
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

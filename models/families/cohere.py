@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.decoder_config import DecoderConfig, shape
-from models.rope_config import Convention
-from models.table import Pairs, Rows, Table
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import Pairs, Rows, Table
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

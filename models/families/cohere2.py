@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import FULL, ROPE, SLIDING, Anatomy, by_kind
-from models.decoder_config import shape
-from models.families.cohere import CommandConfig
-from models.windowed import PatternedConfig
+from megacore.models.anatomy import FULL, ROPE, SLIDING, Anatomy, by_kind
+from megacore.models.decoder_config import shape
+from megacore.models.families.cohere import CommandConfig
+from megacore.models.windowed import PatternedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

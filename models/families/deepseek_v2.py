@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models import rope_config
-from models.anatomy import Anatomy
-from models.config import positive
-from models.decoder_config import DecoderConfig, shape
-from models.experts_config import MoEConfig
-from models.rope_config import YarnRope
-from models.table import in_layers
-from parallel import limits
-from parallel.routing import Routing
-from parallel.weights.schema import Param
+from megacore.models import rope_config
+from megacore.models.anatomy import Anatomy
+from megacore.models.config import positive
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.rope_config import YarnRope
+from megacore.models.weight_rows import in_layers
+from megacore.parallel import limits
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
 
-from models.decoder_config import shape
-from models.families.deepseek_v2 import DeepseekConfig
-from parallel import limits
-from parallel.routing import Routing
+from megacore.models.decoder_config import shape
+from megacore.models.families.deepseek_v2 import DeepseekConfig
+from megacore.parallel import limits
+from megacore.parallel.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)

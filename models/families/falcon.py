@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import DRAWN, Anatomy
-from models.decoder_config import DecoderConfig
-from models.table import HEADS, QKV, QKV_BY_HEAD, QKV_EACH
-from parallel.weights.schema import Param
+from megacore.models.anatomy import DRAWN, Anatomy
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.weight_rows import HEADS, QKV, QKV_BY_HEAD, QKV_EACH
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.decoder_config import DecoderConfig, shape
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.parallel.weights.schema import Param
 
 TANH = "gelu_pytorch_tanh"
 

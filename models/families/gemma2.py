@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.decoder_config import shape
-from models.families.gemma import TANH, GemmaConfig
-from models.table import Rows, Table
-from models.windowed import WindowedConfig
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import shape
+from megacore.models.families.gemma import TANH, GemmaConfig
+from megacore.models.weight_rows import Rows, Table
+from megacore.models.windowed import WindowedConfig
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

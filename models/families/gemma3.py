@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import FULL, SLIDING
-from models.decoder_config import shape
-from models.families.gemma2 import Gemma2Config
-from models.local_rope import LocalRopeConfig
-from models.rope_config import Convention, Kinds
-from models.table import Rows, Table
-from models.windowed import PatternedConfig
+from megacore.models.anatomy import FULL, SLIDING
+from megacore.models.decoder_config import shape
+from megacore.models.families.gemma2 import Gemma2Config
+from megacore.models.local_rope import LocalRopeConfig
+from megacore.models.rope_config import Convention, Kinds
+from megacore.models.weight_rows import Rows, Table
+from megacore.models.windowed import PatternedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.decoder_config import DecoderConfig, shape
-from models.rope_config import Convention
-from models.table import GATE_UP, Pairs, Rows, Table
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import GATE_UP, Pairs, Rows, Table
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.decoder_config import shape
-from models.families.glm import GlmConfig
-from models.table import Rows, Table
+from megacore.models.decoder_config import shape
+from megacore.models.families.glm import GlmConfig
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)

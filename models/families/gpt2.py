@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ACTIVATIONS, DRAWN, Anatomy, LayerAttention
-from models.config import ModelConfig, positive, probabilities
-from models.table import HEADS, QKV_EACH, Table
-from parallel.weights.schema import Param
+from megacore.models.anatomy import ACTIVATIONS, DRAWN, Anatomy, LayerAttention
+from megacore.models.config import ModelConfig, positive, probabilities
+from megacore.models.weight_rows import HEADS, QKV_EACH, Table
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.decoder_config import shape
-from models.experts_config import MoEConfig
-from models.rope_config import Convention
-from models.table import Rows, Table
-from models.windowed import WindowedConfig
-from parallel.routing import Routing
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import Rows, Table
+from megacore.models.windowed import WindowedConfig
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
 
 _YARN = {
     "rope_type": "yarn",

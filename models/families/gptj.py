@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ROPE, Anatomy, LayerAttention
-from models.families.gpt2 import Gpt2Config
-from models.rope_config import DefaultRope, partial_rotary_factor
-from models.table import HEADS, Pairs, Table
-from parallel.weights.schema import Param
+from megacore.models.anatomy import ROPE, Anatomy, LayerAttention
+from megacore.models.families.gpt2 import Gpt2Config
+from megacore.models.rope_config import DefaultRope, partial_rotary_factor
+from megacore.models.weight_rows import HEADS, Pairs, Table
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.decoder_config import DecoderConfig, shape
-from models.families.llama import LlamaConfig
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.families.llama import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)

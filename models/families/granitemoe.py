@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from models.decoder_config import shape
-from models.experts_config import MoEConfig
-from models.families.granite import GRANITE3, Multipliers
-from parallel.routing import Routing
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.families.granite import GRANITE3, Multipliers
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

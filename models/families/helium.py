@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.decoder_config import DecoderConfig, shape
-from models.rope_config import Convention
-from models.table import Pairs
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import Pairs
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

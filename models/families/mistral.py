@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy, LayerAttention
-from models.decoder_config import DecoderConfig, shape
-from models.windowed import window_problems
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy, LayerAttention
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.windowed import window_problems
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
-from models.decoder_config import shape
-from models.experts_config import MoEConfig
-from models.families.mistral import MistralConfig
-from models.rope_config import Convention
-from parallel.routing import Routing
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.families.mistral import MistralConfig
+from megacore.models.rope_config import Convention
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

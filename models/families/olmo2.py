@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.decoder_config import DecoderConfig, shape
-from models.table import HEADS, KV_HEADS
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.weight_rows import HEADS, KV_HEADS
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

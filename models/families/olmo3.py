@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import FULL, SLIDING
-from models.decoder_config import shape
-from models.families.olmo2 import Olmo2Config
-from models.local_rope import LocalRopeConfig
-from models.rope_config import Convention, Kinds
+from megacore.models.anatomy import FULL, SLIDING
+from megacore.models.decoder_config import shape
+from megacore.models.families.olmo2 import Olmo2Config
+from megacore.models.local_rope import LocalRopeConfig
+from megacore.models.rope_config import Convention, Kinds
 
 
 @dataclass(frozen=True, kw_only=True)

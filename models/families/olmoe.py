@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.decoder_config import shape
-from models.experts_config import MoEConfig
-from models.table import HEADS, KV_HEADS
-from parallel.routing import Routing
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.weight_rows import HEADS, KV_HEADS
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

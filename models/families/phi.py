@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.config import probabilities
-from models.decoder_config import DecoderConfig, shape
-from models.rope_config import Convention
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy
+from megacore.models.config import probabilities
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.rope_config import Convention
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

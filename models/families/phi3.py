@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models import rope_config
-from models.anatomy import Anatomy, LayerAttention
-from models.config import probabilities
-from models.decoder_config import DecoderConfig, shape
-from models.rope_config import Convention
-from models.table import GATE_UP
-from parallel.weights.schema import Param
+from megacore.models import rope_config
+from megacore.models.anatomy import Anatomy, LayerAttention
+from megacore.models.config import probabilities
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import GATE_UP
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.decoder_config import shape
-from models.windowed import WindowedConfig
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import shape
+from megacore.models.windowed import WindowedConfig
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

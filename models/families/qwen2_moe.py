@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.decoder_config import shape
-from models.experts_config import MoEConfig, SparseConfig
-from models.families.qwen2 import Qwen2Config
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig, SparseConfig
+from megacore.models.families.qwen2 import Qwen2Config
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

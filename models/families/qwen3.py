@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.decoder_config import shape
-from models.families.qwen2 import Qwen2Config
-from parallel.weights.schema import Param
+from megacore.models.decoder_config import shape
+from megacore.models.families.qwen2 import Qwen2Config
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

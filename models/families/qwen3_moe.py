@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy, LayerAttention
-from models.decoder_config import shape
-from models.experts_config import MoEConfig, SparseConfig
-from models.windowed import window_problems
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy, LayerAttention
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig, SparseConfig
+from megacore.models.windowed import window_problems
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

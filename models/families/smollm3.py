@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import SLIDING, Anatomy
-from models.config import positive
-from models.decoder_config import shape
-from models.rope_config import Convention
-from models.windowed import WindowedConfig
-from parallel import limits
-from parallel.weights.schema import Param
+from megacore.models.anatomy import SLIDING, Anatomy
+from megacore.models.config import positive
+from megacore.models.decoder_config import shape
+from megacore.models.rope_config import Convention
+from megacore.models.windowed import WindowedConfig
+from megacore.parallel import limits
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

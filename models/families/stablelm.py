@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.decoder_config import DecoderConfig, shape
-from models.rope_config import Convention
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.rope_config import Convention
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

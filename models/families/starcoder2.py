@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy, LayerAttention
-from models.config import probabilities
-from models.decoder_config import DecoderConfig, shape
-from parallel.weights.schema import Param
+from megacore.models.anatomy import Anatomy, LayerAttention
+from megacore.models.config import probabilities
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

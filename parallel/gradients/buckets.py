@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import Pending, start_reduce_scatter_
-from parallel.mesh import Group
-from parallel.parameters import Parameters, WeightGradient, view
-from parallel.weights.layout import MeshShape
-from parallel.weights.pattern import Piece
+from megacore.parallel.collectives import Pending, start_reduce_scatter_
+from megacore.parallel.mesh import Group
+from megacore.parallel.parameters import Parameters, WeightGradient, view
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.pattern import Piece
 
 
 class OwnedShard(Protocol):

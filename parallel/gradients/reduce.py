@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from parallel.budgets import BUCKET_BYTES, NORM_BLOCK, REDUCE_SCATTERS
-from parallel.choices import ZeroShard, check_choice
-from parallel.collectives import Pending, all_reduce_, start_all_reduce
-from parallel.gradients.buckets import (
+from megacore.parallel.budgets import BUCKET_BYTES, NORM_BLOCK, REDUCE_SCATTERS
+from megacore.parallel.collectives import Pending, all_reduce_, start_all_reduce
+from megacore.parallel.enum_errors import ZeroShard, check_choice
+from megacore.parallel.gradients.buckets import (
     Bucket,
     Elements,
     FlatLayout,
@@ -46,8 +46,8 @@ from parallel.gradients.buckets import (
     on_gradient,
     spans_of,
 )
-from parallel.gradients.shard_stores import OnDevice, OnHost, ShardStore
-from parallel.gradients.zero import (
+from megacore.parallel.gradients.shard_stores import OnDevice, OnHost, ShardStore
+from megacore.parallel.gradients.zero import (
     FlatParameters,
     FSDPUnit,
     SplitSpan,
@@ -56,9 +56,9 @@ from parallel.gradients.zero import (
     modules_of,
     used_by,
 )
-from parallel.mesh import Group, Mesh
-from parallel.parameters import Parameters, WeightGradient
-from parallel.rank_sets import divided, groups_of
+from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.parameters import Parameters, WeightGradient
+from megacore.parallel.rank_sets import divided, groups_of
 
 
 class Gradients:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallel.collectives import Pending, start_all_gather_
-from parallel.mesh import Group
+from megacore.parallel.collectives import Pending, start_all_gather_
+from megacore.parallel.mesh import Group
 
 
 class ShardStore(Protocol):

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import Pending, broadcast_, start_all_gather_
-from parallel.gradients.buckets import Elements, FlatLayout, FlatSlice, OwnedShard, Span
-from parallel.gradients.shard_stores import ShardStore
-from parallel.mesh import Group
-from parallel.parameters import view
+from megacore.parallel.collectives import Pending, broadcast_, start_all_gather_
+from megacore.parallel.gradients.buckets import Elements, FlatLayout, FlatSlice, OwnedShard, Span
+from megacore.parallel.gradients.shard_stores import ShardStore
+from megacore.parallel.mesh import Group
+from megacore.parallel.parameters import view
 
 # Elements: shards and spans begin on cache lines, whatever the dtype.
 _ALIGNED = 64

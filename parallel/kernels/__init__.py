@@ -1,6 +1,6 @@
 """Kernels under one roof, chosen once: :mod:`parallel.kernels.choice` says which."""
 
-from parallel.kernels.choice import (
+from megacore.parallel.kernels.choice import (
     adamw,
     add_product_,
     cast_transpose,
@@ -19,7 +19,7 @@ from parallel.kernels.choice import (
     take_flash_attention,
     updates,
 )
-from parallel.kernels.upcast import cpu_has_bf16, linear, matmul, mm
+from megacore.parallel.kernels.upcast import cpu_has_bf16, linear, matmul, mm
 
 __all__ = [
     "adamw",

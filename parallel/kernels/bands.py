@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import flash
-from parallel.kernels.scoring import Scoring, attend
-from parallel.kernels.upcast import upcasts
+from megacore.parallel.kernels import flash
+from megacore.parallel.kernels.scoring import Scoring, attend
+from megacore.parallel.kernels.upcast import upcasts
 
 # Queries of a block; a GPU would wait for the next one to be launched.
 _BLOCK, _BLOCK_ON_GPU = 128, 1024

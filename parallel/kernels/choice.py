@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import activation, bands, cpu, grouped, norm, rotation
-from parallel.kernels import documents as within
-from parallel.kernels.documents import Documents
-from parallel.kernels.narrow_adamw import NarrowAdamW
-from parallel.kernels.scoring import PLAIN, Scoring
-from parallel.kernels.upcast import cpu_has_bf16, upcasts
+from megacore.parallel.kernels import activation, bands, cpu, grouped, norm, rotation
+from megacore.parallel.kernels import documents as within
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.narrow_adamw import NarrowAdamW
+from megacore.parallel.kernels.scoring import PLAIN, Scoring
+from megacore.parallel.kernels.upcast import cpu_has_bf16, upcasts
 
 _FLASH_3 = "flash_attn_interface"
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
@@ -195,7 +195,7 @@ def _triton_serves(device: torch.device) -> bool:
     if device.type != "cuda" or not has_triton():
         return False
     try:
-        importlib.import_module("parallel.kernels.fused.launching").try_out(device)
+        importlib.import_module("megacore.parallel.kernels.fused.launching").try_out(device)
     except Exception as error:  # of a compiler, a driver, a linker
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         warnings.warn(f"triton is installed, but fails on {device} ({reason}): torch's operators serve", stacklevel=2)
@@ -205,7 +205,7 @@ def _triton_serves(device: torch.device) -> bool:
 
 def _fused(name: str, device: torch.device) -> ModuleType | None:
     """Our own kernels in Triton, for a GPU."""
-    return importlib.import_module(f"parallel.kernels.fused.{name}") if _triton_serves(device) else None
+    return importlib.import_module(f"megacore.parallel.kernels.fused.{name}") if _triton_serves(device) else None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:

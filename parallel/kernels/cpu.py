@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.kernels import bands
-from parallel.kernels.upcast import upcasts
+from megacore.parallel.kernels import bands
+from megacore.parallel.kernels.upcast import upcasts
 
 # Elements of the rows of a block.
 _CACHED = 1 << 18

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import bands, cpu, flash
-from parallel.kernels.scoring import PLAIN, Scoring
-from parallel.kernels.upcast import upcasts
+from megacore.parallel.kernels import bands, cpu, flash
+from megacore.parallel.kernels.scoring import PLAIN, Scoring
+from megacore.parallel.kernels.upcast import upcasts
 
 
 @dataclass(frozen=True, eq=False)

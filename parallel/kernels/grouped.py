@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from parallel.kernels.upcast import mm, upcasts
+from megacore.parallel.kernels.upcast import mm, upcasts
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import bands, cpu, flash
-from parallel.kernels import documents as within
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import Scoring
+from megacore.parallel.kernels import bands, cpu, flash
+from megacore.parallel.kernels import documents as within
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.scoring import Scoring
 
 # q: [n, heads, head], k: [m, kv, head], v: [m, kv, value] -> out: [n, heads, value], log_sum: [n, heads] in fp32 at
 # least, without sinks. The backwards take the output and the log_sum of all keys.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels.upcast import matmul
+from megacore.parallel.kernels.upcast import matmul
 
 
 @dataclass(frozen=True, eq=False)

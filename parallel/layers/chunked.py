@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallel.parameters import WeightGradient
+from megacore.parallel.parameters import WeightGradient
 
 Function = Callable[[Tensor], Tensor]
 

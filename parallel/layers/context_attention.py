@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.collectives import Pending, start_all_to_all, start_messages
-from parallel.context_split import ContextParallel, ContextSplit, Gathered, Rectangle, Span, split
-from parallel.kernels import bands
-from parallel.kernels import partial_attention as partial
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import Scoring
-from parallel.mesh import Group
+from megacore.parallel.collectives import Pending, start_all_to_all, start_messages
+from megacore.parallel.context_split import ContextParallel, ContextSplit, Gathered, Rectangle, Span, split
+from megacore.parallel.kernels import bands
+from megacore.parallel.kernels import partial_attention as partial
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.mesh import Group
 
 Kernel = Callable[[str, Tensor, Tensor, Tensor, Scoring], Tensor]
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.collectives import reduce_scatter
-from parallel.mesh import Mesh
+from megacore.parallel.collectives import reduce_scatter
+from megacore.parallel.mesh import Mesh
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -21,17 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallel import kernels
-from parallel.collectives import (
+from megacore.parallel import kernels
+from megacore.parallel.collectives import (
     Pending,
     all_gather,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatter,
 )
-from parallel.kernels import grouped
-from parallel.kernels.grouped import GroupedProducts, Groups
-from parallel.mesh import Group
+from megacore.parallel.kernels import grouped
+from megacore.parallel.kernels.grouped import GroupedProducts, Groups
+from megacore.parallel.mesh import Group
 
 
 class Experts(nn.Module):

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import kernels
-from parallel.collectives import all_reduce_
-from parallel.layers.product import Operand, Product
-from parallel.mesh import Group
+from megacore.parallel import kernels
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.layers.product import Operand, Product
+from megacore.parallel.mesh import Group
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The largest numbers, 448 and 57344, are 7/8 of these powers of two.

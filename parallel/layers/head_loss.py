@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel import kernels
-from parallel.collectives import start_all_gather, start_reduce_scatter
-from parallel.layers.linear import column_linear
-from parallel.layers.loss import Objective
+from megacore.parallel import kernels
+from megacore.parallel.collectives import start_all_gather, start_reduce_scatter
+from megacore.parallel.layers.linear import column_linear
+from megacore.parallel.layers.loss import Objective
 
 
 class _ChunkedLoss(torch.autograd.Function):

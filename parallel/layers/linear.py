@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallel import kernels
-from parallel.choices import check_choice
-from parallel.collectives import gather, split, start_all_reduce
-from parallel.layers.product import DENSE, Operand, Product, gathered, start_gather
-from parallel.mesh import Group, Mesh
-from parallel.parameters import WeightGradient
+from megacore.parallel import kernels
+from megacore.parallel.collectives import gather, split, start_all_reduce
+from megacore.parallel.enum_errors import check_choice
+from megacore.parallel.layers.product import DENSE, Operand, Product, gathered, start_gather
+from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.parameters import WeightGradient
 
 Between = Literal["sequence", "replicated"]
 """The ranks hold between layers each a part of the tokens, or all of them the same."""

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallel import kernels
-from parallel.collectives import Pending
-from parallel.kernels.grouped import GroupedProducts
-from parallel.layers.experts import Dispatch, Experts, start_weights_gradient
-from parallel.layers.linear import (
+from megacore.parallel import kernels
+from megacore.parallel.collectives import Pending
+from megacore.parallel.kernels.grouped import GroupedProducts
+from megacore.parallel.layers.experts import Dispatch, Experts, start_weights_gradient
+from megacore.parallel.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
     column_linear,
     row_linear,
 )
-from parallel.layers.router import Router, wide_linear
+from megacore.parallel.layers.router import Router, wide_linear
 
 Rows = Sequence[tuple[int, bool]]
 """The outputs of a linear in turn: how many belong together, and whether they have an adapter."""

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel import kernels
-from parallel.collectives import all_reduce_, start_all_gather
-from parallel.labels import IGNORE
-from parallel.mesh import Group
+from megacore.parallel import kernels
+from megacore.parallel.collectives import all_reduce_, start_all_gather
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.mesh import Group
 
 # Elements of the logits that are held in fp32 at a time: what stays in cache on a CPU, what fills a GPU.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}

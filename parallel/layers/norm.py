@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallel import kernels
-from parallel.collectives import all_reduce_
-from parallel.mesh import Group, Mesh
+from megacore.parallel import kernels
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.mesh import Group, Mesh
 
 
 class RMSNorm(nn.Module):

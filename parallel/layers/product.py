@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from parallel import kernels
-from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
-from parallel.mesh import Group
-from parallel.parameters import WeightGradient
+from megacore.parallel import kernels
+from megacore.parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+from megacore.parallel.mesh import Group
+from megacore.parallel.parameters import WeightGradient
 
 
 class Operand(NamedTuple):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallel.routing import Routing
+from megacore.parallel.routing import Routing
 
 Attach = Callable[[Tensor, Tensor], Tensor]
 """(logits [n, experts], chosen [n, k]) -> the logits, with whatever gradient enters there."""

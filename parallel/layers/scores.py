@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import kernels
-from parallel.choices import Score
-from parallel.collectives import all_reduce_, start_all_gather
-from parallel.labels import IGNORE
-from parallel.layers.loss import Objective
+from megacore.parallel import kernels
+from megacore.parallel.collectives import all_reduce_, start_all_gather
+from megacore.parallel.enum_errors import Score
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.layers.loss import Objective
 
 LOGITS = 1 << 26
 """Elements of the logits that are there at a time."""

@@ -1,0 +1,1 @@
+"""What is kept for the backward, and where: recomputation, offload of activations."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parallel.budgets import OFFLOAD_AHEAD
+from megacore.parallel.budgets import OFFLOAD_AHEAD
 
 Back = Callable[[], Tensor]
 """Gives a tensor that was kept."""

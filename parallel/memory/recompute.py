@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from parallel.choices import Recompute, check_choice
-from parallel.memory.offload import Back, HostMemory, Keep, Key, View, keep, keeping, key
+from megacore.parallel.enum_errors import Recompute, check_choice
+from megacore.parallel.memory.offload import Back, HostMemory, Keep, Key, View, keep, keeping, key
 
 
 @dataclass(frozen=True)

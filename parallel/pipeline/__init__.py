@@ -1,0 +1,1 @@
+"""Schedules as data, the queues of a stage's messages, and what runs them."""

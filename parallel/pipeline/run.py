@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parallel.choices import check_choice
-from parallel.mesh import BACKWARD, FORWARD, Group, Mesh
-from parallel.pipeline.schedules import (
+from megacore.parallel.enum_errors import check_choice
+from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
+from megacore.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
     Direction,

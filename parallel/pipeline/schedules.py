@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from parallel.choices import check_choice
+from megacore.parallel.enum_errors import check_choice
 
 Kind = Literal["F", "B"]
 Direction = Literal["forward", "backward"]

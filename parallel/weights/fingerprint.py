@@ -15,8 +15,8 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from parallel.weights.schema import Schema
-from parallel.weights.transfer import Stored, whole_name
+from megacore.parallel.weights.schema import Schema
+from megacore.parallel.weights.transfer import Stored, whole_name
 
 MODULUS = 1 << 64
 

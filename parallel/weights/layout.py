@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
-from parallel.choices import check_choice
-from parallel.weights.pattern import Piece, Sizes
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split, check_splits
+from megacore.parallel.enum_errors import check_choice
+from megacore.parallel.weights.pattern import Piece, Sizes
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split, check_splits
 
 Box = Mapping[str, tuple[int, int]]
 """[start, stop) of each axis."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel.weights.pattern import Pattern, Sizes, outermost
+from megacore.parallel.weights.pattern import Pattern, Sizes, outermost
 
 Split = Mapping[str, tuple[str, ...]]
 """{axis: the mesh dimensions over whose product it is split, the slowest first}."""

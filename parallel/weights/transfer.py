@@ -15,9 +15,9 @@ from functools import cached_property
 
 import numpy as np
 
-from parallel.weights.layout import Box, Layout
-from parallel.weights.pattern import Pattern, Piece, Sizes
-from parallel.weights.schema import Schema
+from megacore.parallel.weights.layout import Box, Layout
+from megacore.parallel.weights.pattern import Pattern, Piece, Sizes
+from megacore.parallel.weights.schema import Schema
 
 
 class TransferError(ValueError):

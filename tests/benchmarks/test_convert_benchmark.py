@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import convert, processes
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.tensors import TensorFile
+from megacore.store.tensor_files.tensors import TensorFile
+from megacore.store.weight_folders.hugging_face import HuggingFace
 
 CONVERT, RESHARD = (
     f"{does} {mesh}" for does, mesh in zip((convert.CONVERT, convert.RESHARD), convert.DENSE_MESHES, strict=True)

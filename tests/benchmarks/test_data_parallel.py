@@ -17,7 +17,7 @@ from benchmarks import data_parallel, hugging_face, ours
 from benchmarks.interleaved import Mode, Row
 from benchmarks.steps import LR
 from benchmarks.workload import TINY
-from parallel.weights import transfer
+from megacore.parallel.weights import transfer
 
 ROOT = Path(__file__).parents[2]
 

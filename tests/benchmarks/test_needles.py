@@ -19,12 +19,12 @@ from megacore.inference.evaluation_data import DocumentFiles
 from megacore.inference.model_loader import model_from
 from megacore.inference.perplexity import Excerpt
 from megacore.inference.texts import Texts
-from megacore.store.formats import open_folder
-from parallel.labels import IGNORE
-from parallel.layers.loss import Objective
-from parallel.layers.scores import most_likely
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.layers.loss import Objective
+from megacore.parallel.layers.scores import most_likely
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.conversions.formats import open_folder
 
 NEEDLES = Needles((160, 201), 3, 4, seed=5)
 SENTENCE = "The quiet harbour has a sun, the magic number of a city is 12. "

@@ -36,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parallel.kernels.choice import has_triton
+from megacore.parallel.kernels.choice import has_triton
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
@@ -206,7 +206,7 @@ def fake_cuda(world: int = 1, rank: int = 0) -> Iterator[None]:
         (torch.Tensor, "pin_memory", _pin),
         (torch, "empty", _pinning(torch.empty)),
         (torch, "zeros", _pinning(torch.zeros)),
-        *([(import_module("parallel.kernels.fused.launching"), "launch", _launch)] if has_triton() else []),
+        *([(import_module("megacore.parallel.kernels.fused.launching"), "launch", _launch)] if has_triton() else []),
     )
     try:
         with ExitStack() as on:

@@ -29,16 +29,16 @@ from fake_cuda import DEVICE, Watch
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch
+from megacore.models.registry import configure
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.mesh import Mesh
 from megacore.recipe import load
-from megacore.store.direct import aligned_memory
+from megacore.store.io.direct import aligned_memory
 from megacore.training import build
 from megacore.training.callbacks import shard_checksums
 from megacore.training.check import Setup
 from megacore.training.resume import Start
 from megacore.training.trainer import Trainer
-from models.registry import configure
-from parallel.labels import IGNORE
-from parallel.mesh import Mesh
 
 READS: Mapping[str, Any] = {
     # The CPU is to update: it must know whether to and what to divide by, and have the gradients.

@@ -17,13 +17,13 @@ from fake_cuda import DEVICE, Watch, fake_cuda, pretend
 from pool import TIMEOUT_S, forkserver
 
 from megacore.control import Control
+from megacore.models.registry import configure
+from megacore.parallel.mesh import Mesh
 from megacore.recipe import load
 from megacore.training import build
 from megacore.training.check import Setup
 from megacore.training.resume import Start
 from megacore.training.save import Snapshot
-from models.registry import configure
-from parallel.mesh import Mesh
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or sys.platform != "linux", reason="made for Linux without a GPU"

@@ -21,9 +21,9 @@ from pool import TIMEOUT_S, forkserver
 from steps import CASES, HOW, Case, Launches, excess, read
 from torch import Tensor, nn
 
+from megacore.parallel.kernels import grouped
+from megacore.parallel.kernels.choice import has_triton
 from megacore.training.trainer import Trainer
-from parallel.kernels import grouped
-from parallel.kernels.choice import has_triton
 
 NAMES = list(CASES)
 DRAWN = 5
@@ -176,7 +176,7 @@ def _cpu_constant(y: Tensor) -> Tensor:
 
 
 def _cpu_weight(y: Tensor) -> Tensor:
-    rms_norm = importlib.import_module("parallel.kernels.fused.norm").rms_norm
+    rms_norm = importlib.import_module("megacore.parallel.kernels.fused.norm").rms_norm
     normal: Tensor = rms_norm(y, torch.ones(y.shape[1], dtype=y.dtype), 1e-5)
     return normal
 

@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 from unittest.mock import patch
 
-from tools.main import main
+from megacore.tools.main import main
 
 _plain = importlib.import_module
 
@@ -16,7 +16,7 @@ _plain = importlib.import_module
 def imported(name: str, package: str | None = None) -> ModuleType:
     """The module of the command, once the signals are heeded."""
     module = _plain(name, package)
-    if name == "tools.train":
+    if name == "megacore.tools.train":
         _plain("megacore.launcher.command").MODULE = "live_rank"  # type: ignore[attr-defined]
     return module
 

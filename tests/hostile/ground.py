@@ -13,15 +13,15 @@ from whole import Whole, write_tensor
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
 from megacore.data.stage import Partition
-from megacore.store.conversion import to_checkpoint
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import Index
-from megacore.store.tensors import DTYPES, TensorWriter
-from models.registry import configure
-from models.stages import layout_of
-from parallel.weights.layout import MeshShape
-from parallel.weights.transfer import hugging_face
-from tools.tokenize import Options, tokenize
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import hugging_face
+from megacore.store.conversions.conversion import to_checkpoint
+from megacore.store.tensor_files.tensors import DTYPES, TensorWriter
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.weight_folders.index import Index
+from megacore.tools.tokenize import Options, tokenize
 
 MODEL = {
     "family": "llama",

@@ -23,7 +23,7 @@ from tqdm import tqdm
 MEMORY, SECONDS = 4 << 30, 60
 """What SECURITY.md promises, beside what an idle process holds."""
 COMPUTING = 1
-"""Seconds of `megacore.guard` here, where nobody's tokenizer is slow: what explodes takes them all."""
+"""Seconds of `megacore.data.guard` here, where nobody's tokenizer is slow: what explodes takes them all."""
 SECRET, VARIABLE = "canary-of-the-environment-5f1d", "MEGACORE_CANARY"
 MODULES = ("convert", "reshard", "inspect", "verify", "generate", "evaluate", "tokenize", "merge_tokens", "plan")
 
@@ -75,11 +75,11 @@ def runner() -> Iterator[Runner]:
 
 def _serve(connection: Connection) -> None:
     from megacore.data.tokenizer import import_transformers
-    from parallel import limits
+    from megacore.parallel import limits
 
     import_transformers()
     for name in MODULES:
-        importlib.import_module(f"tools.{name}")
+        importlib.import_module(f"megacore.tools.{name}")
     for name in (
         "megacore.training.main",
         "megacore.inference.perplexity",
@@ -127,7 +127,7 @@ def _child(command: Sequence[str], folder: Path, said: Sequence[Path]) -> None:
         assert held is not None
         resource.setrlimit(resource.RLIMIT_DATA, ((int(held[1]) << 10) + MEMORY,) * 2)
         name, *arguments = command
-        module = "megacore.training.main" if name == "pretrain" else f"tools.{name}"
+        module = "megacore.training.main" if name == "pretrain" else f"megacore.tools.{name}"
         status = importlib.import_module(module).main(arguments)
     except SystemExit as error:
         status = error.code

@@ -13,10 +13,10 @@ import pytest
 from graph import FILES, ROOT
 
 METHODS = {
-    "from_pretrained": "megacore.pretrained",
-    "write_text": "megacore.store.publish",
-    "write_bytes": "megacore.store.publish",
-    "touch": "megacore.store.publish",
+    "from_pretrained": "megacore.data.pretrained",
+    "write_text": "megacore.store.tensor_files.publish",
+    "write_bytes": "megacore.store.tensor_files.publish",
+    "touch": "megacore.store.tensor_files.publish",
 }
 """{method: the module that does instead what it is for}."""
 MODES = re.compile(r"(?=.*[wa+])[rwatb+]{1,3}")
@@ -27,7 +27,7 @@ FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT"}
 FOLDERS = {"AdaptedFolder", "Checkpoint", "HuggingFace", "Merged", "SafetensorsFolder"}
 """What kind of folder it has, nobody asks: a folder does what its format takes."""
 
-OPENING = {"megacore/store/files.py", "megacore/store/direct.py", "megacore/store/objects.py"}
+OPENING = {"megacore/store/io/files.py", "megacore/store/io/direct.py", "megacore/store/io/objects.py"}
 """The one module that opens, a second way into a file that is open already, and what opens objects."""
 DEVNULL = "tools/main.py"
 
@@ -38,16 +38,16 @@ def bans(text: str, path: str) -> Iterator[str]:
         if isinstance(node, ast.Call) and name in METHODS and path != f"{METHODS[name].replace('.', '/')}.py":
             yield f"{path}:{node.lineno}: {name}: {METHODS[name]} does it"
         elif isinstance(node, ast.Call) and name == "isinstance" and _names(node.args[1]) & FOLDERS:
-            yield f"{path}:{node.lineno}: isinstance of a folder: megacore.store.folder has what all of them can do"
+            yield f"{path}:{node.lineno}: isinstance of a folder: folders.folder has what all of them can do"
         elif isinstance(node, ast.Call) and name in COPIES and owner == "shutil":
-            yield f"{path}:{node.lineno}: {name} follows links: open with megacore.store.files"
+            yield f"{path}:{node.lineno}: {name} follows links: open with megacore.store.io.files"
         elif isinstance(node, ast.Call) and name in ("open", "FileIO", "fdopen") and path not in OPENING:
             given = (*node.args, *(word.value for word in node.keywords))
             values = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             if any(MODES.fullmatch(value) for value in values):
-                yield f"{path}:{node.lineno}: open(..., {values[-1]!r}): megacore.store.files and .publish write"
+                yield f"{path}:{node.lineno}: open(..., {values[-1]!r}): megacore.store.io.files and .publish write"
         elif isinstance(node, ast.Attribute) and name in FLAGS and path not in {*OPENING, DEVNULL}:
-            yield f"{path}:{node.lineno}: {name}: megacore.store.files opens"
+            yield f"{path}:{node.lineno}: {name}: megacore.store.io.files opens"
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
+import graph
 import pytest
 from graph import MODULES, PACKAGES, ROOT, counts, imports, ours
 
@@ -17,8 +18,8 @@ LOWER = {
         f"parallel.{name}": 0
         for name in (
             "budgets",
-            "choices",
             "context_split",
+            "enum_errors",
             "labels",
             "rank_sets",
             "routing",
@@ -37,7 +38,7 @@ INTEGERS = {"numpy"} | sys.stdlib_module_names
 
 MEASURE = "megacore.planning.measure"
 """Runs the model, and is imported when it is to."""
-FILLS_TENSORS = "megacore.store.loader"
+FILLS_TENSORS = "megacore.store.weight_folders.loader"
 AGENT = tuple(
     f"megacore.recovery.{name}" for name in ("agent", "memory_checkpoints", "partners", "protection", "rendezvous")
 )
@@ -102,12 +103,24 @@ def test_no_circles() -> None:
         pytest.fail(f"imports in a circle: {' -> '.join(error.args[1])}")
 
 
-ARROWS = {"megacore": 71, "models": 9, "parallel": 12, "tools": 11}
+ARROWS = {"launch": 1, "megacore": 101, "models": 9, "parallel": 12, "tools": 15}
 """The most arrows from the rooms of a package, which may only fall; `python tests/house/graph.py` draws them."""
 
 
 def test_arrows_between_rooms_do_not_grow() -> None:
     assert counts() <= Counter(ARROWS), "a room imports from one more: python tests/house/graph.py"
+
+
+FLOORS = {"megacore.data": 7, "megacore.planning": 9, "megacore.training": 8, "models": 10, "parallel.kernels": 7}
+"""The rooms with more than six floors, which may only fall."""
+
+
+def test_rooms_are_no_towers() -> None:
+    assert not {name: floors for name, floors in graph.floors().items() if floors > FLOORS.get(name, 6)}
+
+
+def test_the_page_of_the_house_is_printed_from_it() -> None:
+    assert (ROOT / "docs" / "house.md").read_text() == graph.page(), "python tests/house/graph.py > docs/house.md"
 
 
 def reached(*names: str) -> set[str]:
@@ -125,7 +138,7 @@ def test_a_bare_step_needs_torch_and_little_else() -> None:
         "megacore.training.step",
         "megacore.hardware",
         # Kernels in Triton are imported where it is.
-        *(name for name in MODULES if not name.startswith(("megacore", "tools", "parallel.kernels.fused"))),
+        *(name for name in MODULES if not name.startswith(("megacore", "launch", "tools", "parallel.kernels.fused"))),
     )
     others = {other.partition(".")[0] for name in found for _, other in imports(MODULES[name]) if not ours(other)}
     # torch brings fsspec along, which is imported where a URL is named.
@@ -157,9 +170,9 @@ import importlib, sys
 for name in {WITHOUT_TORCH!r}:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name
-from models.registry import configure, presets
-from parallel.weights.layout import Layout, MeshShape, balanced_layers
-from parallel.weights.transfer import hugging_face, native, plan
+from megacore.models.registry import configure, presets
+from megacore.parallel.weights.layout import Layout, MeshShape, balanced_layers
+from megacore.parallel.weights.transfer import hugging_face, native, plan
 for preset in presets():
     schema = configure({{"preset": preset}}).schema
     assert schema.parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,13 @@ import megacore
 import parallel
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("launch", "megacore", "models", "parallel", "tools")
 
 
 def test_type_checkers_know_every_public_name() -> None:
     """They follow imports and not __getattr__: the same names of the same modules stand under TYPE_CHECKING."""
     tree = ast.parse(Path(str(parallel.__file__)).read_text())
-    (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
+    (guarded,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
     told = {
         alias.asname: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
@@ -28,22 +30,81 @@ def test_type_checkers_know_every_public_name() -> None:
     assert all(getattr(parallel, name) is not None for name in parallel._PUBLIC)
 
 
-def test_a_wheel_has_all_that_a_user_needs(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools")
-    tree = tmp_path / "tree"
-    for name in ("launch", "megacore", "models", "parallel", "tools"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    folder = tmp_path_factory.mktemp("wheel")
+    tree = folder / "tree"
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
     subprocess.run(build, cwd=tree, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_a_wheel_has_all_that_a_user_needs(wheel: Path) -> None:
     assert wheel.name.startswith(f"megacore-{megacore.__version__}-")
     with zipfile.ZipFile(wheel) as opened:
-        names = set(opened.namelist())
-    assert {f"{name}/py.typed" for name in ("megacore", "models", "parallel", "tools")} <= names
-    wanted = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch"), *ROOT.glob("launch/recipes/*.yaml")]
-    assert {str(path.relative_to(ROOT)) for path in wanted} <= names and len(wanted) > 8
-    sources = {str(path.relative_to(tree)) for path in tree.rglob("*.py") if "build" not in path.parts}
-    assert sources <= names, "a package was forgotten"
-    assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs"))]
+        names = {name for name in opened.namelist() if ".dist-info/" not in name}
+    inside = {f"megacore/{name}" if name.partition("/")[0] != "megacore" else name for name in tracked()}
+    assert inside <= names, "a file was forgotten"
+    # The packages with short names lead to those inside, and hold nothing themselves.
+    assert {name for name in names if not name.startswith("megacore/")} == {
+        f"{short}/{name}" for short in ("models", "parallel") for name in ("__init__.py", "py.typed")
+    }
+
+
+def tracked() -> set[str]:
+    """Every file of a package that is neither compiled nor a note."""
+    files = {path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()}
+    return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+
+
+def test_packages_of_the_users_own_never_hide_ours(wheel: Path, tmp_path: Path) -> None:
+    """A user's folder is on the path before ours, for the commands, under torchrun and in a notebook."""
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(tmp_path / "site")
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("parallel", "models", "tools", "launch"):  # no folders: an editable install would lend them its files
+        (own / f"{name}.py").write_text("MINE = True\n")
+    environment = os.environ | {"PYTHONPATH": f".{os.pathsep}{tmp_path / 'site'}", "OMP_NUM_THREADS": "1"}
+
+    def python(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=own, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    notebook = (
+        "import megacore, models, parallel, tools; print(megacore.Trainer, models.MINE, parallel.MINE, tools.MINE)"
+    )
+    assert "megacore.training.trainer.Trainer" in python("-c", notebook)
+    assert python("-c", "import megacore; print(megacore.__file__)").startswith(str(tmp_path / "site"))
+    assert "tp" in python("-m", "megacore.tools.main", "config")
+    recipe = ["quickstart", f"data.train={own / 'none'}"]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "megacore.training"]
+    for command in (["-m", "megacore.tools.main", "train"], ranks):
+        done = subprocess.run(
+            [sys.executable, *command, *recipe], cwd=own, env=environment, capture_output=True, text=True, check=False
+        )
+        assert "problem" in done.stderr and "none.bin" in done.stderr, done.stderr
+
+
+def test_the_short_names_are_the_same_modules() -> None:
+    code = """
+import parallel, models.registry, parallel.pipeline.run
+from parallel import ColumnParallelLinear
+from models.families.llama import LlamaConfig
+import megacore.parallel, megacore.models.registry, megacore.parallel.pipeline.run
+import megacore.models.families.llama as llama
+assert parallel is megacore.parallel and models.registry is megacore.models.registry
+assert parallel.pipeline.run is megacore.parallel.pipeline.run and LlamaConfig is llama.LlamaConfig
+assert llama.__spec__.name == llama.__name__ == "megacore.models.families.llama"
+assert ColumnParallelLinear is megacore.parallel.ColumnParallelLinear
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)

@@ -16,17 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import registry
-from models.blocks import column, row
-from models.context import Context
-from models.decoder import Decoder, Head, TokenEmbedding
-from models.families.llama import LlamaConfig
-from models.rope import Rotary
-from parallel.kernels import rotation
-from parallel.kernels.scoring import Scoring
-from parallel.layers.norm import RMSNorm
-from parallel.parameters import Parameters
-from parallel.weights.schema import Param
+from megacore.models import registry
+from megacore.models.blocks import column, row
+from megacore.models.context import Context
+from megacore.models.decoder import Decoder, Head, TokenEmbedding
+from megacore.models.families.llama import LlamaConfig
+from megacore.models.rope import Rotary
+from megacore.parallel.kernels import rotation
+from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.layers.norm import RMSNorm
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

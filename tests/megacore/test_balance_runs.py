@@ -18,13 +18,13 @@ from test_resume import path_of, whole
 
 from megacore.data.batches import Batch
 from megacore.inference.model_loader import model_from
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.conversion import to_hugging_face
-from megacore.store.formats import open_model
+from megacore.parallel.balance import NONE, Loads
+from megacore.parallel.mesh import Mesh
+from megacore.store.conversions.conversion import to_hugging_face
+from megacore.store.conversions.formats import open_model
+from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import metrics
 from megacore.training.callbacks.metrics import expert_load_metrics
-from parallel.balance import NONE, Loads
-from parallel.mesh import Mesh
 
 EXPERTS, TOP_K, SEQUENCES = 8, 2, 8
 MODEL = LLAMA | {

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megacore.data.batches import Batches, Prefetch, TokenError, collate, filled_up, in_vain
 from megacore.data.samples import Sample
-from parallel.context_split import ContextParallel
-from parallel.labels import IGNORE
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.labels import IGNORE
 
 
 def sample(tokens, documents=None, counted=None) -> Sample:

@@ -24,7 +24,7 @@ from megacore.data.examples import Preparation
 from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, Tokens, counts
 from megacore.data.text import InputError
 from megacore.inference.evaluation_data import DocumentFiles
-from megacore.store.companions import companions
+from megacore.store.tensor_files.companions import companions
 
 Spelled = Callable[..., ModelTokenizer]
 CASES = [(family, name) for family, made in FAMILIES.items() for name in made.cases]

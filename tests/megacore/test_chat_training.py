@@ -21,13 +21,13 @@ from megacore import checkpoints
 from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.mesh import Mesh
 from megacore.recipe import ConfigError
 from megacore.training import build
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.check import check
 from megacore.training.resume import companions
-from parallel.labels import IGNORE
-from parallel.mesh import Mesh
 
 LENGTH, ROWS, EXAMPLES = 64, 4, 16
 MODEL = {**LLAMA, "vocab_size": 360, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}

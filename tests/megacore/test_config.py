@@ -11,9 +11,9 @@ from megacore import recipe as recipe_module
 from megacore.checks.machine import surroundings
 from megacore.checks.rules import problems
 from megacore.config import RANGES, SECTIONS, Config, CorpusConfig, MeshConfig, parts
+from megacore.models.registry import configure
+from megacore.parallel.weights.schema import Param, Schema
 from megacore.recipe import ConfigError, load, processes
-from models.registry import configure
-from parallel.weights.schema import Param, Schema
 
 RECIPE = """
 model: {family: llama, preset: llama-3.2-1b}

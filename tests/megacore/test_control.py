@@ -11,11 +11,11 @@ import torch.distributed as dist
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megacore import levels
+from megacore import rank_hierarchy as levels
 from megacore.control import Control
-from megacore.store.strict_json import StoreError
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.io.strict_json import StoreError
 
 
 def attempted(failing: list[int]) -> int | str:

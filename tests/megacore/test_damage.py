@@ -14,18 +14,18 @@ from pool import Pool
 
 from megacore import checkpoints, exits
 from megacore.inference.model_loader import model_from
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 from megacore.recipe import ConfigError
-from megacore.store import loader
-from megacore.store.audit import DamageError
-from megacore.store.formats import open_folder
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import TensorFile
+from megacore.store.conversions.formats import open_folder
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.tensors import TensorFile
+from megacore.store.weight_folders import loader
+from megacore.store.weight_folders.audit import DamageError
+from megacore.tools import main
 from megacore.training import metrics
 from megacore.training.check import check
 from megacore.training.main import main as pretrain
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from tools import main
 
 STEPS = ["train.steps=6", "checkpoint.patience=0", "train.precision=bf16", "evaluate.every=0", "checkpoint.keep=null"]
 

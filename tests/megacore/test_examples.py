@@ -19,8 +19,8 @@ from megacore.data import text
 from megacore.data.examples import Examples, Preparation
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
-from megacore.store.companions import Companion
-from parallel import limits
+from megacore.parallel import limits
+from megacore.store.tensor_files.companions import Companion
 
 VOCABULARY = 400
 

@@ -11,13 +11,13 @@ from engine import LLAMA, RECIPE, Result, of, train, trainer, write_recipe
 from pool import Pool
 from test_resume import TOLERANCE, path_of, relative, whole
 
-from megacore.store import audit
-from megacore.store.checkpoint import Checkpoint
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
+from megacore.store.weight_folders import audit
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.tools import convert, reshard
 from megacore.training import metrics
 from megacore.training.callbacks.checkpoints import Checkpoints
-from parallel.weights.layout import MeshShape
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
-from tools import convert, reshard
 
 MIXTRAL = LLAMA | {"family": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 7}
 """An odd number of features, which tp pads."""
@@ -75,7 +75,7 @@ def saved_in_parts(recipe: str, overrides: list[str]) -> None:
     saver = of(made, Checkpoints)._saver
     saver.save(2, {"step": 2})
     saver.finish()
-    with mock.patch("megacore.store.shares.SHARE_BYTES", 1):
+    with mock.patch("megacore.store.tensor_files.shares.SHARE_BYTES", 1):
         saver._snapshot = None
         saver.save(3, {"step": 3})
     saver.finish()

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from chats import FAMILIES, chat, write_jsonl, write_tokenizer
 
+from megacore.data.guard import Guard, GuardError
 from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import InputError, Record, cut, rows
 from megacore.data.tokenizer import load
-from megacore.guard import Guard, GuardError
-from parallel import limits
+from megacore.parallel import limits
 
 
 class Anything:

@@ -19,8 +19,9 @@ from engine import RECIPE, fit, write_recipe
 from pool import Pool, forkserver
 
 from megacore import checkpoints
-from megacore.store import audit, shares
-from megacore.store.checkpoint import Checkpoint
+from megacore.store.tensor_files import shares
+from megacore.store.weight_folders import audit
+from megacore.store.weight_folders.checkpoint import Checkpoint
 
 PRECISE = ["train.precision=fp32", "evaluate.every=0", "log.every=1000", "schedule.name=constant"]
 RANKS = 2

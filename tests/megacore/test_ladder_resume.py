@@ -14,8 +14,8 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.checks.rules import problems
 from megacore.config import Config, MeshConfig, ZeroConfig
+from megacore.models.registry import configure
 from megacore.training.callbacks.signals import Signals
-from models.registry import configure
 
 RUNGS = ("none", "optimizer", "gradients", "parameters")
 ROUND = ("none", "parameters", "optimizer", "gradients", "none")

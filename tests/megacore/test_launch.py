@@ -18,10 +18,10 @@ from engine import LLAMA, write_recipe
 
 from megacore.launcher import Node, threads
 from megacore.launcher import command as program
+from megacore.models.registry import configure
 from megacore.recipe import ConfigError, load
 from megacore.resources import gpus
 from megacore.training import resume
-from models.registry import configure
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/usr/bin/env bash
@@ -84,7 +84,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 @pytest.mark.parametrize(("script", "command"), [("pretrain", "train"), ("finetune", "finetune")])
 def test_scripts_hand_everything_to_the_command(checkout: Path, script: str, command: str) -> None:
-    assert calls(checkout, script, "a b", "--init=c") == [["1", "-m", "tools.main", command, "a b", "--init=c"]]
+    expected = ["1", "-m", "megacore.tools.main", command, "a b", "--init=c"]
+    assert calls(checkout, script, "a b", "--init=c") == [expected]
 
 
 def test_the_quickstart_leaves_runs_that_are_there_alone(checkout: Path) -> None:
@@ -92,7 +93,7 @@ def test_the_quickstart_leaves_runs_that_are_there_alone(checkout: Path) -> None
     (checkout / "runs").symlink_to(runs)
     (runs / "quickstart/data").mkdir(parents=True)
     (runs / "quickstart/data/stdlib.idx").touch()
-    given = ["1", "-m", "tools.main", "train", "launch/recipes/quickstart.yaml"]
+    given = ["1", "-m", "megacore.tools.main", "train", "launch/recipes/quickstart.yaml"]
     assert calls(checkout, "quickstart", "--help")[-1] == [*given, "out=runs/quickstart", "--help"]
     for there, following in {"quickstart": "quickstart-2", "quickstart-2": "quickstart-3"}.items():
         (runs / there / "checkpoints").mkdir(parents=True)

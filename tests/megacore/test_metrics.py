@@ -17,13 +17,13 @@ from engine import LENGTH, of, train, trainer, write_recipe
 from PIL import Image
 
 from megacore.config import Config, LogConfig, TrainConfig
-from megacore.store.strict_json import StoreError
+from megacore.models.config import flops_per_token
+from megacore.models.registry import configure
+from megacore.store.io.strict_json import StoreError
 from megacore.training import metrics
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.callbacks.metrics import Metrics
 from megacore.training.metrics import Log
-from models.config import flops_per_token
-from models.registry import configure
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "seconds_per_step", "tokens_per_second", "tflops_per_device", "mfu",

@@ -11,13 +11,14 @@ import pytest
 from engine import RECIPE, Result, trainer, write_recipe
 from pool import Pool
 
-from megacore.checks import capacity, layouts
-from megacore.checks.layouts import overrides_of_nodes
 from megacore.checks.rules import problems
 from megacore.config import Config
+from megacore.models.registry import configure
+from megacore.planning import capacity
+from megacore.planning import layout_choice as layouts
+from megacore.planning.layout_choice import overrides_of_nodes
 from megacore.recipe import ConfigError, changed, load
 from megacore.training.trainer import Callback, Trainer
-from models.registry import configure
 
 
 @pytest.fixture(scope="module")

@@ -24,21 +24,21 @@ from faulty import Faulty
 from pool import Pool, forkserver
 
 from megacore import checkpoints
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.transfer import native, plan
 from megacore.recipe import ConfigError
 from megacore.run_lock import LOCK, RunLock, read
-from megacore.store import folder as store_folder
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.index import INDEX
-from megacore.store.objects import ObjectPath, place
-from megacore.store.publish import write_file
-from megacore.store.stream import assemble
-from megacore.store.strict_json import StoreError
+from megacore.store.io.objects import ObjectPath, place
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.publish import write_file
+from megacore.store.tensor_files.stream import assemble
+from megacore.store.weight_folders import folder as store_folder
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.index import INDEX
 from megacore.training import main
 from megacore.training.check import check
 from megacore.training.resume import overrides_of_restart
 from megacore.training.save import SaveError
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.transfer import native, plan
 
 STEPS = ["train.steps=6", "train.precision=bf16", "evaluate.every=0", "checkpoint.keep=null", "checkpoint.patience=0"]
 

@@ -20,23 +20,23 @@ from pool import Pool
 from torch import Tensor, nn
 
 from megacore import checkpoints
-from megacore.checks import capacity
 from megacore.checks.machine import surroundings
 from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig, ZeroConfig
+from megacore.models.registry import configure
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
+from megacore.planning import capacity
 from megacore.planning.setting import SHARDS
 from megacore.recipe import load
-from megacore.store.index import MASTER
+from megacore.store.weight_folders.index import MASTER
 from megacore.training.optimizer import Optimizer
 from megacore.training.states.offload import Offload, OffloadedStore
 from megacore.training.states.windows import ALIGNED, BUFFERS, WindowStore, cut
-from models.registry import configure
-from parallel.choices import ZeroShard
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
 
 # -- windows
 

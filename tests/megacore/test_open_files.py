@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megacore import open_files
-from parallel.weights.layout import MeshShape
+from megacore.parallel.weights.layout import MeshShape
 
 
 @pytest.fixture

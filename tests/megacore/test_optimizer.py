@@ -8,13 +8,13 @@ from device_store import device_store
 from pool import Pool
 from torch import nn
 
+from megacore.parallel.gradients.buckets import WholeSpan
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
 from megacore.training.optimizer import Optimizer
-from parallel.gradients.buckets import WholeSpan
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
 
 # With 2 kv heads on 4 ranks the pieces have other replicas each; beside each other in dim 1, they lie in gaps.
 SIZES = {"layer": 1, "embed": 6, "heads": 8, "kv": 2, "head": 3}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megacore.data.batches import collate
 from megacore.data.packing import Packed, best_fit
-from parallel.labels import IGNORE
+from megacore.parallel.labels import IGNORE
 
 
 @dataclass

@@ -19,6 +19,15 @@ from benchmarks.published_runs import PUBLISHED
 from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig
 from megacore.devices import DEVICES
+from megacore.models.config import flops_per_token
+from megacore.models.lora import Lora
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.enum_errors import OptimizerOffload
+from megacore.parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
 from megacore.planning.fit import MARGIN, fit
@@ -29,16 +38,7 @@ from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
 from megacore.planning.step_time import Cluster, MatMul, estimate
 from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import ConfigError, load
-from models.config import flops_per_token
-from models.lora import Lora
-from models.registry import configure
-from models.stages import layout_of
-from models.tuning import EVERYTHING, Tuning
-from parallel.choices import OptimizerOffload
-from parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
-from parallel.weights.layout import MeshShape
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
-from tools.main import main
+from megacore.tools.main import main
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 H100 = Cluster(DEVICES["h100-80"], DEVICES["h100-80"].tflops("bf16"))

@@ -12,14 +12,14 @@ from extended_family import extended
 from operations import Flops
 
 from megacore.devices import DEVICES
+from megacore.models.config import flops_per_token
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.kernels import bands
+from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.setting import Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
-from models.config import flops_per_token
-from models.registry import configure
-from models.stages import layout_of
-from parallel.kernels import bands
-from parallel.weights.layout import MeshShape
 
 EMBED, MLP, LAYERS, HEADS, KV, HEAD, VOCAB = 64, 96, 4, 4, 2, 16, 512
 LENGTH, SEQUENCES, WINDOW = 256, 2, 100

@@ -25,16 +25,16 @@ from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import BLOCKS
 from megacore.devices import DEVICES
+from megacore.models.registry import configure
 from megacore.planning.overheads import Overheads, Storage
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.step_time import Cluster, estimate
 from megacore.recipe import load
-from megacore.store import loader as loading
-from megacore.store import shares
-from megacore.store.checkpoint import Checkpoint
+from megacore.store.tensor_files import shares
+from megacore.store.weight_folders import loader as loading
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.tools.main import main
 from megacore.training.callbacks.checkpoints import Checkpoints
-from models.registry import configure
-from tools.main import main
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 NODE = 2

@@ -13,6 +13,11 @@ import pytest
 from megacore.checks.rules import problems
 from megacore.data.indexed import IndexedWriter
 from megacore.devices import DEVICES
+from megacore.models.config import looks
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import ALL_TO_ALL, KeyExchange
 from megacore.planning.efficiency import LINKS, ring_s
 from megacore.planning.exchange import WHOLE, Packing
@@ -24,13 +29,8 @@ from megacore.planning.setting import Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
 from megacore.planning.traffic import HEADS, traffic
 from megacore.recipe import load
-from models.config import looks
-from models.registry import configure
-from models.stages import layout_of
-from parallel.context_split import ContextParallel
-from parallel.weights.layout import MeshShape
-from tools.main import main
-from tools.plan import overrides
+from megacore.tools.main import main
+from megacore.tools.plan import overrides
 
 RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
 H100 = Cluster(DEVICES["h100-80"], 989.4)

@@ -21,30 +21,30 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
 
+from megacore.models.assemble import Model
+from megacore.models.config import ModelConfigError, flops_per_token
+from megacore.models.decoder import Losses, Microbatch
+from megacore.models.lora import Lora
+from megacore.models.registry import FAMILIES, configure, family
+from megacore.models.stages import layout_of
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.budgets import BUCKET_BYTES
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.enum_errors import ContextExchange, Recompute, ZeroShard
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.memory import recompute
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.rank_sets import inner_ranks
+from megacore.parallel.weights.layout import Coordinates, MeshShape
+from megacore.parallel.weights.schema import split_of
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.overheads import start_up
 from megacore.planning.peak_memory import TERMS, memory
 from megacore.planning.setting import SHARDS, Setting, Widths
-from megacore.store.index import MOMENTS
+from megacore.store.weight_folders.index import MOMENTS
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
-from models.assemble import Model
-from models.config import ModelConfigError, flops_per_token
-from models.decoder import Losses, Microbatch
-from models.lora import Lora
-from models.registry import FAMILIES, configure, family
-from models.stages import layout_of
-from models.tuning import EVERYTHING, Tuning
-from parallel.budgets import BUCKET_BYTES
-from parallel.choices import ContextExchange, Recompute, ZeroShard
-from parallel.context_split import ContextParallel
-from parallel.gradients.reduce import Gradients
-from parallel.memory import recompute
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.rank_sets import inner_ranks
-from parallel.weights.layout import Coordinates, MeshShape
-from parallel.weights.schema import split_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LLAMA: dict[str, Any] = {

@@ -21,9 +21,13 @@ from PIL import Image
 from pool import Pool
 
 from megacore import resources
-from megacore.checks import capacity
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
+from megacore.models.registry import configure
+from megacore.parallel import kernels
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.planning import capacity
 from megacore.recipe import ConfigError, load
 from megacore.training import build, main, metrics
 from megacore.training.callbacks import signals
@@ -33,10 +37,6 @@ from megacore.training.check import check
 from megacore.training.resume import Start
 from megacore.training.start import headline
 from megacore.training.trainer import Trainer
-from models.registry import configure
-from parallel import kernels
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
 
 ROOT = Path(__file__).parents[2]
 FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0625, 0, 0)

@@ -16,14 +16,15 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.rank import RankPlace
-from megacore.store import loader, shares
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import TensorFile
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files import shares
+from megacore.store.tensor_files.tensors import TensorFile
+from megacore.store.weight_folders import loader
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.tools import reshard
 from megacore.training import main
 from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.check import check
-from tools import reshard
 
 PRECISION = ["train.precision=bf16", "evaluate.every=0"]
 READ = ("master", "exp_avg", "exp_avg_sq")

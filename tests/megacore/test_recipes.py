@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megacore.checks.rules import problems
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
 from megacore.recipe import load
-from models.registry import configure
-from models.stages import layout_of
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 # recipe: processes, GPUs of a node, bytes of weights, gradients, masters and moments on the fullest rank as its comment

@@ -13,11 +13,11 @@ from engine import GPT2, RECIPE, Result, of, trainer, write_recipe
 from pool import Pool
 
 from megacore.corruption import Corrupted, at_fault
+from megacore.models.decoder import Microbatch
+from megacore.parallel.pipeline.schedules import Kind
 from megacore.training.callbacks import recompute
 from megacore.training.callbacks.recompute import Recompute
 from megacore.training.trainer import Trainer
-from models.decoder import Microbatch
-from parallel.pipeline.schedules import Kind
 
 EXPERTS = {**RECIPE["model"], "family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 DROPS = {**GPT2, "resid_pdrop": 0.3, "embd_pdrop": 0.1, "attn_pdrop": 0.2}

@@ -18,14 +18,14 @@ from pool import Pool
 
 from megacore import checkpoints, exits, incidents
 from megacore.incidents import Incident
+from megacore.models.decoder import Microbatch
+from megacore.parallel.pipeline.schedules import Kind
 from megacore.training import build, main
 from megacore.training.callbacks import repeat_steps
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.callbacks.repeat_steps import UnsoundHardware
 from megacore.training.resume import Start
 from megacore.training.trainer import Callback
-from models.decoder import Microbatch
-from parallel.pipeline.schedules import Kind
 
 REPEAT = ["optimizer.non_finite=repeat", "train.steps=6", "checkpoint.every=3", "evaluate.every=0"]
 

@@ -36,10 +36,17 @@ from megacore import checkpoints
 from megacore.config import Config
 from megacore.data.samples import Samples
 from megacore.inference.model_loader import model_from
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.gradients.buckets import WholeSpan
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import execute, native, plan
 from megacore.recipe import ConfigError, load
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.formats import open_folder
-from megacore.store.strict_json import StoreError
+from megacore.store.conversions.formats import open_folder
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import main, metrics
 from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.check import check
@@ -47,13 +54,6 @@ from megacore.training.progress import Progress
 from megacore.training.resume import find, model_of, raw_of, remarks
 from megacore.training.save import TrainingState
 from megacore.training.step import Stats
-from models.decoder import Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel.gradients.buckets import WholeSpan
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from parallel.weights.transfer import execute, native, plan
 
 TOLERANCE = 1e-9
 OFF = ["evaluate.every=0"]

@@ -10,13 +10,13 @@ import torch
 from engine import LLAMA, RECIPE, VOCAB, trainer, write_recipe
 
 from megacore.data.corpus import Corpus
+from megacore.models.decoder import Microbatch
 from megacore.recipe import load
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import TensorFile
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.tensors import TensorFile
+from megacore.tools import convert
 from megacore.training import main
 from megacore.training.export import export
-from models.decoder import Microbatch
-from tools import convert
 
 
 def recipe_of(folder: Path) -> str:

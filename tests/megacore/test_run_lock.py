@@ -20,8 +20,8 @@ from megacore import run_lock
 from megacore.rank import RankPlace
 from megacore.recipe import ConfigError
 from megacore.run_lock import LOCK, Holder, RunLock, holder, read
-from megacore.store import file_lock
-from megacore.store.strict_json import StoreError
+from megacore.store.io import file_lock
+from megacore.store.io.strict_json import StoreError
 from megacore.training import main, metrics
 from megacore.training.check import check
 

@@ -14,8 +14,8 @@ from engine import RECIPE, write_corpus, write_recipe
 from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedDataset
 from megacore.recipe import load
-from megacore.store.companions import Companion
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.companions import Companion
 from megacore.training.resume import Start
 from megacore.training.same_data import changed_data
 

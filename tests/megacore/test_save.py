@@ -23,11 +23,16 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.control import Control
+from megacore.models.decoder import Microbatch
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.recipe import ConfigError
-from megacore.store import audit, publish
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import DTYPES
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files import publish
+from megacore.store.tensor_files.tensors import DTYPES
+from megacore.store.weight_folders import audit
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.tools import reshard
 from megacore.training import main, save
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.callbacks.checkpoints import Checkpoints
@@ -36,10 +41,6 @@ from megacore.training.check import check
 from megacore.training.save import SaveError, Saver
 from megacore.training.step import Stats
 from megacore.training.trainer import Trainer
-from models.decoder import Microbatch
-from parallel.mesh import Mesh
-from parallel.weights.layout import Layout, MeshShape
-from tools import reshard
 
 QUIET = ["evaluate.every=0", "train.precision=fp32"]
 
@@ -172,7 +173,7 @@ def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
     saver = saver_of(made)
     saver.save(2, {"step": 2})
     saver.finish()
-    with mock.patch("megacore.store.shares.SHARE_BYTES", 1):
+    with mock.patch("megacore.store.tensor_files.shares.SHARE_BYTES", 1):
         saver._snapshot = None
         saver.save(3, {"step": 3})
     saver.finish()

@@ -15,7 +15,7 @@ from pool import Pool
 from torch import Tensor
 
 from megacore import checkpoints
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
 from megacore.training import progress
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.progress import is_scaler_state

@@ -17,7 +17,7 @@ from megacore import checkpoints
 from megacore.data.batches import TokenError
 from megacore.data.skipped import SkippedSamples, in_recipe, in_words
 from megacore.recipe import ConfigError
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.check import check
 from megacore.training.progress import Progress

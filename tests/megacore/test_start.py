@@ -22,12 +22,12 @@ from traps import set_traps
 
 from megacore import exits
 from megacore.outcome import RankOutcome
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.layers.linear import ColumnParallelLinear
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 from megacore.rank import LOST, outcome_of
 from megacore.training import main
-from parallel.collectives import all_reduce_
-from parallel.layers.linear import ColumnParallelLinear
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
@@ -42,7 +42,7 @@ def test_a_run_is_closed_to_others_and_says_where_its_ranks_stand(tmp_path: Path
     settings = [f"out={out}", "mesh.tp=2", "train.steps=100000", "evaluate.every=0", "train.timeout=0.1"]
     settings += ["recovery.max_restarts=0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tools.train", recipe, *settings],
+        [sys.executable, "-m", "megacore.tools.train", recipe, *settings],
         cwd=tmp_path / "downloaded",
         env=os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from device_store import device_store
 from engine import GPT2, LENGTH, LLAMA, VOCAB
 
+from megacore.models.assemble import Model
+from megacore.models.decoder import Losses, Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.gradients import reduce
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.weights.layout import MeshShape
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep, evaluate
-from models.assemble import Model
-from models.decoder import Losses, Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel.gradients import reduce
-from parallel.gradients.reduce import Gradients
-from parallel.labels import IGNORE
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.weights.layout import MeshShape
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = [pytest.param(LLAMA, id="llama"), pytest.param(GPT2 | NO_DROPOUT, id="gpt2")]

@@ -18,15 +18,15 @@ from engine import GPT2, LLAMA, RECIPE, Result, of, train, trainer, weights, wri
 from pool import Pool
 
 from megacore.data.batches import Batch
+from megacore.models import assemble
+from megacore.models.decoder import Microbatch
+from megacore.parallel.gradients.buckets import WholeSpan
+from megacore.parallel.memory.recompute import PLAIN, Activations, Runner
 from megacore.training.callbacks.bad_steps import BadSteps, NonFinite
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.callbacks.signals import Signals
 from megacore.training.progress import Progress
 from megacore.training.step import Stats
-from models import assemble
-from models.decoder import Microbatch
-from parallel.gradients.buckets import WholeSpan
-from parallel.memory.recompute import PLAIN, Activations, Runner
 
 TOLERANCE = 1e-9
 

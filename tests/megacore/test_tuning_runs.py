@@ -13,14 +13,14 @@ from pool import Pool
 
 from megacore.checkpoints import folder_of, path_of
 from megacore.inference.model_loader import model_from
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 from megacore.recipe import ConfigError
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.formats import open_folder, open_model
-from megacore.store.strict_json import StoreError
+from megacore.store.conversions.formats import open_folder, open_model
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training.check import check
 from megacore.training.resume import remarks
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
 
 LORA = ["lora.rank=2", "lora.alpha=8", "lora.targets=[q_proj,attn.qkv.v,mlp]"]
 
@@ -81,7 +81,7 @@ def test_adapters_go_on_in_another_layout(pool: Pool, folder: Path, tmp_path: Pa
 
 
 def test_a_hugging_face_base_and_its_checkpoint_are_the_same(folder: Path, tmp_path: Path) -> None:
-    from megacore.store.conversion import to_hugging_face
+    from megacore.store.conversions.conversion import to_hugging_face
 
     recipe = str(folder / "recipe.yaml")
     to_hugging_face(Checkpoint.open(Path(base(folder))), 5000).write(tmp_path / "hf", 1)

@@ -18,15 +18,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.assemble import Model
-from models.decoder import Decoder, Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel import collectives
-from parallel.layers import product as products
-from parallel.memory.recompute import Activations, Recompute
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.models.assemble import Model
+from megacore.models.decoder import Decoder, Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel import collectives
+from megacore.parallel.layers import product as products
+from megacore.parallel.memory.recompute import Activations, Recompute
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 LLAMA = {"preset": "llama-tiny"}
 GPT2 = {"preset": "gpt2-tiny", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

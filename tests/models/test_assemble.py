@@ -12,16 +12,16 @@ import torch
 from deep_family import deep
 from torch import nn
 
-from models.assemble import Model
-from models.decoder import Losses
-from models.families.llama import LlamaConfig
-from models.lora import Lora
-from models.registry import configure
-from models.stages import default_layers, layout_of
-from models.tuning import EVERYTHING, Tuning
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape, balanced_layers
-from parallel.weights.schema import Param
+from megacore.models.assemble import Model
+from megacore.models.decoder import Losses
+from megacore.models.families.llama import LlamaConfig
+from megacore.models.lora import Lora
+from megacore.models.registry import configure
+from megacore.models.stages import default_layers, layout_of
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape, balanced_layers
+from megacore.parallel.weights.schema import Param
 
 TINY = {"preset": "llama-tiny"}
 EIGHT_B = {"preset": "llama-3.1-8b"}

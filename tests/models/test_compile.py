@@ -21,21 +21,21 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.lora import Lora
-from models.registry import configure
-from models.stages import layout_of
-from models.tuning import Tuning
-from parallel import kernels
-from parallel.context_split import ContextParallel
-from parallel.kernels.activation import FUNCTIONS
-from parallel.layers.fp8 import Fp8
-from parallel.layers.linear import multiply_by
-from parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
-from parallel.memory.recompute import Activations, Recompute
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.lora import Lora
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.models.tuning import Tuning
+from megacore.parallel import kernels
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.kernels.activation import FUNCTIONS
+from megacore.parallel.layers.fp8 import Fp8
+from megacore.parallel.layers.linear import multiply_by
+from megacore.parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
+from megacore.parallel.memory.recompute import Activations, Recompute
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 TOKENS, EMBED = 64, 64
 

@@ -11,11 +11,11 @@ from families import random_model, small
 from safetensors.torch import load_file, save_file
 from test_transformers import theirs_of
 
-from megacore.store.compare import config_differences
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.hugging_face_files import config_json
-from megacore.store.strict_json import StoreError
-from models.registry import family
+from megacore.models.registry import family
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.compare import config_differences
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.weight_folders.hugging_face_files import config_json
 
 FURTHER = "num_nextn_predict_layers"
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from families import drawn, in_float64, of_transformers
 from test_transformers import SEQUENCES, as_saved, close, move, theirs_of
 
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.registry import FAMILIES, configure
-from models.stages import layout_of
-from parallel.balance import Coefficients
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from parallel.weights.transfer import hugging_face, native
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import FAMILIES, configure
+from megacore.models.stages import layout_of
+from megacore.parallel.balance import Coefficients
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import hugging_face, native
 
 MIXTURES = [name for name in FAMILIES if name in ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")]
 

@@ -14,17 +14,17 @@ import yaml
 from families import drawn, of_transformers, small
 from transformers import CONFIG_MAPPING
 
-from megacore.store.hugging_face_files import config_json
-from models.anatomy import FULL, ROPE, SLIDING
-from models.assemble import Model
-from models.config import ModelConfig, ModelConfigError, active_parameters
-from models.decoder import Microbatch
-from models.registry import configure, family
-from models.rope_config import DefaultRope, YarnRope
-from models.stages import layout_of
-from parallel.kernels.activation import clamped_swiglu, gated
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.models.anatomy import FULL, ROPE, SLIDING
+from megacore.models.assemble import Model
+from megacore.models.config import ModelConfig, ModelConfigError, active_parameters
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import configure, family
+from megacore.models.rope_config import DefaultRope, YarnRope
+from megacore.models.stages import layout_of
+from megacore.parallel.kernels.activation import clamped_swiglu, gated
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.weight_folders.hugging_face_files import config_json
 
 Fields = dict[str, Any]
 

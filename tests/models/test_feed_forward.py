@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from models.blocks import ACTIVATIONS, FeedForward
-from parallel.kernels.activation import FUNCTIONS, gated
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
+from megacore.models.blocks import ACTIVATIONS, FeedForward
+from megacore.parallel.kernels.activation import FUNCTIONS, gated
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

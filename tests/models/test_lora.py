@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.lora import Lora, adapters, linears
-from parallel.weights.schema import Param, Schema
+from megacore.models.lora import Lora, adapters, linears
+from megacore.parallel.weights.schema import Param, Schema
 
 SIZES = {"layer": 2, "embed": 8, "heads": 4, "kv": 2, "head": 6, "two": 2, "half": 2, "rest": 2}
 

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig
 
-from models.assemble import Model
-from models.config import (
+from megacore.models.assemble import Model
+from megacore.models.config import (
     ModelConfig,
     ModelConfigError,
     active_parameters,
@@ -24,11 +24,11 @@ from models.config import (
     matmul_parameters,
     parameters_in_words,
 )
-from models.decoder import Microbatch
-from models.registry import FAMILIES, configure, family, presets
-from models.stages import layout_of
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import FAMILIES, configure, family, presets
+from megacore.models.stages import layout_of
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 LLAMA = {
     "model_type": "llama",

@@ -24,10 +24,10 @@ from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbedding
 
-from models import rope as rope_module
-from models.decoder import Decoder, Microbatch
-from models.rope import Rotary, inverse_frequencies, tables
-from models.rope_config import (
+from megacore.models import rope as rope_module
+from megacore.models.decoder import Decoder, Microbatch
+from megacore.models.rope import Rotary, inverse_frequencies, tables
+from megacore.models.rope_config import (
     ROPE_TYPES,
     Convention,
     DefaultRope,
@@ -48,8 +48,8 @@ from models.rope_config import (
     partial_rotary_factor,
     to_hugging_face,
 )
-from models.rope_config import draw as draw_one
-from parallel.kernels.rotation import apply, split_and_apply
+from megacore.models.rope_config import draw as draw_one
+from megacore.parallel.kernels.rotation import apply, split_and_apply
 
 FLOAT64_AND_32 = [torch.float64, torch.float32]
 QKV_SHAPES = [  # leading, t, heads, kv, head_dim, turning

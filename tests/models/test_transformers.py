@@ -16,17 +16,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from models.anatomy import DRAWN
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.registry import FAMILIES, configure, family
-from models.rope_config import ROPE_TYPES
-from models.stages import layout_of
-from parallel.context_split import ContextParallel
-from parallel.labels import IGNORE
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from parallel.weights.transfer import Stored, execute, hugging_face, native, plan
+from megacore.models.anatomy import DRAWN
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import FAMILIES, configure, family
+from megacore.models.rope_config import ROPE_TYPES
+from megacore.models.stages import layout_of
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import Stored, execute, hugging_face, native, plan
 
 TOLERANCE = 1e-9
 Arrays = Mapping[str, np.ndarray]

@@ -13,16 +13,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from megacore.inference.generation import Ending, generate
 from megacore.inference.sampling import Greedy
-from models.assemble import Model
-from models.decoder import Losses, Microbatch
-from models.lora import Lora
-from models.registry import configure
-from models.stages import layout_of
-from models.tuning import EVERYTHING, Tuning
-from parallel import kernels
-from parallel.kernels import upcast
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.models.assemble import Model
+from megacore.models.decoder import Losses, Microbatch
+from megacore.models.lora import Lora
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel import kernels
+from megacore.parallel.kernels import upcast
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 PRODUCTS = {
     "aten::mm",

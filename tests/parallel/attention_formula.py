@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.kernels.scoring import PLAIN, Scoring
+from megacore.parallel.kernels.scoring import PLAIN, Scoring
 
 
 def scores_of(q: Tensor, k: Tensor, lengths: Sequence[int], scoring: Scoring) -> Tensor:

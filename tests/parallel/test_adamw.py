@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import kernels
-from parallel.kernels import narrow_adamw as adamw
+from megacore.parallel import kernels
+from megacore.parallel.kernels import narrow_adamw as adamw
 
 CPU = torch.device("cpu")
 LR, BETAS, EPS, DECAY = 0.1, (0.9, 0.95), 1e-8, 0.1

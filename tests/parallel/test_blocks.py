@@ -11,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import meshes, params, sizes_for, splits
 
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
-from parallel.weights.transfer import Copy, Stored, TargetChunk, blocks, execute, hugging_face, native, plan, strided
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
+from megacore.parallel.weights.transfer import (
+    Copy,
+    Stored,
+    TargetChunk,
+    blocks,
+    execute,
+    hugging_face,
+    native,
+    plan,
+    strided,
+)
 
 SIZES = {"layer": 2, "vocab": 11, "embed": 6, "heads": 4, "kv": 2, "head": 3, "mlp": 8, "experts": 4, "expert_mlp": 8}
 MHA = "(q: heads head + k: heads head + v: heads head)"

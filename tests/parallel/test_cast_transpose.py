@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.layers import fp8
-from parallel.layers.fp8 import E4M3, E5M2, Fp8, multiply_scaled, multiply_wide, quantise, units
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.mesh import ALONE, Mesh
-from parallel.weights.layout import MeshShape
+from megacore.parallel.layers import fp8
+from megacore.parallel.layers.fp8 import E4M3, E5M2, Fp8, multiply_scaled, multiply_wide, quantise, units
+from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
-cast_transpose = import_module("parallel.kernels.fused.cast_transpose")
+cast_transpose = import_module("megacore.parallel.kernels.fused.cast_transpose")
 
 NARROW = {"fp8e4nv": E4M3, "fp8e5": E5M2}
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from models.blocks import FeedForward
-from models.rope_config import DefaultRope, to_hugging_face
-from parallel.gradients.reduce import Gradients
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.memory.recompute import Activations
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters
-from parallel.pipeline.run import Pipeline
-from parallel.pipeline.schedules import in_flight_bound
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
+from megacore.models.blocks import FeedForward
+from megacore.models.rope_config import DefaultRope, to_hugging_face
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.pipeline.schedules import in_flight_bound
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
 
 # They are wrong on purpose, whatever the annotations say.
 Wrong = Any

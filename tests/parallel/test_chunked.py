@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel.layers.chunked import in_chunks
-from parallel.layers.linear import ColumnParallelLinear, hand_to
-from parallel.mesh import Mesh
-from parallel.parameters import WeightGradient
+from megacore.parallel.layers.chunked import in_chunks
+from megacore.parallel.layers.linear import ColumnParallelLinear, hand_to
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import WeightGradient
 
 TOKENS = 13
 

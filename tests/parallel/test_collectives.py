@@ -12,10 +12,10 @@ import torch
 from pool import Pool
 from torch import Tensor
 
-from parallel import collectives
-from parallel.collectives import start_all_gather, start_all_reduce, start_all_to_all, start_reduce_scatter
-from parallel.mesh import ALONE, Group, Mesh
-from parallel.weights.layout import MeshShape
+from megacore.parallel import collectives
+from megacore.parallel.collectives import start_all_gather, start_all_reduce, start_all_to_all, start_reduce_scatter
+from megacore.parallel.mesh import ALONE, Group, Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 WORLDS = (2, 3, 4)
 SHAPE = (12, 24, 5)  # whole; every world divides the first two

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor
 
-from parallel import kernels
-from parallel.choices import ContextBalance, ContextExchange
-from parallel.context_split import ContextParallel, ContextSplit
-from parallel.kernels import partial_attention
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import PLAIN, Scoring
-from parallel.layers import context_attention
-from parallel.layers.context_attention import ContextAttention
-from parallel.mesh import ALONE, Group, Mesh
-from parallel.rank_sets import inner_ranks, of_context
-from parallel.weights.layout import MeshShape
+from megacore.parallel import kernels
+from megacore.parallel.context_split import ContextParallel, ContextSplit
+from megacore.parallel.enum_errors import ContextBalance, ContextExchange
+from megacore.parallel.kernels import partial_attention
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.scoring import PLAIN, Scoring
+from megacore.parallel.layers import context_attention
+from megacore.parallel.layers.context_attention import ContextAttention
+from megacore.parallel.mesh import ALONE, Group, Mesh
+from megacore.parallel.rank_sets import inner_ranks, of_context
+from megacore.parallel.weights.layout import MeshShape
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel import context_split
-from parallel.choices import ContextBalance
-from parallel.context_split import BALANCED, ContextParallel, ContextSplit, Rectangle, Span
+from megacore.parallel import context_split
+from megacore.parallel.context_split import BALANCED, ContextParallel, ContextSplit, Rectangle, Span
+from megacore.parallel.enum_errors import ContextBalance
 
 Tokens = npt.NDArray[np.int64]
 

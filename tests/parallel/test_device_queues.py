@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import BACKWARD, FORWARD, Group, Mesh
-from parallel.pipeline.run import Pipeline, _Run
-from parallel.pipeline.schedules import SCHEDULES
-from parallel.weights.layout import MeshShape
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
+from megacore.parallel.pipeline.run import Pipeline, _Run
+from megacore.parallel.pipeline.schedules import SCHEDULES
+from megacore.parallel.weights.layout import MeshShape
 
 COMPUTE, ALLOCATE, SEND, RECEIVE, WAIT = "compute", "allocate", "send", "receive", "wait"
 Channel = tuple[str, int]

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from attention_formula import attention, distances
 from torch import Tensor
 
-from parallel import kernels
-from parallel.kernels import documents as within
-from parallel.kernels import flash
-from parallel.kernels.documents import Documents, masked, on_cpu, one_by_one, with_varlen
-from parallel.kernels.scoring import Scoring
+from megacore.parallel import kernels
+from megacore.parallel.kernels import documents as within
+from megacore.parallel.kernels import flash
+from megacore.parallel.kernels.documents import Documents, masked, on_cpu, one_by_one, with_varlen
+from megacore.parallel.kernels.scoring import Scoring
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 12, 7, 9)

@@ -12,14 +12,14 @@ from pool import Pool
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models.blocks import CHEAP, Activation
-from parallel import kernels
-from parallel.kernels import grouped, upcast
-from parallel.layers import experts as layer
-from parallel.layers.experts import Experts
-from parallel.memory.recompute import Activations, runner
-from parallel.mesh import ALONE, Mesh
-from parallel.weights.layout import MeshShape
+from megacore.models.blocks import CHEAP, Activation
+from megacore.parallel import kernels
+from megacore.parallel.kernels import grouped, upcast
+from megacore.parallel.layers import experts as layer
+from megacore.parallel.layers.experts import Experts
+from megacore.parallel.memory.recompute import Activations, runner
+from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 TOKENS, EMBED, FEATURES, EXPERTS, K = 24, 16, 24, 8, 3
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel import kernels
-from parallel.kernels import bands, cpu
+from megacore.parallel import kernels
+from megacore.parallel.kernels import bands, cpu
 
 Function = Callable[..., Tensor]
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from sentences import meshes, params, sentences, sizes_for, splits
 from sentences import strided as by_index
 
-from parallel.weights.fingerprint import MODULUS, Logical, add_up, fingerprint
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.pattern import Pattern
-from parallel.weights.schema import Param, Schema
-from parallel.weights.transfer import native, strided
+from megacore.parallel.weights.fingerprint import MODULUS, Logical, add_up, fingerprint
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.pattern import Pattern
+from megacore.parallel.weights.schema import Param, Schema
+from megacore.parallel.weights.transfer import native, strided
 
 Bounds = Mapping[str, tuple[int, int]]
 

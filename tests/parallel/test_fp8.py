@@ -12,11 +12,21 @@ import torch
 from pool import Pool
 from torch import Tensor, nn
 
-from parallel.layers.fp8 import E4M3, E5M2, Fp8, Multiply, multiply_on, multiply_scaled, multiply_wide, quantise, units
-from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, multiply_by
-from parallel.layers.product import Operand
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.parallel.layers.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8,
+    Multiply,
+    multiply_on,
+    multiply_scaled,
+    multiply_wide,
+    quantise,
+    units,
+)
+from megacore.parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, multiply_by
+from megacore.parallel.layers.product import Operand
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 # (bits of the exponent, of the mantissa, the bias, the largest number)
 FORMATS = {E4M3: (4, 3, 7, 448.0), E5M2: (5, 2, 15, 57344.0)}

@@ -18,18 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import activation as plain_activation
-from parallel.kernels import choice
-from parallel.kernels import norm as plain_norm
-from parallel.kernels import rotation as plain_rotation
-from parallel.labels import IGNORE
-from parallel.layers.loss import PLAIN, Finish, Objective
-from parallel.mesh import ALONE
+from megacore.parallel.kernels import activation as plain_activation
+from megacore.parallel.kernels import choice
+from megacore.parallel.kernels import norm as plain_norm
+from megacore.parallel.kernels import rotation as plain_rotation
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.layers.loss import PLAIN, Finish, Objective
+from megacore.parallel.mesh import ALONE
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 NAMES = ("activation", "cross_entropy", "launching", "norm", "rotation")
-activation, cross_entropy, launching, norm, rotation = (import_module(f"parallel.kernels.fused.{n}") for n in NAMES)
+FUSED = "megacore.parallel.kernels.fused"
+activation, cross_entropy, launching, norm, rotation = (import_module(f"{FUSED}.{name}") for name in NAMES)
 
 Function = Callable[..., Any]
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -297,7 +298,7 @@ def test_of_nothing_nothing_is_launched() -> None:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Choose for this CPU as for a GPU; Triton's interpreter runs it."""
-    with patch.object(choice, "_fused", lambda name, device: import_module(f"parallel.kernels.fused.{name}")):
+    with patch.object(choice, "_fused", lambda name, device: import_module(f"megacore.parallel.kernels.fused.{name}")):
         yield
 
 

@@ -48,7 +48,7 @@ SMALL = Sizes(1, (1, 7), 1, 1, 1, 2, 9, 3)
 
 def launched(sizes: Sizes) -> list[Any]:
     """What is launched, (kernel, programs, arguments) and constants; nothing runs."""
-    from parallel.kernels.fused import activation, cast_transpose, cross_entropy, launching, norm, rotation
+    from megacore.parallel.kernels.fused import activation, cast_transpose, cross_entropy, launching, norm, rotation
 
     seen: list[Any] = []
     tokens, vocab = sizes.tokens, sizes.vocab

@@ -12,14 +12,14 @@ from operators import Operators, calls_of
 from pool import Pool
 from torch import Tensor, nn
 
-from models.decoder import Head, Losses, Microbatch, TokenEmbedding
-from parallel.labels import IGNORE
-from parallel.layers.head_loss import head_loss
-from parallel.layers.loss import Objective
-from parallel.mesh import ALONE, Mesh
-from parallel.parameters import Parameters
-from parallel.weights.layout import Layout, MeshShape, split_axis
-from parallel.weights.schema import Param, Schema
+from megacore.models.decoder import Head, Losses, Microbatch, TokenEmbedding
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.layers.head_loss import head_loss
+from megacore.parallel.layers.loss import Objective
+from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.layout import Layout, MeshShape, split_axis
+from megacore.parallel.weights.schema import Param, Schema
 
 TOKENS, EMBED = 12, 6
 # 5 over 4 ranks: the third has one valid column, the fourth none at all.

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel.kernels import choice
-from parallel.kernels.choice import (
+from megacore.parallel.kernels import choice
+from megacore.parallel.kernels.choice import (
     ApexImpostor,
     adamw,
     apex_has,

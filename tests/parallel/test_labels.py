@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from parallel.labels import IGNORE, with_labels
+from megacore.parallel.labels import IGNORE, with_labels
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 8])

@@ -14,11 +14,11 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.layers.embedding import VocabParallelEmbedding
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.layers.norm import LayerNorm, RMSNorm
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.parallel.layers.embedding import VocabParallelEmbedding
+from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.layers.norm import LayerNorm, RMSNorm
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 TPS = (1, 2, 4)
 TOKENS, IN, OUT, VOCAB = 8, 12, 20, 11

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import coverage, layouts, meshes, owners, region
 
-from models.registry import configure
-from models.stages import layout_of
-from parallel.weights.layout import (
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.weights.layout import (
     Coordinates,
     Layout,
     MeshShape,
@@ -26,8 +26,8 @@ from parallel.weights.layout import (
     split_axis,
     split_problems,
 )
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split
-from parallel.weights.transfer import Copy, hugging_face, native, plan
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split
+from megacore.parallel.weights.transfer import Copy, hugging_face, native, plan
 
 QKV = Param("layers.{layer}.qkv", "(q: heads head + k: kv head + v: kv head) embed")
 SIZES = {

@@ -15,11 +15,11 @@ from operators import Operators
 from pool import Pool
 from torch import Tensor
 
-from parallel import kernels
-from parallel.labels import IGNORE
-from parallel.layers.loss import cross_entropy
-from parallel.mesh import ALONE, Mesh
-from parallel.weights.layout import MeshShape, split_axis
+from megacore.parallel import kernels
+from megacore.parallel.labels import IGNORE
+from megacore.parallel.layers.loss import cross_entropy
+from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.weights.layout import MeshShape, split_axis
 
 TPS = (1, 2, 4)
 TOKENS = 12
@@ -64,7 +64,7 @@ def losses(cases: Sequence[Any] = CASES) -> dict[Any, tuple[Tensor, Tensor]]:
 
 def fused_losses() -> dict[Any, tuple[Tensor, Tensor]]:
     """By the kernels of GPUs, which Triton's interpreter runs; of some cases."""
-    from parallel.kernels.fused import cross_entropy as fused
+    from megacore.parallel.kernels.fused import cross_entropy as fused
 
     with patch.object(kernels, "cross_entropy", lambda device: fused):
         return losses(CASES[::5])

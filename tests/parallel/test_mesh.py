@@ -16,19 +16,19 @@ from connections import connecting_at_first_use
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.rank_sets import divided, in_rounds
+from megacore.parallel.weights.layout import MeshShape
 from megacore.rank import RankPlace, join
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel.choices import ZeroShard
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.rank_sets import divided, in_rounds
-from parallel.weights.layout import MeshShape
 
 
 class NCCL:

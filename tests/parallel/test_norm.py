@@ -10,9 +10,9 @@ import torch
 from pool import Pool
 from torch import Tensor, nn
 
-from parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape, split_axis
+from megacore.parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape, split_axis
 
 EPS = 1e-3
 TOKENS, HEADS, HEAD = 6, 4, 5

@@ -14,11 +14,11 @@ from attention_formula import attention, distances, scores_of
 from operators import Operators
 from torch import Tensor
 
-from parallel import kernels
-from parallel.kernels import bands, flash
-from parallel.kernels import partial_attention as partial
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import Scoring
+from megacore.parallel import kernels
+from megacore.parallel.kernels import bands, flash
+from megacore.parallel.kernels import partial_attention as partial
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.scoring import Scoring
 
 CPU = torch.device("cpu")
 HEAD, VALUE = 16, 16

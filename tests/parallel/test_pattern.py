@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentences import coverage, sentences, strided
 
-from parallel.weights.pattern import Pattern, PatternError, Piece
+from megacore.parallel.weights.pattern import Pattern, PatternError, Piece
 
 SIZES = {"embed": 5, "heads": 4, "kv": 2, "head": 3, "mlp": 7, "vocab": 11, "two": 2, "half": 3, "experts": 3}
 SIZES |= {"columns": 2, "rows": 3, "layer": 2}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.rope import tables
-from models.rope_config import DefaultRope
-from parallel import kernels
-from parallel.layers.loss import cross_entropy
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.models.rope import tables
+from megacore.models.rope_config import DefaultRope
+from megacore.parallel import kernels
+from megacore.parallel.layers.loss import cross_entropy
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 NARROW = pytest.mark.parametrize(("dtype", "place"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 CPU = torch.device("cpu")

@@ -15,17 +15,17 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from parallel.gradients.reduce import Gradients
-from parallel.layers.fp8 import Fp8
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, hand_to
-from parallel.layers.product import DENSE, Product, SymmetricMemory
-from parallel.mesh import Group, Mesh
-from parallel.parameters import WeightGradient
-from parallel.weights.layout import MeshShape
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.layers.fp8 import Fp8
+from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, hand_to
+from megacore.parallel.layers.product import DENSE, Product, SymmetricMemory
+from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.parameters import WeightGradient
+from megacore.parallel.weights.layout import MeshShape
 
 TOKENS, IN, OUT = 8, 16, 32
 

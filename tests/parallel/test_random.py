@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import meshes, params, region, sizes_for, splits
 
-from parallel.random import initial_values, key
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
+from megacore.parallel.random import initial_values, key
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
 
 SIZES = {"layer": 2, "vocab": 1001, "embed": 64, "heads": 8, "kv": 2, "head": 16, "mlp": 128, "experts": 4}
 QKV = "(q: heads head + k: kv head + v: kv head) embed"
@@ -127,7 +127,7 @@ def test_experts_are_drawn_in_blocks_of_many_features(monkeypatch: pytest.Monkey
         drawn.append(words)
         return key(*words)
 
-    monkeypatch.setattr("parallel.random.key", counted)
+    monkeypatch.setattr("megacore.parallel.random.key", counted)
     param = Param("up", "experts (gate: expert_mlp + up: expert_mlp) embed", std=1.0)
     schema = Schema((param,), {"layer": 1, "experts": 8, "expert_mlp": 2048, "embed": 64})
     assert len(pieces(single(schema), 0)) == 2

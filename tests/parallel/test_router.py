@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.layers.router import Router, highest
-from parallel.routing import Routing
+from megacore.parallel.layers.router import Router, highest
+from megacore.parallel.routing import Routing
 
 TOKENS, EMBED, EXPERTS = 64, 12, 16
 

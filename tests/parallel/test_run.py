@@ -15,11 +15,11 @@ from connections import connecting_at_first_use
 from pool import Pool
 from torch import Tensor, nn
 
-from parallel.mesh import BACKWARD, FORWARD, Mesh
-from parallel.pipeline import run
-from parallel.pipeline.run import Pipeline
-from parallel.pipeline.schedules import SCHEDULES, Direction, Message, arrivals, in_flight_bound
-from parallel.weights.layout import MeshShape
+from megacore.parallel.mesh import BACKWARD, FORWARD, Mesh
+from megacore.parallel.pipeline import run
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.pipeline.schedules import SCHEDULES, Direction, Message, arrivals, in_flight_bound
+from megacore.parallel.weights.layout import MeshShape
 
 WIDTH = 4
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parallel.memory.offload import HostMemory, keep, keeping
-from parallel.memory.recompute import Activations, Runner, runner
+from megacore.parallel.memory.offload import HostMemory, keep, keeping
+from megacore.parallel.memory.recompute import Activations, Runner, runner
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel.pipeline.schedules import (
+from megacore.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
     B,

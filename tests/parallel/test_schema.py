@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.weights.schema import SPLIT, Param, Schema
+from megacore.parallel.weights.schema import SPLIT, Param, Schema
 
 SIZES = {
     "layer": 3,

@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from models.attention import MultiHeadAttention
-from models.cache import Cache, Decode, Prefill
-from models.context import Context, DocumentAttention
-from parallel import kernels
-from parallel.kernels import bands, flash
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import Scoring, attend
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
+from megacore.models.attention import MultiHeadAttention
+from megacore.models.cache import Cache, Decode, Prefill
+from megacore.models.context import Context, DocumentAttention
+from megacore.parallel import kernels
+from megacore.parallel.kernels import bands, flash
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.scoring import Scoring, attend
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTHS = 2, (3, 1, 26, 1, 1, 16, 12)
@@ -346,7 +346,7 @@ def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str,
 
         return call
 
-    monkeypatch.setattr("models.cache.attend", noting(attend))
+    monkeypatch.setattr("megacore.models.cache.attend", noting(attend))
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting(F.scaled_dot_product_attention))
     layer: Any = SimpleNamespace(name="a", kv=KV, head=HEAD, value=value)
     kept = Cache.of([layer], [[[*range(length)]] for length in prompts], lengths, torch.float64, CPU, Mesh.single().cp)

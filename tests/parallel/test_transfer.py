@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import SPLITS, meshes, params, region, sizes_for, splits, strided
 
-from models.registry import configure
-from models.stages import default_layers
-from parallel.weights.layout import Layout, MeshShape, balanced_layers
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Param, Schema, Split
-from parallel.weights.transfer import Stored, TransferError, execute, hugging_face, native, plan
+from megacore.models.registry import configure
+from megacore.models.stages import default_layers
+from megacore.parallel.weights.layout import Layout, MeshShape, balanced_layers
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Param, Schema, Split
+from megacore.parallel.weights.transfer import Stored, TransferError, execute, hugging_face, native, plan
 
 Arrays = dict[tuple[Any, str], np.ndarray]
 """{(rank or "hf", tensor name): array}."""

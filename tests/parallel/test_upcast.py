@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel import kernels
-from parallel.kernels import cpu, upcast
-from parallel.kernels.scoring import Scoring
+from megacore.parallel import kernels
+from megacore.parallel.kernels import cpu, upcast
+from megacore.parallel.kernels.scoring import Scoring
 
 X86 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
 

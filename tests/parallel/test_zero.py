@@ -15,14 +15,14 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel.choices import ZeroShard
-from parallel.collectives import Pending
-from parallel.gradients import reduce
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import Group, Mesh
-from parallel.parameters import Parameters
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
+from megacore.parallel.collectives import Pending
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.gradients import reduce
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
 
 NAMES = ("first", "left", "right", "last")
 SCHEMA = Schema(tuple(Param(name, "embed mlp", std=1.0) for name in NAMES), {"embed": 5, "mlp": 7, "layer": 1})

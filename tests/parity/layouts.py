@@ -17,14 +17,14 @@ from extended_family import extended
 from families import drawn
 from oracle import Case, Run
 
+from megacore.models.lora import Lora
+from megacore.models.registry import FAMILIES, configure
+from megacore.models.tuning import Tuning
+from megacore.parallel.balance import Coefficients
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.weights.layout import MeshShape
 from megacore.training.states.offload import Offload
-from models.lora import Lora
-from models.registry import FAMILIES, configure
-from models.tuning import Tuning
-from parallel.balance import Coefficients
-from parallel.choices import ZeroShard
-from parallel.memory.recompute import Activations
-from parallel.weights.layout import MeshShape
 
 Pair = tuple[Case, Run]
 

@@ -22,29 +22,29 @@ from torch import Tensor
 
 from megacore.data.batches import Batches
 from megacore.data.samples import Sample
+from megacore.models.assemble import Model
+from megacore.models.config import ModelConfig
+from megacore.models.decoder import Losses, Microbatch
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.balance import NONE, Coefficients, Loads
+from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.enum_errors import ContextBalance, ContextExchange, ZeroShard
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.labels import IGNORE, with_labels
+from megacore.parallel.layers.router import Router, scores_of
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
+from megacore.parallel.weights.transfer import execute, native, plan
 from megacore.training.optimizer import Optimizer
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep, evaluate
-from models.assemble import Model
-from models.config import ModelConfig
-from models.decoder import Losses, Microbatch
-from models.registry import configure
-from models.stages import layout_of
-from models.tuning import EVERYTHING, Tuning
-from parallel.balance import NONE, Coefficients, Loads
-from parallel.choices import ContextBalance, ContextExchange, ZeroShard
-from parallel.context_split import ContextParallel
-from parallel.gradients.reduce import Gradients
-from parallel.labels import IGNORE, with_labels
-from parallel.layers.router import Router, scores_of
-from parallel.memory.recompute import Activations
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters
-from parallel.pipeline.run import Pipeline
-from parallel.routing import Routing
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
-from parallel.weights.transfer import execute, native, plan
 
 TOLERANCE = 1e-9
 """Relative, in float64."""

@@ -195,7 +195,8 @@ def copied(files: Iterable[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in (*PACKAGES, *TESTS):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+            ignored = shutil.ignore_patterns("__pycache__", ".*")
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
         for file in files:
             (folder / file).write_text(ast.unparse(ast.parse((ROOT / file).read_text())))

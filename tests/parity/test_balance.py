@@ -15,20 +15,20 @@ from oracle import LENGTH, Case, Run, expected, gradient_arrays, lively, microba
 from pool import Pool
 from torch import Tensor
 
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.moe import MixtureOfExperts
+from megacore.models.stages import layout_of
+from megacore.parallel.balance import NONE, Balance, Coefficients, Loads, RoutedTokens
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.layout import MeshShape
 from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.step import TrainStep, counted_tokens, evaluate
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.moe import MixtureOfExperts
-from models.stages import layout_of
-from parallel.balance import NONE, Balance, Coefficients, Loads, RoutedTokens
-from parallel.gradients.reduce import Gradients
-from parallel.memory.recompute import Activations
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.routing import Routing
-from parallel.weights.layout import MeshShape
 
 SEQUENCES, EXPERTS, TOP_K, RATE = 4, 8, 3, 1e-3
 MODEL = {

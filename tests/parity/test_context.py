@@ -17,13 +17,13 @@ from oracle import Case, Measured, Run, measure, microbatches, model_of, tokens
 from pool import Pool
 from torch import Tensor
 
-from parallel import kernels
-from parallel.kernels import partial_attention
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import Scoring
-from parallel.memory.recompute import Activations
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
+from megacore.parallel import kernels
+from megacore.parallel.kernels import partial_attention
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 
 aten = torch.ops.aten
 

@@ -14,17 +14,17 @@ from oracle import TOLERANCE, Case, Run, measure, microbatches, snapshot
 from pool import Pool
 from torch import Tensor
 
-from megacore.store.index import MOMENTS
+from megacore.models.assemble import Model
+from megacore.models.stages import layout_of
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.rank_sets import divide
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.weight_folders.index import MOMENTS
 from megacore.training.optimizer import Optimizer
 from megacore.training.step import TrainStep
-from models.assemble import Model
-from models.stages import layout_of
-from parallel.choices import ZeroShard
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.rank_sets import divide
-from parallel.weights.layout import MeshShape
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(dp=2), MeshShape(tp=2, pp=2, dp=2)], ids=["dp2", "tp2-pp2-dp2"])

@@ -14,16 +14,16 @@ from oracle import Case, Run, lively, microbatches, relative
 from pool import Pool
 from torch import Tensor
 
+from megacore.models.assemble import Model
+from megacore.models.stages import layout_of
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.weights.layout import MeshShape
 from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.step import Stats, TrainStep
-from models.assemble import Model
-from models.stages import layout_of
-from parallel.choices import ZeroShard
-from parallel.gradients.reduce import Gradients
-from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.weights.layout import MeshShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # fp8 leaves out the first layer and the last.

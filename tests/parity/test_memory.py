@@ -11,9 +11,9 @@ from layouts import BIASES, DROPOUT, GPT2, KEPT, LLAMA, OF_MEMORY, RUNGS
 from oracle import Case, Measured, Run, deep, measure
 from pool import Pool
 
-from parallel.choices import ZeroShard
-from parallel.memory.recompute import Activations
-from parallel.weights.layout import MeshShape
+from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.weights.layout import MeshShape
 
 CASES = [
     Case("llama", LLAMA | BIASES | {"tie_word_embeddings": True}, ignored=0.3, label_smoothing=0.1, z_loss=1e-2),

@@ -25,11 +25,11 @@ from oracle import (
 from pool import Pool
 from torch import Tensor
 
-from models.assemble import Model
-from models.context import CausalAttention, Context
-from parallel.mesh import Mesh
-from parallel.routing import Routing
-from parallel.weights.layout import MeshShape
+from megacore.models.assemble import Model
+from megacore.models.context import CausalAttention, Context
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.layout import MeshShape
 
 BY_MAX = {"top_k": 2, "groups": 2, "group_score": "max"}
 

@@ -10,15 +10,15 @@ from layouts import ALL, CONV, DOWN, LLAMA, MIXED_LORA, SOME, TUNED_FAMILIES
 from oracle import Case, Run, lively, microbatches
 from torch import Tensor, nn
 
-from models.assemble import Model
-from models.lora import Lora
-from models.registry import configure
-from models.stages import layout_of
-from models.tuning import Tuning
-from parallel.layers.linear import ColumnParallelLinear
-from parallel.mesh import Mesh
-from parallel.parameters import Parameters
-from parallel.weights.layout import MeshShape
+from megacore.models.assemble import Model
+from megacore.models.lora import Lora
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.models.tuning import Tuning
+from megacore.parallel.layers.linear import ColumnParallelLinear
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import Parameters
+from megacore.parallel.weights.layout import MeshShape
 
 # -- the formula
 

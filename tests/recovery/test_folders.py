@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.folders import HELD, compiled, temporary_folder
+from megacore.launcher.temporary_folder import HELD, compiled, temporary_folder
 
 
 @pytest.fixture(autouse=True)

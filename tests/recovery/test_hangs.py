@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from megacore.incidents import Incident
 from megacore.outcome import rank_file
+from megacore.parallel.weights.layout import MeshShape
 from megacore.places import along, listed, place
 from megacore.recovery import beats, flight_recorder, hang_report
 from megacore.recovery.beats import PHASES, Beat, Phase, Reading, read
 from megacore.recovery.flight_recorder import GroupLog
 from megacore.recovery.hang_report import LEAST_S, START_S, Answer, HangReport, bound_s, now_of, standing
 from megacore.recovery.standing import Witness, doing, judge
-from parallel.weights.layout import MeshShape
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ import pytest
 
 from megacore import incidents
 from megacore.incidents import KINDS, Incident
-from megacore.store.file_lock import flock
-from megacore.store.strict_json import StoreError
+from megacore.store.io.file_lock import flock
+from megacore.store.io.strict_json import StoreError
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("not_durable")]
 KILLED = Incident("killed", "restart", "SIGKILL \x1b[2J\n", "restart 1 of 3", 1, 0, "host", 8, at=100.0, launch="life")

@@ -17,7 +17,7 @@ from megacore.exits import MISUSED
 from megacore.rank import restarts
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.recovery.protection import Beats, Pause
-from megacore.store.index import INDEX
+from megacore.store.weight_folders.index import INDEX
 from megacore.training import metrics
 from megacore.training.main import main
 from megacore.training.resume import overrides_of_restart

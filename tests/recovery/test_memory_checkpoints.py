@@ -25,7 +25,7 @@ from megacore.rank import RankPlace
 from megacore.recovery import memory_checkpoints, partners
 from megacore.recovery.memory_checkpoints import LEFTOVER_S, RUN_ID, MemoryCheckpoints, private, sweep
 from megacore.recovery.partners import HeldFiles
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
 from megacore.training import build, main, metrics, save
 from megacore.training.check import check
 from megacore.training.trainer import Callback, Trainer
@@ -186,7 +186,7 @@ def test_a_machine_that_is_lost_takes_nothing_along(layout: str, pool: Pool, rec
 
 def live_in_shares(*arguments: Any) -> Told:
     """A life in which each rank writes its part of each state, however small."""
-    with mock.patch("megacore.store.shares.SHARE_BYTES", 1):
+    with mock.patch("megacore.store.tensor_files.shares.SHARE_BYTES", 1):
         return live(*arguments)
 
 

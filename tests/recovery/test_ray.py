@@ -20,10 +20,10 @@ sys.path.append(str(Path(__file__).parents[1] / "megacore"))
 from engine import train, write_recipe
 from pool import Pool
 
-from megacore import ray as trained
 from megacore.exits import FAILED, MISUSED
+from megacore.launch import ray_cluster as trained
 from megacore.recipe import ConfigError
-from tools.ray import workers_of
+from megacore.tools.ray import workers_of
 
 ROOT = Path(__file__).parents[2]
 VARIABLES = {
@@ -75,7 +75,7 @@ def test_a_killed_worker_and_a_cluster_that_shrinks_and_grows_change_no_loss(
     run = [recipe, f"out={out}", *settings, "train.steps=100000", "checkpoint.every=10", "checkpoint.background=false"]
     options = ["--workers", "1:2", "--look", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tools.ray", *run, *options],
+        [sys.executable, "-m", "megacore.tools.ray", *run, *options],
         env=os.environ | {"RAY_ADDRESS": nodes.cluster.address},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -15,9 +15,9 @@ from megacore.incidents import Incident
 from megacore.recipe import load
 from megacore.recovery.hang_report import now_of
 from megacore.run_lock import RunLock
+from megacore.tools.main import main
 from megacore.training import metrics
 from megacore.training.metrics import WallClock
-from tools.main import main
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megacore.incidents import Incident
+from megacore.parallel.weights.layout import MeshShape
 from megacore.recovery.beats import Beat, Phase, Reading, queued_s, read
 from megacore.recovery.stragglers import STEPS, Stragglers, gpu_in_words
-from parallel.weights.layout import MeshShape
 
 USUAL: dict[Phase, float] = {"data": 0.001, "forward": 0.1, "backward": 0.2, "update": 0.03, "save": 0.0}
 

@@ -103,12 +103,12 @@ def notes(folder: Path) -> list[str]:
 
 def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float = 60.0) -> int:
     """Run it on a node -> exit status."""
-    from megacore.folders import temporary_folder
     from megacore.launcher.command import nodes_of
     from megacore.launcher.forking import prepare
     from megacore.launcher.node import Job, Node
     from megacore.launcher.processes import IMPORTS
     from megacore.launcher.signals import noted
+    from megacore.launcher.temporary_folder import temporary_folder
 
     (folder / "notes").touch()
     node = Node(ranks)

@@ -36,12 +36,12 @@ from changes import (
 )
 from tiny import GPT2, LLAMA, MIXTRAL, hugging_face_folder, layout_of, run_checkpoint, spread
 
-from megacore.store.conversion import to_hugging_face
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import STATES
-from models.registry import FAMILIES
-from parallel import limits
-from tools import convert
+from megacore.models.registry import FAMILIES
+from megacore.parallel import limits
+from megacore.store.conversions.conversion import to_hugging_face
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.weight_folders.index import STATES
+from megacore.tools import convert
 
 
 def build(folder: Path) -> None:

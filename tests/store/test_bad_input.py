@@ -18,10 +18,10 @@ from damage import damage_bytes, damage_tree, places
 from families import ROTATION
 from tiny import snapshot
 
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.strict_json import StoreError
-from parallel.weights.transfer import hugging_face, plan
-from tools import convert, inspect, reshard
+from megacore.parallel.weights.transfer import hugging_face, plan
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.tools import convert, inspect, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from tiny import LLAMA, Section, assert_holds, hugging_face_folder, layout_of, run_checkpoint, whole
 
 from megacore.inference.model_loader import dtype_of, model_from
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.conversion import to_checkpoint, to_hugging_face
-from megacore.store.formats import open_folder
-from megacore.store.hugging_face import HuggingFace
-from models.registry import configure
-from parallel.mesh import Mesh
-from parallel.weights.transfer import hugging_face
-from tools import convert
+from megacore.models.registry import configure
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.transfer import hugging_face
+from megacore.store.conversions.conversion import to_checkpoint, to_hugging_face
+from megacore.store.conversions.formats import open_folder
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import convert
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

@@ -20,14 +20,14 @@ from tiny import (
     snapshot,
 )
 
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.index import STATES, FileRecord, Index, file_name, on_disk, read_index
-from megacore.store.strict_json import StoreError, parse_json, read_json
-from models.registry import configure
-from parallel.weights.fingerprint import fingerprint
-from parallel.weights.layout import Coordinates, Layout, MeshShape
-from parallel.weights.transfer import hugging_face, strided, whole_name
-from tools import convert
+from megacore.models.registry import configure
+from megacore.parallel.weights.fingerprint import fingerprint
+from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape
+from megacore.parallel.weights.transfer import hugging_face, strided, whole_name
+from megacore.store.io.strict_json import StoreError, parse_json, read_json
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.index import STATES, FileRecord, Index, file_name, on_disk, read_index
+from megacore.tools import convert
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

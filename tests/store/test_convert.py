@@ -40,17 +40,17 @@ from tiny import (
 )
 from whole import Whole
 
-from megacore.store import audit, hugging_face_files
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.conversion import to_checkpoint, to_hugging_face
-from megacore.store.index import INDEX, Index, path_of
-from megacore.store.strict_json import StoreError
-from models.registry import FAMILIES, configure
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.pattern import Pattern
-from parallel.weights.schema import Param, Schema, split_of
-from parallel.weights.transfer import Stored, hugging_face
-from tools import convert, reshard
+from megacore.models.registry import FAMILIES, configure
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.pattern import Pattern
+from megacore.parallel.weights.schema import Param, Schema, split_of
+from megacore.parallel.weights.transfer import Stored, hugging_face
+from megacore.store.conversions.conversion import to_checkpoint, to_hugging_face
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders import audit, hugging_face_files
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.index import INDEX, Index, path_of
+from megacore.tools import convert, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 
@@ -495,7 +495,7 @@ SCRIPT = """
 import sys, threading, time
 sys.path[:0] = [{root!r}]
 from pathlib import Path
-from tools import convert, inspect, reshard
+from megacore.tools import convert, inspect, reshard
 most, done = 0, threading.Event()
 def watch():
     global most

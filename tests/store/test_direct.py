@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from whole import write_tensor
 
-from megacore.store import direct
-from megacore.store.direct import ALIGNMENT, LEAST, DirectFile, WriteWindow, aligned_memory
-from megacore.store.tensors import TensorFile, TensorWriter
+from megacore.store.io import direct
+from megacore.store.io.direct import ALIGNMENT, LEAST, DirectFile, WriteWindow, aligned_memory
+from megacore.store.tensor_files.tensors import TensorFile, TensorWriter
 
 SIZE = 12 * LEAST + 12_345
 

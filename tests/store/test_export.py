@@ -14,9 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from megacore.store.dtypes import FLOATS
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.hugging_face_files import (
+from megacore.models.config import ModelConfig
+from megacore.models.registry import FAMILIES, configure, family
+from megacore.parallel.weights.schema import Schema
+from megacore.parallel.weights.transfer import hugging_face
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.stream import METADATA
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.weight_folders.hugging_face_files import (
     Shard,
     config_json,
     export_files,
@@ -25,12 +31,6 @@ from megacore.store.hugging_face_files import (
     texts,
     with_dtype,
 )
-from megacore.store.stream import METADATA
-from megacore.store.strict_json import StoreError
-from models.config import ModelConfig
-from models.registry import FAMILIES, configure, family
-from parallel.weights.schema import Schema
-from parallel.weights.transfer import hugging_face
 
 TORCH = {getattr(torch, name): short for short, name in FLOATS.items()}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.store import files as module
-from megacore.store.files import append, leaves, open_file, open_lock, replacing
+from megacore.store.io import files as module
+from megacore.store.io.files import append, leaves, open_file, open_lock, replacing
 
 Act = Callable[[Path], object]
 

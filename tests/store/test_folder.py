@@ -13,20 +13,20 @@ from tiny import LLAMA, hugging_face_folder, layout_of, run_checkpoint, spread
 from whole import Whole
 
 from megacore.inference.model_loader import model_from
-from megacore.store import audit
-from megacore.store.adapters import MergedFolder
-from megacore.store.conversion import to_checkpoint, to_hugging_face
-from megacore.store.folder import WeightFolder
-from megacore.store.formats import open_folder, open_model
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import STATES, Adapters, Index
-from megacore.store.strict_json import StoreError
-from models.lora import Lora
-from models.tuning import Tuning
-from parallel.mesh import Mesh
-from parallel.weights.fingerprint import combined
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.transfer import native
+from megacore.models.lora import Lora
+from megacore.models.tuning import Tuning
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.fingerprint import combined
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.transfer import native
+from megacore.store.conversions.adapters import MergedFolder
+from megacore.store.conversions.conversion import to_checkpoint, to_hugging_face
+from megacore.store.conversions.formats import open_folder, open_model
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders import audit
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.weight_folders.index import STATES, Adapters, Index
 
 LORA = Lora(2, 4.0, ("attn.qkv", "mlp.down"))
 FORMATS = ("hugging_face", "checkpoint", "spread", "adapters", "adapted", "adapted-checkpoint", "merged", "whole")

@@ -17,8 +17,8 @@ import safetensors
 from damage import NUMBERS, damage_bytes, damage_tree
 from families import ROTATION
 
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import DTYPES, TensorFile
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.tensors import DTYPES, TensorFile
 
 CASES = 800
 """Random files of each kind, others with another rotation."""

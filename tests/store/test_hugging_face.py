@@ -19,12 +19,12 @@ from families import random_model, rotated, saved, small
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
-from megacore.store.accounting import summary
-from megacore.store.conversion import to_hugging_face
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.strict_json import StoreError
-from models import registry
-from models.registry import FAMILIES, configure
+from megacore.models import registry
+from megacore.models.registry import FAMILIES, configure
+from megacore.store.conversions.conversion import to_hugging_face
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.accounting import summary
+from megacore.store.weight_folders.hugging_face import HuggingFace
 
 Tensors = dict[str, torch.Tensor]
 
@@ -167,7 +167,7 @@ def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
 
 
 def test_tied_twice_is_compared_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacore.store.accounting._COMPARED_AT_ONCE", 7)
+    monkeypatch.setattr("megacore.store.tensor_files.accounting._COMPARED_AT_ONCE", 7)
     theirs = model("llama", tie_word_embeddings=True)
     theirs.save_pretrained(tmp_path)
 

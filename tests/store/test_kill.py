@@ -21,11 +21,12 @@ from families import drawn
 from pool import forkserver
 from tiny import LLAMA, Section, hugging_face_folder, layout_of, run_checkpoint, snapshot
 
-from megacore.store import audit, stream
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.publish import LOCK, partial
-from tools import convert, reshard
+from megacore.store.tensor_files import stream
+from megacore.store.tensor_files.publish import LOCK, partial
+from megacore.store.weight_folders import audit
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import convert, reshard
 
 KILLS = 18
 """Of each command."""
@@ -164,7 +165,7 @@ def test_a_disk_that_fills_up_meanwhile(small_disk: Path, tmp_path: Path, capsys
                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """The room was there when it was asked for."""
     hugging_face_folder(tmp_path / "hf", {**MEDIUM, "vocab_size": 13})
-    monkeypatch.setattr("megacore.store.publish.free_bytes", lambda folder: 10**12)
+    monkeypatch.setattr("megacore.store.tensor_files.publish.free_bytes", lambda folder: 10**12)
     assert convert.main([str(tmp_path / "hf"), str(small_disk / "c"), "--tp", "2"]) == 1
     said = capsys.readouterr().err
     assert "No space left on device: it needs" in said and "are free in" in said

@@ -17,16 +17,16 @@ from faulty import Faulty
 from tiny import LLAMA
 
 from megacore import checkpoints
-from megacore.store import object_files, stream
-from megacore.store.formats import open_folder
-from megacore.store.object_files import ObjectTensors, upload
-from megacore.store.objects import NoObject, ObjectPath, place
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import TensorFile
-from models.registry import configure
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Schema
-from parallel.weights.transfer import Stored, native, plan
+from megacore.models.registry import configure
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Schema
+from megacore.parallel.weights.transfer import Stored, native, plan
+from megacore.store.conversions.formats import open_folder
+from megacore.store.io.objects import NoObject, ObjectPath, place
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files import object_files, stream
+from megacore.store.tensor_files.object_files import ObjectTensors, upload
+from megacore.store.tensor_files.tensors import TensorFile
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny import spread
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
-from tools.convert import main as convert
+from megacore.tools.convert import main as convert
 
 Sizes = dict[str, int]
 Pieces = dict[str, np.ndarray]

@@ -16,10 +16,18 @@ from pathlib import Path
 import pytest
 from pool import forkserver
 
-from megacore.store import publish as module
-from megacore.store.publish import LOCK, Publication, leftovers, partial, publish, remove_leftovers, write_file
-from megacore.store.stream import File, write
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files import publish as module
+from megacore.store.tensor_files.publish import (
+    LOCK,
+    Publication,
+    leftovers,
+    partial,
+    publish,
+    remove_leftovers,
+    write_file,
+)
+from megacore.store.tensor_files.stream import File, write
 
 
 def content(folder: Path) -> dict[str, str]:

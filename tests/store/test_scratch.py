@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.store.direct import ALIGNMENT, aligned_memory
-from megacore.store.scratch import Scratch, mapped
-from megacore.store.strict_json import StoreError
+from megacore.store.io.direct import ALIGNMENT, aligned_memory
+from megacore.store.io.scratch import Scratch, mapped
+from megacore.store.io.strict_json import StoreError
 
 pytestmark = pytest.mark.quick
 SIZE = 8 * ALIGNMENT
@@ -61,8 +61,8 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
-from megacore.store.direct import aligned_memory
-from megacore.store.scratch import Scratch
+from megacore.store.io.direct import aligned_memory
+from megacore.store.io.scratch import Scratch
 file = Scratch(Path({str(tmp_path)!r}), 1 << 20, "a test")
 file.write(aligned_memory(1 << 20), 0)
 print("written", flush=True)

@@ -14,17 +14,17 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import GPT2, LLAMA, Section, layout_of, run_checkpoint, snapshot, spread
 
-from megacore.store import audit
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.index import STATES, on_disk, read_index
-from megacore.store.shares import MOST_FILES, SHARE_BYTES, FileContents, States, divide, share_out
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import TensorFile
-from models.registry import configure
-from models.stages import layout_of as staged
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.transfer import Stored, native, strided
-from tools import convert, inspect, reshard
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of as staged
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.transfer import Stored, native, strided
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.shares import MOST_FILES, SHARE_BYTES, FileContents, States, divide, share_out
+from megacore.store.tensor_files.tensors import TensorFile
+from megacore.store.weight_folders import audit
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.index import STATES, on_disk, read_index
+from megacore.tools import convert, inspect, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

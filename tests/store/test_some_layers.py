@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from tiny import LAYERS, LLAMA, assert_holds, edit_index, layout_of, run_checkpoint, whole
 
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.index import STATES
-from megacore.store.strict_json import StoreError
-from models import lora
-from models.families.llama import LlamaConfig
-from models.lora import Lora
-from models.registry import configure
-from models.stages import default_layers
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import SPLIT, Param
-from tools import convert, inspect, reshard
+from megacore.models import lora
+from megacore.models.families.llama import LlamaConfig
+from megacore.models.lora import Lora
+from megacore.models.registry import configure
+from megacore.models.stages import default_layers
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import SPLIT, Param
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.index import STATES
+from megacore.tools import convert, inspect, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

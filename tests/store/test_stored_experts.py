@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tiny import MIXTRAL, hugging_face_folder, tensor_file
 from torch import Tensor
 
-from megacore.store.checkpoint import Checkpoint
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL
-from tools import convert, inspect, reshard
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.tools import convert, inspect, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

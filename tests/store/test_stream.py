@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from sentences import layouts, meshes, sizes_for, splits
 from sentences import params as tables
 
-from megacore.store import stream
-from megacore.store.direct import LEAST, DirectFile
-from megacore.store.dtypes import FLOATS, as_dtype
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import DTYPES, TensorFile
-from parallel.weights.fingerprint import Logical, add_up, fingerprint
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Param, Schema
-from parallel.weights.transfer import Stored, native, plan, strided, whole_name
+from megacore.parallel.weights.fingerprint import Logical, add_up, fingerprint
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Schema
+from megacore.parallel.weights.transfer import Stored, native, plan, strided, whole_name
+from megacore.store.io.direct import LEAST, DirectFile
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files import stream
+from megacore.store.tensor_files.dtypes import FLOATS, as_dtype
+from megacore.store.tensor_files.tensors import DTYPES, TensorFile
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

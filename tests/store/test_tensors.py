@@ -19,11 +19,11 @@ import safetensors.torch
 import torch
 from whole import write_tensor
 
-from megacore.store import tensors
-from megacore.store.direct import DirectFile
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import DTYPES, TensorFile, TensorWriter, file_size, os_errors
-from parallel import limits
+from megacore.parallel import limits
+from megacore.store.io.direct import DirectFile
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files import tensors
+from megacore.store.tensor_files.tensors import DTYPES, TensorFile, TensorWriter, file_size, os_errors
 
 TORCH = {
     "BOOL": torch.bool,

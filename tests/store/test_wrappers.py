@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.strict_json import StoreError
-from models.config import ModelConfigError
-from models.registry import configure
-from tools import convert, verify
+from megacore.models.config import ModelConfigError
+from megacore.models.registry import configure
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import convert, verify
 
 TEXT = {
     "vocab_size": 43,

@@ -16,17 +16,17 @@ import numpy as np
 from families import drawn
 from whole import Whole, write_tensor
 
-from megacore.store import shares
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.conversion import to_checkpoint
-from megacore.store.index import STATES, FileRecord, Index, Range, file_name, holder
-from megacore.store.stream import File, Read, Tensor, assemble, write
-from megacore.store.tensors import DTYPES, TensorWriter
-from models.config import ModelConfig
-from models.registry import FAMILIES, configure
-from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import Schema
-from parallel.weights.transfer import Stored, hugging_face, native, plan
+from megacore.models.config import ModelConfig
+from megacore.models.registry import FAMILIES, configure
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Schema
+from megacore.parallel.weights.transfer import Stored, hugging_face, native, plan
+from megacore.store.conversions.conversion import to_checkpoint
+from megacore.store.tensor_files import shares
+from megacore.store.tensor_files.stream import File, Read, Tensor, assemble, write
+from megacore.store.tensor_files.tensors import DTYPES, TensorWriter
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.index import STATES, FileRecord, Index, Range, file_name, holder
 
 Section = Mapping[str, Any]
 Bits = dict[str, np.ndarray]

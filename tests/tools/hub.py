@@ -15,19 +15,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from whole import Whole
 
-from megacore.store.audit import fingerprints
-from megacore.store.companions import Companion
-from megacore.store.conversion import to_checkpoint
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import Adapters, Index
-from megacore.store.tensors import DTYPES, TensorFile
-from models.lora import Lora
-from models.stages import layout_of
-from models.tuning import Tuning
-from parallel.weights.fingerprint import combined
-from parallel.weights.layout import MeshShape
-from parallel.weights.transfer import hugging_face
-from tools import convert
+from megacore.models.lora import Lora
+from megacore.models.stages import layout_of
+from megacore.models.tuning import Tuning
+from megacore.parallel.weights.fingerprint import combined
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import hugging_face
+from megacore.store.conversions.conversion import to_checkpoint
+from megacore.store.tensor_files.companions import Companion
+from megacore.store.tensor_files.tensors import DTYPES, TensorFile
+from megacore.store.weight_folders.audit import fingerprints
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.weight_folders.index import Adapters, Index
+from megacore.tools import convert
 
 
 def save(family: str, folder: Path, seed: int = 0, **fields: Any) -> Path:

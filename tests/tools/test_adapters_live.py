@@ -27,17 +27,17 @@ from megacore.inference.evaluation_data import Document
 from megacore.inference.generation import Ending, generate
 from megacore.inference.perplexity import Windows, evaluate
 from megacore.inference.sampling import Greedy
-from megacore.store import loader as loading
-from megacore.store.companions import Companion
-from megacore.store.formats import open_model
-from megacore.store.strict_json import StoreError
-from models.decoder import Microbatch
-from models.lora import Lora
-from models.registry import FAMILIES
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from tools import evaluate as evaluating
-from tools import generate as generating
+from megacore.models.decoder import Microbatch
+from megacore.models.lora import Lora
+from megacore.models.registry import FAMILIES
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.conversions.formats import open_model
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.companions import Companion
+from megacore.store.weight_folders import loader as loading
+from megacore.tools import evaluate as evaluating
+from megacore.tools import generate as generating
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -303,7 +303,7 @@ def test_processes_of_the_command_end_in_order(chat: Folders, tmp_path: Path) ->
     """What they find when they are live is said once, and none of them aborts."""
     other = shutil.copytree(chat.base, tmp_path / "other")
     in_dtype(save("llama", other, seed=1, **SIZES), torch.float64)
-    command = [sys.executable, "-m", "tools.main", "evaluate", str(chat.adapters), "--base", str(other)]
+    command = [sys.executable, "-m", "megacore.tools.main", "evaluate", str(chat.adapters), "--base", str(other)]
     launcher = [*command, "--data", __file__, "--tp", "2"]
     done = subprocess.run(launcher, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and not done.stdout

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-from launch import api_chats
+from megacore.launch import api_chats
 
 FACTS = cache(api_chats.facts)
 
@@ -54,6 +54,6 @@ def test_a_seed_gives_the_same_files(tmp_path: Path) -> None:
 def test_facts_are_those_of_the_source(tmp_path: Path) -> None:
     answers = set(turns(make(tmp_path)["validation.jsonl"]).values())
     assert "The default of `optimizer.lr` is 0.0003." in answers
-    assert "`parse_size` is defined in `megacore.store.hugging_face_files`." in answers
+    assert "`parse_size` is defined in `megacore.store.weight_folders.hugging_face_files`." in answers
     assert "Call it as `parse_size(text)`." in answers
     assert any(answer.startswith("`Publication`: A folder on its way") for answer in answers)

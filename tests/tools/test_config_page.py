@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config import SECTIONS
-from tools import config
+from megacore.tools import config
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

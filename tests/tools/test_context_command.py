@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megacore.data.indexed import IndexedWriter
-from parallel.context_split import ContextParallel
-from tools import context
+from megacore.parallel.context_split import ContextParallel
+from megacore.tools import context
 
 
 def shown(capsys: pytest.CaptureFixture[str], *given: str) -> str:

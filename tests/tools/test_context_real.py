@@ -28,10 +28,10 @@ import torch
 from megacore.data.indexed import IndexedDataset, IndexedWriter
 from megacore.data.samples import split_runs
 from megacore.inference.model_loader import model_from
-from megacore.store.formats import open_folder
-from models.decoder import Microbatch
-from parallel.mesh import Mesh
-from tools import tokenize
+from megacore.models.decoder import Microbatch
+from megacore.parallel.mesh import Mesh
+from megacore.store.conversions.formats import open_folder
+from megacore.tools import tokenize
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def megacore(tool: str, *arguments: str) -> str:
-    return python("tools.main", tool, *arguments)
+    return python("megacore.tools.main", tool, *arguments)
 
 
 def python(module: str, *arguments: str) -> str:

@@ -19,19 +19,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacore.config import CheckpointConfig, Config, LoraConfig
 from megacore.control import Control
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.loader import Loader
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.lora import Lora, linears, mistaken_by_peft
+from megacore.models.registry import FAMILIES, configure
+from megacore.models.stages import layout_of
+from megacore.models.tuning import Tuning
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.weight_folders.loader import Loader
+from megacore.tools import convert, inspect, reshard
 from megacore.training.resume import Start, remarks
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.lora import Lora, linears, mistaken_by_peft
-from models.registry import FAMILIES, configure
-from models.stages import layout_of
-from models.tuning import Tuning
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from tools import convert, inspect, reshard
 
 LLAMA: Mapping[str, Any] = {
     "family": "llama",

@@ -27,13 +27,13 @@ from megacore.data.indexed import IndexedWriter
 from megacore.inference.evaluation_data import Document
 from megacore.inference.model_loader import model_from
 from megacore.inference.perplexity import Windows, evaluate
-from megacore.store.formats import open_folder
-from models.assemble import Model
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Split
-from tools import evaluate as command
-from tools import generate, processes
+from megacore.models.assemble import Model
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Split
+from megacore.store.conversions.formats import open_folder
+from megacore.tools import evaluate as command
+from megacore.tools import generate, processes
 
 Capture = pytest.CaptureFixture[str]
 TEXTS = ["The sun rose over the quiet harbour.", "naïve façade, 5 € and £4.99; 日本語 🎉", "x", "", "a b c d " * 7]

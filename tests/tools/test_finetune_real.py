@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.tools import convert
 from megacore.training import metrics
-from tools import convert
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def finetune(recipe: str, real: Path, chats: Path, out: Path, processes: int, ov
         [
             sys.executable,
             "-m",
-            "tools.finetune",
+            "megacore.tools.finetune",
             f"launch/recipes/{recipe}.yaml",
             *data,
             *ends,

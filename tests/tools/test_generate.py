@@ -24,12 +24,12 @@ from megacore.inference.generation import Ending, generate, prefill
 from megacore.inference.model_loader import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
-from megacore.store.formats import open_folder
-from megacore.store.strict_json import StoreError
-from models.registry import FAMILIES
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from tools import generate as command
+from megacore.models.registry import FAMILIES
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.conversions.formats import open_folder
+from megacore.store.io.strict_json import StoreError
+from megacore.tools import generate as command
 
 Capture = pytest.CaptureFixture[str]
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [3, 8]]
@@ -289,7 +289,7 @@ def test_chats_go_through_the_template_and_samples_repeat_by_their_seed(llama: P
 def test_what_is_wrong_is_said_before_the_weights_are_read(
     llama: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megacore.store.loader.Loader.tensors", None)
+    monkeypatch.setattr("megacore.store.weight_folders.loader.Loader.tensors", None)
     asked, small = ["--prompt", "The sun"], with_text(save("gpt2", tmp_path / "small"))
     cases: list[tuple[Path, list[str], str]] = [
         (llama, [], "there is no prompt"),

@@ -10,8 +10,8 @@ import pytest
 from megacore import incidents
 from megacore.incidents import Incident
 from megacore.planning.goodput import LEVELS
-from tools.main import main
-from tools.plan_goodput import measured_costs
+from megacore.tools.main import main
+from megacore.tools.plan_goodput import measured_costs
 
 ASKED = ["plan", "launch/recipes/quickstart.yaml", "--gpu", "cpu", "--gpus-per-node", "2", "mesh.tp=1", "mesh.pp=1"]
 SPLIT = [*ASKED, "mesh.dp=4", "batch.global_size=32", "zero.shard=optimizer", "--goodput"]

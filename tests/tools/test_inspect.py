@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedWriter
-from megacore.store.audit import fingerprints
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.hugging_face import HuggingFace
-from models.config import active_parameters
-from tools import convert, evaluate, inspect, reshard, verify
+from megacore.models.config import active_parameters
+from megacore.store.weight_folders.audit import fingerprints
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import convert, evaluate, inspect, reshard, verify
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]

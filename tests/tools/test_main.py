@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from megacore.data.indexed import IndexedWriter
-from tools.main import COMMANDS, main
+from megacore.tools.main import COMMANDS, main
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from models.registry import FAMILIES, configure, presets
-from tools import models
+from megacore.models.registry import FAMILIES, configure, presets
+from megacore.tools import models
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 

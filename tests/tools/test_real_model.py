@@ -21,11 +21,11 @@ import yaml
 from pool import Pool
 
 from megacore.control import Control
-from megacore.store.tensors import TensorFile
+from megacore.parallel.mesh import Mesh
+from megacore.store.tensor_files.tensors import TensorFile
+from megacore.tools import convert, generate, reshard, tokenize, verify
 from megacore.training import build, metrics
 from megacore.training.check import check
-from parallel.mesh import Mesh
-from tools import convert, generate, reshard, tokenize, verify
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_evaluate_finds_the_loss_of_transformers(real: Path, checkpoint: Path, t
     ids = words(text.read_text(), return_tensors="pt")["input_ids"]
     with torch.no_grad():
         wanted = float(model(ids, labels=ids).loss)
-    launcher = [sys.executable, "-m", "tools.main", "evaluate", str(checkpoint), "--data", str(text), "--json"]
+    launcher = [sys.executable, "-m", "megacore.tools.main", "evaluate", str(checkpoint), "--data", str(text), "--json"]
     for layout in ((), ("--tp", "3")):
         command = [*launcher, "--dtype", "float32", *layout]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -151,9 +151,8 @@ def test_verify_in_three_processes_finds_the_same_model(real: Path, tmp_path: Pa
     made = tmp_path / "tp3"
     assert convert.main([str(real), str(made), "--tp", "3"]) == 0
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run(
-        [*launcher, "-m", "tools.verify", str(made), str(real)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [*launcher, "-m", "megacore.tools.verify", str(made), str(real)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "tp=3" in done.stdout and "The same model." in done.stdout
 

@@ -14,13 +14,13 @@ import pytest
 
 from megacore.data import encode, stage, text, tokenizer
 from megacore.data.corpus import Corpus
+from megacore.data.guard import Guard
 from megacore.data.indexed import IndexedDataset
 from megacore.data.text import InputError
-from megacore.guard import Guard
-from megacore.store.strict_json import StoreError
-from parallel import limits
-from tools import merge_tokens
-from tools.tokenize import main
+from megacore.parallel import limits
+from megacore.store.io.strict_json import StoreError
+from megacore.tools import merge_tokens
+from megacore.tools.tokenize import main
 
 TEXTS = ["def f(x):\n    return x + 1\n", "Zwölf Boxkämpfer 拳击手 🥊\r\n", "a <|endoftext|> b", "x" * 40]
 
@@ -352,7 +352,7 @@ def test_an_existing_output_is_kept_unless_told(tmp_path, trained, capsys):
 
 def test_a_termination_leaves_nothing(tmp_path, trained, monkeypatch, capsys):
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("tools.tokenize.load", lambda stage: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("megacore.tools.tokenize.load", lambda stage: os.kill(os.getpid(), signal.SIGTERM))
     (tmp_path / "a.txt").write_text("text")
     status, out = tokenize(tmp_path / "a.txt", trained)
     assert status == 130 and "interrupted" in capsys.readouterr().err and not out.exists()
@@ -364,7 +364,7 @@ def test_a_termination_leaves_nothing(tmp_path, trained, monkeypatch, capsys):
 KILLED = """
 import os, signal, sys
 from megacore.data import encode, stage, text
-from tools.tokenize import main
+from megacore.tools.tokenize import main
 encode.AT_ONCE = text.LINES = stage.KEPT = 100
 real, kept = stage.Stage.keep, []
 def keep(self, progress):
@@ -599,7 +599,8 @@ def test_a_shuffled_corpus_has_each_document_once(lines, trained, tmp_path):
 
 def test_the_data_side_imports_no_torch():
     modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "stage"]
-    names = ["tools.tokenize", "tools.merge_tokens", *(f"megacore.data.{module}" for module in modules)]
+    names = [f"megacore.tools.{name}" for name in ("tokenize", "merge_tokens")]
+    names += [f"megacore.data.{module}" for module in modules]
     code = f"import sys, {', '.join(names)}\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

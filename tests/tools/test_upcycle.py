@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megacore.control import Control
-from megacore.store.formats import open_folder
-from megacore.store.loader import Loader
-from models.assemble import Model
-from models.decoder import Microbatch
-from models.stages import layout_of
-from models.upcycle import WITH_EXPERTS
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from parallel.weights.transfer import hugging_face
-from tools import convert, inspect, upcycle
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch
+from megacore.models.stages import layout_of
+from megacore.models.upcycle import WITH_EXPERTS
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import hugging_face
+from megacore.store.conversions.formats import open_folder
+from megacore.store.weight_folders.loader import Loader
+from megacore.tools import convert, inspect, upcycle
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from megacore.inference.verification import Pair, _microbatch, mesh_shape, parallel_model, transformers_model
 from megacore.inference.verification import verify as verify_pair
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.hugging_face import HuggingFace
-from parallel.choices import ContextExchange
-from parallel.mesh import Mesh
-from parallel.weights.layout import MeshShape
-from tools import verify
-from tools.verify import encode
+from megacore.parallel.enum_errors import ContextExchange
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import verify
+from megacore.tools.verify import encode
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -248,7 +248,7 @@ def test_torchrun(llama: Path, tmp_path: Path) -> None:
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [*launcher, "-m", "tools.verify", *map(str, arguments)]
+        command = [*launcher, "-m", "megacore.tools.verify", *map(str, arguments)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
     done = run(target, llama)

@@ -13,8 +13,8 @@ from torch import Tensor
 from megacore import exits
 from megacore.data.skipped import SampleRange, in_words
 from megacore.incidents import Incident, counted
+from megacore.parallel.collectives import all_reduce_
 from megacore.training.trainer import Callback, Trainer
-from parallel.collectives import all_reduce_
 
 if TYPE_CHECKING:
     from megacore.training.step import Stats

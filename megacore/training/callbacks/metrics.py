@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.hardware import peak_memory_gib
+from megacore.models.config import ModelConfig, flops_per_token
+from megacore.parallel.balance import Coefficients, Loads
+from megacore.parallel.mesh import Mesh
 from megacore.rank import RankPlace
 from megacore.training.metrics import Log, Record
 from megacore.training.step import Phase, Stats
 from megacore.training.trainer import Callback, Trainer
-from models.config import ModelConfig, flops_per_token
-from parallel.balance import Coefficients, Loads
-from parallel.mesh import Mesh
 
 
 class Metrics(Callback):

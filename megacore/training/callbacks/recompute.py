@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megacore.corruption import Corrupted, at_fault
+from megacore.models.decoder import Microbatch
 from megacore.places import listed
 from megacore.training.callbacks.replicas import checksum
 from megacore.training.step import PHASES, counted_and_routed, counted_tokens
 from megacore.training.trainer import Callback, Trainer
-from models.decoder import Microbatch
 
 
 class Recompute(Callback):

@@ -21,9 +21,9 @@ from megacore.control import Control
 from megacore.data.skipped import SampleRange, in_recipe
 from megacore.incidents import ACTIONS, KINDS, Action, Incident, Kind
 from megacore.say import say
-from megacore.store.audit import DamageError
-from megacore.store.objects import place
-from megacore.store.strict_json import StoreError
+from megacore.store.io.objects import place
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.audit import DamageError
 from megacore.training.callbacks.bad_steps import WINDOW, BadSteps, NonFinite, bounds
 from megacore.training.initial_state import load_initial_state
 from megacore.training.resume import Damaged, Start, find, newest_whole, remarks

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megacore.corruption import Corrupted, outvoted
+from megacore.parallel.gradients.buckets import Elements, WholeSpan, spans_of
+from megacore.parallel.rank_sets import RankSet, groups_of
 from megacore.places import listed
-from megacore.store.index import MASTER, MOMENTS
+from megacore.store.weight_folders.index import MASTER, MOMENTS
 from megacore.training.trainer import Callback, Trainer
-from parallel.gradients.buckets import Elements, WholeSpan, spans_of
-from parallel.rank_sets import RankSet, groups_of
 
 _ROW = 1024
 """Words that a checksum sums with one weight."""

@@ -10,7 +10,7 @@ from megacore import checkpoints, incidents
 from megacore.config import Config
 from megacore.data.corpora import facts
 from megacore.say import err, say
-from megacore.store.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError
 from megacore.training import metrics
 from megacore.training.trainer import Callback, Trainer
 

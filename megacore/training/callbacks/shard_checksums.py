@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megacore.corruption import Corrupted
+from megacore.parallel.gradients.buckets import Elements
 from megacore.training.callbacks.replicas import checksum, held_tensors
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
-from parallel.gradients.buckets import Elements
 
 _SAMPLE = 1 << 24
 """Elements whose checksum is timed at the start: more than a cache holds."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.store.index import MASTER, MOMENTS
-from parallel import kernels
-from parallel.gradients.buckets import OwnedShard
+from megacore.parallel import kernels
+from megacore.parallel.gradients.buckets import OwnedShard
+from megacore.store.weight_folders.index import MASTER, MOMENTS
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.store.index import MASTER, MOMENTS
+from megacore.parallel.gradients.buckets import Elements, OwnedShard
+from megacore.parallel.kernels.narrow_adamw import Step, update
+from megacore.store.weight_folders.index import MASTER, MOMENTS
 from megacore.training.states.device_store import Rule
 from megacore.training.states.windows import ALIGNED, BUFFERS, Segment, Window, WindowStore, cut
-from parallel.gradients.buckets import Elements, OwnedShard
-from parallel.kernels.narrow_adamw import Step, update
 
 
 @dataclass(frozen=True)

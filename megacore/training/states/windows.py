@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megacore.store.direct import ALIGNMENT, Bytes, aligned_memory
-from megacore.store.scratch import Scratch
+from megacore.store.io.direct import ALIGNMENT, Bytes, aligned_memory
+from megacore.store.io.scratch import Scratch
 
 ALIGNED = 64
 """Elements: segments begin on cache lines, and are cut where no kernel sees it, whatever the dtype."""

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.kernels.fused import launching
+from megacore.parallel.kernels.fused import launching
 
 FUNCTIONS = ("silu", "gelu_tanh")
 """Those that are x sigmoid(f(x)): with f(x) = x, and with f(x) = x (_GELU + _CUBIC x^2), for (1 + tanh(f / 2)) / 2 is

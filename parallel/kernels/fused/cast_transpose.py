@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.fused import launching
+from megacore.parallel.kernels.fused import launching
 
 # Elements that a program takes the maximum of, a block after the other.
 _BLOCK, _BLOCKS = 4096, 8

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel.kernels.fused import launching
-from parallel.labels import IGNORE
+from megacore.parallel.kernels.fused import launching
+from megacore.parallel.labels import IGNORE
 
 # Columns that a program reads at a time.
 _BLOCK = 4096

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.kernels.fused import launching
+from megacore.parallel.kernels.fused import launching
 
 WIDEST = 1 << 13
 """Elements of a row that a program holds in registers, at most."""

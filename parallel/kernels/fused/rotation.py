@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.kernels.fused import launching
+from megacore.parallel.kernels.fused import launching
 
 # Heads of a program.
 _HEADS = 16

@@ -1,0 +1,60 @@
+"""Tokenizers, models and configs that transformers loads from a folder: none of its code runs, and nothing is looked
+for anywhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megacore.store.io.strict_json import StoreError, short
+
+
+def tokenizer(source: str | Path, hub: bool = False) -> Any:
+    """Return the tokenizer of a folder, or with ``hub`` of a name on the Hugging Face hub.
+
+    Raises:
+        StoreError: whatever its files lead to.
+    """
+    from transformers import AutoTokenizer
+
+    found = _load(AutoTokenizer, source, not hub)
+    templates, longest = found.chat_template, found.model_max_length
+    texts = templates.values() if isinstance(templates, dict) else [templates]
+    if not all(isinstance(text, str | None) for text in texts) or not isinstance(longest, int | float):
+        raise StoreError(
+            f"{source}: the tokenizer has chat_template={short(templates)} and model_max_length={short(longest)}: they "
+            "must be text and a number"
+        )
+    return found
+
+
+def model(folder: Path, **options: Any) -> Any:
+    """Return the model of a folder.
+
+    Raises:
+        StoreError: whatever its files lead to.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
+    # The other products of experts take no sizes but multiples of 16 bytes.
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return _load(AutoModelForCausalLM, folder, True, **eager, **options)
+
+
+def parameters(model: Any) -> dict[str, Any]:
+    """Return a model's parameters and buffers under their names on disk, not all of which are those in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+
+
+def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # warnings quote the files
+    try:
+        return kind.from_pretrained(source, local_files_only=local, trust_remote_code=False, **options)
+    except Exception as error:
+        raise StoreError(f"transformers cannot load {source}: {error}") from error

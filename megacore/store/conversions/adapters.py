@@ -1,0 +1,290 @@
+"""Adapters: read beside their model, as a folder that the peft library loads, and merged into the weights.
+
+Merging computes, so it is no transfer: W + scale B A is taken tensor by tensor, in fp32 (fp64 where the base is), and
+rounded once. Every other weight is copied bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+
+from megacore.models.config import ModelConfigError
+from megacore.models.lora import factors, mistaken_by_peft, targets
+from megacore.models.wrappers import unwrapped
+from megacore.parallel.weights.fingerprint import Logical, combined
+from megacore.parallel.weights.schema import Schema
+from megacore.parallel.weights.transfer import Stored, hugging_face, plan
+from megacore.store.conversions.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
+from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.tensor_files.companions import Companion
+from megacore.store.tensor_files.dtypes import as_floats, rounded
+from megacore.store.tensor_files.stream import File, Read, assemble
+from megacore.store.tensor_files.tensor_cache import TensorCache
+from megacore.store.tensor_files.tensors import DTYPES, TensorFile
+from megacore.store.weight_folders.audit import OnBytes, fingerprints, silent
+from megacore.store.weight_folders.compare import config_differences
+from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
+from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG
+from megacore.store.weight_folders.index import Adapters
+
+WEIGHTS = "adapter_model.safetensors"
+_ROWS = 1 << 22
+"""Elements of a product at a time."""
+
+
+def adapters_of(checkpoint: WeightFolder) -> Adapters:
+    """Return the adapters of a checkpoint, with the model that they belong to.
+
+    Raises:
+        StoreError: it holds a model.
+    """
+    adapters = checkpoint.index.adapters
+    if adapters is None:
+        raise StoreError(f"{checkpoint.path} holds a model and no adapters: export it by --to hf")
+    return adapters
+
+
+# What a config says of training alone: dropout, and how weights were drawn.
+_OF_TRAINING = ("drop", "initializer_range")
+
+
+def check_model(checkpoint: WeightFolder, base: WeightFolder) -> None:
+    """Compare a model, but for its weights, with the one that the adapters were trained on.
+
+    Raises:
+        StoreError: its sizes or its config differ, or the checkpoint holds a model.
+    """
+    adapters = adapters_of(checkpoint)
+    ours, theirs = checkpoint.config.schema, base.schema
+    if ours.sizes != theirs.sizes or ours.pieces != theirs.pieces:
+        raise StoreError(
+            f"{base.path} is a model of other sizes or weights than {adapters.base}, whose adapters these are"
+        )
+    differ = config_differences(base.config, checkpoint.config)
+    if told := {name: both for name, both in differ.items() if not any(each in name for each in _OF_TRAINING)}:
+        found = ", ".join(f"{name} is {now!r} and was {trained!r}" for name, (now, trained) in told.items())
+        raise StoreError(
+            f"the config of {base.path} is not the one that the adapters of {checkpoint.path} were trained with "
+            f"({found}): give a base whose config says so"
+        )
+
+
+def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) -> None:
+    """Compare the fingerprint of a model's weights with that of those that the adapters were trained on.
+
+    Raises:
+        StoreError: they are others.
+    """
+    adapters = adapters_of(checkpoint)
+    if fingerprint != adapters.fingerprint:
+        raise StoreError(
+            f"the weights of {base} (fingerprint {fingerprint:016x}) are not those that the adapters were trained on, "
+            f"{adapters.base} ({adapters.fingerprint:016x}): give that model, in the dtype that it had"
+        )
+
+
+# -- beside the model
+
+
+@dataclass(frozen=True)
+class AdaptedFolder(WeightFolder):
+    """Adapters and the model that they were trained on, two folders that are read as one."""
+
+    own: SafetensorsFolder
+    base: SafetensorsFolder = field(kw_only=True)
+
+    @classmethod
+    def of(cls, own: SafetensorsFolder, base: SafetensorsFolder) -> AdaptedFolder:
+        """Open the two, if they belong together as far as can be known without reading the weights.
+
+        Raises:
+            StoreError: as :func:`check_model`.
+        """
+        check_model(own, base)
+        index = replace(base.index, states=("weights",), adapters=own.index.adapters)
+        return cls(own.path, index, own, base=base)
+
+    @property
+    def schema(self) -> Schema:
+        return self.index.tuning.schema(self.config.schema)
+
+    @property
+    def folders(self) -> tuple[SafetensorsFolder, ...]:
+        return self.own, self.base
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        for folder in self.folders if state in self.states else ():
+            yield from folder.stored(state)
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        return self._holder(stored).dtype(state, stored)
+
+    def read(self, state: str = "weights") -> Read:
+        return lambda stored: self._holder(stored).read(state)(stored)
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        return {piece: value for folder in self.folders for piece, value in folder.fingerprints(state).items()}
+
+    def companions(self) -> Mapping[str, Companion]:
+        """Return the companions of the adapters, whose run may have had a chat template of its own; else the base's."""
+        return self.own.companions() or self.base.companions()
+
+    def _holder(self, stored: Stored) -> SafetensorsFolder:
+        return self.own if stored.param in self.own.schema.by_name else self.base
+
+
+# -- by themselves
+
+
+def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
+    """Return a folder of adapters as the peft library saves them.
+
+    Raises:
+        StoreError: the checkpoint holds none, no single config describes them, or peft would load them wrongly.
+    """
+    adapters, schema = adapters_of(checkpoint), checkpoint.schema
+    made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
+    files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
+    texts = {ADAPTER: json.dumps(_config(checkpoint, adapters), indent=2, allow_nan=False).encode() + b"\n"}
+    part = StateFiles(files, expected(schema, checkpoint, "weights", files))
+    kind = "adapters for the peft library"
+    return FolderPlan(kind, schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
+
+
+def _read_peft(folder: Path) -> None:
+    TensorFile.open(folder / WEIGHTS, folder)
+    read_json(folder / ADAPTER, folder)
+
+
+def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
+    """Return a config with the field names and meaning of the peft library's."""
+    chosen = targets(checkpoint.config.schema, adapters.lora.targets)
+    linears = [linear for linear in chosen if not linear.is_parameter]
+    transposed = {linear.transposed for linear in linears}
+    if len(transposed) > 1:
+        raise StoreError(f"{checkpoint.path}: peft has one fan_in_fan_out for all adapters, and these need both")
+    family = checkpoint.config.family
+    if mistaken := mistaken_by_peft(family, linears):
+        raise StoreError(
+            f"{checkpoint.path}: peft takes adapters of {', '.join(mistaken)} for those of {family}'s experts: merge "
+            f"them by --to hf --base {adapters.base}, or train without them in lora.targets"
+        )
+    if is_part_of(adapters.base):
+        raise StoreError(
+            f"{checkpoint.path}: {adapters.base} is a larger model of which {family} is a part, and peft would find no "
+            f"linear of these names in it: merge them by --to hf --base {adapters.base}"
+        )
+    parameters = sorted(linear.hf_name for linear in chosen if linear.is_parameter)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base,
+        "r": adapters.lora.rank,
+        "lora_alpha": adapters.lora.alpha,
+        "lora_dropout": adapters.lora.dropout,
+        "use_rslora": adapters.lora.rslora,
+        "target_modules": sorted({linear.hf_name for linear in linears}),
+        **({"target_parameters": parameters} if parameters else {}),
+        "fan_in_fan_out": True in transposed,
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def is_part_of(base: str) -> bool:
+    """Return whether the model of a folder is a part of what the folder holds, as far as it is there to be asked."""
+    try:
+        return unwrapped(read_json(Path(base) / CONFIG, Path(base)))[1] is not None
+    except (StoreError, ModelConfigError, AttributeError):
+        return False
+
+
+# -- merged
+
+
+def merged(
+    checkpoint: WeightFolder, base: SafetensorsFolder, max_shard_bytes: int, dtype: str | None = None
+) -> FolderPlan:
+    """Return a Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
+
+    Raises:
+        StoreError: the checkpoint holds no adapters, or those of a model of another shape or config.
+    """
+    check_model(checkpoint, base)
+    return to_hugging_face(MergedFolder(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
+
+
+def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: OnBytes = silent) -> None:
+    """Read all weights of a model, and compare them with those that the adapters were trained on.
+
+    Raises:
+        StoreError: they are others.
+    """
+    check_fingerprint(checkpoint, base.path, combined(fingerprints(base, "weights", jobs, progress)))
+
+
+@dataclass(frozen=True)
+class MergedFolder(WeightFolder):
+    """The weights of a model as they are with adapters.
+
+    Args:
+        wanted: The dtype of merged weights; None for that of the base.
+    """
+
+    adapters: WeightFolder
+    wanted: str | None
+    base: SafetensorsFolder = field(kw_only=True)
+    _computed: TensorCache = field(default_factory=TensorCache)
+
+    @cached_property
+    def _factors(self) -> Mapping[str, Sequence[Callable[[str], np.ndarray]]]:
+        """{tensor of the base: what reads, in a dtype, the two whose product is added to it}."""
+        schema, read = self.adapters.schema, self.adapters.read()
+        parts = [part for stored in self.base.stored() for part in factors(schema, stored)]
+        found: dict[str, list[Callable[[str], np.ndarray]]] = {}
+        for part, copies in plan(schema, self.adapters.stored(), parts):
+            found.setdefault(part.name, []).append(partial(assemble, part, copies, read))
+        return found
+
+    def companions(self) -> Mapping[str, Companion]:
+        return self.adapters.companions()
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        return self.base.stored(state)
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        held = self.base.dtype(state, stored)
+        return self.wanted or held if self._is_adapted(stored) else held
+
+    def read(self, state: str = "weights") -> Read:
+        """Return a function that reads tensors; merged ones are kept a while, as blocks are asked for one by one."""
+        plain = self.base.read(state)
+        return lambda stored: self._merged(stored) if self._is_adapted(stored) else plain(stored)
+
+    def _merged(self, stored: Stored) -> tuple[str, np.ndarray]:
+        return self.dtype("weights", stored), self._computed.get(stored.name, partial(self._merge, stored))
+
+    def _is_adapted(self, stored: Stored) -> bool:
+        return stored.name in self._factors
+
+    def _merge(self, stored: Stored) -> np.ndarray:
+        dtype, bits = self.base.read()(stored)
+        wide, wanted = "F64" if dtype == "F64" else "F32", self.dtype("weights", stored)
+        left, right = (as_floats(read(wide), wide, wide) for read in self._factors[stored.name])
+        made, scale = np.empty(bits.shape, DTYPES[wanted]), adapters_of(self.adapters).lora.scale
+        matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, left, right, made))
+        step = max(1, _ROWS // bits.shape[-1])
+        # One, or one of each expert.
+        for weight, of_left, of_right, total in zip(*matrices, strict=True):
+            for start in range(0, len(weight), step):
+                rows = slice(start, start + step)
+                sums = as_floats(weight[rows], dtype, wide) + scale * (of_left[rows] @ of_right)
+                total[rows] = rounded(sums, wide, wanted)
+        return made

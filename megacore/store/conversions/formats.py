@@ -1,0 +1,106 @@
+"""Opening a folder of weights, whichever format it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacore.checkpoints import FOLDER, newest_of
+from megacore.store.conversions.adapters import AdaptedFolder
+from megacore.store.io.objects import ObjectPath
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.audit import DamageError
+from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
+from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG, HuggingFace
+from megacore.store.weight_folders.index import INDEX, STATES, VersionError
+
+
+def open_folder(
+    path: Path, adapters: bool = False, checked: bool = False, ignored_fields: Sequence[str] = ()
+) -> SafetensorsFolder:
+    """Open a checkpoint of ours, or a Hugging Face folder.
+
+    Args:
+        path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint.
+        adapters: Whether a checkpoint of adapters will do, which is no model by itself.
+        checked: Whether another process checks the tensor files of a checkpoint.
+
+    Raises:
+        DamageError: it is a checkpoint that cannot be opened.
+        StoreError: it is neither, or holds adapters.
+    """
+    path = newest_of(path)
+    if not path.is_dir():
+        raise StoreError(f"{path} is not a folder{_on_the_hub(path)}")
+    if not (path / INDEX).exists():
+        if isinstance(path, ObjectPath):
+            raise StoreError(f"{path} has no {INDEX}: a Hugging Face folder must lie on a disk, copy it to one")
+        if known := _known(path):
+            raise StoreError(f"{path} {known}")
+        return HuggingFace.open(path, ignored_fields)
+    if ignored_fields:
+        raise StoreError(f"{path} is a checkpoint, all of whose fields are known: leave out --ignore-field")
+    try:
+        checkpoint = Checkpoint.open(path, checked)
+    except VersionError:
+        raise
+    except StoreError as error:
+        raise DamageError(path, str(error)) from error
+    held = checkpoint.index.adapters
+    if held is not None and not adapters:
+        raise StoreError(
+            f"{path} holds adapters (LoRA of rank {held.lora.rank}) of {held.base}, and no model: merge the two by "
+            f"`megacore convert {path} FOLDER --to hf --base {held.base}` and take that folder"
+        )
+    return checkpoint
+
+
+def open_model(path: Path, base: Path | None = None) -> WeightFolder:
+    """Open a model, or adapters with theirs.
+
+    Args:
+        path: A checkpoint or a Hugging Face folder.
+        base: The model of adapters; None for the folder that they name.
+
+    Raises:
+        StoreError: something is missing or damaged, the two do not belong together, or there is nothing to adapt.
+    """
+    folder = open_folder(path, adapters=True)
+    held = folder.index.adapters
+    if held is None:
+        if base is not None:
+            raise StoreError(f"--base {base} is for a checkpoint of adapters, and {path} is a model: leave it out")
+        return folder
+    if base is None and not Path(held.base).is_dir():
+        raise StoreError(
+            f"{path} holds adapters (LoRA of rank {held.lora.rank}) of {held.base}, and there is no such folder here: "
+            "give that model, a Hugging Face folder or a checkpoint of it, by --base"
+        )
+    return AdaptedFolder.of(folder, open_folder(base or Path(held.base)))
+
+
+def _known(path: Path) -> str | None:
+    """Return the kind of a folder, if it is known and neither a checkpoint nor in Hugging Face's format."""
+    if (path / CONFIG).exists():
+        return None
+    if (path / FOLDER).is_dir():
+        return f"is the folder of a run, and there is no checkpoint in {path / FOLDER} yet"
+    if path.name in STATES and (path.parent / INDEX).exists():
+        return f"is a part of a checkpoint: give {path.parent}"
+    if any((path / state).is_dir() for state in STATES):
+        return f"is a checkpoint without its {INDEX}: it was not written to its end, or not copied to its end"
+    if (path / ADAPTER).exists():
+        return (
+            "holds adapters as the peft library saves them, and no model: let peft merge them into theirs "
+            "(merge_and_unload), and give the folder that this is saved to"
+        )
+    return None
+
+
+def _on_the_hub(path: Path) -> str:
+    """Return the way to get a model whose name was given in the place of a folder."""
+    if path.exists() or path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return ""
+    return f": download a model of the Hugging Face hub by `hf download {path} --local-dir FOLDER`, and name FOLDER"

@@ -1,0 +1,1 @@
+"""Tensors in safetensors files: read, written, streamed, accounted for and published."""

@@ -1,0 +1,107 @@
+"""Our own checkpoints on disk: ``index.json`` and safetensors files per state and model-parallel coordinate.
+
+``docs/checkpoints.md`` describes the format. Data parallelism does not show: a file is what every replica
+holds, or a part of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.parallel.weights.transfer import Stored
+from megacore.store.io.files import open_file
+from megacore.store.io.objects import place
+from megacore.store.io.strict_json import StoreError, read_json, short
+from megacore.store.tensor_files.accounting import summary
+from megacore.store.tensor_files.companions import Companion, companions
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.object_files import Files
+from megacore.store.tensor_files.tensors import os_errors
+from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.store.weight_folders.index import FORMAT, INDEX, path_of, read_index
+
+TRAINER, COMPANIONS = "trainer.json", "tokenizer"
+LISTED = 20  # problems of a checkpoint that are spelled out
+
+
+def listed(problems: Sequence[object]) -> list[str]:
+    """Return the first of the problems, and how many more there are."""
+    return [*map(str, problems[:LISTED]), *[f"and {len(problems) - LISTED} more"] * (len(problems) > LISTED)]
+
+
+@dataclass(frozen=True)
+class Checkpoint(SafetensorsFolder):
+    """An opened checkpoint: everything is checked but the bytes of the tensors, by this process or another."""
+
+    format = FORMAT
+
+    @classmethod
+    def open(cls, path: Path | str, checked: bool = False) -> Checkpoint:
+        """Open a folder.
+
+        Args:
+            checked: Whether another process checks its tensor files, of which this one then opens what it reads.
+
+        Raises:
+            StoreError: it is no checkpoint, or is damaged; sizes and headers of all files are compared with the index.
+        """
+        path = place(path)
+        index = read_index(path / INDEX)
+        trainer = read_json(path / TRAINER, path) if (path / TRAINER).exists() else None
+        if trainer is not None and not isinstance(trainer, dict):
+            raise StoreError(f"{path / TRAINER} does not hold a JSON object")
+        if trainer is None and index.step is not None:
+            raise StoreError(f"{path / TRAINER} is missing, and {INDEX} says that this is step {index.step} of a run")
+        step = None if trainer is None else trainer.get("step")
+        if trainer is not None and (type(step) is not int or step != index.step):
+            raise StoreError(f"{path} is damaged: {TRAINER} has step {short(step)}, {INDEX} {index.step}")
+        made = cls(path, index, files := Files(path), trainer=trainer)
+        states = () if checked else index.states
+        files.open_ahead(() if checked else index.files)
+        problems = [problem for state in states for problem in made._problems(state)]
+        if problems:
+            raise StoreError("\n".join([f"{path} is damaged:", *listed(problems)]))
+        return made
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        return self.index.stored(state) if state in self.states else iter(())
+
+    def location(self, state: str, stored: Stored) -> tuple[str, str]:
+        return path_of(state, stored.where), stored.name
+
+    def companions(self) -> Mapping[str, Companion]:
+        return companions(self.path / COMPANIONS, self.path)
+
+    def trainer_json(self) -> bytes | None:
+        if self.trainer is None:
+            return None
+        with os_errors(self.path), open_file(self.path / TRAINER, self.path) as file:
+            return file.read()
+
+    def _problems(self, state: str) -> Iterator[str]:
+        # Files of which nothing would be trained are not there.
+        for where, tensors in itertools.groupby(self.stored(state), key=lambda stored: stored.where):
+            yield from self._of_file(path_of(state, where), {stored.name: stored for stored in tensors})
+
+    def _of_file(self, name: str, wanted: Mapping[str, Stored]) -> Iterator[str]:
+        record = self.index.files[name]
+        try:
+            file = self.files[name]
+        except StoreError as error:
+            yield str(error)
+            return
+        if file.size != record.size:
+            yield f"{name} has {file.size} bytes, not {record.size}"
+        if missing := wanted.keys() - file.entries.keys():
+            yield f"{name} lacks {', '.join(summary(sorted(missing)))}"
+        if unknown := file.entries.keys() - wanted.keys():
+            yield f"{name} also holds {', '.join(summary(sorted(unknown)))}"
+        for tensor in sorted(wanted.keys() & file.entries.keys()):
+            entry, stored = file.entries[tensor], wanted[tensor]
+            if entry.shape != stored.shape or entry.dtype not in FLOATS:
+                yield f"{name}: {tensor} is {entry.dtype}{list(entry.shape)}, not floats of {list(stored.shape)}"
+            if set(record.fingerprints.get(tensor, ())) != set(stored.labels):
+                yield f"{INDEX} has no fingerprints of {tensor} in {name}"

@@ -1,0 +1,202 @@
+"""Whether two folders hold the same model: by the fingerprints of its pieces, in any layouts; or bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from megacore.models.config import ModelConfig
+from megacore.parallel.weights.fingerprint import Logical
+from megacore.parallel.weights.schema import Schema
+from megacore.parallel.weights.transfer import Copy, Stored, blocks, plan, strided, whole_name
+from megacore.store.tensor_files.dtypes import FLOATS, as_dtype
+from megacore.store.tensor_files.stream import BLOCK_BYTES
+from megacore.store.tensor_files.tensors import DTYPES
+from megacore.store.weight_folders.audit import OnBytes, fingerprints, silent
+from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
+
+Sides = tuple[Any, Any]
+"""The values of the two folders; None where one has none."""
+Folders = tuple[SafetensorsFolder, SafetensorsFolder]
+
+
+# -- by fingerprints
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A piece that differs.
+
+    Args:
+        state: Weights, or something of the optimizer's.
+        what: ``presence``, ``shape``, ``dtype`` or ``values``, the first that differs.
+        both: The two sides' name, sizes of the axes, dtypes or fingerprints.
+    """
+
+    state: str
+    name: str
+    label: str
+    what: str
+    both: Sides
+
+
+@dataclass(frozen=True)
+class Differences:
+    """All that tells two folders apart.
+
+    Args:
+        config: {field: what each has}, of the fields that change the maths.
+        step: The steps of two checkpoints of training runs, if they differ.
+        states: {state: which of the two has it}, of states that one lacks, though it could have them.
+    """
+
+    config: Mapping[str, Sides]
+    step: Sides | None
+    states: Mapping[str, int]
+    pieces: tuple[Difference, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.config or self.step or self.states or self.pieces)
+
+
+def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differences:
+    """Compare two folders without holding either.
+
+    The fingerprints of checkpoints are those of their indexes, so their tensors are not read.
+
+    Raises:
+        StoreError: replicas in a checkpoint differ.
+    """
+    one, other = folders
+    alone = _alone((one.states, other.states)) if one.format == other.format else {}
+    shared = [state for state in one.states if state in other.states]
+    pieces = (difference for state in shared for difference in _pieces(folders, state, jobs, progress))
+    config = config_differences(one.config, other.config) | _adapters(folders)
+    return Differences(config, _steps(folders), alone, tuple(pieces))
+
+
+def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Sides]:
+    """Return {field: values of both} of all that a config means, where they differ."""
+    ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
+    told = {field.name for config in (one, other) for field in fields(config) if not field.compare}
+    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs} if name not in told}
+    return {name: both for name, both in found.items() if both[0] != both[1]}
+
+
+def _adapters(folders: Folders) -> dict[str, Sides]:
+    """Return {fact about the adapters of two checkpoints: what each has}, where they differ."""
+    held = (folder.index.adapters for folder in folders)
+    ours, theirs = ({} if each is None else asdict(each.lora) | {"base": each.fingerprint} for each in held)
+    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
+    return {f"lora.{name}": both for name, both in found.items() if both[0] != both[1]}
+
+
+def _alone(held: tuple[tuple[str, ...], tuple[str, ...]]) -> dict[str, int]:
+    return {state: which for which in (0, 1) for state in held[which] if state not in held[1 - which]}
+
+
+def _steps(folders: Folders) -> Sides | None:
+    one, other = (folder.index.step for folder in folders)
+    return (one, other) if one is not None and other is not None and one != other else None
+
+
+@dataclass(frozen=True)
+class _PieceSummary:
+    sizes: Mapping[str, int]
+    dtype: str
+    fingerprint: str
+
+
+def _pieces(folders: Folders, state: str, jobs: int, progress: OnBytes) -> Iterator[Difference]:
+    one, other = (_held(folder, state, jobs, progress) for folder in folders)
+    for piece in {**one, **other}:
+        here, there = one.get(piece), other.get(piece)
+        if here is None or there is None:
+            yield Difference(state, *piece, "presence", (here and piece[0], there and piece[0]))
+        elif here.sizes != there.sizes:
+            yield Difference(state, *piece, "shape", (here.sizes, there.sizes))
+        elif here.dtype != there.dtype:
+            yield Difference(state, *piece, "dtype", (here.dtype, there.dtype))
+        elif here.fingerprint != there.fingerprint:
+            yield Difference(state, *piece, "values", (here.fingerprint, there.fingerprint))
+
+
+def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -> dict[Logical, _PieceSummary]:
+    schema, values = folder.schema, folder.fingerprints(state)
+    # Those of another release may have taken the axes in another order.
+    if not values or _orders(folder.layout.schema) != _orders(schema):
+        values = fingerprints(folder, state, jobs, progress)
+    held = {}
+    for stored in folder.stored(state):
+        for label in stored.labels:
+            piece = whole_name(schema, stored), label
+            axes = schema[stored.param].sentence.piece_axes(label)
+            sizes = {axis: schema.sizes[axis] for axis in axes}
+            held[piece] = _PieceSummary(sizes, FLOATS[folder.dtype(state, stored)], f"{values[piece]:016x}")
+    return held
+
+
+def _orders(schema: Schema) -> dict[Logical, tuple[str, ...]]:
+    return {(p.name, label): p.sentence.piece_axes(label) for p in schema.params for label in p.sentence.labels}
+
+
+# -- bit for bit
+
+
+@dataclass(frozen=True)
+class PieceComparison:
+    """A piece of a checkpoint's tensor beside the same elements in another source.
+
+    Args:
+        dtypes: The other source's, and the checkpoint's. Where these are not one, elements that differ are those of
+            which neither is the other one rounded.
+    """
+
+    tensor: Stored
+    label: str
+    elements: int
+    differ: int
+    dtypes: tuple[str, str]
+
+
+def compare_bits(
+    checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int, progress: OnBytes = silent
+) -> Iterator[PieceComparison]:
+    """Compare weights of a checkpoint bit for bit, replicas and all, with the elements that the plan finds elsewhere.
+
+    Raises:
+        TransferError: it is not the same model.
+    """
+    read, read_other = checkpoint.read(), other.read()
+
+    def of(planned: tuple[Stored, list[Copy]]) -> list[PieceComparison]:
+        tensor, copies = planned
+        dtype, bits = read(tensor)
+        elements, differ, dtypes = Counter[str](), Counter[str](), dict[str, str]()
+        for block in blocks(copies, BLOCK_BYTES // DTYPES[dtype].itemsize):
+            here = bits.reshape(-1)[block.start :]
+            for copy in block.copies:
+                held, there = read_other(copy.source)
+                equal = _equal(strided(here, copy.target_view), dtype, strided(there, copy.source_view), held)
+                elements[copy.label] += equal.size
+                differ[copy.label] += equal.size - int(np.count_nonzero(equal))
+                dtypes[copy.label] = held
+        progress(bits.nbytes)
+        return [
+            PieceComparison(tensor, label, elements[label], differ[label], (dtypes[label], dtype)) for label in dtypes
+        ]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(of, plan(checkpoint.schema, other.stored(), tensors)):
+            yield from found
+
+
+def _equal(one: np.ndarray, dtype: str, other: np.ndarray, other_dtype: str) -> np.ndarray:
+    if dtype == other_dtype:
+        return np.asarray(one == other)
+    return np.asarray((as_dtype(other, other_dtype, dtype) == one) | (as_dtype(one, dtype, other_dtype) == other))

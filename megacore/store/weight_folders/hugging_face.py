@@ -1,0 +1,275 @@
+"""A folder in Hugging Face's format as a source: ``config.json`` and safetensors files, one or an index of many.
+
+All that can be known without reading the weights is checked when it is opened. No torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megacore.models.config import ModelConfig, ModelConfigError
+from megacore.models.registry import FAMILIES, family
+from megacore.models.wrappers import Wrapper, unwrapped
+from megacore.parallel.enum_errors import nearest
+from megacore.parallel.weights.fingerprint import Logical
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.transfer import Stored, hugging_face
+from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.tensor_files.accounting import Account, account, ignorable_by, printable, summary
+from megacore.store.tensor_files.companions import Companion, companions, travelling
+from megacore.store.tensor_files.tensors import TensorFile
+from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.store.weight_folders.index import FileRecord, Index
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+
+_FIELD = re.compile(r"\w{1,80}", re.ASCII)
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_TO_SAFETENSORS = (
+    "import sys; from transformers import AutoModelForCausalLM as Model; "
+    'Model.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[2])'
+)
+
+
+@dataclass(frozen=True)
+class HuggingFace(SafetensorsFolder):
+    """An opened folder: every weight of the model is there once, in its shape, and nothing else is.
+
+    Args:
+        weights: (file, name there) of each tensor, by the name that the family's table gives it.
+    """
+
+    format = "hugging_face"
+
+    weights: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def open(cls, path: Path | str, ignored_fields: Sequence[str] = ()) -> HuggingFace:
+        """Open a folder.
+
+        Args:
+            ignored_fields: Unknown fields of its ``config.json`` that are left out, for they change nothing of what the
+                model computes.
+
+        Raises:
+            StoreError: everything that is wrong with it.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise StoreError(f"{path} is not a folder: give the one that holds {CONFIG} and the weights")
+        problems: list[str] = []
+        raw, kind, config, wrapper = _config(path, ignored_fields, problems)
+        files = _files(path, problems)
+        found = Account({})
+        if files:
+            if kind:
+                problems += _unnamed(files, kind)
+            if config:
+                tensors = {name: file for file in files.files for name in file.entries}
+                found = account(config, tensors, wrapper)
+        if os.path.lexists(path / ADAPTER):
+            problems.append(f"{ADAPTER}: an adapter changes what the weights compute: merge it into them and save that")
+        problems += [f"{name} is a link to nothing" for name in travelling(path) if not (path / name).exists()]
+        try:
+            companions(path, path)
+        except StoreError as error:
+            problems.append(str(error))
+        problems += found.problems
+        if problems or config is None or files is None:
+            raise StoreError("\n- ".join([f"{path} cannot be used:", *problems]))
+        opened = {str(file.path.relative_to(path)): file for file in files.files}
+        holders = {tensor: name for name, file in opened.items() for tensor in file.entries}
+        weights = {name: (holders[held.name], held.name) for name, held in found.weights.items()}
+        used = {name: opened[name] for name, _ in weights.values()}
+        records = {name: FileRecord(file.size, {of: {} for of in file.entries}) for name, file in used.items()}
+        layout = Layout(config.schema, MeshShape(), (config.sizes["layer"],))
+        index = Index(raw, layout, ("weights",), None, records)
+        return cls(path, index, used, weights, ignored=found.ignored, others=found.others)
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        """Yield the tensors under the names of the family's table; ``where`` is the folder."""
+        return hugging_face(self.schema, where=str(self.path)) if state in self.states else iter(())
+
+    def location(self, state: str, stored: Stored) -> tuple[str, str]:
+        return self.weights[stored.name]
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        return {}  # the format keeps none
+
+    def companions(self) -> Mapping[str, Companion]:
+        return companions(self.path, self.path)
+
+
+@dataclass(frozen=True)
+class _WeightFiles:
+    """The weight files, and which of them the index names for each tensor (None: there is no index)."""
+
+    files: tuple[TensorFile, ...]
+    named: Mapping[str, TensorFile] | None
+
+
+def _config(
+    folder: Path, ignored_fields: Sequence[str], problems: list[str]
+) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None]:
+    """Return what can be made out of ``config.json``.
+
+    These are its fields, its family's kind of config, what they mean, and what they are wrapped in.
+    """
+    raw: dict[str, Any] = {}
+    kind, wrapper = None, None
+    try:
+        raw, wrapper = unwrapped(_object(folder, CONFIG))
+        name = raw.get("model_type")
+        if not isinstance(name, str):
+            problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")
+            return raw, None, None, None
+        kind = family(name).config
+        raw = _without(raw, kind, ignored_fields, problems)
+        return raw, kind, kind.from_hugging_face(raw), wrapper
+    except ModelConfigError as error:
+        problems += [f"{CONFIG}: {problem}" for problem in error.problems]
+        if kind and (unknown := [name for name in kind.unknown(raw) if _FIELD.fullmatch(name)]):
+            options = " ".join(f"--ignore-field {name}" for name in unknown)
+            problems.append(f"{CONFIG}: `megacore convert` leaves out fields that change nothing by {options}")
+    except StoreError as error:
+        problems.append(str(error))
+    return raw, kind, None, wrapper
+
+
+def _without(
+    raw: dict[str, Any], kind: type[ModelConfig], ignored_fields: Sequence[str], problems: list[str]
+) -> dict[str, Any]:
+    """Return the fields of a ``config.json`` without those that somebody says change nothing."""
+    unknown = kind.unknown(raw)
+    for name in ignored_fields:
+        if name not in raw:
+            problems.append(f"{CONFIG} has no field {name!r}{nearest(name, unknown)}: leave out --ignore-field {name}")
+        elif name not in unknown:
+            problems.append(f"{CONFIG}: {name} is a field that is known, and is not ignored: leave out --ignore-field")
+    return {name: value for name, value in raw.items() if name not in ignored_fields or name not in unknown}
+
+
+def _object(folder: Path, name: str) -> dict[str, Any]:
+    file = folder / name
+    if not os.path.isfile(file):
+        raise StoreError(f"{file} is not there, or is no file")
+    value = read_json(file, folder)
+    if not isinstance(value, dict):
+        raise StoreError(f"{file} does not hold a JSON object")
+    return value
+
+
+def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
+    """Open the weight files; None if some cannot be opened.
+
+    Where there are both a single file and an index, the single file counts, as for transformers.
+    """
+    if os.path.lexists(folder / WEIGHTS):
+        opened = _open(folder, [WEIGHTS], problems)
+        return _WeightFiles(opened, None) if opened else None
+    if not os.path.lexists(folder / INDEX):
+        problems.append(_no_weights(folder))
+        return None
+    try:
+        named = _weight_map(_object(folder, INDEX))
+    except StoreError as error:
+        problems.append(str(error))
+        return None
+    names = sorted({*named.values()})
+    absent = [name for name in names if not os.path.isfile(folder / name)]  # False for any name
+    if absent:
+        problems.append(f"{INDEX} names files that are not there: {', '.join(absent)}")
+    opened = _open(folder, sorted({*names}.difference(absent)), problems)
+    if len(opened) < len(names):
+        return None
+    by_name = dict(zip(names, opened, strict=True))
+    return _WeightFiles(opened, {tensor: by_name[name] for tensor, name in named.items()})
+
+
+def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFile, ...]:
+    opened = []
+    for name in files:
+        try:
+            opened.append(TensorFile.open(folder / name, folder))
+        except StoreError as error:
+            problems.append(str(error))
+    return tuple(opened)
+
+
+def _weight_map(index: Mapping[str, Any]) -> dict[str, str]:
+    """Return {tensor: file} of an index."""
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise StoreError(f"{INDEX} has no weight_map, the object that names the file of each tensor")
+    outside = sorted({printable(str(name)) for name in names.values() if not _is_inside(name)})
+    if outside:
+        raise StoreError(f"{INDEX} names what is no .safetensors file of this folder: {', '.join(outside)}")
+    return names
+
+
+def _is_inside(name: object) -> bool:
+    """Return whether a name stays in the folder. Links in the folder may lead out: the hub's cache is made of them."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or "\\" in name or not name.isprintable():
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _unnamed(files: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
+    """Return the problems of an index that disagrees with its files."""
+    if files.named is None:
+        return []
+    problems = []
+    holders: dict[str, list[str]] = {}
+    for file in files.files:
+        for name in file.entries:
+            holders.setdefault(name, []).append(file.path.name)
+    ignorable = ignorable_by(kind)
+    absent: dict[str, list[str]] = {}
+    for name, file in files.named.items():
+        if name not in file.entries:
+            absent.setdefault(file.path.name, []).append(name)
+    for path, names in absent.items():
+        where = sorted({other for name in names for other in holders.get(name, ())})
+        elsewhere = f" ({', '.join(where)} does)" if where else ""
+        problems.append(f"{path} does not hold what {INDEX} says{elsewhere}: {', '.join(summary(names))}")
+    twice = [name for name, paths in holders.items() if len(paths) > 1 and not ignorable(name)]
+    if twice:
+        paths = sorted({path for name in twice for path in holders[name]})
+        problems.append(f"tensors lie in several files ({', '.join(paths)}): {', '.join(summary(twice))}")
+    unnamed = [name for name in holders if name not in files.named and not ignorable(name)]
+    if unnamed:
+        paths = sorted({path for name in unnamed for path in holders[name]})
+        problems.append(f"{INDEX} does not name tensors of {', '.join(paths)}: {', '.join(summary(unnamed))}")
+    return problems
+
+
+def _no_weights(folder: Path) -> str:
+    looked_for = f"there is neither {WEIGHTS} nor {INDEX}"
+    pickled, gguf, others = (
+        sorted(printable(file.name) for pattern in patterns for file in folder.glob(pattern))
+        for patterns in (_PICKLED, ("*.gguf",), ("*.safetensors",))
+    )
+    tokens = sorted(file.with_suffix("") for file in folder.glob("*.idx"))
+    pickled = [name for name in pickled if folder / name.removesuffix(".bin") not in tokens]
+    if others:
+        return f"{looked_for}, but {', '.join(others)}: if these are the model's, the index that names them is missing"
+    if pickled:
+        command = shlex.join(["python", "-c", _TO_SAFETENSORS, str(folder), f"{str(folder).rstrip('/')}-safetensors"])
+        return (
+            f"{looked_for}, but {', '.join(pickled)}: a pickle can run code when it is read, so none is read here. "
+            f"If you trust it, make it safetensors, and copy the tokenizer's files: {command}"
+        )
+    if tokens:
+        names = ", ".join(printable(f"{name}.bin, .idx") for name in tokens)
+        return f"{looked_for}, but {names}: a token file has tokens to train on (data.train={tokens[0]}), no weights"
+    if gguf:
+        return f"{looked_for}, but {', '.join(gguf)}: GGUF is not read here; take the model that it was made from"
+    return looked_for

@@ -1,0 +1,476 @@
+"""``index.json``: what a checkpoint says about itself. ``docs/checkpoints.md`` describes it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megacore.models import names
+from megacore.models.config import ModelConfig, ModelConfigError
+from megacore.models.lora import Lora
+from megacore.models.registry import family
+from megacore.models.tuning import Tuning
+from megacore.parallel.weights.fingerprint import spell
+from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
+from megacore.parallel.weights.schema import SPLIT, Param, Schema, Split
+from megacore.parallel.weights.transfer import Stored, native
+from megacore.store.io.strict_json import StoreError, read_json, short
+
+INDEX = "index.json"
+FORMAT, VERSIONS = "megacore", (1, 2)
+"""Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
+there may be experts; where nothing of this is so, it is version 1."""
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+STATES = ("weights", MASTER, *MOMENTS)
+"""Weights, their fp32 masters, and AdamW's two moments: each stored by the weights' own sentences and names."""
+
+_LONGEST_SENTENCE, _MOST_SUMS, _MOST_PLACES = 200, 8, 1 << 16
+_LONGEST_NAME, _MOST_TARGETS = 200, 1000
+# What is in braces is an axis, or a word for each piece: no attribute, index or width of Python's format strings.
+_HUGGING_FACE = re.compile(r"(?:[\w.-]|\{\w+(?:,\w+)*\})*", re.ASCII)
+
+
+def holder(place: Coordinates, part: int | None = None) -> str:
+    """Return the name of a file in the folder of each state; ``part`` is its number, where a place has several."""
+    return f"pp{place.pp}-ep{place.ep}-tp{place.tp}" + ("" if part is None else f"-part{part}")
+
+
+def file_name(state: str, place: Coordinates, part: int | None = None) -> str:
+    return path_of(state, holder(place, part))
+
+
+def path_of(state: str, where: Hashable) -> str:
+    """Return the path of the file that holds a tensor of a state: ``where`` is the tensor's."""
+    return f"{state}/{where}.safetensors"
+
+
+_FILE = re.compile(r"(\w+)/pp(\d{1,9})-ep(\d{1,9})-tp(\d{1,9})(?:-part(\d{1,9}))?\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True)
+class FileLayout(Layout):
+    """A layout on the coordinates that there are files for: what is not spread over ep lies with the first of them
+    alone, as ranks of ep are data parallel for it."""
+
+    def shards(self, place: Coordinates) -> Iterator[Shard]:
+        spread = {axis for axis, dims in self.split.items() if "ep" in dims}
+        return (s for s in super().shards(place) if place.ep == 0 or not spread.isdisjoint(s.box))
+
+
+def on_disk(layout: Layout) -> FileLayout:
+    """Return the layout without what does not show on disk: its ranks are the model-parallel coordinates."""
+    mesh = layout.mesh
+    return FileLayout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers, layout.split)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters that a checkpoint holds, and their model.
+
+    Args:
+        fingerprint: The fingerprint of that model's weights, see :func:`~parallel.weights.fingerprint.combined`.
+    """
+
+    lora: Lora
+    base: str
+    fingerprint: int
+
+
+@dataclass(frozen=True)
+class Range:
+    """A tensor of which a file holds the part from ``start`` to ``stop`` of an axis."""
+
+    axis: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Bytes of a file, {tensor: {label: fingerprint}} of what it holds, and of which of them it is only a range."""
+
+    size: int
+    fingerprints: Mapping[str, Mapping[str, int]]
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of a folder: a checkpoint's ``index.json``, or what a Hugging Face folder's files come to.
+
+    Args:
+        raw: All fields of the Hugging Face ``config.json`` that the model came from or would have.
+        states: Those of :data:`STATES` that are there.
+        step: The training step, None for converted weights.
+        files: The files by path within the folder; Hugging Face's have no fingerprints.
+        adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
+        frozen: Tensors that were not trained: they have weights alone, as buffers do, which are not listed.
+    """
+
+    raw: Mapping[str, Any]
+    layout: Layout
+    states: tuple[str, ...]
+    step: int | None
+    files: Mapping[str, FileRecord]
+    adapters: Adapters | None = None
+    frozen: frozenset[str] = frozenset()
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return family(self.raw["model_type"]).config.from_hugging_face(self.raw)
+
+    @cached_property
+    def schema(self) -> Schema:
+        """The schema, in this release's sentences, of what the checkpoint holds; those of its own are in the layout."""
+        return self.tuning.kept(self.config.schema)
+
+    @property
+    def tuning(self) -> Tuning:
+        """The part of the model that the adapters train, if it holds adapters."""
+        return Tuning(self.adapters.lora if self.adapters else None)
+
+    def has(self, state: str, tensor: str) -> bool:
+        """Return whether a tensor has a state."""
+        return state == STATES[0] or (tensor not in self.frozen and tensor not in self._buffers)
+
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(names.buffers(self.schema))
+
+    @property
+    def version(self) -> int:
+        """The version of the format: the first that has what there is."""
+        schema = self.layout.schema
+        some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
+        whole = all(parts == [None] for parts in self.parts.values())
+        return 1 if whole and not some and not self.split else 2
+
+    @property
+    def split(self) -> Split:
+        """The dimensions of the mesh over which axes are split, of those that are not split as in
+        :data:`~parallel.weights.schema.SPLIT`."""
+        there = {axis: self.layout.split.get(axis, ()) for axis in SPLIT}
+        return {axis: dims for axis, dims in there.items() if dims != SPLIT[axis]}
+
+    @cached_property
+    def parts(self) -> Mapping[tuple[str, Coordinates], list[int | None]]:
+        """{(state, place): the numbers of its files}; a file that holds all of them has none."""
+        found: dict[tuple[str, Coordinates], list[int | None]] = {}
+        for state, pp, ep, tp, part in (match.groups() for match in map(_FILE.fullmatch, self.files) if match):
+            place = Coordinates(pp=int(pp), ep=int(ep), tp=int(tp))
+            found.setdefault((state, place), []).append(None if part is None else int(part))
+        return found
+
+    def stored(self, state: str) -> Iterator[Stored]:
+        """Yield the tensors of a state and the slices of them; ``where`` is the name of their file, see
+        :func:`path_of`."""
+        for rank in range(self.layout.mesh.world):
+            place = self.layout.mesh.place(rank)
+            shards = {s.name: s for s in native(self.layout, [rank]) if self.has(state, s.name)}
+            for part in self.parts.get((state, place), [None]):
+                where, record = holder(place, part), self.files.get(file_name(state, place, part))
+                for name in shards if part is None or record is None else record.fingerprints:
+                    cut = record and record.ranges.get(name)
+                    whole = replace(shards[name], where=where)
+                    yield whole.along(cut.axis, cut.start, cut.stop) if cut else whole
+
+    def to_json(self) -> bytes:
+        schema, mesh = self.layout.schema, self.layout.mesh
+        tree = {
+            "format": FORMAT,
+            "version": self.version,
+            "step": self.step,
+            "config": dict(self.raw),
+            "parameters": [
+                {
+                    "name": p.name,
+                    "pattern": p.pattern,
+                    "at": p.at,
+                    "hf": p.hf,
+                    "hf_pattern": p.hf_pattern or p.pattern,
+                    **({"layers": _runs(p.layers)} if p.layers is not None else {}),
+                }
+                for p in schema.params
+            ],
+            "sizes": dict(schema.sizes),
+            "mesh": {"pp": mesh.pp, "ep": mesh.ep, "tp": mesh.tp},
+            "layers_per_stage": list(self.layout.layers),
+            **({"split": {axis: list(dims) for axis, dims in self.split.items()}} if self.split else {}),
+            "states": list(self.states),
+            **({"frozen": sorted(still)} if (still := self.frozen - self._buffers) else {}),
+            **({"adapters": _spelled(self.adapters)} if self.adapters else {}),
+            "files": {
+                name: {
+                    "bytes": record.size,
+                    **(
+                        {"ranges": {of: list(astuple(cut)) for of, cut in record.ranges.items()}}
+                        if record.ranges
+                        else {}
+                    ),
+                    "fingerprints": {
+                        tensor: {label: f"{value:016x}" for label, value in of.items()}
+                        for tensor, of in record.fingerprints.items()
+                    },
+                }
+                for name, record in sorted(self.files.items())
+            },
+        }
+        return json.dumps(tree, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _spelled(adapters: Adapters) -> dict[str, Any]:
+    base = {"path": adapters.base, "fingerprint": f"{adapters.fingerprint:016x}"}
+    return {**asdict(adapters.lora), "base": base}
+
+
+class VersionError(StoreError):
+    """A checkpoint of another version of the format: it may be sound, and another release reads it."""
+
+
+class _Tree:
+    """A JSON object of a file, whose fields are asked for with their types."""
+
+    def __init__(self, path: Path, where: str, tree: object) -> None:
+        self.path, self.where = path, where
+        if not isinstance(tree, dict):
+            raise self.error("is not an object")
+        self.tree = tree
+
+    def error(self, reason: str) -> StoreError:
+        return StoreError(f"{self.path}: {self.where} {reason}: this is not a checkpoint of ours, or it is damaged")
+
+    def get(self, key: str, *kinds: type) -> Any:
+        if key not in self.tree:
+            raise self.error(f"has no {key!r}")
+        value = self.tree[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise self.error(f"has {key}={short(value)}, which is not of type {wanted}")
+        return value
+
+    def child(self, key: str) -> _Tree:
+        return _Tree(self.path, key, self.get(key, dict))
+
+    def numbers(self) -> dict[str, int]:
+        """Return the fields, all of which must be positive whole numbers."""
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in self.tree.values()):
+            raise self.error(f"{short(self.tree)} holds something else than positive whole numbers")
+        return dict(self.tree)
+
+
+def read_index(path: Path) -> Index:
+    """Read and check an ``index.json``.
+
+    Raises:
+        StoreError: it is missing, damaged, of a later version, or describes a model that cannot be.
+    """
+    tree = _Tree(path, "the index", read_json(path, path.parent))
+    if tree.get("format", str) != FORMAT:
+        raise tree.error(f"has format {short(tree.tree['format'])} instead of {FORMAT!r}")
+    if (version := tree.get("version", int)) not in VERSIONS:
+        known = " and ".join(map(str, VERSIONS))
+        raise VersionError(
+            f"{path}: format version {version}, and this release reads {known}: use the one that wrote it"
+        )
+    raw, files, step = tree.get("config", dict), tree.child("files"), tree.get("step", int, type(None))
+    tree.child("config").get("model_type", str)
+    if step is not None and step < 0:
+        raise tree.error(f"has step={step}")
+    records = {name: _record(files.child(name)) for name in files.tree}
+    mesh = tree.child("mesh").numbers()
+    states = tuple(tree.get("states", list))
+    layers = tree.get("layers_per_stage", list)
+    if any(state not in STATES for state in states) or "weights" not in states or len(set(states)) != len(states):
+        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(STATES)} are known")
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layers):
+        raise tree.error(f"has layers_per_stage={short(layers)}")
+    ranks = math.prod(mesh.values())
+    # Those of ep but the first have files where they have experts, and those of a stage where it has adapters.
+    least, most = mesh.get("tp", 1), len(states) * ranks if version == 1 else len(records)
+    if set(mesh) != {"pp", "ep", "tp"} or ranks > _MOST_PLACES or not least <= len(records) <= most:
+        raise tree.error(f"has mesh={short(mesh)} and {len(states)} states, but {len(records)} files")
+    try:
+        params = (_param(tree, p, version) for p in tree.get("parameters", list))
+        schema = Schema(tuple(params), tree.child("sizes").numbers())
+        split = _split(tree, version)
+        spread = (schema.sizes[axis] for axis, dims in split.items() if "ep" in dims and axis in schema.sizes)
+        if mesh["ep"] > max(spread, default=1):
+            raise tree.error(f"has mesh={short(mesh)}, and no experts to spread over so many")
+        _check_count(tree, schema, records)
+        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split)
+        index = Index(raw, layout, states, step, records, _adapters(tree))
+        _check_model(tree, index)
+        index = replace(index, frozen=_frozen(tree, index.schema))
+    except StoreError:
+        raise
+    except (ModelConfigError, ValueError, KeyError) as error:
+        raise StoreError(f"{path}: {error}") from error
+    _check_files(tree, index, version)
+    return index
+
+
+def _check_files(tree: _Tree, index: Index, version: int) -> None:
+    """Check that the files are those that there must be, and together hold each element of each place once."""
+    layout, wanted = index.layout, set[str]()
+    places = [layout.mesh.place(rank) for rank in range(layout.mesh.world)]
+    for place, state in itertools.product(places, index.states):
+        if any(index.has(state, shard.name) for shard in layout.shards(place)):
+            count = len(index.parts.get((state, place), ())) if version > 1 else 1
+            wanted |= {file_name(state, place, part if count > 1 else None) for part in range(max(1, count))}
+    if wanted != set(index.files):
+        raise tree.error(f"names the files {short(sorted(index.files))} instead of {short(sorted(wanted))}")
+    cut, alike = {tensor for record in index.files.values() for tensor in record.ranges}, dict[object, list[Range]]()
+    if cut and version == 1:
+        raise tree.error(f"has ranges of {short(sorted(cut))}, which version 1 does not know")
+    for (state, place), parts in index.parts.items() if version > 1 else ():
+        shards = (each for each in native(layout, [layout.mesh.rank(place)]) if index.has(state, each.name))
+        records = [index.files[file_name(state, place, part)] for part in parts]
+        for stored, ranges in _tiled(tree, path_of(state, holder(place)), shards, records):
+            for label in stored.labels if stored.name in cut else ():
+                box = tuple(stored.box[axis] for axis in stored.pattern.piece_axes(label))
+                if alike.setdefault((state, stored.name, label, box), ranges) != ranges:
+                    raise tree.error(f"cuts replicas of {stored.name} in {state} at different places")
+
+
+def _tiled(
+    tree: _Tree, place: str, shards: Iterable[Stored], records: Sequence[FileRecord]
+) -> Iterator[tuple[Stored, list[Range]]]:
+    """Yield each tensor of a place, and in which ranges its files hold it: none where one has all of it."""
+    listed: dict[str, list[Range | None]] = {}
+    for record in records:
+        for name in record.fingerprints:
+            listed.setdefault(name, []).append(record.ranges.get(name))
+    for stored in shards:
+        if stored.name not in listed:
+            raise tree.error(f"lists no {stored.name} in the files of {place}")
+        found = listed.pop(stored.name)
+        ranges = sorted((each for each in found if each is not None), key=lambda each: each.start)
+        if found != [None] and (len(ranges) < len(found) or not _tile(stored, ranges)):
+            said = ", ".join("all" if each is None else f"{each.axis} {each.start}:{each.stop}" for each in found[:9])
+            raise tree.error(f"lists {said} of {stored.name} in the files of {place}, which are not all of it once")
+        yield stored, ranges
+    if listed:
+        raise tree.error(f"lists {short(sorted(listed))} in the files of {place}, which do not belong there")
+
+
+def _tile(stored: Stored, ranges: Sequence[Range]) -> bool:
+    axis = ranges[0].axis
+    if any(axis not in stored.pattern.piece_axes(label) for label in stored.labels):
+        return False
+    first, last = stored.box[axis]
+    ends = [first, *(each.stop for each in ranges)]
+    return {each.axis for each in ranges} == {axis} and [*(each.start for each in ranges), last] == ends
+
+
+def _adapters(tree: _Tree) -> Adapters | None:
+    if "adapters" not in tree.tree:
+        return None
+    said = tree.child("adapters")
+    base, targets = said.child("base"), said.get("targets", list)
+    fingerprint, numbers = base.get("fingerprint", str), [said.get(key, int, float) for key in ("alpha", "dropout")]
+    if not re.fullmatch("[0-9a-f]{16}", fingerprint):
+        raise base.error(f"has fingerprint={short(fingerprint)}, which is not 16 hexadecimal digits")
+    if said.get("rank", int) < 1 or not all(map(math.isfinite, numbers)) or not 0 <= numbers[1] < 1:
+        raise said.error(f"has rank={said.tree['rank']}, alpha={numbers[0]} and dropout={numbers[1]}")
+    if len(targets) > _MOST_TARGETS or not all(isinstance(each, str) and len(each) < _LONGEST_NAME for each in targets):
+        raise said.error(f"has targets={short(targets)}, which are no patterns of names")
+    lora = Lora(said.get("rank", int), numbers[0], tuple(targets), numbers[1], said.get("rslora", bool))
+    return Adapters(lora, base.get("path", str), int(fingerprint, 16))
+
+
+def _frozen(tree: _Tree, schema: Schema) -> frozenset[str]:
+    named = tree.get("frozen", list) if "frozen" in tree.tree else []
+    known = {name for name, _ in names.tensors(schema)}
+    if strange := [name for name in named if not isinstance(name, str) or name not in known]:
+        raise tree.error(f"has frozen={short(strange)}, which are no tensors of it")
+    return frozenset(named)
+
+
+def _record(tree: _Tree) -> FileRecord:
+    found = tree.child("fingerprints")
+    for tensor, of in found.tree.items():
+        values = list(of.values()) if isinstance(of, dict) else [None]
+        if not all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in values):
+            raise found.error(f"of {tensor!r} are {short(of)}, not 16 hexadecimal digits for each piece")
+    made = {tensor: {label: int(v, 16) for label, v in of.items()} for tensor, of in found.tree.items()}
+    cut = tree.child("ranges") if "ranges" in tree.tree else None
+    ranges = {} if cut is None else {tensor: _range(cut, tensor) for tensor in cut.tree}
+    if cut is not None and (strange := sorted(ranges.keys() - made.keys())):
+        raise cut.error(f"are of {short(strange)}, which have no fingerprints")
+    return FileRecord(tree.get("bytes", int), made, ranges)
+
+
+def _range(tree: _Tree, tensor: str) -> Range:
+    match tree.tree[tensor]:
+        case [str(axis), int(start), int(stop)] if 0 <= start < stop and bool not in map(type, (start, stop)):
+            return Range(axis, start, stop)
+        case other:
+            raise tree.error(f"has {short(other)} for {tensor!r}, which is not [axis, start, stop]")
+
+
+def _runs(layers: Sequence[int]) -> str:
+    """Return numbers as the index says them: ``0-2,5``."""
+    first, last = ([n for n in layers if n + step not in layers] for step in (-1, 1))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def _layers(tree: _Tree, version: int) -> tuple[int, ...] | None:
+    if "layers" not in tree.tree or version == 1:
+        return None
+    text = tree.get("layers", str)
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text, re.ASCII):
+        raise tree.error(f"has layers={short(text)}, which are no numbers of layers such as 0-2,5")
+    ends = [(int(run.partition("-")[0]), int(run.rpartition("-")[2])) for run in text.split(",")]
+    # Before they are counted out: runs that overlap could be any number of times as long as the text.
+    if any(a > b for a, b in ends) or any(b >= a for (_, b), (a, _) in itertools.pairwise(ends)):
+        raise tree.error(f"has layers={short(text)}, which do not ascend")
+    return tuple(n for a, b in ends for n in range(a, b + 1))
+
+
+def _split(tree: _Tree, version: int) -> Split:
+    if "split" not in tree.tree or version == 1:
+        return SPLIT
+    said = tree.child("split")
+    for axis, dims in said.tree.items():
+        if axis not in SPLIT or dims not in ([], ["ep"], ["tp"], ["ep", "tp"], ["tp", "ep"]):
+            raise said.error(f"has {short(dims)} for {axis!r}, which is no list of ep and tp")
+    return {**SPLIT, **{axis: tuple(dims) for axis, dims in said.tree.items()}}
+
+
+def _param(tree: _Tree, value: object, version: int) -> Param:
+    declared = _Tree(tree.path, "a parameter", value)
+    for sentence in (declared.get("pattern", str), declared.get("hf_pattern", str)):
+        # Fused groups multiply, and parentheses nest: a damaged sentence must not take for ever.
+        if len(sentence) > _LONGEST_SENTENCE or sentence.count("+") > _MOST_SUMS:
+            raise declared.error(f"has the sentence {short(sentence)}")
+    if not _HUGGING_FACE.fullmatch(declared.get("hf", str)):
+        raise declared.error(f"has hf={short(declared.tree['hf'])}, which names no tensors")
+    texts = {key: declared.get(key, str) for key in ("name", "pattern", "hf", "hf_pattern", "at")}
+    return Param(**texts, layers=_layers(declared, version))
+
+
+def _check_count(tree: _Tree, schema: Schema, records: Mapping[str, FileRecord]) -> None:
+    """Check the number of layers before anything counts through them: a damaged one must not take for ever."""
+    tensors = sum(schema.count(param, param.name) for param in schema.params)
+    listed = sum(len(record.fingerprints) for record in records.values())
+    if tensors > listed:
+        raise tree.error(f"describes {tensors} tensors and lists {listed}")
+
+
+def _check_model(tree: _Tree, index: Index) -> None:
+    """Check that the sentences, which may be those of another release, are about the same pieces."""
+    there, here = index.layout.schema, index.schema
+    if sizes := {axis for axis, _ in there.sizes.items() ^ here.sizes.items()}:
+        said, meant = ({axis: of[axis] for axis in sorted(sizes) if axis in of} for of in (there.sizes, here.sizes))
+        raise tree.error(f"has sizes {short(said)}, and its config means {short(meant)}")
+
+    if differ := {piece for piece, _ in there.pieces.items() ^ here.pieces.items()}:
+        names = ", ".join(sorted(map(spell, differ)))
+        raise tree.error(f"declares other pieces than this release does for its config: {names}")

@@ -1,0 +1,259 @@
+"""Rows of weights tables that many families share: a norm, a linear, the two ends of a model. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from megacore.parallel.weights.schema import Param
+
+_QKV = "(q: heads {0} + k: kv {0} + v: kv head)"
+QKV = _QKV.format("head")
+# Where no heads share keys and values; and of each head together, as GPT-NeoX stores them.
+QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
+QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
+HEADS, KV_HEADS = "(heads head)", "(kv head)"
+GATE_UP = "(gate: mlp + up: mlp)"
+
+Rows = tuple[Param, ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Heads of which dimensions 2 i and 2 i + 1 turn together on disk, as GPT-J's do, and i and i + turning/2 here.
+
+    Args:
+        head: Size of a head.
+        turning: The number of its dimensions that turn, the first ones.
+    """
+
+    head: int
+    turning: int
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the axes of a head."""
+        still = self.head - self.turning
+        return {"two": 2, "half": self.turning // 2} | ({"rest": still} if still else {})
+
+    @property
+    def here(self) -> str:
+        """The sentence of a head of queries or keys."""
+        return self._head("two half")
+
+    @property
+    def stored(self) -> str:
+        """Hugging Face's sentence of it."""
+        return self._head("half two")
+
+    def _head(self, pairs: str) -> str:
+        return pairs if self.turning == self.head else f"(turn: {pairs} + still: rest)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The rows of one family's weights table.
+
+    Our names are ``layers.{layer}.<name>`` within a block, where Hugging Face's are ``<layer>.<name>``.
+
+    Args:
+        layer: The beginning of Hugging Face's names of a block.
+        std: Standard deviation of initial weights.
+        out_std: That of the linears that end a branch.
+        norm_mean: Initial weight of norms.
+        norm_bias: Whether norms have biases.
+    """
+
+    layer: str = "model.layers.{layer}"
+    std: float
+    out_std: float
+    norm_mean: float = 1.0
+    norm_bias: bool = False
+
+    def norm(self, name: str, hf: str, pattern: str = "embed", *, stored: str = "", mean: float | None = None) -> Rows:
+        """Return a norm of a block, with a bias where norms have one; ``stored`` where Hugging Face stores it
+        otherwise."""
+        mean = self.norm_mean if mean is None else mean
+        name = f"layers.{{layer}}.{name}"
+        weight = Param(f"{name}.weight", pattern, f"{self.layer}.{hf}.weight", stored, mean=mean, vector=True)
+        bias = Param(f"{name}.bias", pattern, f"{self.layer}.{hf}.bias", stored, vector=True)
+        return (weight, bias) if self.norm_bias else (weight,)
+
+    def linear(
+        self,
+        name: str,
+        out: str,
+        inner: str,
+        hf: str,
+        *,
+        bias: bool = False,
+        stored: str = "",
+        stored_bias: str = "",
+        held: str = "",
+        ends: bool = False,
+    ) -> Rows:
+        """Return a linear of a block.
+
+        Args:
+            name: Our name.
+            out, inner: Sentences of what it gives and what it takes.
+            hf: Hugging Face's name; ``{q,k,v}`` where each piece is a tensor of its own.
+            bias: Whether it has one.
+            stored, stored_bias: Hugging Face's sentences of the weight and the bias, where they differ.
+            held: The name of transformers for the weight in memory, where that differs.
+            ends: Whether it ends a branch.
+        """
+        std = self.out_std if ends else self.std
+        weight = Param(
+            f"layers.{{layer}}.{name}.weight",
+            f"{out} {inner}",
+            f"{self.layer}.{hf}.weight",
+            stored,
+            held and f"{self.layer}.{held}",
+            std=std,
+        )
+        if not bias:
+            return (weight,)
+        return weight, Param(f"layers.{{layer}}.{name}.bias", out, f"{self.layer}.{hf}.bias", stored_bias)
+
+    def attention(
+        self,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+        hf: str = "self_attn.{q,k,v}_proj",
+        out: str = "o_proj",
+        pairs: Pairs | None = None,
+    ) -> Rows:
+        """Queries, keys, values and what comes out, as LLaMA's ``self_attn`` has them, or with heads of pairs."""
+        here, stored = (QKV, "") if pairs is None else (_QKV.format(pairs.here), _QKV.format(pairs.stored))
+        of_weight = stored and f"{stored} embed"
+        return (
+            *self.linear("attn.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
+            *self.linear("attn.out", "embed", HEADS, f"self_attn.{out}", bias=out_bias, ends=True),
+        )
+
+    def latent_attention(self, *, latent_queries: bool, bias: bool = False, pairs: bool = True) -> Rows:
+        """Multi-head latent attention, as DeepSeek's ``self_attn`` has it.
+
+        Args:
+            latent_queries: Whether queries are made of a latent, too.
+            bias: Whether what takes or gives the tokens has one.
+            pairs: Whether dimensions 2 i and 2 i + 1 turn together on disk, and not i and i + turning/2 as here.
+        """
+        turning = "half two" if pairs else "two half"
+        # Here the part of a head that turns comes first, as all that rotates has it.
+        queries, stored = "(heads (turn: two half + still: rest))", f"(heads (still: rest + turn: {turning}))"
+        keys, keys_stored = (f"(latent: kv_latent + turn: {each})" for each in ("two half", turning))
+        q_a, kv_a, kv_b = "self_attn.q_a", "self_attn.kv_a", "self_attn.kv_b_proj"
+        of_queries = (
+            (
+                *self.linear("attn.q_a", "q_latent", "embed", f"{q_a}_proj", bias=bias),
+                *self.norm("attn.q_a_norm", f"{q_a}_layernorm", "q_latent"),
+                *self.linear("attn.q_b", queries, "q_latent", "self_attn.q_b_proj", stored=f"{stored} q_latent"),
+            )
+            if latent_queries
+            else self.linear("attn.q", queries, "embed", "self_attn.q_proj", stored=f"{stored} embed")
+        )
+        return (
+            *of_queries,
+            *self.linear(
+                "attn.kv_a",
+                keys,
+                "embed",
+                f"{kv_a}_proj_with_mqa",
+                bias=bias,
+                stored=f"{keys_stored} embed",
+                stored_bias=keys_stored,
+            ),
+            *self.norm("attn.kv_a_norm", f"{kv_a}_layernorm", "kv_latent"),
+            *self.linear(
+                "attn.kv_b",
+                "(k: heads rest + v: heads value)",
+                "kv_latent",
+                kv_b,
+                stored="(heads (k: rest + v: value)) kv_latent",
+            ),
+            *self.linear("attn.out", "embed", "(heads value)", "self_attn.o_proj", bias=bias, ends=True),
+        )
+
+    def gated_mlp(self, *, bias: bool = False) -> Rows:
+        """Return a gated feed-forward network, as LLaMA's ``mlp`` has it."""
+        return (
+            *self.linear("mlp.up", GATE_UP, "embed", "mlp.{gate,up}_proj", bias=bias),
+            *self.linear("mlp.down", "embed", "mlp", "mlp.down_proj", bias=bias, ends=True),
+        )
+
+    def plain_mlp(self, up: str, down: str, *, bias: bool = False) -> Rows:
+        """Return a feed-forward network of two linears, of these names."""
+        return (
+            *self.linear("mlp.up", "mlp", "embed", f"mlp.{up}", bias=bias),
+            *self.linear("mlp.down", "embed", "mlp", f"mlp.{down}", bias=bias, ends=True),
+        )
+
+    def experts(
+        self,
+        *,
+        hf: str = "mlp.experts.{experts}.{gate,up}_proj",
+        down: str = "mlp.experts.{experts}.down_proj",
+        router: str = "mlp.gate",
+        correction: str = "",
+        held: tuple[str, str] = ("mlp.experts", "mlp.gate"),
+    ) -> Rows:
+        """Gated experts and their router, as Qwen3's ``mlp`` has them.
+
+        Args:
+            hf, down: Hugging Face's names of what goes into an expert's hidden features, and of what comes out of them.
+            router: Its name of the router.
+            correction: Its name of what is added to the scores that choose; empty: nothing is.
+            held: The names of transformers for the modules of the experts and of the router in memory.
+        """
+        hidden = "experts (gate: expert_mlp + up: expert_mlp)"
+        return (
+            *self.linear("mlp.router", "routes", "embed", router, held=f"{held[1]}.weight"),
+            *(
+                [Param("layers.{layer}.mlp.router.correction", "routes", f"{self.layer}.{correction}", buffer=True)]
+                if correction
+                else []
+            ),
+            *self.linear("mlp.experts.up", hidden, "embed", hf, held=f"{held[0]}.gate_up_proj"),
+            *self.linear(
+                "mlp.experts.down", "experts embed", "expert_mlp", down, held=f"{held[0]}.down_proj", ends=True
+            ),
+        )
+
+    def shared_expert(self, hf: str = "mlp.shared_experts", gate: str = "") -> Rows:
+        """Return an expert that every token goes to, of this name, and what weighs it, of another; empty: nothing
+        does."""
+        inner = "(gate: shared_mlp + up: shared_mlp)"
+        return (
+            *self.linear("mlp.shared.up", inner, "embed", f"{hf}.{{gate,up}}_proj"),
+            *self.linear("mlp.shared.down", "embed", "shared_mlp", f"{hf}.down_proj", ends=True),
+            *(self.linear("mlp.shared_gate", "one", "embed", gate) if gate else ()),
+        )
+
+    def model(
+        self,
+        *block: Rows,
+        tied: bool,
+        embed: str = "model.embed_tokens",
+        norm: str = "model.norm",
+        head: str = "lm_head",
+        head_bias: bool = False,
+    ) -> Rows:
+        """Return the whole table: the embedding, the rows of a block, the final norm, and the head unless it is
+        tied."""
+        last_norm = Param("norm.weight", "embed", f"{norm}.weight", at="last", mean=self.norm_mean)
+        return (
+            Param("embed.weight", "vocab embed", f"{embed}.weight", at="first last" if tied else "first", std=self.std),
+            *(param for rows in block for param in rows),
+            last_norm,
+            *([Param("norm.bias", "embed", f"{norm}.bias", at="last")] if self.norm_bias else []),
+            *([] if tied else [Param("head.weight", "vocab embed", f"{head}.weight", at="last", std=self.std)]),
+            *([Param("head.bias", "vocab", f"{head}.bias", at="last")] if head_bias else []),
+        )
+
+
+def in_layers(layers: Collection[int], rows: Rows) -> Rows:
+    """Return rows that these layers alone have; none where there are no layers."""
+    return tuple(replace(row, layers=tuple(sorted(layers))) for row in rows) if layers else ()
