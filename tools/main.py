@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+
+from megacore import __version__
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("megacore.tools.train", "pretrain what a recipe describes"),
@@ -29,6 +32,17 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "plan": ("megacore.tools.plan", "memory, network traffic and time of a recipe, and what fits a cluster"),
 }
 """{command: (module with ``main(argv) -> exit status``, what it does)}."""
+OTHER_NAMES: Mapping[str, str] = {
+    "pretrain": "train",
+    "sft": "finetune",
+    "fine-tune": "finetune",
+    "eval": "evaluate",
+    "preprocess": "tokenize",
+    "chat": "generate",
+    "export": "convert",
+    "import": "convert",
+}
+"""{what other projects call a command: ours}."""
 CLOSED_PIPE = 128 + signal.SIGPIPE
 """Exit status of a program whose output nobody reads any more."""
 
@@ -41,11 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="\n".join(f"  {name:<12} {what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
+    parser.add_argument("--version", action="version", version=f"megacore {__version__}")
+    parser.add_argument("command", metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="megacore COMMAND --help tells which")
     try:
         try:
-            command = parser.parse_args(arguments[:1]).command
+            command = parser.parse_args(arguments[:1] or ["--help"]).command
+            if command not in COMMANDS:
+                parser.error(f"there is no command {command!r}{_meant(command)}; megacore --help lists all")
             if argv is None:  # this process is the command's own
                 # Those that it starts import nothing from the working folder, which may be one that was downloaded.
                 os.environ["PYTHONSAFEPATH"] = "1"
@@ -60,6 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     return status
+
+
+def _meant(command: str) -> str:
+    alike = (
+        [OTHER_NAMES[command]] if command in OTHER_NAMES else difflib.get_close_matches(command[:100], COMMANDS, n=1)
+    )
+    return "".join(f": did you mean {name}?" for name in alike)
 
 
 if __name__ == "__main__":

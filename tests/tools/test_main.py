@@ -12,8 +12,9 @@ from types import ModuleType
 
 import pytest
 
+import megacore
 from megacore.data.indexed import IndexedWriter
-from megacore.tools.main import COMMANDS, main
+from megacore.tools.main import COMMANDS, OTHER_NAMES, main
 
 
 @pytest.fixture
@@ -46,24 +47,34 @@ def test_the_command_line_is_that_of_the_process(program: list[list[str]], monke
     assert os.environ["PYTHONSAFEPATH"] == "1", "what it starts would import from the working folder"
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], []], ids=["asked", "bare"])
+def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["--help"])
+        main(arguments)
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert all(name in shown and what in shown for name, (_, what) in COMMANDS.items())
 
 
-@pytest.mark.parametrize("arguments", [[], ["tokenise"]], ids=["none", "misspelt"])
-def test_what_is_no_command_is_refused_with_the_choices(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("tokenise", "no command 'tokenise': did you mean tokenize?"),
+        ("trian", "did you mean train?"),
+        ("pretrain", "did you mean train?"),
+        ("eval", "did you mean evaluate?"),
+        ("xyz", "no command 'xyz'; megacore --help lists all"),
+    ],
+)
+def test_what_is_no_command_leads_to_one(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(arguments)
+        main([given])
     assert end.value.code == 2
-    shown = capsys.readouterr().err
-    assert "command" in shown
-    assert not arguments or "tokenize" in shown
+    assert words in capsys.readouterr().err
+
+
+def test_other_names_lead_to_commands() -> None:
+    assert set(OTHER_NAMES.values()) <= set(COMMANDS) and OTHER_NAMES.keys().isdisjoint(COMMANDS)
 
 
 @contextmanager
@@ -105,6 +116,12 @@ def test_every_program_is_there_and_speaks_for_itself(command: str, capsys: pyte
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
     assert end.value.code == 0 and f"megacore {command}" in capsys.readouterr().out
+
+
+def test_the_version_is_told_by_the_module_too() -> None:
+    line = [sys.executable, "-m", "megacore", "--version"]
+    done = subprocess.run(line, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"megacore {megacore.__version__}\n"
 
 
 def test_looking_for_a_command_imports_no_torch() -> None:
