@@ -355,6 +355,6 @@ def place() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(f"{ROOT}/") and path != __file__ and "site-packages" not in path:
-            return f"{Path(path).relative_to(ROOT)}:{frame.f_code.co_qualname}"
+            return f"{Path(path).resolve().relative_to(ROOT.resolve())}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return "autograd"

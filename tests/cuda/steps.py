@@ -295,7 +295,7 @@ def _trainer(config: Config, mesh: Mesh) -> Trainer:
     corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], batches=lambda *arguments: MagicMock())
     setup = Setup(config, configure(config.model), corpora, Start())
     with (
-        patch.object(build, "load_into", lambda *arguments: None),
+        patch.object(build, "load_initial_state", lambda *arguments: None),
         patch.object(build, "Saver", lambda *arguments: Mock(news=lambda: (False, False))),
         # What the buffer of a file holds does not matter, but that there is memory for it does.
         patch.object(torch.Tensor, "numpy", lambda tensor: aligned_memory(tensor.nbytes)),
