@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import signal
@@ -80,10 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _meant(command: str) -> str:
-    alike = (
-        [OTHER_NAMES[command]] if command in OTHER_NAMES else difflib.get_close_matches(command[:100], COMMANDS, n=1)
-    )
-    return "".join(f": did you mean {name}?" for name in alike)
+    import difflib
+
+    alike = [OTHER_NAMES.get(command), *difflib.get_close_matches(command[:100], COMMANDS, n=1)]
+    meant = next(filter(None, alike), None)
+    return f": did you mean {meant}?" if meant else ""
 
 
 if __name__ == "__main__":
