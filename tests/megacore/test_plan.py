@@ -653,3 +653,10 @@ def test_without_torch_it_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["plan", str(RECIPES / "llama-3.1-8b.yaml"), "--world", "8", "data.sequence_length=24"]) == 2
     assert "install torch" in capsys.readouterr().err
+
+
+def test_experts_in_fp32_are_planned_on_cpus() -> None:
+    """Torch knows grouped products of tensors without numbers in bf16 alone."""
+    found = megacore.plan("experts", ["train.precision=fp32"], gpu="cpu")
+    half = megacore.plan("experts", ["train.precision=bf16"], gpu="cpu")
+    assert found["memory"][0]["peak"] > half["memory"][0]["peak"] > 0
