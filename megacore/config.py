@@ -406,7 +406,8 @@ class CheckpointConfig:
     """The URL of the folder of the checkpoints in an object store, `s3://bucket/prefix`, `gs://`, `file://`; null:
     `checkpoints` in out. Credentials come from the environment."""
     init: str | None = None
-    """A Hugging Face folder or a checkpoint to take the weights of."""
+    """A Hugging Face folder, a model of its hub (`OWNER/NAME` or `OWNER/NAME@REVISION`) or a checkpoint to take the
+    weights of."""
     resume: str | None = None
     """A checkpoint whose run goes on, or `auto`: the newest in the run's own folder that is whole, if there is one."""
     export: str | None = None

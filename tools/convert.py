@@ -21,10 +21,13 @@ from megacore.tools import folders
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacore convert", description=__doc__)
-    parser.add_argument("source", type=Path, help="a Hugging Face folder, or a checkpoint with --to hf")
+    parser.add_argument("source", type=Path, help=f"{folders.HUGGING_FACE}, or a checkpoint with --to hf")
     parser.add_argument("target", type=Path, help="the folder to make")
     parser.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="with --to hf: the Hugging Face folder to merge adapters into"
+        "--base",
+        type=Path,
+        metavar="FOLDER",
+        help="with --to hf: the Hugging Face folder, or name of the hub, to merge adapters into",
     )
     parser.add_argument(
         "--ignore-field", action="append", default=[], metavar="NAME", help="leave out a field of config.json that is "

@@ -26,6 +26,7 @@ from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
 
 Item = TypeVar("Item")
+HUGGING_FACE = "a Hugging Face folder or a name of its hub (OWNER/NAME, OWNER/NAME@REVISION)"
 MOST_JOBS = 64
 """Threads that a disk may still thank for."""
 
@@ -95,8 +96,11 @@ def opened(
 
 
 def tell(given: Path, found: WeightFolder) -> None:
-    """Say which checkpoint of a run is taken, where its folder was given, and which part of a model is."""
-    if found.path != given:
+    """Say which checkpoint of a run is taken, where its folder was given, or which commit, and which part of a model
+    is."""
+    if found.hub is not None:
+        err(f"{given}: taking {found.hub}, {found.path}")
+    elif found.path != given:
         err(f"{given}: taking its newest checkpoint, {found.path}")
     if found.left_out is not None:
         err(found.left_out)

@@ -36,7 +36,7 @@ from megacore.tools.tables import table
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacore inspect", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a checkpoint, a Hugging Face folder, or a token file")
+    parser.add_argument("folder", type=Path, help=f"a checkpoint, {folders.HUGGING_FACE}, or a token file")
     parser.add_argument("--tensors", action="store_true", help="list the tensors of the model")
     parser.add_argument(
         "--diff",

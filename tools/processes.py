@@ -53,7 +53,8 @@ def agreed(here: RankPlace) -> Iterator[None]:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the model."""
-    parser.add_argument("folder", type=Path, help="a checkpoint, of a model or of adapters, or a Hugging Face folder")
+    about = f"a checkpoint, of a model or of adapters, or {folders.HUGGING_FACE}"
+    parser.add_argument("folder", type=Path, help=about)
     parser.add_argument(
         "--base",
         type=Path,
@@ -142,7 +143,8 @@ def dtype(name: str | None) -> torch.dtype | None:
 
 def start(module: str, arguments: Sequence[str], processes: int) -> int:
     """Run a module in some processes on this machine -> their exit status."""
-    status = launch(module, arguments, Node(processes), threads(processes))
+    # What a name of the hub stands for is in the cache, and nobody asks the hub again, which may have moved on.
+    status = launch(module, arguments, Node(processes), {**threads(processes), "HF_HUB_OFFLINE": "1"})
     if status == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     return status

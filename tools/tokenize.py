@@ -197,7 +197,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the token files go")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
-    tokenizer.add_argument("--tokenizer", metavar="FOLDER_OR_NAME", help="a Hugging Face tokenizer")
+    tokenizer.add_argument(
+        "--tokenizer", metavar="FOLDER_OR_NAME", help="a Hugging Face tokenizer, OWNER/NAME@REVISION of the hub too"
+    )
     tokenizer.add_argument("--train-vocab", type=int, metavar="N", help="train a byte-level BPE of this vocabulary")
     parser.add_argument("--name", default="corpus", help="of the pair NAME.bin, NAME.idx (%(default)s)")
     parser.add_argument(

@@ -25,7 +25,7 @@ from megacore.tools import folders
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacore upcycle", description=__doc__)
-    parser.add_argument("source", type=Path, help="a dense model: a Hugging Face folder or a checkpoint")
+    parser.add_argument("source", type=Path, help=f"a dense model: {folders.HUGGING_FACE}, or a checkpoint")
     parser.add_argument("target", type=Path, help="the folder to make")
     parser.add_argument("--experts", type=folders.count, required=True, metavar="N", help="experts of each layer")
     parser.add_argument("--top-k", type=folders.count, required=True, metavar="N", help="experts that a token goes to")

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about, _, how = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog="megacore verify", description=about, epilog=how)
     parser.add_argument("checkpoint", type=Path, help="the checkpoint")
-    parser.add_argument("folder", type=Path, help="the Hugging Face folder that it came from, or became")
+    parser.add_argument("folder", type=Path, help=f"what it came from, or became: {folders.HUGGING_FACE}")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to compare the logits of")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts, one on each line")
     parser.add_argument(

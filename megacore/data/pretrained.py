@@ -9,20 +9,20 @@ from typing import Any
 from megacore.store.io.strict_json import StoreError, short
 
 
-def tokenizer(source: str | Path, hub: bool = False) -> Any:
-    """Return the tokenizer of a folder, or with ``hub`` of a name on the Hugging Face hub.
+def tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder.
 
     Raises:
         StoreError: whatever its files lead to.
     """
     from transformers import AutoTokenizer
 
-    found = _load(AutoTokenizer, source, not hub)
+    found = _load(AutoTokenizer, folder)
     templates, longest = found.chat_template, found.model_max_length
     texts = templates.values() if isinstance(templates, dict) else [templates]
     if not all(isinstance(text, str | None) for text in texts) or not isinstance(longest, int | float):
         raise StoreError(
-            f"{source}: the tokenizer has chat_template={short(templates)} and model_max_length={short(longest)}: they "
+            f"{folder}: the tokenizer has chat_template={short(templates)} and model_max_length={short(longest)}: they "
             "must be text and a number"
         )
     return found
@@ -39,7 +39,7 @@ def model(folder: Path, **options: Any) -> Any:
     # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
     # The other products of experts take no sizes but multiples of 16 bytes.
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return _load(AutoModelForCausalLM, folder, True, **eager, **options)
+    return _load(AutoModelForCausalLM, folder, **eager, **options)
 
 
 def parameters(model: Any) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def parameters(model: Any) -> dict[str, Any]:
     return revert_weight_conversion(model, {**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
-def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:
+def _load(kind: Any, folder: Path, **options: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # warnings quote the files
     try:
-        return kind.from_pretrained(source, local_files_only=local, trust_remote_code=False, **options)
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:
-        raise StoreError(f"transformers cannot load {source}: {error}") from error
+        raise StoreError(f"transformers cannot load {folder}: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +18,10 @@ from megacore.data.guard import Guard, GuardError
 from megacore.data.indexed import Integers
 from megacore.data.text import InputError
 from megacore.parallel import limits
+from megacore.store.io import hub
+from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError, read_json, short
-from megacore.store.tensor_files.companions import Companion, companions, copy_companion
+from megacore.store.tensor_files.companions import TEXT, Companion, companions, copy_companion
 from megacore.store.tensor_files.publish import write_file
 
 END = "<|endoftext|>"
@@ -213,7 +214,8 @@ def _copied(folder: Path) -> Iterator[Path]:
 def fetch(source: str, folder: Path) -> None:
     """Copy the tokenizer of a Hugging Face folder, or of a name on its hub, to `folder`. InputError if none."""
     try:
-        found = companions(Path(source), Path(source))
+        given = _opened(source)
+        found = companions(given, given)
     except StoreError as error:
         raise InputError(str(error)) from error
     if "tokenizer.json" in found:
@@ -221,23 +223,31 @@ def fetch(source: str, folder: Path) -> None:
             if name in found:
                 copy_companion(found[name], folder / name)
         return
-    if Path(source).exists() and not any(map(_has_vocabulary, found)):
+    if not any(map(_has_vocabulary, found)):
         raise InputError(
             f"there is no tokenizer in {source}: name a folder with a tokenizer.json, or with the files that another "
             "kind of tokenizer has (tokenizer.model, vocab.json and merges.txt)"
         )
-    beside = "/" in source and Path(source).parent.exists()
-    if not Path(source).exists() and (beside or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)):
-        raise InputError(
-            f"there is no folder {source}: name one with a tokenizer.json, or a tokenizer by its name on the Hugging "
-            "Face hub (gpt2, org/name)"
-        )
     import_transformers()
     try:
-        Guard(lambda: _save(source, folder))
+        Guard(lambda: _save(given, folder))
     except GuardError as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"no tokenizer in {source}: {reason}") from error
+
+
+def _opened(source: str) -> Path:
+    """Return a folder, or that in the hub's cache of a name; InputError where there is neither. StoreError as of
+    :func:`~megacore.store.io.hub.fetch`."""
+    if Path(source).exists():
+        return Path(source)
+    name = HubName.of(source) or (None if "/" in source else HubName.parse(source))  # `gpt2` has no owner
+    if name is None:
+        raise InputError(
+            f"there is no folder {source}: name one with a tokenizer.json, or a tokenizer by its name on the Hugging "
+            "Face hub (gpt2, OWNER/NAME, OWNER/NAME@REVISION)"
+        )
+    return hub.fetch(name, [*TEXT, "config.json"])
 
 
 def _has_vocabulary(name: str) -> bool:
@@ -245,13 +255,10 @@ def _has_vocabulary(name: str) -> bool:
     return name.startswith(("tokenizer.model", "tekken", "vocab", "merges")) or "tiktoken" in name
 
 
-def _save(source: str, folder: Path) -> None:
-    """Save what transformers makes of a folder, or of a name."""
-    if Path(source).exists():
-        with _copied(Path(source)) as files:
-            pretrained.tokenizer(files).save_pretrained(folder)
-    else:  # only what is no folder is a name, and asked for
-        pretrained.tokenizer(source, hub=True).save_pretrained(folder)
+def _save(source: Path, folder: Path) -> None:
+    """Save what transformers makes of a folder."""
+    with _copied(source) as files:
+        pretrained.tokenizer(files).save_pretrained(folder)
 
 
 def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:

@@ -35,11 +35,13 @@ if TYPE_CHECKING:  # which imports much
     from megacore.recovery.hang_report import HangReport
 
 OPTIONS = {
-    "init": "take the weights of a Hugging Face folder or a checkpoint",
+    "init": "take the weights of a Hugging Face folder, a model of its hub or a checkpoint",
     "resume": "go on with a run: a checkpoint, or auto for the newest of the run's own",
     "export": "make a Hugging Face folder of the last checkpoint",
 }
-"""{key of the recipe's section checkpoint: what it is for}; ``--init FOLDER`` stands for ``checkpoint.init=FOLDER``."""
+"""{key of the recipe's section checkpoint: what it is for}; ``--init MODEL`` stands for ``checkpoint.init=MODEL``."""
+
+METAVARS = {"init": "MODEL", "resume": "auto|CHECKPOINT"}
 
 # On a CPU, activations are large allocations that come and go each step. glibc would map and unmap each, and the kernel
 # would zero its pages each time: keep them in the heap instead.
@@ -129,15 +131,19 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
 
     first, later = [*overrides, *layouts.get(most, ())], node.index > 0
     problems = _without_a_model(config) if command == "finetune" else []
+    pinned: list[str] = []
     try:
-        check(recipe, first, node.world, here, another_looks=later, goes_on=later and bool(layouts))
+        setup = check(recipe, first, node.world, here, another_looks=later, goes_on=later and bool(layouts))
+        if setup.config.checkpoint.init != config.checkpoint.init:
+            # The ranks take the commit that was fetched here, whatever the hub has by then.
+            pinned = [f"checkpoint.init={setup.config.checkpoint.init}"]
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
     return TrainingJob(
         MODULE,
-        [recipe, *overrides],
+        [recipe, *overrides, *pinned],
         node,
         environment,
         shutdown_s,
@@ -198,7 +204,7 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
     parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the recipe")
     for name in names:
-        metavar = "auto|CHECKPOINT" if name == "resume" else "FOLDER"
+        metavar = METAVARS.get(name, "FOLDER")
         parser.add_argument(f"--{name}", metavar=metavar, help=f"{OPTIONS[name]}: checkpoint.{name}={metavar}")
     parsed = vars(parser.parse_intermixed_args(given))
     options = [f"checkpoint.{name}={parsed[name]}" for name in names if parsed[name] is not None]
@@ -214,8 +220,8 @@ def _without_a_model(config: Config) -> list[str]:
     if section.init is not None or going_on:
         return []
     return [
-        "finetune starts from a model that there is: name its Hugging Face folder or checkpoint by --init FOLDER "
-        "(`megacore train` starts from random weights)"
+        "finetune starts from a model that there is: name its Hugging Face folder, its name on the hub or a checkpoint "
+        "by --init MODEL (`megacore train` starts from random weights)"
     ]
 
 

@@ -245,7 +245,7 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     lora, base = config.tuning.lora, start.source
     if lora is None or base is None:
         return None
-    adapters = Adapters(lora, str(base.path), fingerprint(base, control))
+    adapters = Adapters(lora, base.name, fingerprint(base, control))
     if start.adapters is not None:
         try:
             check_fingerprint(start.adapters, base.path, adapters.fingerprint)
@@ -259,7 +259,7 @@ def _agree(control: Control, setup: Setup, chosen: str) -> None:
     only some of them see would break the run much later, and kernels that only some of them have would wait for other
     messages."""
     start = setup.start
-    source = None if start.source is None else str(start.source.path)
+    source = None if start.source is None else start.source.name
     found = control.gather([start.progress.step, source, setup.corpora.identities, chosen])
     if problem := control.tell(_differs(found, setup.config) if found else None):
         raise ConfigError([problem])

@@ -16,16 +16,17 @@ from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.planning.capacity import capacity_problems
 from megacore.recipe import ConfigError, load
 from megacore.resources import gpus, memory_of_gpus
+from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
-from megacore.training.resume import Start, companions, find, model_of, raw_of
+from megacore.training.resume import Start, as_begun, companions, find, model_of, raw_of, with_init
 from megacore.training.same_data import changed_data
 
 
 @dataclass(frozen=True)
 class Setup:
     """A run that has been checked: its config, its model, its data, where it starts, and {name: file} of what travels
-    with the model."""
+    with the model. A model of the hub is fetched, and the config names its commit."""
 
     config: Config
     model: ModelConfig
@@ -70,10 +71,19 @@ def check(
     Raises:
         ConfigError: all that is wrong.
     """
-    config = load(recipe, overrides)
-    start, model, found = None, None, list[str]()
+    config = as_begun(load(recipe, overrides))
+    start, model, found, there = None, None, list[str](), gpus()
+
+    def known(model: ModelConfig | None) -> list[str]:
+        rules = problems(config, world_size, model, gpus=there, local_ranks=local_ranks)
+        return [*rules, *(() if goes_on else surroundings(config, another_looks))]
+
+    if HubName.of(config.checkpoint.init or "") is not None and (found := known(None)):
+        raise ConfigError(found)  # before a model is fetched
     try:
         start = _start(config, another_looks, goes_on)
+        if config.checkpoint.init is not None and start.source is not None:
+            config = with_init(config, start.source.hub)
     except StoreError as error:
         found += [f"checkpoint: {error}"]
     try:
@@ -81,11 +91,7 @@ def check(
         model = model_of(config, start.source if start else None) if start or config.model else None
     except ModelConfigError as error:
         found += [f"model: {problem}" for problem in error.problems]
-    there = gpus()
-    found += [
-        *problems(config, world_size, model, gpus=there, local_ranks=local_ranks),
-        *(() if goes_on else surroundings(config, another_looks)),
-    ]
+    found += known(model)
     if start is not None and 0 < config.train.steps < start.progress.step:
         found += [
             f"train.steps ({config.train.steps}) is below the {start.progress.step} steps that are done: the run goes "

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
@@ -20,17 +22,22 @@ from megacore.parallel import limits
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import MeshShape
 from megacore.recipe import load
+from megacore.recipe_yaml import read_yaml
 from megacore.say import brief
 from megacore.store.conversions.adapters import is_part_of
 from megacore.store.conversions.formats import open_folder
+from megacore.store.io.hub import HubName
 from megacore.store.io.objects import place
-from megacore.store.io.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError, read_file
 from megacore.store.tensor_files.companions import TEMPLATES, TEXT, Companion
 from megacore.store.tensor_files.companions import companions as beside
 from megacore.store.weight_folders.checkpoint import TRAINER, Checkpoint
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.index import INDEX, MOMENTS, VersionError
 from megacore.training.progress import DATA, Progress, recipe
+
+NOTED = "config.yaml"
+"""The file in a run's folder that has its config."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,33 @@ def overrides_of_restart(recipe: str, overrides: Sequence[str]) -> list[str]:
     if config.checkpoint.resume is not None and not checkpoints.complete(folder):
         return list(overrides)
     return [*overrides, f"checkpoint.resume={AUTO}"]
+
+
+def as_begun(config: Config) -> Config:
+    """Return a config of a run that goes on with the model of the hub at the commit that it began from.
+
+    A branch has moved since, and a tag may have. Whoever wants another names its commit.
+    """
+    given, noted = HubName.parse(config.checkpoint.init or ""), _noted_init(Path(config.out))
+    if config.checkpoint.resume is None or given is None or given.is_pinned or noted is None:
+        return config
+    return with_init(config, noted) if noted.repository == given.repository else config
+
+
+def with_init(config: Config, name: HubName | None) -> Config:
+    """Return a config whose model is that of a name of the hub, if there is one."""
+    section = config.checkpoint
+    return config if name is None else replace(config, checkpoint=replace(section, init=str(name)))
+
+
+def _noted_init(out: Path) -> HubName | None:
+    """Return the model of the hub, with its commit, that the config in a run's folder has."""
+    try:
+        noted = read_yaml(read_file(out / NOTED, out, limits.RECIPE).decode())["checkpoint"]["init"]
+    except (StoreError, OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return None
+    name = HubName.parse(noted) if isinstance(noted, str) else None
+    return name if name is not None and name.is_pinned else None
 
 
 def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = False) -> Start:
@@ -160,7 +194,9 @@ def _go_on_with_adapters(lora: Lora, init: str | None, checkpoint: Checkpoint, c
     path, held = checkpoint.path, checkpoint.index.adapters
     if held is None:
         raise StoreError(f"{path} holds a model and no adapters: begin with adapters of it by checkpoint.init={path}")
-    base = open_folder(place(init) if init else Path(held.base), checked=checked)
+    name = HubName.parse(held.base)
+    begun = name is not None and name.is_pinned and name.repository == init
+    base = open_folder(place(held.base if init is None or begun else init), checked=checked)
     if wrong := list(_other_adapters(lora, held.lora, base, checkpoint)):
         raise StoreError("\n".join([f"{path} cannot go on with this recipe:", *wrong]))
     return replace(_going_on(checkpoint), source=base, adapters=checkpoint)
@@ -198,7 +234,7 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
     """
     section = config.model
     if source is None and not section:
-        way_out = "name a Hugging Face folder or a checkpoint in checkpoint.init (--init FOLDER)"
+        way_out = "name a Hugging Face folder, a model of its hub or a checkpoint in checkpoint.init (--init MODEL)"
         raise ModelConfigError("model", [f"there is none: {way_out}, or set model.preset, model.family or .config"])
     if source is None or any(section.get(key) is not None for key in ("family", "preset", "config")):
         model = configure(section)
@@ -256,7 +292,7 @@ def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
     if start.source is None:
         return
     if not start.said:
-        yield f"Starting from the weights of {start.source.path}."
+        yield f"Starting from the weights of {start.source.name}."
     if start.source.left_out is not None:
         yield f"  {start.source.left_out}"
     before = asdict(start.source.config)

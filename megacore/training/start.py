@@ -23,7 +23,7 @@ from megacore.store.io.strict_json import read_file
 from megacore.store.tensor_files.publish import replace_file
 from megacore.store.tensor_files.tensors import os_errors
 from megacore.store.weight_folders.audit import DamageError
-from megacore.training.resume import Damaged, Start, find, remarks
+from megacore.training.resume import NOTED, Damaged, Start, find, remarks
 from megacore.training.trainer import Callback
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
             say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
         elif each.path.parent != own:
             say(f"Not used: {each.reason}")
-    _note(config, out / "config.yaml")
+    _note(config, out / NOTED)
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
     said = remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)
     say("\n".join([*said, *setup.corpora.remarks, *uneven]))

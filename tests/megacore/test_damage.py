@@ -291,4 +291,4 @@ def test_fine_tuning_does_not_start_from_random_weights(
         assert main.main(["finetune", recipe, f"out={out.with_name('new')}", *wrong, *more]) == exits.MISUSED
         said = capsys.readouterr().err
         assert "there is no nowhere/corpus.bin" in said
-        assert ("name its Hugging Face folder or checkpoint by --init FOLDER" in said) == (not more)
+        assert ("its name on the hub or a checkpoint by --init MODEL" in said) == (not more)

@@ -528,7 +528,7 @@ def test_without_a_model_the_checkpoint_s_is_taken(six: Path, tmp_path: Path) ->
     changed = check(bare, [f"checkpoint.init={path_of(six, 3)}", "model.attention_dropout=0.25"], 1, 1)
     assert changed.model == replace(setup.model, attention_dropout=0.25)  # type: ignore[call-arg]
     (problem,) = problems(bare)
-    assert "--init FOLDER" in problem and "model.preset" in problem
+    assert "--init MODEL" in problem and "model.preset" in problem
 
 
 def test_two_starts_are_one_too_many(recipe: str, six: Path) -> None:
@@ -599,11 +599,12 @@ def test_ranks_that_find_different_checkpoints_of_one_run_do_not_mix_them(
 
 
 @pytest.mark.quick
-def test_a_name_on_the_hub_is_no_folder(recipe: str) -> None:
-    (problem,) = problems(recipe, "checkpoint.init=some-org/Some-Model-1.5B")
-    assert "`hf download some-org/Some-Model-1.5B --local-dir FOLDER`" in problem
+def test_a_path_that_may_be_a_name_of_the_hub_is_a_path(recipe: str) -> None:
     (problem,) = problems(recipe, "checkpoint.init=megacore/nowhere")
-    assert problem == "checkpoint: megacore/nowhere is not a folder"
+    assert problem == (
+        "checkpoint: megacore/nowhere is not a folder, and megacore is one here: name a model of the Hugging Face hub "
+        "by megacore/nowhere@main"
+    )
 
 
 def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, six: Path, tmp_path: Path) -> None:

@@ -69,6 +69,32 @@ def test_the_hub_s_cache(tmp_path: Path) -> None:
     assert read(snapshot / "a", snapshot) == b"B" and not leaves(snapshot / "a", snapshot)
 
 
+def test_blobs_that_repositories_share(tmp_path: Path) -> None:
+    """As the library keeps what comes from Xet: the blob of a repository is a link to one of the whole cache."""
+    from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store
+
+    cache = tmp_path / "hub"
+    repository = cache / "models--own--model"
+    snapshot, blob, digest = repository / "snapshots" / ("0" * 40), repository / "blobs" / "etag", "ab" * 32
+    for folder in (snapshot, blob.parent):
+        folder.mkdir(parents=True)
+    blob.write_bytes(b"weights")
+    assert publish_blob_to_shared_store(blob_path=str(blob), xet_hash=digest, cache_dir=cache, expected_size=7)
+    (snapshot / "a").symlink_to("../../blobs/etag")
+    assert blob.is_symlink() and not leaves(snapshot / "a", snapshot)
+    with open_file(snapshot / "a", snapshot) as file:
+        assert file.read() == b"weights"
+    (cache / "token").write_bytes(b"precious")
+    (cache / "blobs/ab/other").write_bytes(b"precious")
+    for name, target in {"up": "../../../token", "other": "../../../blobs/ab/other"}.items():
+        (snapshot / name).symlink_to(target)
+        with pytest.raises(PermissionError, match="leads to"):
+            open_file(snapshot / name, snapshot)
+    (cache / "plain/snapshots/1").mkdir(parents=True)
+    (cache / "plain/snapshots/1/a").symlink_to(f"../../../blobs/ab/{digest}")
+    assert leaves(cache / "plain/snapshots/1/a", cache / "plain/snapshots/1")  # no repository of the cache
+
+
 @pytest.mark.parametrize("at", ["a", "inner"])
 def test_what_is_exchanged_while_it_is_looked_at(
     folder: Path, secret: Path, at: str, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,7 @@ from megacore.parallel.weights.fingerprint import Logical, combined
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, plan
 from megacore.store.conversions.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
+from megacore.store.io.hub import HubName, fetch
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.companions import Companion
 from megacore.store.tensor_files.dtypes import as_floats, rounded
@@ -184,7 +185,7 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": adapters.base,
+        **_base(adapters.base),
         "r": adapters.lora.rank,
         "lora_alpha": adapters.lora.alpha,
         "lora_dropout": adapters.lora.dropout,
@@ -198,10 +199,20 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     }
 
 
+def _base(base: str) -> dict[str, str]:
+    """Return the fields that name the model: of the hub, where it was named by a commit."""
+    name = HubName.parse(base)
+    if name is None or name.revision is None or not name.is_pinned:
+        return {"base_model_name_or_path": base}
+    return {"base_model_name_or_path": name.repository, "revision": name.revision}
+
+
 def is_part_of(base: str) -> bool:
     """Return whether the model of a folder is a part of what the folder holds, as far as it is there to be asked."""
     try:
-        return unwrapped(read_json(Path(base) / CONFIG, Path(base)))[1] is not None
+        name = HubName.of(base)
+        folder = Path(base) if name is None else fetch(name, [CONFIG], cached=True)
+        return unwrapped(read_json(folder / CONFIG, folder))[1] is not None
     except (StoreError, ModelConfigError, AttributeError):
         return False
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megacore.checkpoints import FOLDER, newest_of
 from megacore.store.conversions.adapters import AdaptedFolder
+from megacore.store.io.hub import HubName, fetch
 from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.audit import DamageError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
-from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG, HuggingFace
+from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG, HuggingFace, fetched
 from megacore.store.weight_folders.index import INDEX, STATES, VersionError
 
 
@@ -23,7 +24,8 @@ def open_folder(
     """Open a checkpoint of ours, or a Hugging Face folder.
 
     Args:
-        path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint.
+        path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint. Where there is none, a
+            name of the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, which is fetched.
         adapters: Whether a checkpoint of adapters will do, which is no model by itself.
         checked: Whether another process checks the tensor files of a checkpoint.
 
@@ -31,6 +33,9 @@ def open_folder(
         DamageError: it is a checkpoint that cannot be opened.
         StoreError: it is neither, or holds adapters.
     """
+    if (name := HubName.of(path)) is not None:
+        folder = fetched(name, ignored_fields)
+        return replace(HuggingFace.open(folder, ignored_fields), hub=name.at(folder))
     path = newest_of(path)
     if not path.is_dir():
         raise StoreError(f"{path} is not a folder{_on_the_hub(path)}")
@@ -62,7 +67,7 @@ def open_model(path: Path, base: Path | None = None) -> WeightFolder:
 
     Args:
         path: A checkpoint or a Hugging Face folder.
-        base: The model of adapters; None for the folder that they name.
+        base: The model of adapters; None for the one that they name.
 
     Raises:
         StoreError: something is missing or damaged, the two do not belong together, or there is nothing to adapt.
@@ -73,12 +78,22 @@ def open_model(path: Path, base: Path | None = None) -> WeightFolder:
         if base is not None:
             raise StoreError(f"--base {base} is for a checkpoint of adapters, and {path} is a model: leave it out")
         return folder
-    if base is None and not Path(held.base).is_dir():
+    if base is None and not Path(held.base).is_dir() and not _is_cached(held.base):
         raise StoreError(
-            f"{path} holds adapters (LoRA of rank {held.lora.rank}) of {held.base}, and there is no such folder here: "
-            "give that model, a Hugging Face folder or a checkpoint of it, by --base"
+            f"{path} holds adapters (LoRA of rank {held.lora.rank}) of {held.base}, and there is no such folder here, "
+            "nor such a model in the hub's cache: give that model, a Hugging Face folder, its name on the hub or a "
+            "checkpoint of it, by --base"
         )
     return AdaptedFolder.of(folder, open_folder(base or Path(held.base)))
+
+
+def _is_cached(base: str) -> bool:
+    """Return whether a model of the hub is here already. What a checkpoint of a stranger names is not fetched."""
+    name = HubName.of(base)
+    try:
+        return name is not None and (fetch(name, [CONFIG], cached=True) / CONFIG).exists()
+    except StoreError:
+        return False
 
 
 def _known(path: Path) -> str | None:
@@ -100,7 +115,6 @@ def _known(path: Path) -> str | None:
 
 
 def _on_the_hub(path: Path) -> str:
-    """Return the way to get a model whose name was given in the place of a folder."""
-    if path.exists() or path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        return ""
-    return f": download a model of the Hugging Face hub by `hf download {path} --local-dir FOLDER`, and name FOLDER"
+    """Return the way to a model of the hub whose name may be meant, and was taken for a path."""
+    may_be = not path.exists() and str(path.parent) != "." and HubName.parse(str(path)) is not None
+    return f", and {path.parent} is one here: name a model of the Hugging Face hub by {path}@main" if may_be else ""

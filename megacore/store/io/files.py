@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,9 @@ from megacore.store.io.objects import ObjectPath
 
 _FOLDER: int = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}
+_REPOSITORY = re.compile("(?:model|dataset|space)s--")
+_SHARED = re.compile("([0-9a-f]{2})/\\1[0-9a-f]{62}")
+"""The name of a file that repositories in the hub's cache share: the hash of what it holds."""
 
 
 # -- to read
@@ -29,7 +33,7 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
     Args:
         root: The folder of whoever made it, which its links may not leave; None where the user has
             named the file. The hub's cache counts as one: there, files in ``snapshots/REVISION`` are links to those in
-            ``blobs``.
+            ``blobs`` of the repository, which may be links to those that all repositories share.
 
     Raises:
         OSError: it is not there or no file, or its links lead out, so that whoever made the folder would have us read
@@ -68,7 +72,13 @@ def leaves(path: Path, root: Path) -> bool:
 
 def _home(real: Path, root: Path) -> Path | None:
     folder = Path(os.path.realpath(root))
-    homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    homes = [folder]
+    if folder.parent.name == "snapshots":
+        repository = folder.parent.parent
+        homes.append(repository / "blobs")
+        shared = repository.parent / "blobs"
+        if _REPOSITORY.match(repository.name) and _SHARED.fullmatch(os.path.relpath(real, shared)):
+            homes.append(shared)
     return next((home for home in homes if real.is_relative_to(home)), None)
 
 

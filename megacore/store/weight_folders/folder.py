@@ -16,6 +16,7 @@ from megacore.parallel.weights.layout import Layout
 from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Copy, Stored, whole_name
+from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
 from megacore.store.tensor_files.stream import Read
@@ -35,6 +36,7 @@ class WeightFolder(ABC):
         base: The folder of the model that adapters are read with.
         ignored: Tensors that hold no weights, by the names they have.
         others: Tensors of other parts of a model of which this is one, likewise.
+        hub: The name of the hub, with its commit, that the folder was fetched by.
     """
 
     path: Path
@@ -43,6 +45,12 @@ class WeightFolder(ABC):
     base: SafetensorsFolder | None = field(default=None, kw_only=True)
     ignored: tuple[str, ...] = field(default=(), kw_only=True)
     others: tuple[str, ...] = field(default=(), kw_only=True)
+    hub: HubName | None = field(default=None, kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """The text that names it, here and on other machines if it is of the hub; else its path."""
+        return str(self.hub or self.path)
 
     @property
     def raw(self) -> Mapping[str, Any]:

@@ -5,11 +5,13 @@ All that can be known without reading the weights is checked when it is opened. 
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,9 +22,12 @@ from megacore.parallel.enum_errors import nearest
 from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, hugging_face
+from megacore.say import err
+from megacore.store.io import hub
+from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.accounting import Account, account, ignorable_by, printable, summary
-from megacore.store.tensor_files.companions import Companion, companions, travelling
+from megacore.store.tensor_files.companions import COMPANIONS, Companion, companions, travelling
 from megacore.store.tensor_files.tensors import TensorFile
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.index import FileRecord, Index
@@ -83,7 +88,7 @@ class HuggingFace(SafetensorsFolder):
             problems.append(str(error))
         problems += found.problems
         if problems or config is None or files is None:
-            raise StoreError("\n- ".join([f"{path} cannot be used:", *problems]))
+            raise _unusable(path, problems)
         opened = {str(file.path.relative_to(path)): file for file in files.files}
         holders = {tensor: name for name, file in opened.items() for tensor in file.entries}
         weights = {name: (holders[held.name], held.name) for name, held in found.weights.items()}
@@ -105,6 +110,50 @@ class HuggingFace(SafetensorsFolder):
 
     def companions(self) -> Mapping[str, Companion]:
         return companions(self.path, self.path)
+
+
+def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
+    """Bring a model of the hub onto this machine -> its folder in the hub's cache, whose name is the commit.
+
+    These are the files that a folder is read from, and no others: the config first, which may say that the model cannot
+    be used, and the weights in one format.
+
+    Raises:
+        StoreError: it cannot be fetched, or is no model that can be read here.
+    """
+    folder = hub.fetch(name, [CONFIG, INDEX, ADAPTER, *COMPANIONS])
+    pinned = name.at(folder)
+    if not (folder / CONFIG).exists():
+        adapters = "; it holds adapters: let peft merge them into their model" if (folder / ADAPTER).exists() else ""
+        raise StoreError(f"{pinned} has no {CONFIG}, and is no model in Hugging Face's format{adapters}")
+    problems: list[str] = []
+    _config(folder, ignored_fields, problems)
+    if problems:
+        raise _unusable(pinned, problems)
+    weights = [WEIGHTS] if (folder / WEIGHTS).exists() else _named_weights(folder)
+    if weights and all((folder / file).exists() for file in weights):
+        return folder
+    sizes = hub.files_of(pinned)
+    weights = [WEIGHTS] if WEIGHTS in sizes else weights
+    if not weights:
+        raise _unusable(pinned, [_no_weights(name.repository, list(sizes))])
+    if absent := [file for file in weights if file not in sizes]:
+        raise _unusable(pinned, [_not_there(absent)])
+    size = sum(sizes[file] for file in weights)
+    err(f"{pinned}: fetching {size:,} bytes of weights, {len(weights)} file{'s' * (len(weights) > 1)}")
+    return hub.fetch(pinned, [glob.escape(file) for file in weights], shown=True)
+
+
+def _named_weights(folder: Path) -> list[str]:
+    return sorted({*_weight_map(_object(folder, INDEX)).values()}) if (folder / INDEX).exists() else []
+
+
+def _not_there(files: Sequence[str]) -> str:
+    return f"{INDEX} names files that are not there: {', '.join(map(printable, files))}"
+
+
+def _unusable(source: Path | HubName, problems: Sequence[str]) -> StoreError:
+    return StoreError("\n- ".join([f"{source} cannot be used:", *problems]))
 
 
 @dataclass(frozen=True)
@@ -175,7 +224,7 @@ def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
         opened = _open(folder, [WEIGHTS], problems)
         return _WeightFiles(opened, None) if opened else None
     if not os.path.lexists(folder / INDEX):
-        problems.append(_no_weights(folder))
+        problems.append(_no_weights(str(folder), [file.name for file in folder.iterdir()]))
         return None
     try:
         named = _weight_map(_object(folder, INDEX))
@@ -185,7 +234,7 @@ def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
     names = sorted({*named.values()})
     absent = [name for name in names if not os.path.isfile(folder / name)]  # False for any name
     if absent:
-        problems.append(f"{INDEX} names files that are not there: {', '.join(absent)}")
+        problems.append(_not_there(absent))
     opened = _open(folder, sorted({*names}.difference(absent)), problems)
     if len(opened) < len(names):
         return None
@@ -251,25 +300,27 @@ def _unnamed(files: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
     return problems
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights(source: str, names: Sequence[str]) -> str:
+    """Return why there are no weights among the files of a folder, or of a repository of the hub."""
     looked_for = f"there is neither {WEIGHTS} nor {INDEX}"
     pickled, gguf, others = (
-        sorted(printable(file.name) for pattern in patterns for file in folder.glob(pattern))
+        sorted(printable(name) for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
         for patterns in (_PICKLED, ("*.gguf",), ("*.safetensors",))
     )
-    tokens = sorted(file.with_suffix("") for file in folder.glob("*.idx"))
-    pickled = [name for name in pickled if folder / name.removesuffix(".bin") not in tokens]
+    tokens = sorted(name.removesuffix(".idx") for name in names if name.endswith(".idx"))
+    pickled = [name for name in pickled if name.removesuffix(".bin") not in tokens]
     if others:
         return f"{looked_for}, but {', '.join(others)}: if these are the model's, the index that names them is missing"
     if pickled:
-        command = shlex.join(["python", "-c", _TO_SAFETENSORS, str(folder), f"{str(folder).rstrip('/')}-safetensors"])
+        command = shlex.join(["python", "-c", _TO_SAFETENSORS, source, f"{source.rstrip('/')}-safetensors"])
         return (
             f"{looked_for}, but {', '.join(pickled)}: a pickle can run code when it is read, so none is read here. "
             f"If you trust it, make it safetensors, and copy the tokenizer's files: {command}"
         )
     if tokens:
-        names = ", ".join(printable(f"{name}.bin, .idx") for name in tokens)
-        return f"{looked_for}, but {names}: a token file has tokens to train on (data.train={tokens[0]}), no weights"
+        pairs = ", ".join(printable(f"{source}/{name}.bin, .idx") for name in tokens)
+        prefix = f"{source}/{tokens[0]}"
+        return f"{looked_for}, but {pairs}: a token file has tokens to train on (data.train={prefix}), no weights"
     if gguf:
         return f"{looked_for}, but {', '.join(gguf)}: GGUF is not read here; take the model that it was made from"
     return looked_for

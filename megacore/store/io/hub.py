@@ -1,0 +1,207 @@
+"""Names of the Hugging Face hub in the place of folders: what is named is fetched into the hub's own cache.
+
+huggingface_hub does it, with its cache, its token and its progress bars; it is imported where a name is met.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megacore.store.io.errors import StoreError
+
+NEVER = ("*.py", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+"""Patterns of files that are never fetched: code, and pickles, which are code."""
+
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"((?:{_PART}/)?{_PART})(?:@(\w[\w./-]*))?", re.ASCII)
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository of the hub and one of its revisions, a branch, a tag or a commit: ``OWNER/NAME@REVISION``."""
+
+    repository: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """Return the name that a text spells, whatever lies on the disk; None if it spells none."""
+        found = _NAME.fullmatch(text)
+        return None if found is None else cls(found[1], found[2])
+
+    @classmethod
+    def of(cls, path: str | Path) -> HubName | None:
+        """Return the name that is given in the place of a folder; None where a path is meant.
+
+        A path is meant where something of this name is there, and where no revision is named and the folder around it
+        is there: then it is one that was mistyped, and nobody else is asked about it.
+        """
+        text = str(path)
+        name = cls.parse(text)
+        if name is None or os.path.lexists(text):
+            return None
+        return None if name.revision is None and os.path.lexists(os.path.dirname(text) or ".") else name
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is the same files for ever: its revision is the hash of a commit."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    def at(self, snapshot: Path) -> HubName:
+        """Return the name of what :func:`fetch` has fetched."""
+        return HubName(self.repository, snapshot.name)
+
+
+def fetch(name: HubName, patterns: Sequence[str], shown: bool = False, cached: bool = False) -> Path:
+    """Bring the files of a repository that match patterns into the hub's cache, those that are not there yet -> the
+    folder that has them, which bears the hash of the commit.
+
+    Where the hub cannot be asked, what the cache has of the revision will do, if it is all of these files.
+
+    Args:
+        shown: Whether progress is shown, if somebody watches.
+        cached: Whether only the cache is looked at.
+
+    Raises:
+        StoreError: there is no such repository or revision, it is not for this user, or it cannot be fetched.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def take(cached: bool) -> str:
+        return snapshot_download(
+            name.repository,
+            revision=name.revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(NEVER),
+            local_files_only=cached,
+        )
+
+    with _in_words(name), _without_bars(shown), _interruptible(name):
+        if name.is_pinned and not cached:
+            try:
+                take(cached=True)
+            except LocalEntryNotFoundError:
+                # Where nobody answers, this says so at once; the files of a commit would be asked for half a minute.
+                HfApi().model_info(name.repository, revision=name.revision)
+        found = take(cached)
+    return Path(found)
+
+
+def files_of(name: HubName) -> Mapping[str, int]:
+    """Return {file: bytes} of a repository, which the hub is asked for.
+
+    Raises:
+        StoreError: as :func:`fetch`.
+    """
+    from huggingface_hub import HfApi
+
+    with _in_words(name):
+        found = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True)
+    return {file.rfilename: file.size or 0 for file in found.siblings or ()}
+
+
+@contextmanager
+def _in_words(name: HubName) -> Iterator[None]:
+    """Make a StoreError of whatever the library raises in this block."""
+    try:
+        yield
+    except Exception as error:  # those of the network are of another package, which has changed
+        raise StoreError(_problem(name, error)) from error
+
+
+def _problem(name: HubName, error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{name.repository}"
+    log_in = "by `hf auth login`, or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{name} is gated: ask for access at {page}, and log in {log_in}"
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if status == 401 and "credentials" in str(error).lower():
+        return f"the hub ({constants.ENDPOINT}) refuses the token that is set here: log in anew {log_in}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name.repository} has no revision {name.revision}: take a branch, tag or commit of {page}/commits/main"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+        return (
+            f"there is neither a folder {name} here nor, for this user, a model {name.repository} on the hub ({page}): "
+            f"check the name; if it is private, log in {log_in}"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return f"{name} is neither a folder nor a name of the hub: {_first_line(error)}"
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+        return f"{name} cannot be kept in the hub's cache, {constants.HF_HUB_CACHE}: {error.strerror}"
+    return (
+        f"{name} is not, or not all, in the hub's cache ({constants.HF_HUB_CACHE}), and was not fetched "
+        f"({_reason(error)}): `megacore inspect {name}` fetches it, with what is there already, where the hub answers"
+    )
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
+    if isinstance(cause, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if isinstance(cause, errors.HfHubHTTPError):
+        return f"the hub answers {cause.response.status_code}"
+    return "nobody was asked" if cause is None else _first_line(cause)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the beginning of a message, without what an address may have of signatures."""
+    return re.sub(r"\?\S*", "", str(error).strip().partition("\n")[0]) or type(error).__name__
+
+
+@contextmanager
+def _without_bars(shown: bool) -> Iterator[None]:
+    """Let the library show nothing in this block, unless it is to."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if (shown and sys.stderr.isatty()) or are_progress_bars_disabled():
+        yield
+        return
+    with warnings.catch_warnings():  # where the environment asks for bars whatever is done
+        warnings.simplefilter("ignore")
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+@contextmanager
+def _interruptible(name: HubName) -> Iterator[None]:
+    """Let a signal end this process at once while files are fetched, where it would only be noted.
+
+    As an exception it would wait for threads that fetch files of gigabytes. What has come is kept.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"interrupted while {name} was fetched: what has come stays in the hub's cache\n".encode())
+        os._exit(128 + number)
+
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    plain = (signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler, None)
+    here = threading.current_thread() is threading.main_thread()
+    noted = [number for number in ends if here and signal.getsignal(number) not in plain]
+    before = {number: signal.signal(number, end) for number in noted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
