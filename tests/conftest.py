@@ -88,6 +88,14 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The recipe of a tiny run; modules that train something else have one of their own."""
+    from engine import write_recipe
+
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
 def not_durable() -> Iterator[None]:
     """Files reach the disk when it suits the system: for tests that write many and cut no power."""
     with pytest.MonkeyPatch.context() as patch:

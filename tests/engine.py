@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,19 +12,30 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from tqdm import tqdm
 
+from megacore import checkpoints
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
+from megacore.models.stages import layout_of
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.transfer import execute, native, plan
 from megacore.rank import RankPlace
+from megacore.recipe import ConfigError
+from megacore.store.tensor_files.tensors import DTYPES
+from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import build, main, metrics
+from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.report import FinalReport
+from megacore.training.callbacks.signals import Signals
 from megacore.training.check import Setup, check
+from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 
 Kind = TypeVar("Kind", bound=Callback)
@@ -155,3 +167,114 @@ def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callba
     made = trainer(recipe, overrides, log=True, callbacks=callbacks)
     with mock.patch.object(metrics, "tqdm", partial(tqdm, file=io.StringIO())):
         return result(made, made.fit())
+
+
+def stopped(recipe: str, overrides: Sequence[str], last: int) -> Result:
+    """A run on this rank that is asked to end after a step."""
+    made = trainer(recipe, overrides, log=True)
+    signals = of(made, Signals)
+
+    def ask(step: int) -> None:
+        signals.stop = step == last
+
+    in_steps(made, ask)
+    return result(made, made.fit())
+
+
+# -- what a run has left, and what is wrong with one
+
+
+def path_of(out: Path | str, step: int) -> Path:
+    """The checkpoint of a run after a step."""
+    return checkpoints.path_of(checkpoints.folder_of(out), step)
+
+
+def whole(path: Path, state: str) -> dict[str, np.ndarray]:
+    """A state of a checkpoint as one process would hold it."""
+    checkpoint = Checkpoint.open(path)
+    kind = {"F64": np.float64, "F32": np.float32}
+    target = native(layout_of(checkpoint.config, MeshShape()), [0])
+    made, read = {}, checkpoint.read(state)
+    for stored, copies in plan(checkpoint.config.schema, checkpoint.stored(), target):
+        made[stored.name] = np.zeros(stored.shape)
+        for copy in copies:
+            dtype, bits = read(copy.source)
+            execute(copy, bits.view(kind[dtype]), made[stored.name])
+    return made
+
+
+def assert_near(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], tolerance: float) -> None:
+    """Each tensor of ``got`` is that of ``want``, relative to its norm."""
+    for name, value in got.items():
+        assert np.linalg.norm(value - want[name]) < tolerance * np.linalg.norm(want[name]), name
+
+
+def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    """Whether all tensors of ``one`` are bitwise those of ``other``."""
+    return all(np.array_equal(value, other[name]) for name, value in one.items())
+
+
+def tensor_files(checkpoint: Path) -> dict[str, bytes]:
+    """{path: bytes} of the tensor files of a checkpoint."""
+    return {str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*.safetensors")}
+
+
+def assert_same_files(one: Path, other: Path, count: int) -> None:
+    """Two checkpoints have so many tensor files, which are alike to the byte."""
+    mine, theirs = tensor_files(one), tensor_files(other)
+    assert len(mine) == count and mine.keys() == theirs.keys()
+    assert not [name for name, data in mine.items() if theirs[name] != data]
+
+
+def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
+    """Three steps, saved as step 2 by few writers, as a small model is, and as step 3 by all, as a large one -> (bytes
+    of this rank's tensors in the second, of the host memory for them)."""
+    made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", "evaluate.every=0", *overrides])
+    made.fit()
+    saver = of(made, Checkpoints)._saver
+    saver.save(2, {"step": 2})
+    saver.finish()
+    with mock.patch("megacore.store.tensor_files.shares.SHARE_BYTES", 1):
+        saver._snapshot = None
+        saver.save(3, {"step": 3})
+    saver.finish()
+    assert saver._snapshot is not None
+    written = saver._snapshot.written
+    tensors = [tensor for each in written for tensor in each.file.tensors]
+    wrote = sum(math.prod(each.stored.shape) * DTYPES[each.dtype].itemsize for each in tensors)
+    return wrote, sum(host.nbytes for each in written for host in each.host.values())
+
+
+def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
+    """What is wrong with a run of so many ranks, before it starts."""
+    with pytest.raises(ConfigError) as error:
+        check(recipe, overrides, world, world)
+    return error.value.problems
+
+
+# -- what happens to one
+
+
+def in_steps(made: Trainer, act: Callable[[int], object]) -> list[int]:
+    """Have something done in each step -> the steps that were begun, as they are."""
+    plain, seen = made.train_step.backward, list[int]()
+
+    def backward(*given: Any) -> Stats:
+        seen.append(made.start.step + len(seen) + 1)
+        act(seen[-1])
+        return plain(*given)
+
+    made.train_step.backward = backward  # type: ignore[assignment, method-assign]
+    return seen
+
+
+def scale_losses(made: Trainer, calls: Mapping[int, float]) -> None:
+    """Multiply the losses of this rank in some calls of the pipeline, which count from 1, whatever their step."""
+    plain, count = made.train_step.pipeline.train, 0
+
+    def scaled(microbatches: Any, scale: torch.Tensor, *enter: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return plain(microbatches, scale * calls.get(count, 1.0), *enter)
+
+    made.train_step.pipeline.train = scaled  # type: ignore[assignment, method-assign]

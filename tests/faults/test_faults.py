@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from engine import RECIPE, write_recipe
 from live import LAYOUTS, TWO_NODES, Live, calm, live, shared_folder
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
@@ -18,11 +17,6 @@ KILLS = 300
 """The kills of the campaign."""
 EACH = 6
 """The kills of a run."""
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
 
 
 @pytest.fixture(scope="session")

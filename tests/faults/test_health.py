@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import RECIPE, write_recipe
 from live import LAYOUTS, Live, calm, live, shared_folder
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
@@ -23,11 +22,6 @@ ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
 
 def long(seconds: float, grid: float) -> Any:
     return [seconds, pytest.param(grid, marks=pytest.mark.grid)]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
 
 
 @pytest.fixture(scope="session")

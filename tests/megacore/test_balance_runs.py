@@ -11,10 +11,9 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import LENGTH, LLAMA, RECIPE, Result, trainer, write_recipe
+from engine import LENGTH, LLAMA, RECIPE, Result, path_of, trainer, whole, write_recipe
 from extended_family import extended
 from pool import Pool
-from test_resume import path_of, whole
 
 from megacore.data.batches import Batch
 from megacore.inference.model_loader import model_from

@@ -11,7 +11,7 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import trainer, write_recipe
+from engine import trainer
 from pool import Pool
 
 from megacore import checkpoints
@@ -80,11 +80,6 @@ class Fails(Callback):
     def on_gradients(self, run: Trainer, stats: Stats) -> None:
         if run.step == 2:
             raise ValueError("mine")
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> str:
-    return write_recipe(tmp_path)
 
 
 def test_who_stands_behind_a_rewind_does_not_hear_of_the_step(recipe: str, tmp_path: Path) -> None:

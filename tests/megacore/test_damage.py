@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import filecmp
 import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import engine
 import pytest
-from engine import RECIPE, train, trainer, write_recipe
+from engine import RECIPE, path_of, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints, exits
@@ -36,22 +36,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def straight(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(pool: Pool, recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of tp=2 after steps 2, 4 and 6, with masters."""
     out = tmp_path_factory.mktemp("straight") / "run"
-    pool = Pool()
     pool.run(2, train, recipe, [f"out={out}", "mesh.tp=2", *STEPS])
-    pool.close()
     return out
 
 
 @pytest.fixture
 def out(straight: Path, tmp_path: Path) -> Path:
     return shutil.copytree(straight, tmp_path / "run")
-
-
-def at(out: Path, step: int) -> Path:
-    return checkpoints.path_of(checkpoints.folder_of(out), step)
 
 
 def flip(path: Path, tensor: str, bit: int = 0) -> None:
@@ -81,18 +75,18 @@ def test_one_bit_is_found_on_any_layout(
     pool: Pool, recipe: str, out: Path, state: str, bit: int, world: int, mesh: list[str]
 ) -> None:
     file = f"{state}/pp0-ep0-tp1.safetensors"
-    flip(at(out, 6) / file, TENSOR, bit)
-    overrides = [f"out={out.with_name('new')}", f"checkpoint.resume={at(out, 6)}", *STEPS, *mesh]
+    flip(path_of(out, 6) / file, TENSOR, bit)
+    overrides = [f"out={out.with_name('new')}", f"checkpoint.resume={path_of(out, 6)}", *STEPS, *mesh]
     said = {refused(recipe, overrides)} if world == 1 else {*pool.run(world, refused, recipe, overrides)}
     (message,) = said
-    assert message.startswith(f"{at(out, 6)} is damaged:\n{file}: {TENSOR} (") and message.count("\n") == 1
+    assert message.startswith(f"{path_of(out, 6)} is damaged:\n{file}: {TENSOR} (") and message.count("\n") == 1
     assert "when it was written" in message
 
 
 def test_weights_are_read_only_where_there_is_no_master(recipe: str, out: Path) -> None:
     """The weights of a run are rounded from its masters: what is damaged in them is not used, and does not matter."""
-    flip(at(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
-    overrides = [f"out={out.with_name('new')}", f"checkpoint.resume={at(out, 6)}", *STEPS]
+    flip(path_of(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
+    overrides = [f"out={out.with_name('new')}", f"checkpoint.resume={path_of(out, 6)}", *STEPS]
     trainer(recipe, overrides)
 
 
@@ -105,12 +99,12 @@ def opened(folder: Path, tp: int) -> str:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_computes_with_a_model_refuses_it(pool: Pool, recipe: str, out: Path, tp: int) -> None:
     """Generating, evaluating and verifying load it alike; and a start from its weights."""
-    flip(at(out, 4) / "weights/pp0-ep0-tp0.safetensors", "embed.weight")
-    (message,) = {*pool.run(tp, opened, at(out, 4), tp)}
+    flip(path_of(out, 4) / "weights/pp0-ep0-tp0.safetensors", "embed.weight")
+    (message,) = {*pool.run(tp, opened, path_of(out, 4), tp)}
     assert "weights/pp0-ep0-tp0.safetensors: embed.weight has the fingerprint" in message
-    for file in at(out, 4).glob("master/*"):  # a run starts from the weights that are most exact
+    for file in path_of(out, 4).glob("master/*"):  # a run starts from the weights that are most exact
         flip(file, TENSOR)
-    assert f"{TENSOR} (" in refused(recipe, [f"checkpoint.init={at(out, 4)}", *STEPS])
+    assert f"{TENSOR} (" in refused(recipe, [f"checkpoint.init={path_of(out, 4)}", *STEPS])
 
 
 def reads_wrongly(recipe: str, overrides: list[str]) -> str:
@@ -135,7 +129,7 @@ def reads_wrongly(recipe: str, overrides: list[str]) -> str:
 def test_a_rank_that_reads_something_else_is_found_though_the_files_are_sound(
     pool: Pool, recipe: str, straight: Path, tmp_path: Path
 ) -> None:
-    overrides = [f"out={tmp_path / 'new'}", f"checkpoint.resume={at(straight, 4)}", *STEPS]
+    overrides = [f"out={tmp_path / 'new'}", f"checkpoint.resume={path_of(straight, 4)}", *STEPS]
     (message,) = {*pool.run(2, reads_wrongly, recipe, overrides)}
     assert "memory, a disk or a network on the way is at fault" in message
 
@@ -195,26 +189,25 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
 ) -> None:
     """And ends as if it had been started from that one by hand; what is damaged is kept, out of the way."""
     other = out.with_name("other")
-    train(recipe, [f"out={other}", f"checkpoint.resume={at(out, 4)}", *STEPS])
-    damage(at(out, 6))
-    before = {path: path.read_bytes() for path in at(out, 6).rglob("*.*") if path.is_file()}
+    train(recipe, [f"out={other}", f"checkpoint.resume={path_of(out, 4)}", *STEPS])
+    damage(path_of(out, 6))
+    before = {path: path.read_bytes() for path in path_of(out, 6).rglob("*.*") if path.is_file()}
     said = going_on(recipe, out, capsys)
     (line,) = [line for line in said.splitlines() if line.startswith("Set aside as step-00000006.damaged: ")]
-    assert str(at(out, 6)) in line and WAYS[damage] in said
+    assert str(path_of(out, 6)) in line and WAYS[damage] in said
     assert "Resuming after step 4" in said
     assert names(out) == ["step-00000002", "step-00000004", "step-00000006", "step-00000006.damaged"]
     for path, data in before.items():
-        assert (out / "checkpoints/step-00000006.damaged" / path.relative_to(at(out, 6))).read_bytes() == data
+        assert (out / "checkpoints/step-00000006.damaged" / path.relative_to(path_of(out, 6))).read_bytes() == data
     assert [step for step, _ in metrics.curve(metrics.read(out / "metrics.jsonl"), "loss")] == [1, 2, 3, 4, 5, 6]
-    for path in at(other, 6).rglob("*.safetensors"):
-        assert filecmp.cmp(path, at(out, 6) / path.relative_to(at(other, 6)), shallow=False), path
+    engine.assert_same_files(path_of(other, 6), path_of(out, 6), 4)
 
 
 def test_two_damaged_ones_in_a_row(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One is found before anything starts, one while it is loaded, and the rest of a third is in the way."""
-    cut(at(out, 6))
-    bad_bit(at(out, 4))
-    at(out, 5).mkdir()
+    cut(path_of(out, 6))
+    bad_bit(path_of(out, 4))
+    path_of(out, 5).mkdir()
     (checkpoints.folder_of(out) / "step-00000006.damaged").mkdir()
     said = going_on(recipe, out, capsys)
     assert said.count("Set aside as") == 3 and "Resuming after step 2" in said
@@ -227,8 +220,8 @@ def test_nothing_is_begun_anew_where_all_are_damaged(
     recipe: str, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (2, 4):
-        cut(at(out, step))
-    bad_bit(at(out, 6))
+        cut(path_of(out, step))
+    bad_bit(path_of(out, 6))
     before = (out / "metrics.jsonl").read_bytes()
     assert pretrain([recipe, f"out={out}", "checkpoint.resume=auto", *STEPS]) == 1
     said = capsys.readouterr().err
@@ -236,7 +229,7 @@ def test_nothing_is_begun_anew_where_all_are_damaged(
     assert names(out) == ["step-00000002", "step-00000004", "step-00000006"]
     assert (out / "metrics.jsonl").read_bytes() == before
     # And before anything starts, where that can be seen.
-    cut(at(out, 6))
+    cut(path_of(out, 6))
     each = r"step-00000006/index.json is not JSON: .*step-00000002/index.json is not JSON: "
     with pytest.raises(ConfigError, match=rf"(?s)has no checkpoint that is whole.*{each}"):
         check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
@@ -245,14 +238,14 @@ def test_nothing_is_begun_anew_where_all_are_damaged(
 def test_the_rest_of_a_first_save_is_no_checkpoint(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    at(tmp_path / "run", 2).mkdir(parents=True)
+    path_of(tmp_path / "run", 2).mkdir(parents=True)
     said = going_on(recipe, tmp_path / "run", capsys)
     assert "the run starts afresh" in said and "step-00000002.damaged" in said
     assert names(tmp_path / "run") == ["step-00000002", "step-00000002.damaged", "step-00000004", "step-00000006"]
 
 
 def test_another_version_is_not_damage(recipe: str, out: Path) -> None:
-    index = at(out, 6) / "index.json"
+    index = path_of(out, 6) / "index.json"
     index.write_text(index.read_text().replace('"version": 1', '"version": 9'))
     with pytest.raises(
         ConfigError, match="format version 9, and this release reads 1 and 2: use the one that wrote it"
@@ -262,23 +255,24 @@ def test_another_version_is_not_damage(recipe: str, out: Path) -> None:
 
 def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest of the other checkpoints that is whole, to its last byte."""
-    bad_bit(at(out, 4))
-    flip(at(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
-    bad_bit(at(out, 6))
-    arguments = [recipe, f"out={out.with_name('new')}", f"checkpoint.resume={at(out, 6)}", *STEPS]
+    bad_bit(path_of(out, 4))
+    flip(path_of(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
+    bad_bit(path_of(out, 6))
+    arguments = [recipe, f"out={out.with_name('new')}", f"checkpoint.resume={path_of(out, 6)}", *STEPS]
     assert pretrain(arguments) == 1
     said = capsys.readouterr().err
-    assert f"{at(out, 6)} is damaged" in said and f"The newest whole checkpoint beside it is {at(out, 2)}" in said
-    assert main.main(["evaluate", str(at(out, 6)), "--data", str(Path(recipe).with_name("corpus"))]) == 1
-    assert f"The newest whole checkpoint beside it is {at(out, 2)}" in capsys.readouterr().err
-    cut(at(out, 4))
+    beside = f"The newest whole checkpoint beside it is {path_of(out, 2)}"
+    assert f"{path_of(out, 6)} is damaged" in said and beside in said
+    assert main.main(["evaluate", str(path_of(out, 6)), "--data", str(Path(recipe).with_name("corpus"))]) == 1
+    assert beside in capsys.readouterr().err
+    cut(path_of(out, 4))
     for command in (
-        ["inspect", str(at(out, 4))],
-        ["reshard", str(at(out, 4)), str(out.with_name("other")), "--tp", "1"],
+        ["inspect", str(path_of(out, 4))],
+        ["reshard", str(path_of(out, 4)), str(out.with_name("other")), "--tp", "1"],
     ):
         assert main.main(command) == 1
         said = capsys.readouterr().err
-        assert "is not JSON" in said and f"The newest whole checkpoint beside it is {at(out, 2)}" in said
+        assert "is not JSON" in said and beside in said
 
 
 def test_fine_tuning_does_not_start_from_random_weights(
@@ -286,7 +280,7 @@ def test_fine_tuning_does_not_start_from_random_weights(
 ) -> None:
     """Which is told with what else is wrong; a run that goes on needs no model beside it."""
     wrong = ["data.train=nowhere/corpus", "recovery.memory=false"]
-    starts = {"--resume": f"{at(out, 4)}", "--init": f"{at(out, 4)}"}
+    starts = {"--resume": f"{path_of(out, 4)}", "--init": f"{path_of(out, 4)}"}
     for more in ([], ["--resume", "auto", f"out={out}"], *([name, where] for name, where in starts.items())):
         assert main.main(["finetune", recipe, f"out={out.with_name('new')}", *wrong, *more]) == exits.MISUSED
         said = capsys.readouterr().err

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
 
+import engine
 import numpy as np
 import pytest
-from engine import LLAMA, RECIPE, Result, of, train, trainer, write_recipe
+from engine import LLAMA, RECIPE, Result, assert_near, path_of, train, whole, write_recipe
 from pool import Pool
-from test_resume import TOLERANCE, path_of, relative, whole
 
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
@@ -17,10 +16,10 @@ from megacore.store.weight_folders import audit
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.tools import convert, reshard
 from megacore.training import metrics
-from megacore.training.callbacks.checkpoints import Checkpoints
 
 MIXTRAL = LLAMA | {"family": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 7}
 """An odd number of features, which tp pads."""
+TOLERANCE = 1e-9
 SIX = ["train.steps=6", "checkpoint.every=2", "evaluate.every=0"]
 
 
@@ -62,38 +61,21 @@ def test_a_run_goes_on_with_the_same_numbers_wherever_experts_lie(
         index = Checkpoint.open(start).index
         assert index.layout.split == (EXPERT_TENSOR_PARALLEL if parts else SPLIT) and index.version == 2
         for state in ("weights", "exp_avg", "exp_avg_sq"):
-            want = whole(path_of(six, done), state)
-            for name, value in whole(start, state).items():
-                assert relative(value, want[name]) < TOLERANCE, (state, name)
+            assert_near(whole(start, state), whole(path_of(six, done), state), TOLERANCE)
         assert not audit.check(Checkpoint.open(start), jobs=1)  # replicas agree, and padding is zero
-
-
-def saved_in_parts(recipe: str, overrides: list[str]) -> None:
-    """Three steps, saved as a small model and as one of which each share is worth a writer."""
-    made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", "evaluate.every=0", *overrides])
-    made.fit()
-    saver = of(made, Checkpoints)._saver
-    saver.save(2, {"step": 2})
-    saver.finish()
-    with mock.patch("megacore.store.tensor_files.shares.SHARE_BYTES", 1):
-        saver._snapshot = None
-        saver.save(3, {"step": 3})
-    saver.finish()
 
 
 @pytest.mark.parametrize("etp", [1, 2])
 def test_replicas_write_parts_of_experts(etp: int, pool: Pool, recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    pool.run(4, saved_in_parts, recipe, [f"out={out}", "mesh.tp=2", f"mesh.etp={etp}", "zero.shard=parameters"])
+    pool.run(4, engine.saved_twice, recipe, [f"out={out}", "mesh.tp=2", f"mesh.etp={etp}", "zero.shard=parameters"])
     plain, parts = (Checkpoint.open(path_of(out, step)) for step in (2, 3))
     assert plain.layout.mesh == parts.layout.mesh == MeshShape(tp=2)
     assert plain.index.version == parts.index.version == 2
     assert len(parts.index.files) == 8 > len(plain.index.files) and not audit.check(parts, jobs=1)
     for each, name in ((plain, "plain"), (parts, "parts")):
         assert reshard.main([str(each.path), str(tmp_path / name), "--ep", "2", "--tp", "2"]) == 0
-    for file in (tmp_path / "plain").rglob("*.safetensors"):
-        other = tmp_path / "parts" / file.relative_to(tmp_path / "plain")
-        assert file.read_bytes() == other.read_bytes(), file
+    engine.assert_same_files(tmp_path / "plain", tmp_path / "parts", 12)
 
 
 @pytest.mark.in_turn(2, 0)
@@ -103,8 +85,7 @@ def test_listed_experts_start_a_run_on_any_mesh(pool: Pool, recipe: str, six: Pa
     start = [f"checkpoint.init={folder}", "train.steps=3", "evaluate.every=0", "train.seed=7"]
     alone = train(recipe, [f"out={tmp_path / 'one'}", *start])
     one = alone.values("loss")
-    for name, value in whole(path_of(six, 2), "weights").items():
-        assert relative(alone.weights[name], value) < 0.3  # those that the seed would draw are far away
+    assert_near(alone.weights, whole(path_of(six, 2), "weights"), 0.3)  # those that the seed would draw are far away
     for name, mesh in (("whole", WHOLE), ("parts", PARTS)):
         ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / name}", *start, *mesh])
         np.testing.assert_allclose(ranks[0].values("loss"), one, rtol=TOLERANCE)

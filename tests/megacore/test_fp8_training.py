@@ -13,7 +13,6 @@ from engine import LENGTH, LLAMA, RECIPE, VOCAB, Result, train, trainer, write_r
 from families import drawn
 from pool import Pool
 
-from megacore import checkpoints
 from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megacore.parallel.layers.product import DENSE
 
@@ -111,9 +110,9 @@ def test_only_linears_of_layers_between_the_ends_are_fp8(recipe: str) -> None:
 def test_weights_and_masters_are_those_of_bf16_and_a_run_resumes(recipe: str, tmp_path: Path) -> None:
     common = [*FP8, "train.steps=4", "checkpoint.every=2"]
     whole = train(recipe, [f"out={tmp_path / 'whole'}", *common])
-    first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "whole")), 2)
+    first = engine.path_of(tmp_path / "whole", 2)
     made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *common], log=True)
     assert {target.tensor.dtype for target in device_store(made.train_step.optimizer).targets} == {torch.float32}
     rest = engine.result(made, made.fit())
     assert rest.values("loss") == whole.values("loss")[2:]
-    assert all(np.array_equal(value, rest.weights[name]) for name, value in whole.weights.items())
+    assert engine.same(rest.weights, whole.weights)

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine import RECIPE, fit, write_recipe
+from engine import RECIPE, assert_same_files, fit, path_of, write_recipe
 from pool import Pool, forkserver
 
 from megacore import checkpoints
@@ -100,11 +100,7 @@ def test_kills_while_saving(
     assert midway > kills // 10
     # Nothing of all that shows in the numbers: not in a bit.
     pool.run(RANKS, straight, recipe, str(tmp_path / "straight"), before, mesh, share)
-    one, other = (checkpoints.path_of(checkpoints.folder_of(each), before) for each in (out, tmp_path / "straight"))
-    files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
-    assert len(files) == count
-    for file in files:
-        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+    assert_same_files(path_of(out, before), path_of(tmp_path / "straight", before), count)
     # What the kills have left is known for what it is, and removed as a run does when it goes on.
     checkpoints.clean(folder)
     assert {path.name for path in folder.iterdir()} == {path.name for path in checkpoints.complete(folder).values()}

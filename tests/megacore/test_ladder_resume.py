@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import filecmp
 from pathlib import Path
-from typing import Any
 
+import engine
 import numpy as np
 import pytest
-from engine import LLAMA, RECIPE, Result, train, write_recipe
+from engine import LLAMA, RECIPE, Result, path_of, same, train, write_recipe
 from pool import Pool
-
-from megacore import checkpoints
-from megacore.checks.rules import problems
-from megacore.config import Config, MeshConfig, ZeroConfig
-from megacore.models.registry import configure
-from megacore.training.callbacks.signals import Signals
 
 RUNGS = ("none", "optimizer", "gradients", "parameters")
 ROUND = ("none", "parameters", "optimizer", "gradients", "none")
@@ -31,30 +24,9 @@ def climb(
     for number, shard in enumerate(ROUND):
         out, step = tmp_path / f"rung{number}", step + 2
         # The schedule is that of ten steps: a signal would end it so.
-        found = pool.run(world, stopped, recipe, [f"out={out}", f"zero.shard={shard}", *start, *common], step)
+        found = pool.run(world, engine.stopped, recipe, [f"out={out}", f"zero.shard={shard}", *start, *common], step)
         start = [f"checkpoint.resume={path_of(out, step)}"]
     return straight, found
-
-
-def stopped(recipe: str, overrides: list[str], last: int) -> Result:
-    """A run that is asked to end after a step."""
-    from engine import of, result, trainer
-
-    made = trainer(recipe, overrides, log=True)
-    plain, count = made.train_step.backward, made.start.step
-
-    def backward(*given: Any) -> Any:
-        nonlocal count
-        count += 1
-        of(made, Signals).stop = count == last
-        return plain(*given)
-
-    made.train_step.backward = backward  # type: ignore[assignment, method-assign]
-    return result(made, made.fit())
-
-
-def path_of(out: Path, step: int) -> Path:
-    return checkpoints.path_of(checkpoints.folder_of(out), step)
 
 
 def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path) -> None:
@@ -66,12 +38,8 @@ def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path) -> None:
     for key in ("loss", "validation_loss"):
         assert found[0].values(key) == straight[0].values(key)[-len(found[0].values(key)) :], key
     for one, other in zip(straight, found, strict=True):
-        assert all(np.array_equal(value, other.weights[name]) for name, value in one.weights.items())
-    ends = path_of(tmp_path / "straight", 10), path_of(tmp_path / f"rung{len(ROUND) - 1}", 10)
-    files = [path.relative_to(ends[0]) for path in ends[0].rglob("*.safetensors")]
-    assert len(files) == 4
-    for file in files:
-        assert filecmp.cmp(ends[0] / file, ends[1] / file, shallow=False), file
+        assert same(one.weights, other.weights)
+    engine.assert_same_files(path_of(tmp_path / "straight", 10), path_of(tmp_path / f"rung{len(ROUND) - 1}", 10), 4)
 
 
 @pytest.mark.in_turn(3, 0)
@@ -82,20 +50,3 @@ def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path) -> None:
     for one, other in zip(straight, found, strict=True):
         for name, value in one.weights.items():
             np.testing.assert_allclose(other.weights[name], value, rtol=1e-8, atol=1e-11, err_msg=name)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("shard", "replicas", "said"),
-    [
-        ("none", 1, None),
-        ("parameters", 2, None),
-        ("optimizer", 3, "cannot divide dp=4 data parallel ranks into zero.replicas=3 groups: choose from 1, 2, 4"),
-        ("none", 2, "zero.replicas (2) groups share nothing out where zero.shard is none"),
-        ("gradients", 0, "zero.replicas (0): must be at least 1"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(shard: Any, replicas: int, said: str | None) -> None:
-    config = Config(zero=ZeroConfig(shard, replicas), mesh=MeshConfig(tp=2))
-    found = [problem for problem in problems(config, 8, configure({"preset": "llama-tiny"})) if "replicas" in problem]
-    assert [problem[: len(said or "")] for problem in found] == ([said] if said else [])

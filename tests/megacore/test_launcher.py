@@ -141,6 +141,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("platform", ["linux", "another"])
 @pytest.mark.parametrize(("after", "lived"), [("0.3", "alive\n"), ("0", "")], ids=["later", "before it looked"])
 def test_nobody_outlives_a_launcher_that_was_killed(platform: str, after: str, lived: str) -> None:

@@ -8,18 +8,11 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import train, trainer, write_recipe
+from engine import train, trainer
 from pool import Pool
-
-from megacore import checkpoints
 
 COMMON = ["train.precision=bf16", "train.steps=6", "evaluate.every=0", "checkpoint.every=3", "checkpoint.at_end=false"]
 NARROW = [*COMMON, "optimizer.moments=bf16"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.mark.in_turn(3, 2)
@@ -34,7 +27,7 @@ def test_they_train_as_fp32_s_do(recipe: str, tmp_path: Path) -> None:
 
 def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
     whole = train(recipe, [f"out={tmp_path / 'whole'}", *NARROW])
-    first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "whole")), 3)
+    first = engine.path_of(tmp_path / "whole", 3)
     made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *NARROW], log=True)
     kept = made.train_step.optimizer.states()
     assert {state: set(dtypes.values()) for state, dtypes in kept.items()} == {
@@ -44,7 +37,7 @@ def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
     }
     rest = engine.result(made, made.fit())
     assert rest.values("loss") == whole.values("loss")[3:]
-    assert all(np.array_equal(value, rest.weights[name]) for name, value in whole.weights.items())
+    assert engine.same(rest.weights, whole.weights)
 
 
 @pytest.mark.in_turn(2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import engine
 import numpy as np
 import pytest
-from engine import RECIPE, Result, trainer, write_recipe
+from engine import RECIPE, write_recipe
 from pool import Pool
 
 from megacore.checks.rules import problems
@@ -18,12 +18,6 @@ from megacore.planning import capacity
 from megacore.planning import layout_choice as layouts
 from megacore.planning.layout_choice import overrides_of_nodes
 from megacore.recipe import ConfigError, changed, load
-from megacore.training.trainer import Callback, Trainer
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 def found(
@@ -104,23 +98,6 @@ def test_what_is_wrong_on_any_number_is_said_as_ever(recipe: str) -> None:
     assert [each.split(" ")[0] for each in error.value.problems] == ["optimizer.lr"]
 
 
-def until(recipe: str, overrides: list[str], step: int) -> Result:
-    """A run on this rank that is asked to end after a step."""
-    made = trainer(recipe, overrides, log=True, callbacks=[StopsAfter(step)])
-    return engine.result(made, made.fit())
-
-
-class StopsAfter(Callback):
-    """Asks for the end after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def ask(self, run: Trainer) -> dict[str, float]:
-        asked = run.step == self.step
-        return {"stop": asked, "look": asked, "keep": asked}
-
-
 @pytest.mark.grid
 def test_a_run_that_shrinks_and_grows_is_the_one_that_did_not(pool: Pool, tmp_path: Path) -> None:
     """8 sequences a step, on 4, 3, 2 and 4 replicas in turn, each from a checkpoint."""
@@ -130,7 +107,7 @@ def test_a_run_that_shrinks_and_grows_is_the_one_that_did_not(pool: Pool, tmp_pa
     _, by_nodes = found(recipe, common, 2, 4, 1)
     moved = [*common, f"out={tmp_path / 'moved'}", "checkpoint.resume=auto"]
     for nodes, last in ((4, 2), (3, 4), (2, 6), (4, 8)):
-        end = pool.run(nodes, until, recipe, [*moved, *by_nodes[nodes]], last)[0]
+        end = pool.run(nodes, engine.stopped, recipe, [*moved, *by_nodes[nodes]], last)[0]
         assert end.last == last
     for key in ("loss", "grad_norm", "lr", "tokens"):
         np.testing.assert_allclose(end.values(key), plain.values(key), rtol=1e-9)

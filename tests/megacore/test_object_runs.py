@@ -53,12 +53,10 @@ def kept(folder: ObjectPath) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def straight(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def straight(pool: Pool, recipe: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The objects of a run on tp=2 that saved steps 2, 4 and 6."""
     folder, out = tmp_path_factory.mktemp("bucket"), tmp_path_factory.mktemp("straight") / "run"
-    pool = Pool()
     pool.run(2, train, recipe, [f"out={out}", f"checkpoint.folder=file://{folder}", "mesh.tp=2", *STEPS])
-    pool.close()
     return kept(ObjectPath(f"file://{folder}"))
 
 
@@ -328,18 +326,6 @@ def test_a_run_that_has_saved_elsewhere_goes_on_from_there(recipe: str, folder: 
 
 
 # -- one run at a time
-
-
-def test_two_runs_share_no_folder(tmp_path: Path) -> None:
-    folder, told = ObjectPath(f"memory://{uuid.uuid4().hex}/run"), list[str]()
-    take: dict[str, Any] = {"interval_s": 0.02, "tell": told.append}
-    with RunLock.take(folder, by=tmp_path / "one", **take):
-        with pytest.raises(
-            StoreError, match=rf"checkpoint.folder \({folder}\) is held by a run, process {os.getpid()}"
-        ):
-            RunLock.take(folder, by=tmp_path / "other", **take)
-        assert len(told) == 1
-    assert not folder.is_dir()
 
 
 def test_a_second_run_is_refused(

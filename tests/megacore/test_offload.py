@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import filecmp
 import gc
 import threading
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import engine
 import numpy as np
 import pytest
 import torch
-from engine import train, trainer, write_recipe
+from engine import path_of, same, train, trainer, weights, write_recipe
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
 from torch import Tensor, nn
 
-from megacore import checkpoints
 from megacore.checks.machine import surroundings
-from megacore.checks.rules import problems
-from megacore.config import Config, MemoryConfig, ZeroConfig
 from megacore.models.registry import configure
 from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.gradients.reduce import Gradients
@@ -256,10 +250,6 @@ def offloaded(folder: Path) -> list[str]:
     return ["memory.offload_optimizer=file", f"memory.offload_folder={folder}", "memory.offload_buffer=1"]
 
 
-def step_of(out: Path, step: int) -> Path:
-    return checkpoints.path_of(checkpoints.folder_of(out), step)
-
-
 @pytest.mark.in_turn(2, 1)
 def test_checkpoints_know_nothing_of_it(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """The same bytes on disk; what is saved with it resumes without, and the other way round."""
@@ -267,24 +257,16 @@ def test_checkpoints_know_nothing_of_it(pool: Pool, recipe: str, tmp_path: Path)
     file = [*offloaded(tmp_path / "scratch"), "memory.offload_parameters=true"]
     plain = pool.run(2, train, recipe, run_of(tmp_path / "plain", *shards))
     found = pool.run(2, train, recipe, run_of(tmp_path / "file", *shards, *file))
-    half = [f"checkpoint.resume={step_of(tmp_path / 'plain', 3)}"]
+    half = [f"checkpoint.resume={path_of(tmp_path / 'plain', 3)}"]
     onto = pool.run(2, train, recipe, run_of(tmp_path / "onto", *shards, *file, *half))
-    half = [f"checkpoint.resume={step_of(tmp_path / 'file', 3)}"]
+    half = [f"checkpoint.resume={path_of(tmp_path / 'file', 3)}"]
     off = pool.run(2, train, recipe, run_of(tmp_path / "off", *shards, *half, "memory.offload_optimizer=host"))
     assert found[0].values("loss") == plain[0].values("loss")
     for results, out in ((found, "file"), (onto, "onto"), (off, "off")):
         for one, other in zip(plain, results, strict=True):
-            assert all(np.array_equal(value, other.weights[name]) for name, value in one.weights.items())
-        files = [path.relative_to(step_of(tmp_path / "plain", 6)) for path in _files(step_of(tmp_path / "plain", 6))]
-        assert len(files) == 4
-        for path in files:
-            one, other = (step_of(tmp_path / run, 6) / path for run in ("plain", out))
-            assert filecmp.cmp(one, other, shallow=False), path
+            assert same(one.weights, other.weights)
+        engine.assert_same_files(path_of(tmp_path / "plain", 6), path_of(tmp_path / out, 6), 4)
     assert not list((tmp_path / "scratch").iterdir())
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.safetensors"))
 
 
 def test_the_recipe_arrives(recipe: str, tmp_path: Path) -> None:
@@ -301,46 +283,15 @@ def test_an_overflow_leaves_everything_as_it_was(recipe: str, tmp_path: Path) ->
     changes = ["train.precision=fp16", f"loss_scale.initial={2.0**24}", *offloaded(tmp_path / "scratch")]
     made = trainer(recipe, run_of(tmp_path / "run", *changes))
     batch = made.upload(made.batches.microbatches(0), 1)
-    before = engine.weights(made)
+    before = weights(made)
     assert made.train_step(batch, 1e-2).overflow and made.train_step.optimizer.updates == 0
-    assert all(np.array_equal(value, before[name]) for name, value in engine.weights(made).items())
+    assert same(weights(made), before)
     made.train_step.scaler.scale.fill_(1024.0)
     assert made.train_step(batch, 1e-2).finite and made.train_step.optimizer.updates == 1
-    assert any(not np.array_equal(value, before[name]) for name, value in engine.weights(made).items())
+    assert not same(weights(made), before)
 
 
 # -- what is refused
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("memory", "shard", "said"),
-    [
-        ({}, "none", []),
-        ({"offload_optimizer": "host"}, "none", []),
-        ({"offload_optimizer": "host", "offload_parameters": True}, "parameters", []),
-        ({"offload_optimizer": "file"}, "none", ["memory.offload_optimizer=file needs memory.offload_folder: name"]),
-        (
-            {"offload_optimizer": "host", "offload_folder": "x"},
-            "none",
-            ["memory.offload_folder (x) is for memory.offload_optimizer=file, not host: set that"],
-        ),
-        (
-            {"offload_parameters": True},
-            "gradients",
-            [
-                "memory.offload_parameters needs zero.shard=parameters, not gradients: only there",
-                "memory.offload_parameters needs memory.offload_optimizer=host or file: the CPU",
-            ],
-        ),
-        ({"offload_buffer": 0}, "none", ["memory.offload_buffer (0): must be at least 1"]),
-    ],
-)
-def test_what_cannot_be_offloaded_is_refused(memory: Any, shard: Any, said: list[str]) -> None:
-    plain = Config()
-    config = replace(plain, memory=MemoryConfig(**memory), zero=ZeroConfig(shard))
-    found = [problem for problem in problems(config, 2, configure({"preset": "llama-tiny"})) if "offload" in problem]
-    assert [problem[: len(want)] for problem, want in zip(found, said, strict=True)] == said
 
 
 @pytest.mark.quick

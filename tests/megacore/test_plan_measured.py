@@ -418,7 +418,7 @@ OF_CONTEXT_OF_FOUR = [
 
 STATE, PEAK, SENT = "state", "peak", "sent"
 COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
-    ("states", 4, STATES, {STATE}, 1),
+    ("states", 4, STATES, {STATE}, 2),
     ("one", 1, OF_ONE, {PEAK}, 3),
     ("two", 2, OF_TWO, {PEAK}, 3),
     ("four", 4, OF_FOUR, {PEAK}, 3),
@@ -428,12 +428,12 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("experts-one", 1, MIXTURES, {PEAK}, 2),
     ("experts-two", 2, MIXTURES_OF_TWO, {PEAK}, 2),
     ("experts-four", 4, MIXTURES_OF_FOUR, {PEAK}, 2),
-    ("parts-one", 1, EXTENDED[:1], {PEAK}, 1),
-    ("parts-two", 2, EXTENDED_OF_TWO[:2], {PEAK}, 1),
+    ("parts-one", 1, EXTENDED[:1], {PEAK}, 2),
+    ("parts-two", 2, EXTENDED_OF_TWO[:2], {PEAK}, 2),
     ("other parts-one", 1, EXTENDED[1:], {PEAK}, 0),
     ("other parts-two", 2, EXTENDED_OF_TWO[2:], {PEAK}, 0),
-    ("unheard of-one", 1, ODD, {PEAK}, 1),
-    ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 1),
+    ("unheard of-one", 1, ODD, {PEAK}, 2),
+    ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 2),
     ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 2),
     ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 2),
     *(

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import engine
 import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, RECIPE, VOCAB, fit, of, trainer, write_corpus, write_recipe
+from engine import GPT2, RECIPE, VOCAB, fit, of, problems, trainer, write_corpus, write_recipe
 from PIL import Image
 from pool import Pool
 
@@ -45,12 +46,6 @@ FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0625, 0, 0)
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     return write_recipe(tmp_path)
-
-
-def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as error:
-        check(recipe, overrides, world, world)
-    return error.value.problems
 
 
 # -- before anything starts
@@ -334,32 +329,12 @@ def test_the_peak_is_that_of_a_step_s_products(recipe: str, monkeypatch: pytest.
 # -- how a run ends
 
 
-def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = build.trainer_of
-
-    def poisoned(*arguments: object) -> Trainer:
-        made = plain(*arguments)  # type: ignore[arg-type]
-        next(iter(made.model.parameters.values())).data.view(-1)[:16] = float("nan")
-        return made
-
-    monkeypatch.setattr("megacore.training.main.trainer_of", poisoned)
-    assert main.main([recipe, f"out={tmp_path / 'run'}", "optimizer.non_finite=stop"]) == 1
-    shown = capsys.readouterr()
-    assert "step 1, samples 0 to 7 of the training data: the loss is not finite on rank 0" in shown.err
-    assert "Done" not in shown.out
-
-
 def test_skipped_steps_are_in_the_progress_and_in_the_report(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = build.trainer_of
-
-    def poisoned(*arguments: object) -> Trainer:
-        made = plain(*arguments)  # type: ignore[arg-type]
-        pipeline, train = made.train_step.pipeline, made.train_step.pipeline.train
-        monkeypatch.setattr(pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
+    def poisoned(*given: Any) -> Trainer:
+        made = build.trainer_of(*given)
+        engine.scale_losses(made, dict.fromkeys(range(1, 9), torch.nan))
         return made
 
     monkeypatch.setattr("megacore.training.main.trainer_of", poisoned)
@@ -377,41 +352,37 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
     assert "Done" not in shown.out
 
 
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_a_run_after_its_step(
+    recipe: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    def signalled(*given: Any) -> Trainer:
+        made = build.trainer_of(*given)
+        engine.in_steps(made, lambda step: signal.raise_signal(number) if step == 3 else None)
+        return made
+
+    monkeypatch.setattr(main, "trainer_of", signalled)
     out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "megacore.training",
-        recipe,
-        f"out={out}",
-        "train.steps=100000",
-        "evaluate.every=90000",
-    ]
-    process = start(command)
-    try:
-        await_records(process, out, 3)
-        process.send_signal(number)
-        shown, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    records = metrics.read(out / "metrics.jsonl")
-    assert process.returncode == 0, errors
-    last = records[-1]["step"]
-    assert f"Done after step {last} of 100000." in shown
-    assert "loss" in records[-1], "it does not wait for an evaluation"
+    assert main.main([recipe, f"out={out}", "train.steps=9", "evaluate.every=4"]) == 0
+    assert "Done after step 3 of 9." in capsys.readouterr().out
+    assert "loss" in metrics.read(out / "metrics.jsonl")[-1], "it does not wait for an evaluation"
     assert (out / "loss.png").is_file()
 
 
 def test_only_a_second_sigint_ends_at_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM, however often, leaves the time that a checkpoint takes; one Ctrl-C may arrive twice."""
+    """SIGTERM, however often, leaves the time that a checkpoint takes; one Ctrl-C may arrive twice, from the terminal
+    and from a launcher, which passes it on as SIGTERM."""
     hasty, patient, made = Signals(), Signals(), trainer(recipe)
     patient.on_start(made)
     try:
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(number)
+    except KeyboardInterrupt:
+        pytest.fail("the second signal has ended the run at once")
     finally:
         patient.on_end(made)
     monkeypatch.setattr(signals, "PATIENCE_S", 0.0)
@@ -446,8 +417,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
     """Another launcher than ours; `test_start.py` has ours."""
     out = tmp_path / "run"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
-    process = start([sys.executable, *torchrun, recipe, f"out={out}", "train.steps=100000", "mesh.tp=2"])
+    process = torchrun(recipe, f"out={out}", "train.steps=100000")
     try:
         await_records(process, out, 3)
         process.send_signal(signal.SIGTERM)
@@ -459,15 +429,14 @@ def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tm
     assert (out / "loss.png").is_file()
 
 
+@pytest.mark.in_turn(3, 1)
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_all_of_them_and_is_seen(recipe: str, tmp_path: Path) -> None:
     """Nobody waits for a rank that is gone: W&B is asked for by rank 0 alone, and its import fails there."""
     stand_in = tmp_path / "path" / "wandb"
     stand_in.mkdir(parents=True)
     (stand_in / "__init__.py").write_text("def init(**_):\n    raise RuntimeError('no such project')\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
-    command = [sys.executable, *torchrun, recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", "log.wandb=project"]
-    process = start(command, PYTHONPATH=str(stand_in.parent))
+    process = torchrun(recipe, f"out={tmp_path / 'run'}", "log.wandb=project", PYTHONPATH=str(stand_in.parent))
     try:
         _, errors = process.communicate(timeout=60)
     finally:
@@ -476,9 +445,11 @@ def test_an_error_on_one_rank_ends_all_of_them_and_is_seen(recipe: str, tmp_path
     assert "no such project" in errors
 
 
-def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+def torchrun(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """A run on tp=2 under torchrun."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
     return subprocess.Popen(
-        command,
+        [sys.executable, *command, *arguments, "mesh.tp=2"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import engine
 import pytest
 import torch
 import torch.distributed as dist
-from engine import RECIPE, of, trainer, write_recipe
+from engine import of, path_of, trainer
 from pool import Pool
 
 from megacore import checkpoints
@@ -30,24 +31,17 @@ PRECISION = ["train.precision=bf16", "evaluate.every=0"]
 READ = ("master", "exp_avg", "exp_avg_sq")
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
-
-
 def saved(recipe: str, overrides: list[str]) -> None:
     with mock.patch.object(shares, "SHARE_BYTES", 1):
         trainer(recipe, [*overrides, "checkpoint.at_end=true", *PRECISION], log=True).fit()
 
 
 @pytest.fixture(scope="module")
-def source(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(pool: Pool, recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of tp=2 whose places two ranks each have written, and the same resharded to one file a state."""
     out = tmp_path_factory.mktemp("source")
-    pool = Pool()
     pool.run(4, saved, recipe, [f"out={out / 'run'}", "mesh.tp=2"])
-    pool.close()
-    made = checkpoints.path_of(checkpoints.folder_of(out / "run"), 5)
+    made = path_of(out / "run", 5)
     assert Checkpoint.open(made).index.version == 2
     assert reshard.main([str(made), str(out / "one"), "--tp", "1"]) == 0
     return made
@@ -97,11 +91,9 @@ def test_every_byte_is_read_once(
     assert 0.95 * held < sum(counts) < 1.05 * held
     assert max(counts) < 1.2 * held / world
     # All of it has come to where it belongs, bit for bit.
-    made = checkpoints.path_of(checkpoints.folder_of(tmp_path / "run"), 6)
+    made = path_of(tmp_path / "run", 6)
     assert reshard.main([str(made), str(tmp_path / "one"), "--tp", "1", "--pp", "1"]) == 0
-    for file in sorted(source.parents[2].glob("one/*/*.safetensors")):
-        again = tmp_path / "one" / file.parent.name / file.name
-        assert again.read_bytes() == file.read_bytes(), file
+    engine.assert_same_files(source.parents[2] / "one", tmp_path / "one", 4)
 
 
 def cannot_read(recipe: str, overrides: list[str], rank: int) -> str:
@@ -165,12 +157,12 @@ def test_all_take_the_checkpoint_that_one_has_found_to_be_whole(
     out = tmp_path / "run"
     overrides = [f"out={out}", "checkpoint.every=1", "checkpoint.keep=null", *PRECISION]
     pool.run(2, goes_on, recipe, [*overrides, "train.steps=4"])
-    at = checkpoints.path_of(checkpoints.folder_of(out), 4)
+    at = path_of(out, 4)
     (at / "exp_avg/pp0-ep0-tp0.safetensors").write_bytes(b"no header")
     again = [*overrides, "train.steps=5", "checkpoint.resume=auto"]
     ranks = pool.run(2, goes_on, recipe, again)
     assert ranks[0][1] | ranks[0][0] and not ranks[1][0]
     names = sorted(path.name for path in checkpoints.folder_of(out).iterdir())
     assert names == [*(f"step-0000000{step}" for step in (1, 2, 3, 4)), "step-00000004.damaged", "step-00000005"]
-    made = Checkpoint.open(checkpoints.path_of(checkpoints.folder_of(out), 5))
+    made = Checkpoint.open(path_of(out, 5))
     assert made.index.step == 5

@@ -121,8 +121,9 @@ def said(recipe: str, overrides: list[str], rank: int, first: int, every: int, w
 
 
 @pytest.mark.parametrize("where", ["loss", "gradients"])
-def test_of_three_replicas_the_one_that_computes_wrong_is_named(pool: Pool, tmp_path: Path, where: str) -> None:
-    recipe = write_recipe(tmp_path, RECIPE)
+def test_of_three_replicas_the_one_that_computes_wrong_is_named(
+    pool: Pool, recipe: str, tmp_path: Path, where: str
+) -> None:
     given = [f"out={tmp_path / 'run'}", *EVERY, "mesh.dp=3", "batch.global_size=6", "recovery.recompute_every=2"]
     found = pool.run(3, said, recipe, given, 1, 2, 1, where)
     assert found[0] == found[2] == []
@@ -130,8 +131,7 @@ def test_of_three_replicas_the_one_that_computes_wrong_is_named(pool: Pool, tmp_
     assert found[1] == [f"1: rank 1 {text} than its replicas, ranks 0, 2"]
 
 
-def test_of_two_replicas_one_that_does_not_repeat_itself_is_named(pool: Pool, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, RECIPE)
+def test_of_two_replicas_one_that_does_not_repeat_itself_is_named(pool: Pool, recipe: str, tmp_path: Path) -> None:
     given = [f"out={tmp_path / 'run'}", *EVERY, "mesh.dp=2", "recovery.recompute_every=2"]
     found = pool.run(2, said, recipe, given, 1, 2, 10, "gradients")
     text = "computed other bits of the gradients of a microbatch of step 2 (of dp=1)"
@@ -140,15 +140,15 @@ def test_of_two_replicas_one_that_does_not_repeat_itself_is_named(pool: Pool, tm
     assert found == [[f"None: ranks 0-1 each {text}, and nobody knows which is right"]] * 2
 
 
-def test_without_a_replica_a_rank_is_compared_with_itself(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, RECIPE)
+def test_without_a_replica_a_rank_is_compared_with_itself(recipe: str, tmp_path: Path) -> None:
     given = [f"out={tmp_path / 'run'}", *EVERY, "recovery.recompute_every=2"]
     text = "computed other bits of the loss of a microbatch of step 2 (of dp=0) when it was computed again"
     assert said(recipe, given, 0, 3, 10, "loss") == [f"0: rank 0 {text}"]
 
 
-def test_kernels_that_do_not_repeat_are_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(tmp_path, RECIPE)
+def test_kernels_that_do_not_repeat_are_told_once(
+    recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert said(recipe, [f"out={tmp_path / 'run'}", *EVERY], 0, 1, 1, "noise") == []
     told = "no rank comes to the same bits twice, for which kernels must repeat bitwise: recovery.recompute_every"
     assert capfd.readouterr().err.count(told) == 1

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import engine
-import numpy as np
 import pytest
 import torch
-from engine import Result, trainer, write_recipe
+from engine import Result, trainer
 from pool import Pool
 
 from megacore import checkpoints, exits, incidents
@@ -28,23 +27,6 @@ from megacore.training.resume import Start
 from megacore.training.trainer import Callback
 
 REPEAT = ["optimizer.non_finite=repeat", "train.steps=6", "checkpoint.every=3", "evaluate.every=0"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
-
-
-def break_calls(made: engine.Trainer, calls: dict[int, float]) -> None:
-    """Multiply the losses of this rank in some calls of the pipeline, which count from 1, whatever their step."""
-    plain, count = made.train_step.pipeline.train, 0
-
-    def broken(microbatches: list[Microbatch], scale: torch.Tensor, enter: Callable[[Kind], object]) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return plain(microbatches, scale * calls.get(count, 1.0), enter)
-
-    made.train_step.pipeline.train = broken  # type: ignore[assignment, method-assign]
 
 
 def poison_samples(made: engine.Trainer, samples: list[int], factor: float) -> None:
@@ -91,7 +73,7 @@ def run(
     heard = Heard()
     made = trainer(recipe, overrides, log=True, callbacks=[heard])
     if calls and made.mesh.rank == rank:
-        break_calls(made, calls)
+        engine.scale_losses(made, calls)
     if poisoned:
         poison_samples(made, poisoned, factor)
     found = engine.result(made, made.fit())
@@ -104,7 +86,7 @@ def run(
 def assert_same(one: Result, other: Result) -> None:
     for key in ("loss", "grad_norm", "tokens", "skipped_steps"):
         assert one.values(key) == other.values(key), key
-    assert all(np.array_equal(value, other.weights[name]) for name, value in one.weights.items())
+    assert engine.same(one.weights, other.weights)
 
 
 def kinds(told: list[Incident]) -> list[tuple[str, str]]:
@@ -165,8 +147,7 @@ def test_poisoned_samples_are_left_out_as_if_they_had_been_from_the_start(
         assert kinds(told) == [("non_finite", "repeat"), ("bad_data", "skip")] * 2 and none == []
         assert_same(one, other)
     for name in ("found", "plain"):
-        path = checkpoints.path_of(checkpoints.folder_of(tmp_path / name), 6)
-        tree = json.loads((path / "trainer.json").read_text())
+        tree = json.loads((engine.path_of(tmp_path / name, 6) / "trainer.json").read_text())
         assert tree["skipped_samples"] == [[8, 16], [32, 40]]
         assert (tree["consumed_samples"], tree["optimizer_steps"]) == (48, 6)
 
@@ -187,7 +168,7 @@ def test_steps_that_end_a_run_or_are_left_out_are_incidents(recipe: str, tmp_pat
     for choice, action in (("stop", "end"), ("skip", "skip")):
         overrides = [f"out={tmp_path / choice}", *REPEAT, f"optimizer.non_finite={choice}"]
         made = trainer(recipe, overrides, log=True)
-        break_calls(made, {3: torch.nan})
+        engine.scale_losses(made, {3: torch.nan})
         with pytest.raises(NonFinite) if choice == "stop" else nullcontext() as error:
             made.fit()
         assert error is None or error.value.status == exits.FAILED
@@ -198,10 +179,20 @@ def test_steps_that_end_a_run_or_are_left_out_are_incidents(recipe: str, tmp_pat
 
 def test_other_numbers_that_are_bad_again_are_the_hardware_s(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", *REPEAT])
-    break_calls(made, {3: torch.nan, 4: torch.inf})
+    engine.scale_losses(made, {3: torch.nan, 4: torch.inf})
     with pytest.raises(UnsoundHardware, match=r"step 3 was bad twice, .* differed: rank 0 \(") as error:
         made.fit()
     assert error.value.status == exits.EVICT
+
+
+def files_left(recipe: str, out: Path, left_out: list[int], *overrides: str) -> dict[str, bytes]:
+    """The tensor files at the end of a run that goes back to any of its checkpoints, which has left samples out."""
+    often = [f"out={out}", *REPEAT, "checkpoint.every=2", "checkpoint.keep=null", *overrides]
+    assert engine.fit(recipe, often) == 6
+    path = checkpoints.complete(checkpoints.folder_of(out))[6]
+    tree = json.loads((path / "trainer.json").read_text())
+    assert tree["skipped_samples"] == [left_out] and tree["consumed_samples"] == 48
+    return {each.name: each.read_bytes() for each in path.rglob("*.safetensors")}
 
 
 @pytest.mark.in_turn(2)
@@ -210,17 +201,11 @@ def test_the_run_goes_back_before_bad_data(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], elsewhere: bool
 ) -> None:
     """To the newest checkpoint, twice, leaving out all from there on."""
-    common = [*REPEAT, "checkpoint.every=2", "checkpoint.keep=null"]
     poisoned_runs(monkeypatch, [34, 41], torch.nan)
 
-    def files(name: str, *overrides: str) -> dict[str, bytes]:
-        folder = tmp_path / name / "checkpoints"
-        url = [f"checkpoint.folder=file://{folder}"] if elsewhere else []
-        assert engine.fit(recipe, [f"out={tmp_path / name}", *common, *url, *overrides]) == 6
-        path = checkpoints.complete(folder)[6]
-        tree = json.loads((path / "trainer.json").read_text())
-        assert tree["skipped_samples"] == [[32, 48]] and tree["consumed_samples"] == 48
-        return {each.name: each.read_bytes() for each in path.rglob("*.safetensors")}
+    def files(name: str, override: str) -> dict[str, bytes]:
+        url = [f"checkpoint.folder=file://{tmp_path / name / 'checkpoints'}"] if elsewhere else []
+        return files_left(recipe, tmp_path / name, [32, 48], *url, override)
 
     found = files("found", "recovery.go_back=true")
     said = capfd.readouterr()
@@ -236,7 +221,7 @@ def test_the_run_goes_back_over_a_damaged_checkpoint(
 ) -> None:
     """To the one before it, and still without the samples that were found to be bad, and those before."""
     prepare = repeat_steps._before
-    newest = checkpoints.path_of(checkpoints.folder_of(tmp_path / "found"), 4)
+    newest = engine.path_of(tmp_path / "found", 4)
 
     def damaged(*given: Any) -> Start:
         if damage == "a bit" and newest.exists():
@@ -249,19 +234,10 @@ def test_the_run_goes_back_over_a_damaged_checkpoint(
         return prepare(*given)
 
     poisoned_runs(monkeypatch, [34], torch.nan)
-    common = [*REPEAT, "checkpoint.every=2", "checkpoint.keep=null"]
-
-    def files(name: str, *overrides: str) -> dict[str, bytes]:
-        assert engine.fit(recipe, [f"out={tmp_path / name}", *common, *overrides]) == 6
-        path = checkpoints.path_of(checkpoints.folder_of(tmp_path / name), 6)
-        tree = json.loads((path / "trainer.json").read_text())
-        assert tree["skipped_samples"] == [[16, 40]] and tree["consumed_samples"] == 48
-        return {each.name: each.read_bytes() for each in path.rglob("*.safetensors")}
-
-    expected = files("plain", "recovery.skip_samples=[16-40]")
+    expected = files_left(recipe, tmp_path / "plain", [16, 40], "recovery.skip_samples=[16-40]")
     monkeypatch.setattr(repeat_steps, "_before", damaged)
     back = ["recovery.go_back=true", *(["checkpoint.resume=auto"] if restarted else [])]
-    found = files("found", *back)
+    found = files_left(recipe, tmp_path / "found", [16, 40], *back)
     assert found == expected and newest.with_name(f"{newest.name}.damaged").exists()
 
 

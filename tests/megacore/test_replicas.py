@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import RECIPE, trainer, write_recipe
+from engine import trainer
 from pool import Pool
 
 from megacore.corruption import Corrupted, outvoted
@@ -45,29 +45,31 @@ def overrides(tmp_path: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("flipped", [0, 5])
-def test_of_three_replicas_the_one_with_a_flipped_bit_is_outvoted(pool: Pool, tmp_path: Path, flipped: int) -> None:
-    found = pool.run(3, compared, write_recipe(tmp_path, RECIPE), overrides(tmp_path, "mesh.dp=3"), flipped, 1)
+def test_of_three_replicas_the_one_with_a_flipped_bit_is_outvoted(
+    pool: Pool, recipe: str, tmp_path: Path, flipped: int
+) -> None:
+    found = pool.run(3, compared, recipe, overrides(tmp_path, "mesh.dp=3"), flipped, 1)
     said = f"1: rank 1 differs from ranks 0, 2, which hold the same, in {found[1][0]} after step 2"
     assert found[1][0] and [each[1:] for each in found] == [(said, 2)] * 3
 
 
-def test_of_two_replicas_nobody_knows_which_is_right(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(2, compared, write_recipe(tmp_path, RECIPE), overrides(tmp_path, "mesh.dp=2"), 3, 1)
+def test_of_two_replicas_nobody_knows_which_is_right(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    found = pool.run(2, compared, recipe, overrides(tmp_path, "mesh.dp=2"), 3, 1)
     said = f"None: ranks 0-1 differ in {found[1][0]} after step 2, and nobody knows which is right"
     assert found[1][0] and [each[1:] for each in found] == [(said, 2)] * 2
 
 
-def test_what_is_kept_is_compared_before(pool: Pool, tmp_path: Path) -> None:
+def test_what_is_kept_is_compared_before(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """After the last step, which is none of the interval."""
     given = overrides(tmp_path, "mesh.dp=2", "checkpoint.at_end=true")
-    found = pool.run(2, compared, write_recipe(tmp_path, RECIPE), given, 3, 1, 3)
+    found = pool.run(2, compared, recipe, given, 3, 1, 3)
     assert all("after step 3" in said for _, said, _ in found) and not (tmp_path / "run/checkpoints").exists()
 
 
 @pytest.mark.parametrize("more", [["train.precision=bf16"], ["zero.shard=optimizer"], ["mesh.tp=2"]])
-def test_what_nothing_befell_agrees(pool: Pool, tmp_path: Path, more: list[str]) -> None:
+def test_what_nothing_befell_agrees(pool: Pool, recipe: str, tmp_path: Path, more: list[str]) -> None:
     world, given = 4 if "mesh.tp=2" in more else 2, overrides(tmp_path, "mesh.dp=2", "batch.global_size=4", *more)
-    assert pool.run(world, compared, write_recipe(tmp_path, RECIPE), given, None, 0) == [("", "", 3)] * world
+    assert pool.run(world, compared, recipe, given, None, 0) == [("", "", 3)] * world
 
 
 def test_a_checksum_tells_one_bit_wherever_it_lies() -> None:

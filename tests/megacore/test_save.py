@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -18,18 +17,14 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import GPT2, RECIPE, fit, of, train, trainer, write_recipe
+from engine import GPT2, RECIPE, fit, in_steps, of, path_of, same, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.control import Control
-from megacore.models.decoder import Microbatch
-from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.recipe import ConfigError
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files import publish
-from megacore.store.tensor_files.tensors import DTYPES
 from megacore.store.weight_folders import audit
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.tools import reshard
@@ -39,15 +34,9 @@ from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.check import check
 from megacore.training.save import SaveError, Saver
-from megacore.training.step import Stats
 from megacore.training.trainer import Trainer
 
 QUIET = ["evaluate.every=0", "train.precision=fp32"]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 def saved(out: Path) -> list[int]:
@@ -63,7 +52,7 @@ def saver_of(made: Trainer) -> Saver:
 
 
 def opened(out: Path, step: int) -> Checkpoint:
-    return Checkpoint.open(checkpoints.path_of(checkpoints.folder_of(out), step))
+    return Checkpoint.open(path_of(out, step))
 
 
 def arrays(checkpoint: Checkpoint, state: str) -> dict[tuple[object, str], np.ndarray]:
@@ -101,19 +90,6 @@ def test_pruning_takes_the_name_away_first(tmp_path: Path, monkeypatch: pytest.M
 
 def saved_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def talk() -> tuple[list[float], list[Any], list[Any]]:
-    control = Control.create(Mesh.create(MeshShape(dp=torch.distributed.get_world_size())))
-    rank = control.mesh.rank
-    return control.largest(rank, -rank, 0.5), control.gather({"rank": rank}), control.exchange("x" * 1000 * rank)
-
-
-def test_ranks_tell_each_other(pool: Pool) -> None:
-    said = pool.run(3, talk)
-    assert [largest for largest, _, _ in said] == [[2, 0, 0.5]] * 3
-    assert [gathered for _, gathered, _ in said] == [[{"rank": 0}, {"rank": 1}, {"rank": 2}], [], []]
-    assert all([len(text) for text in texts] == [0, 1000, 2000] for _, _, texts in said)
 
 
 # -- what is there
@@ -165,25 +141,6 @@ def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str
         checkpoint.fingerprints(state)  # replicated pieces agree
 
 
-def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
-    """Three steps, saved as a small model and as one of which each share is worth a writer -> (bytes of this rank's
-    tensors in the second, of the host memory for them)."""
-    made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", *overrides])
-    made.fit()
-    saver = saver_of(made)
-    saver.save(2, {"step": 2})
-    saver.finish()
-    with mock.patch("megacore.store.tensor_files.shares.SHARE_BYTES", 1):
-        saver._snapshot = None
-        saver.save(3, {"step": 3})
-    saver.finish()
-    assert saver._snapshot is not None
-    written = saver._snapshot.written
-    tensors = [(each, tensor) for each in written for tensor in each.file.tensors]
-    wrote = sum(math.prod(t.stored.shape) * DTYPES[t.dtype].itemsize for _, t in tensors)
-    return wrote, sum(host.nbytes for each in written for host in each.host.values())
-
-
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "overrides",
@@ -195,7 +152,7 @@ def test_every_rank_writes_its_part_of_a_large_model(
 ) -> None:
     """And it is the checkpoint that few would have written, bit for bit, wherever it goes."""
     out = tmp_path / "run"
-    ranks = pool.run(4, saved_twice, recipe, [f"out={out}", "train.precision=bf16", "evaluate.every=0", *overrides])
+    ranks = pool.run(4, engine.saved_twice, recipe, [f"out={out}", "train.precision=bf16", *overrides])
     checkpoint, plain = opened(out, 3), opened(out, 2)
     assert (plain.index.version, checkpoint.index.version) == (1, 2)
     held = sum(record.size for record in plain.index.files.values())
@@ -204,10 +161,7 @@ def test_every_rank_writes_its_part_of_a_large_model(
     assert not audit.check(checkpoint, jobs=1)
     for each, name in ((plain, "plain"), (checkpoint, "parts")):
         assert reshard.main([str(each.path), str(tmp_path / name), "--tp", "4"]) == 0
-    files = sorted(path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*.safetensors"))
-    assert len(files) == 4 * 4
-    for file in files:
-        assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes(), file
+    engine.assert_same_files(tmp_path / "plain", tmp_path / "parts", 4 * 4)
 
 
 def test_later_saves_do_not_go_through_the_layout_again(
@@ -283,7 +237,7 @@ def test_training_goes_on_while_what_was_is_written(recipe: str, tmp_path: Path,
     out = tmp_path / "run"
     overrides = [f"out={out}", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=1"]
     made = trainer(recipe, [*overrides, *QUIET])
-    seen = on_step(made, lambda step: slow.go.set() if step == 4 else None)
+    seen = in_steps(made, lambda step: slow.go.set() if step == 4 else None)
     at_2: dict[str, np.ndarray] = {}
     saver = saver_of(made)
     plain = saver.save
@@ -297,7 +251,7 @@ def test_training_goes_on_while_what_was_is_written(recipe: str, tmp_path: Path,
     saver.save = noted  # type: ignore[method-assign]
     assert made.fit() == 6 and len(seen) == 6
     assert saved(out) == [2]
-    assert any(not np.array_equal(at_2[name], now) for name, now in engine.weights(made).items())
+    assert not same(engine.weights(made), at_2)
     for (_, name), bits in arrays(opened(out, 2), "weights").items():
         assert np.array_equal(bits.view(np.float32), at_2[name]), name
 
@@ -315,19 +269,6 @@ def test_a_checkpoint_that_is_to_go_stays_until_its_successor_is_there(
     monkeypatch.setattr(publish.Publication, "finish", noted)
     train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.every=2", "checkpoint.keep=1", *QUIET])
     assert before == [[], [2]] and saved(tmp_path / "run") == [4]
-
-
-def on_step(made: Trainer, act: Callable[[int], object]) -> list[int]:
-    """Does something in the middle of each step; the steps that were begun."""
-    plain, seen = made.train_step.backward, list[int]()
-
-    def backward(*given: Any) -> Stats:
-        seen.append(made.start.step + len(seen) + 1)
-        act(seen[-1])
-        return plain(*given)
-
-    made.train_step.backward = backward  # type: ignore[assignment, method-assign]
-    return seen
 
 
 def test_a_second_save_waits_for_the_first(recipe: str, tmp_path: Path, slow: Slow) -> None:
@@ -359,7 +300,7 @@ def waits_for_its_saves(made: Trainer) -> list[int]:
         if saver._saving and saver._saving.work:
             saver._saving.work.wait()
 
-    return on_step(made, wait)
+    return in_steps(made, wait)
 
 
 IMPATIENT = "checkpoint.patience=0"
@@ -384,11 +325,6 @@ def test_without_patience_an_error_ends_all_ranks_after_the_next_step(pool: Pool
     assert saved(tmp_path / "run") == []
 
 
-def test_an_error_at_the_end_is_seen(recipe: str, tmp_path: Path) -> None:
-    message, begun = fails(recipe, [f"out={tmp_path / 'run'}", "checkpoint.at_end=true", *QUIET], 0)
-    assert "the disk is on fire" in message and begun == 5
-
-
 def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) -> tuple[int, list[str]]:
     """A run on which one rank cannot write some of its first checkpoints -> (the last step, what is told)."""
     made = trainer(recipe, overrides, log=True)
@@ -403,7 +339,7 @@ def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) 
         return plain(*arguments)
 
     told: list[str] = []
-    with mock.patch.object(save, "write", burning), mock.patch("megacore.training.callbacks.checkpoints.AGAIN_S", 1):
+    with mock.patch.object(save, "write", burning), mock.patch("megacore.training.callbacks.checkpoints.AGAIN_S", 0):
         made.tell = told.append  # type: ignore[assignment, method-assign]
         return made.fit(), told
 
@@ -432,7 +368,7 @@ def test_a_run_that_has_gone_back_after_a_fault_leaves_its_checkpoints_as_they_a
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", *QUIET])
     assert made.fit() == 5
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
-    trained = json.loads((checkpoints.path_of(checkpoints.folder_of(tmp_path), 5) / "trainer.json").read_text())
+    trained = json.loads((path_of(tmp_path, 5) / "trainer.json").read_text())
     batch = {**trained["recipe"]["batch"], "micro_size": 4}
     moved = {"mesh": {"dp": 2}, "batch": batch} | {name: {} for name in ("context", "pipeline", "zero", "memory")}
     saver = saver_of(made)
@@ -467,7 +403,7 @@ def test_patience_ends(recipe: str, tmp_path: Path) -> None:
 
 def test_who_ends_a_run_that_cannot_be_saved_does_not_wait(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=100", *QUIET])
-    on_step(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
+    in_steps(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
     with mock.patch.object(save, "write", side_effect=StoreError("no")), pytest.raises(SaveError, match="step 3 could"):
         made.fit()
 
@@ -520,7 +456,7 @@ def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from
     train(recipe, again)
     assert saved(run) == [5]
     name = "generation_config.json"
-    held = checkpoints.path_of(checkpoints.folder_of(run), 5) / "tokenizer" / name
+    held = path_of(run, 5) / "tokenizer" / name
     assert held.read_text() == '{"temperature": 0.5}'
     # A process that does not hold them takes those of the newest checkpoint, where its first one is no more.
     made = trainer(recipe, again)
@@ -543,7 +479,7 @@ def test_a_checkpoint_may_go_once_a_run_has_begun_from_it(tmp_path: Path, monkey
         return made
 
     monkeypatch.setattr(main, "trainer_of", removed)
-    there = checkpoints.path_of(checkpoints.folder_of(other), 3)
+    there = path_of(other, 3)
     begun = [f"out={tmp_path / 'run'}", f"checkpoint.resume={there}", "checkpoint.at_end=true", IMPATIENT, *QUIET]
     assert fit(recipe, begun) == 5
     assert [each.read() for each in opened(tmp_path / "run", 5).companions().values()] == [b'{"temperature": 0.5}']
@@ -554,7 +490,7 @@ def test_a_checkpoint_may_go_once_a_run_has_begun_from_it(tmp_path: Path, monkey
 
 def test_the_rest_of_a_checkpoint_is_in_nobody_s_way(recipe: str, tmp_path: Path) -> None:
     """A folder of its name without an index is no checkpoint; what is in it is kept."""
-    rest = checkpoints.path_of(checkpoints.folder_of(tmp_path), 5)
+    rest = path_of(tmp_path, 5)
     (rest / "weights").mkdir(parents=True)
     train(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", "checkpoint.resume=auto", *QUIET])
     assert saved_names(rest.parent) == ["step-00000005", "step-00000005.damaged"]
@@ -602,19 +538,12 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
     """With a record only at the end, the weights stand still from step 3 on: they are not those of step 4."""
     out = tmp_path / "run"
     made = trainer(recipe, [f"out={out}", "optimizer.non_finite=stop", "checkpoint.every=2", "log.every=100", *QUIET])
-    plain, count = made.train_step.pipeline.train, 0
-
-    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, enter: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        if count == 4:
-            threading.Timer(0.2, slow.go.set).start()  # what was saved is still being written when this step ends
-        return plain(microbatches, scale * torch.nan if count == 3 else scale, enter)
-
-    made.train_step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+    engine.scale_losses(made, {3: torch.nan})
+    # What was saved is still being written when step 4 ends.
+    begun = in_steps(made, lambda step: threading.Timer(0.2, slow.go.set).start() if step == 4 else None)
     with pytest.raises(NonFinite, match="step 3"):
         made.fit()
-    assert count == 4 and saved(out) == [2]
+    assert begun == [1, 2, 3, 4] and saved(out) == [2]
 
 
 # -- signals
@@ -622,7 +551,7 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
 
 def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=1000", "evaluate.every=3", "train.precision=fp32"])
-    on_step(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
+    in_steps(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
     evaluation = of(made, Evaluation)
     evaluate = evaluation.loss
 
@@ -636,7 +565,7 @@ def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe:
 
 def signalled(recipe: str, overrides: list[str], number: int, rank: int, step: int) -> int:
     made = trainer(recipe, overrides)
-    on_step(made, lambda now: os.kill(os.getpid(), number) if now == step and made.mesh.rank == rank else None)
+    in_steps(made, lambda now: os.kill(os.getpid(), number) if now == step and made.mesh.rank == rank else None)
     return made.fit()
 
 
@@ -650,7 +579,7 @@ def test_a_signal_to_one_rank_saves_after_its_step(
     overrides = [f"out={out}", "mesh.pp=2", "checkpoint.every=1000", *QUIET]
     assert pool.run(2, signalled, recipe, overrides, number, 1, 3) == [last] * 2
     assert saved(out) == [3]
-    assert json.loads((checkpoints.path_of(checkpoints.folder_of(out), 3) / "trainer.json").read_text())["step"] == 3
+    assert json.loads((path_of(out, 3) / "trainer.json").read_text())["step"] == 3
 
 
 def test_a_signal_saves_nothing_where_checkpoints_are_off_but_when_asked_to(recipe: str, tmp_path: Path) -> None:

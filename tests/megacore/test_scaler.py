@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import Result, train, trainer, weights, write_recipe
+from engine import Result, path_of, same, train, trainer, weights
 from pool import Pool
 from torch import Tensor
 
-from megacore import checkpoints
 from megacore.store.io.strict_json import StoreError
 from megacore.training import progress
 from megacore.training.callbacks.bad_steps import NonFinite
@@ -24,11 +23,6 @@ from megacore.training.scaler import UNSCALED, Scaler, Scaling
 FP16 = ["train.precision=fp16", "evaluate.every=0"]
 STOP = "optimizer.non_finite=stop"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 # -- how it moves
@@ -137,14 +131,6 @@ def overflow(made: engine.Trainer, steps: set[int], name: str | None = None) -> 
     made.model.parameters[name].register_hook(spoil)
 
 
-def whole(made: engine.Trainer) -> dict[str, np.ndarray]:
-    """The weights, wherever the replicas keep them."""
-    found = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in made.model.parameters.items()}
-    for name, host in found.items():
-        made.train_step.optimizer.read_weight(name, host)
-    return {name: host.numpy() for name, host in found.items()}
-
-
 @dataclass(frozen=True)
 class Seen:
     """A run in which one rank's gradient overflows: its end, and whether this rank's weights moved in each step."""
@@ -160,14 +146,14 @@ def with_overflow(recipe: str, overrides: list[str], rank: int, steps: set[int])
     made = trainer(recipe, overrides, log=True)
     if made.mesh.rank == rank:
         overflow(made, steps)
-    moved, before = [], whole(made)
+    moved, before = [], weights(made)
     plain = made.train_step.gradients.updated
 
     def noted() -> None:
         nonlocal before
         plain()
-        after = whole(made)
-        moved.append(any(not np.array_equal(after[name], before[name]) for name in after))
+        after = weights(made)
+        moved.append(not same(after, before))
         before = after
 
     made.train_step.gradients.updated = noted  # type: ignore[method-assign]
@@ -198,8 +184,7 @@ def test_an_overflow_on_one_rank_skips_on_all(
         assert seen.last == 6
         assert seen.moved == [True, False, True, True, False, True]
         assert all(np.isfinite(value).all() for value in seen.weights.values())
-        same = next(other for other in ranks if other.place == seen.place)
-        assert all(np.array_equal(value, seen.weights[name]) for name, value in same.weights.items())
+        assert same(seen.weights, next(other for other in ranks if other.place == seen.place).weights)
     records = ranks[0].records
     assert [record["skipped_steps"] for record in records] == [0, 1, 1, 1, 2, 2]
     assert [record["loss_scale"] for record in records] == [2**16, 2**16, 2**15, 2**15, 2**16, 2**15]
@@ -213,7 +198,7 @@ def test_a_gradient_that_is_never_finite_stops_at_the_smallest_scale(recipe: str
     overflow(made, set(range(1, 11)))
     with pytest.raises(NonFinite, match=r"step 2, .*the gradient is not even at loss_scale\.minimum \(2\)"):
         made.fit()
-    assert all(np.array_equal(value, start[name]) for name, value in weights(made).items())
+    assert same(weights(made), start)
 
 
 def test_a_loss_that_is_not_finite_stops_whatever_the_scale(recipe: str) -> None:
@@ -276,18 +261,17 @@ def test_the_optimizer_sees_gradients_without_the_scale(recipe: str, clip: str) 
 def test_the_scale_is_resumed_and_the_run_is_bitwise_the_same(recipe: str, tmp_path: Path) -> None:
     common = [*FP16, "train.steps=6", "loss_scale.growth_interval=2", "checkpoint.every=3", "checkpoint.at_end=false"]
     complete = train(recipe, [f"out={tmp_path / 'whole'}", *common])
-    first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "whole")), 3)
-    made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *common], log=True)
+    resume = f"checkpoint.resume={path_of(tmp_path / 'whole', 3)}"
+    made = trainer(recipe, [f"out={tmp_path / 'rest'}", resume, *common], log=True)
     assert made.train_step.scaler.state() == {"scale": 2.0**17, "good_steps": 1}
     rest = engine.result(made, made.fit())
     for key in ("loss", "loss_scale", "grad_norm"):
         assert rest.values(key) == complete.values(key)[3:], key
-    assert all(np.array_equal(value, rest.weights[name]) for name, value in complete.weights.items())
+    assert same(rest.weights, complete.weights)
 
 
 def test_a_run_of_another_precision_begins_anew(recipe: str, tmp_path: Path) -> None:
     common = ["evaluate.every=0", "train.steps=4", "checkpoint.every=2", "checkpoint.at_end=false"]
     train(recipe, [f"out={tmp_path / 'bf16'}", "train.precision=bf16", *common])
-    first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "bf16")), 2)
-    made = trainer(recipe, [f"checkpoint.resume={first}", "train.precision=fp16", *common])
+    made = trainer(recipe, [f"checkpoint.resume={path_of(tmp_path / 'bf16', 2)}", "train.precision=fp16", *common])
     assert made.train_step.scaler.state() == {"scale": 2.0**16, "good_steps": 0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, LLAMA, RECIPE, Result, of, train, trainer, weights, write_recipe
+from engine import GPT2, LLAMA, RECIPE, Result, of, same, train, trainer, weights, write_recipe
 from pool import Pool
 
 from megacore.data.batches import Batch
@@ -32,16 +31,13 @@ TOLERANCE = 1e-9
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
-
-
-@pytest.fixture(scope="module")
 def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(recipe, [f"out={tmp_path_factory.mktemp('one') / 'run'}"])
 
 
 # -- any layout, the same numbers
+
+LEAN = ["memory.offload_activations=true", "memory.loss_chunk=3"]
 
 
 @pytest.mark.in_turn(3)
@@ -57,6 +53,8 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
         pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "context.exchange=heads"], id="cp2-pp2-heads"),
         pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
         pytest.param(4, ["mesh.cp=2"], id="cp2-dp2"),
+        pytest.param(2, ["mesh.tp=2", "memory.recompute=selective", *LEAN], id="tp2-selective"),
+        pytest.param(2, ["mesh.tp=2", "memory.recompute=full", *LEAN], id="tp2-full"),
     ],
 )
 def test_every_layout_logs_what_one_process_logs(
@@ -98,24 +96,12 @@ def test_documents_are_kept_apart_when_asked(recipe: str) -> None:
 STOP = "optimizer.non_finite=stop"
 
 
-def poison(made: engine.Trainer, steps: set[int]) -> None:
-    """A loss of NaN (and so its gradients) on this rank in some steps, by the scale that its losses are given."""
-    train_pipeline, count = made.train_step.pipeline.train, 0
-
-    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, *enter: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return train_pipeline(microbatches, scale * torch.nan if count in steps else scale, *enter)
-
-    made.train_step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
-
-
 def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], before: int) -> tuple[str, bool, bool]:
     """(the error; whether the weights are those after ``before`` steps; whether they moved at all)."""
     made = trainer(recipe, overrides)
     start = weights(made)
     if made.mesh.rank == rank:
-        poison(made, steps)
+        engine.scale_losses(made, dict.fromkeys(steps, torch.nan))
     history = [start]
     plain = made.train_step.optimizer.update
 
@@ -128,25 +114,38 @@ def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], befor
         made.fit()
     assert len(history) > before + 1
     end = weights(made)
-    same = all(np.array_equal(end[name], history[before][name]) for name in end)
-    return str(error.value), same, any(not np.array_equal(end[name], start[name]) for name in end)
+    return str(error.value), same(end, history[before]), not same(end, start)
 
 
-@pytest.mark.parametrize("every", [1, 4], ids=["at-once", "at-the-next-record"])
-def test_a_loss_that_is_no_number_stops_and_the_weights_are_those_before(recipe: str, every: int) -> None:
-    """Later steps are finite again: with a record only every 4 steps they must not move the weights either."""
-    message, untouched, moved = stop_at(recipe, [STOP, f"log.every={every}"], 0, {3}, before=2)
-    assert message.startswith("step 3, samples 16 to 23 of the training data: the loss is not finite on rank 0 (")
-    assert "optimizer.non_finite=skip" in message
-    assert untouched and moved
+LATER = "is not finite on rank 3 ("
+"""Of tp=2 x pp=2 it is on the last stage, where losses are."""
+FOUR = ["mesh.tp=2", "mesh.pp=2"]
 
 
-def test_all_ranks_stop_together_and_name_the_one(pool: Pool, recipe: str) -> None:
-    overrides = [STOP, "mesh.tp=2", "mesh.pp=2", "log.every=2"]
-    # Rank 3 is on the last stage, where losses are.
-    for message, untouched, moved in pool.run(4, stop_at, recipe, overrides, 3, {3}, 2):
-        assert message.startswith("step 3, samples 16 to 23 of the training data: the loss is not finite on rank 3 (")
-        assert "pp=1" in message and "tp=1" in message
+@pytest.mark.parametrize(
+    ("world", "overrides", "bad", "before", "words"),
+    [
+        (1, [STOP], {3}, 2, ["step 3, samples 16 to 23 of ", "is not finite on rank 0 (", "optimizer.non_finite=skip"]),
+        (1, [STOP, "log.every=4"], {3}, 2, ["step 3, samples 16 to 23 of "]),
+        (4, [STOP, "log.every=2", *FOUR], {3}, 2, ["step 3, samples 16 to 23 of ", LATER, "pp=1", "tp=1"]),
+        # After step 4 the weights do not change any more, although step 5 is sound and nobody looks before step 6.
+        (
+            4,
+            ["train.steps=8", "log.every=6", "optimizer.non_finite=skip", "optimizer.max_skipped=2", *FOUR],
+            {1, 2, 4},
+            3,
+            ["step 4, samples 24 to 31 of ", LATER, "raise optimizer.max_skipped (2): with this one 3 of the last 100"],
+        ),
+    ],
+    ids=["at-once", "at-the-next-record", "of-four", "too-many-skipped"],
+)
+def test_a_loss_that_is_no_number_stops_and_the_weights_are_those_before(
+    pool: Pool, recipe: str, world: int, overrides: list[str], bad: set[int], before: int, words: list[str]
+) -> None:
+    """On all ranks, which name the one. Later steps are finite again: they must not move the weights either."""
+    arguments = recipe, overrides, world - 1, bad, before
+    for message, untouched, moved in [stop_at(*arguments)] if world == 1 else pool.run(world, stop_at, *arguments):
+        assert message.startswith(words[0]) and all(word in message for word in words), message
         assert untouched and moved
 
 
@@ -174,13 +173,13 @@ def test_a_loss_alone_does_not_update_either(recipe: str) -> None:
     made.train_step.backward = infinite  # type: ignore[assignment, method-assign]
     with pytest.raises(NonFinite, match=r"step 1, .*rank 0"):
         made.fit()
-    assert all(np.array_equal(value, start[name]) for name, value in weights(made).items())
+    assert same(weights(made), start)
 
 
 def skip(recipe: str, overrides: list[str], steps: set[int]) -> Result:
     made = trainer(recipe, overrides, log=True)
     if made.mesh.rank == 0:
-        poison(made, steps)
+        engine.scale_losses(made, dict.fromkeys(steps, torch.nan))
     return engine.result(made, made.fit())
 
 
@@ -195,16 +194,6 @@ def test_skipping_goes_on_and_counts(pool: Pool, recipe: str, tmp_path: Path) ->
             # JSON has no NaN.
             assert [record["loss"] is None for record in records] == [False, True, True, False, False]
             assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-def test_too_many_skipped_steps_end_the_run_on_all_ranks(pool: Pool, recipe: str) -> None:
-    """After step 4 the weights do not change any more, although step 5 is sound and nobody looks before step 6."""
-    overrides = ["train.steps=8", "mesh.tp=2", "mesh.pp=2", "log.every=6"]
-    overrides += ["optimizer.non_finite=skip", "optimizer.max_skipped=2"]
-    for message, untouched, moved in pool.run(4, stop_at, recipe, overrides, 3, {1, 2, 4}, 3):
-        assert message.startswith("step 4, samples 24 to 31 of the training data: the loss is not finite on rank 3 (")
-        assert "raise optimizer.max_skipped (2): with this one 3 of the last 100 steps" in message
-        assert untouched and moved
 
 
 def stats_of(loss: float, overflow: bool = False) -> Stats:
@@ -239,12 +228,12 @@ def test_a_skipped_step_changes_nothing(recipe: str) -> None:
         return made.upload(made.batches.microbatches(step), 1)
 
     with_gap, without = trainer(recipe, []), trainer(recipe, [])
-    poison(with_gap, {2})
+    engine.scale_losses(with_gap, {2: torch.nan})
     for step in range(4):
         with_gap.train_step(batches(with_gap, step), 1e-2)
         if step != 1:
             without.train_step(batches(without, step), 1e-2)
-    assert all(np.array_equal(value, weights(without)[name]) for name, value in weights(with_gap).items())
+    assert same(weights(with_gap), weights(without))
 
 
 # -- what is recorded
@@ -269,13 +258,12 @@ def test_the_utilisation_is_never_above_1_without_a_word(
 def interrupted(recipe: str, overrides: list[str], rank: int, step: int) -> tuple[Result, bool]:
     """A run in which one rank is asked to end during a step; and whether it was asked itself."""
     made = trainer(recipe, overrides, log=True)
-    plain, signals = made.train_step.backward, of(made, Signals)
+    signals = of(made, Signals)
 
-    def asked(*given: Any) -> Stats:
-        signals.stop |= made.step == step and made.mesh.rank == rank
-        return plain(*given)
+    def ask(now: int) -> None:
+        signals.stop |= now == step and made.mesh.rank == rank
 
-    made.train_step.backward = asked  # type: ignore[assignment, method-assign]
+    engine.in_steps(made, ask)
     return engine.result(made, made.fit()), signals.stop
 
 
@@ -290,21 +278,6 @@ def test_one_rank_that_is_asked_to_end_ends_all_after_that_step(
     (last,) = results[0][0].records
     assert last["step"] == 3
     assert last["loss"] == pytest.approx(one.values("loss")[2], rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("passed_on", [signal.SIGINT, signal.SIGTERM])
-def test_the_two_signals_of_one_ctrl_c_ask_for_one_orderly_end(recipe: str, passed_on: signal.Signals) -> None:
-    """The terminal sends one to everybody, and the launcher passes its own on."""
-    signals, made = Signals(), trainer(recipe)
-    signals.on_start(made)
-    try:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(passed_on)
-    except KeyboardInterrupt:
-        pytest.fail("the second signal has ended the run at once")
-    finally:
-        signals.on_end(made)
-    assert signals.stop
 
 
 # -- dropout
@@ -338,7 +311,7 @@ def test_dropout_repeats_bitwise_on_one_layout(
     runs = [pool.run(world, train, dropout, [f"out={tmp_path / name}", *overrides]) for name in "ab"]
     assert runs[0][0].values("loss") == runs[1][0].values("loss")
     for first, second in zip(*runs, strict=True):
-        assert all(np.array_equal(value, second.weights[name]) for name, value in first.weights.items())
+        assert same(first.weights, second.weights)
 
 
 def test_masks_differ_between_steps_microbatches_and_ranks(pool: Pool, dropout: str) -> None:
@@ -380,16 +353,6 @@ def test_norms_and_biases_do_not_decay(recipe: str) -> None:
     for name, decay in found.items():
         assert decay == (0.0 if "norm" in name or name.endswith("bias") else 0.25), name
     assert set(found.values()) == {0.0, 0.25}
-
-
-def test_decay_shrinks_what_has_no_gradient(recipe: str) -> None:
-    made = trainer(recipe, ["optimizer.weight_decay=0.5"])
-    start = weights(made)
-    for part in made.train_step.gradients.parts:
-        part.gradient.zero_()
-    made.train_step.optimizer.update(0.1, torch.tensor(0.0, dtype=torch.float64))
-    for name, value in weights(made).items():
-        np.testing.assert_allclose(value, start[name] * (1.0 if "norm" in name else 1 - 0.1 * 0.5), rtol=1e-12)
 
 
 def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
@@ -463,19 +426,6 @@ def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
 # -- memory
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_a_run_that_keeps_less_gives_the_same_numbers(pool: Pool, tmp_path: Path, recompute: str) -> None:
-    path = write_recipe(tmp_path)
-    less = [f"memory.recompute={recompute}", "memory.offload_activations=true", "memory.loss_chunk=3"]
-    plain, lean = (
-        pool.run(2, train, path, [f"out={tmp_path / name}", "mesh.tp=2", *overrides])[0]
-        for name, overrides in (("plain", []), ("lean", less))
-    )
-    for key in ("loss", "grad_norm", "validation_loss"):
-        np.testing.assert_allclose(lean.values(key), plain.values(key), rtol=TOLERANCE, err_msg=key)
-
-
 def test_the_recipe_s_memory_arrives(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers cannot tell."""
     arrived: list[Activations] = []
@@ -512,22 +462,17 @@ def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: p
 # -- compiled blocks
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "overrides"), [(1, []), (2, ["mesh.tp=2"])], ids=["one", "tp2"])
-def test_compiled_blocks_give_the_same_numbers(pool: Pool, tmp_path: Path, world: int, overrides: list[str]) -> None:
+def test_compiled_blocks_give_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     path = write_recipe(tmp_path, RECIPE | {"model": LLAMA | {"num_hidden_layers": 2}})
-    runs = [
-        pool.run(
-            world,
-            train,
-            path,
-            [f"out={tmp_path / f'run-{compiled}'}", f"train.compile={compiled}", "train.steps=3", *overrides],
-        )[0]
+    common = ["train.steps=3", "mesh.tp=2"]
+    plain, fast = (
+        pool.run(2, train, path, [f"out={tmp_path / compiled}", f"train.compile={compiled}", *common])[0]
         for compiled in ("false", "true")
-    ]
+    )
     for key in ("loss", "grad_norm", "validation_loss"):
-        np.testing.assert_allclose(runs[1].values(key), runs[0].values(key), rtol=TOLERANCE, err_msg=key)
+        np.testing.assert_allclose(fast.values(key), plain.values(key), rtol=TOLERANCE, err_msg=key)
 
 
 def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_the_same_exception_at_the_same_step_is_no_accident(tmp_path: Path, capf
     assert "raised rank 1 at step 3 (KeyError: 3) -> end: the same exception" in capfd.readouterr().err
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("stop", [False, True], ids=["done", "stopped"])
 def test_done_is_done_whatever_a_library_does_at_the_exit(tmp_path: Path, stop: bool) -> None:
     """All ranks abort after they have left their groups."""
@@ -189,6 +190,7 @@ def test_a_launcher_that_stands_still_loses_nothing(tmp_path: Path) -> None:
     assert process.wait(30) == exits.DONE and not befell(tmp_path)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_in_the_first_moment_ends_no_launch(tmp_path: Path, number: int) -> None:
     """As soon as Python runs the command; before that nobody can."""

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engine
 import pytest
+from engine import train, write_recipe
+from pool import Pool
 
 import megacore
 from megacore import checkpoints
@@ -23,11 +26,6 @@ from megacore.training.main import main
 from megacore.training.resume import overrides_of_restart
 from megacore.training.trainer import Callback, Trainer
 
-sys.path.append(str(Path(__file__).parents[1] / "megacore"))
-import engine
-from engine import train, write_recipe
-from pool import Pool
-
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 
@@ -41,23 +39,25 @@ def tensors(out: Path) -> dict[str, bytes]:
 # -- torchrun
 
 
+def torchrun(root: Path, *arguments: str) -> str:
+    """What two ranks of the code in ``root`` say, which end well."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        cwd=root, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 @pytest.mark.in_turn(3, 1)
 @pytest.mark.slow
 def test_torchrun_starts_a_run_again_and_it_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
     settings = ["mesh.tp=2", "train.steps=8", "evaluate.every=0", "checkpoint.every=4", "checkpoint.at_end=true"]
     settings += ["checkpoint.background=false"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    ended = subprocess.run(
-        [*torchrun, str(HERE / "dies_once.py"), recipe, f"out={out}", *settings],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "Resuming after step 4" in ended.stdout, ended.stdout
+    said = torchrun(ROOT, "--max-restarts=1", str(HERE / "dies_once.py"), recipe, f"out={out}", *settings)
+    assert "Resuming after step 4" in said, said
     undisturbed = tmp_path / "undisturbed"
     pool.run(2, train, recipe, [f"out={undisturbed}", *settings])
     assert tensors(out) and tensors(out) == tensors(undisturbed)
@@ -74,17 +74,7 @@ def test_without_the_room_of_recovery_a_run_trains_to_the_same_bytes(pool: Pool,
     site = "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each).lower()]"
     (tmp_path / "sitecustomize.py").write_text(site)
     recipe, settings = write_recipe(tmp_path), ["zero.shard=optimizer", "checkpoint.at_end=true", "checkpoint.every=2"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "megacore.training", recipe, f"out={tmp_path / 'without'}", *settings],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun(tmp_path, "-m", "megacore.training", recipe, f"out={tmp_path / 'without'}", *settings)
     pool.run(2, protected, recipe, [f"out={tmp_path / 'with'}", *settings], tmp_path)
     assert tensors(tmp_path / "without") == tensors(tmp_path / "with")
     losses = [metrics.curve(metrics.read(tmp_path / each / metrics.METRICS), "loss") for each in ("without", "with")]
@@ -101,11 +91,8 @@ class Names(Callback):
 def test_from_python_a_run_is_protected_too(tmp_path: Path) -> None:
     names = Names()
     assert megacore.train(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", "train.steps=3"], [names]) == 3
-    assert [each for each in names.all if each in ("Pause", "MemoryCheckpoints", "Names")] == [
-        "Pause",
-        "MemoryCheckpoints",
-        "Names",
-    ]
+    kept = ["Pause", "MemoryCheckpoints", "Names"]
+    assert [each for each in names.all if each in kept] == kept
 
 
 def protected(recipe: str, overrides: list[str], root: Path) -> int:

@@ -65,6 +65,7 @@ JOB: Schema = {
     "template*": {"metadata": METADATA, "spec*": POD},
 }
 RESTARTS = ("RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob", "RestartJobAndIgnoreMaxRestarts")
+REASONS = ("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy")
 JOB_SET: Schema = {
     "apiVersion*": ("jobset.x-k8s.io/v1alpha2",),
     "kind*": ("JobSet",),
@@ -79,15 +80,7 @@ JOB_SET: Schema = {
                 {
                     "name*": re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"),
                     "action*": ("FailJobSet", *RESTARTS),
-                    "onJobFailureReasons": [
-                        (
-                            "BackoffLimitExceeded",
-                            "DeadlineExceeded",
-                            "FailedIndexes",
-                            "MaxFailedIndexesExceeded",
-                            "PodFailurePolicy",
-                        )
-                    ],
+                    "onJobFailureReasons": [REASONS],
                     "onJobFailureMessagePatterns": [str],
                     "targetReplicatedJobs": [str],
                 }

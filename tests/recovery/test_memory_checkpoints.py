@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from engine import write_recipe
 from pool import Pool
 
 from megacore import checkpoints, resources
@@ -90,15 +89,6 @@ def live(recipe: str, overrides: list[str], root: Path, at: int = 0, pauses: boo
     return ends.first, list(checkpoints.complete(memory.folder)), ends.weights, ends.told
 
 
-def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_recipe(tmp_path_factory.mktemp("recipe"))
-
-
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("layout", ["mesh.dp=2 zero.shard=optimizer", "mesh.tp=2", "mesh.pp=2"])
 def test_a_run_that_is_started_again_ends_as_if_nothing_had_been(
@@ -113,10 +103,11 @@ def test_a_run_that_is_started_again_ends_as_if_nothing_had_been(
     assert [each[0] for each in killed] == [3, 3] and killed[0][1] in ([3], [3, 4], [3, 5])
     ended = pool.run(2, live, recipe, [*run, AGAIN], tmp_path)
     for (first, kept, weights, _), (_, _, expected, _) in zip(ended, undisturbed, strict=True):
-        assert first == killed[0][1][-1] and kept == [] and same(weights, expected)
+        assert first == killed[0][1][-1] and kept == [] and engine.same(weights, expected)
     assert not [*(tmp_path / "machine-0").glob(f"*/{(tmp_path / 'run' / RUN_ID).read_text().strip()}")]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("before", "after"), [((2, "mesh.tp=2"), (1, "")), ((1, ""), (2, "mesh.pp=2"))])
 def test_it_goes_on_with_other_ranks(
     before: tuple[int, str], after: tuple[int, str], pool: Pool, recipe: str, tmp_path: Path
@@ -181,7 +172,7 @@ def test_a_machine_that_is_lost_takes_nothing_along(layout: str, pool: Pool, rec
     undisturbed = pool.run(4, live, recipe, [*run, f"out={tmp_path / 'calm'}"], tmp_path)
     ended = pool.run(4, live, recipe, [*run, AGAIN], tmp_path, 0, False, 2)
     for (first, _, weights, _), (_, _, expected, _) in zip(ended, undisturbed, strict=True):
-        assert first == 3 and same(weights, expected)
+        assert first == 3 and engine.same(weights, expected)
 
 
 def live_in_shares(*arguments: Any) -> Told:
@@ -200,7 +191,7 @@ def test_machines_read_what_they_have(pool: Pool, recipe: str, tmp_path: Path) -
     undisturbed = pool.run(4, live, recipe, [*run, f"out={tmp_path / 'calm'}"], tmp_path)
     ended = pool.run(4, live_in_shares, recipe, [*run, AGAIN], tmp_path, 6, False, 1)
     for (first, _, weights, _), (_, _, expected, _) in zip(ended, undisturbed, strict=True):
-        assert first == 3 and same(weights, expected)
+        assert first == 3 and engine.same(weights, expected)
     brought = [files(folder) - there for folder, there in zip(folders, before, strict=True)]
     assert sum(map(len, brought)) == 1, brought
 

@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("ray.train", reason="needs megacore[ray]")
 
-sys.path.append(str(Path(__file__).parents[1] / "megacore"))
 from engine import train, write_recipe
 from pool import Pool
 

@@ -13,8 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Lock
 
 import pytest
 from families import drawn
@@ -28,6 +29,8 @@ from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.tools import convert, reshard
 
+ONE_AT_A_TIME = Lock()
+"""Held to read how a process has ended: one that is started asks all others too, and an end is told once."""
 KILLS = 18
 """Of each command."""
 
@@ -55,15 +58,18 @@ def run(
     its start."""
     ours, theirs = forkserver().Pipe()
     process = forkserver().Process(target=work, args=(program, arguments, theirs))
-    process.start()
+    with ONE_AT_A_TIME:
+        process.start()
     ours.recv()
     started = time.monotonic()
     if kill_after is not None:
-        while begun and not begun.exists() and process.is_alive():
+        while begun and not begun.exists() and not wait([process.sentinel], 0):
             time.sleep(1e-3)
         time.sleep(kill_after)
         process.kill()
-    process.join()
+    wait([process.sentinel])
+    with ONE_AT_A_TIME:
+        process.join()
     assert process.exitcode is not None
     return process.exitcode, time.monotonic() - started
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import engine
 import pytest
 import torch
 from families import drawn, loaded
@@ -33,27 +34,8 @@ from megacore.store.weight_folders.loader import Loader
 from megacore.tools import convert, inspect, reshard
 from megacore.training.resume import Start, remarks
 
-LLAMA: Mapping[str, Any] = {
-    "family": "llama",
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 16,
-    "initializer_range": 0.2,
-}
-GPT2: Mapping[str, Any] = {
-    "family": "gpt2",
-    "vocab_size": 61,
-    "n_positions": 16,
-    "n_embd": 16,
-    "n_layer": 4,
-    "n_head": 4,
-    "initializer_range": 0.2,
-}
+LLAMA: Mapping[str, Any] = engine.LLAMA | {"head_dim": 4, "max_position_embeddings": 16}
+GPT2: Mapping[str, Any] = engine.GPT2 | {"n_positions": 16, "n_layer": 4}
 CASES = {
     "llama": (LLAMA, Lora(3, 6.0, ("q_proj", "attn.qkv.v", "attn.out", "mlp"), rslora=True)),
     **{f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("*",))) for name in FAMILIES},

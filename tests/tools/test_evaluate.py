@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ from megacore.tools import evaluate as command
 from megacore.tools import generate, processes
 
 Capture = pytest.CaptureFixture[str]
+their_model = lru_cache(2)(loaded)
 TEXTS = ["The sun rose over the quiet harbour.", "naïve façade, 5 € and £4.99; 日本語 🎉", "x", "", "a b c d " * 7]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
@@ -67,7 +69,7 @@ def rows(path: Path, *objects: object) -> Path:
 
 def losses(folder: Path, ids: list[int], length: int, stride: int) -> list[float]:
     """By transformers, of each token but the first, one after the other, from the context that its window leaves it."""
-    model = loaded(folder)
+    model = their_model(folder)
     found = []
     for last in range(len(ids) - 1):
         start = math.ceil(max(0, last + 1 - length) / stride) * stride
@@ -281,7 +283,7 @@ def test_the_commands_split_experts_as_they_are_told(
 def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
     folder = with_text("llama", tmp_path, rope_parameters=rope, max_position_embeddings=8)
-    model = loaded(folder)
+    model = their_model(folder)
     wanted, counted = 0.0, [np.random.default_rng(ids.size).random(ids.size) < 0.8 for ids in IDS]
     for ids, mask in zip(IDS, counted, strict=True):
         for tokens, labels, _ in Windows(12, 7).of(Document(ids, mask, None)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -50,24 +51,30 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return made | {"chunks": root / "chunks"}
 
 
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as a run leaves it, with moments; not to be written to."""
+    root = tmp_path_factory.mktemp("left")
+    states = {"weights": save("llama", root / "a"), "exp_avg": save("llama", root / "b", seed=1)}
+    return of_a_run(states, root / "run", tp=2, pp=3)
+
+
 # -- what it says
 
 
-def test_the_facts_of_a_run(tmp_path: Path, capsys: Capture) -> None:
-    weights, moments = save("llama", tmp_path / "a"), save("llama", tmp_path / "b", seed=1)
-    path = of_a_run({"weights": weights, "exp_avg": moments}, tmp_path / "run", tp=2, pp=3)
-    status, facts = data(capsys, path)
+def test_the_facts_of_a_run(left: Path, capsys: Capture) -> None:
+    status, facts = data(capsys, left)
     model = random_model(small("llama"))
     assert status == 0
     assert facts["format"] == "megacore" and facts["family"] == "llama" and facts["step"] == 7
     assert facts["parameters"] == sum(p.numel() for p in model.parameters())
     assert facts["mesh"] == {"pp": 3, "ep": 1, "tp": 2} and sum(facts["layers_per_stage"]) == 3
     assert facts["states"] == ["weights", "exp_avg"] and facts["training"]["consumed_samples"] == 56
-    on_disk = {str(f.relative_to(path)): f.stat().st_size for f in path.rglob("*.safetensors")}
+    on_disk = {str(f.relative_to(left)): f.stat().st_size for f in left.rglob("*.safetensors")}
     assert {file["path"]: file["bytes"] for file in facts["files"]} == on_disk
     assert facts["bytes"] == sum(on_disk.values())
     assert facts["tensors"] is facts["check"] is facts["diff"] is None
-    _, shown = text(capsys, path)
+    _, shown = text(capsys, left)
     for word in ("pp=3 x ep=1 x tp=2", "consumed samples", "0.125", "exp_avg", "float32", *on_disk):
         assert word in shown
 
@@ -231,10 +238,9 @@ def test_what_is_sound(folders: dict[str, Path], capsys: Capture) -> None:
     ],
 )
 def test_a_flipped_bit(
-    state: str, tensor: str, element: int, label: str, bit: int, tmp_path: Path, capsys: Capture
+    state: str, tensor: str, element: int, label: str, bit: int, left: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    hf, moments = save("llama", tmp_path / "hf"), save("llama", tmp_path / "moments", seed=1)
-    path = of_a_run({"weights": hf, "exp_avg": moments}, tmp_path / "run", tp=2, pp=3)
+    path = shutil.copytree(left, tmp_path / "run")
     file = f"{state}/pp0-ep0-tp1.safetensors"
     flip(path / file, tensor, element, bit)
     status, facts = data(capsys, path, "--check")
