@@ -76,7 +76,7 @@ def trainer(overrides: Sequence[str]) -> Any:
     setup = Setup(config, configure(config.model), corpora, Start())
     world = config.mesh.model_ranks * (config.mesh.dp or 1)
     with (
-        patch.object(build, "load_into", lambda *arguments: None),
+        patch.object(build, "load_initial_state", lambda *arguments: None),
         patch.object(build, "_saver", MagicMock()),
     ):
         return build.trainer_of(setup, Mesh.create(config.mesh.shape(world), DEVICE), Control.create(Mesh.single()))
