@@ -271,3 +271,67 @@ def _within(key: Sequence[Any], span: Span) -> bool:
 def findings(log: Sequence[Entry], without: Container[int] = ()) -> list[str]:
     """Return what is not ordered in a log."""
     return list(Run(log, without).found)
+
+
+# -- what is left out
+
+
+BEFORE = "waits before it"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A wait, an event or a ``record_stream`` that is left out of a log.
+
+    Args:
+        entry: The entry.
+        caught: What is not ordered then.
+        covers: Who orders it after all, where that is nothing: the places of later waits, :data:`BEFORE` where those
+            before tell as much, "nobody" where the log ends.
+    """
+
+    entry: Wait | Record | Keep
+    caught: Sequence[str]
+    covers: frozenset[str]
+
+
+def left_out(log: Sequence[Entry], step: int) -> Iterator[LeftOut]:
+    """Yield what comes of leaving out, one at a time, each that may be left out in a step, the first being 1."""
+    starts = [number for number, entry in enumerate(log) if isinstance(entry, Step)]
+    stop = starts[step] if step < len(starts) else len(log)
+    for number in range(starts[step - 1], stop):
+        entry = log[number]
+        if isinstance(entry, Wait | Record | Keep) and entry.place:
+            run = Run(log, {number})
+            yield LeftOut(entry, list(run.found), frozenset() if run.found else _covers(log, number, run))
+
+
+def _covers(log: Sequence[Entry], number: int, run: Run) -> frozenset[str]:
+    entry, covers = log[number], run.covers
+    if isinstance(entry, Record):
+        covers = Run(log, set(_waits_for(log, number, entry.event))).covers
+    return frozenset(
+        "nobody" if cover is None else BEFORE if cover == number else _who(log, cover)
+        for number, cover in covers.items()
+    )
+
+
+def _waits_for(log: Sequence[Entry], number: int, event: int) -> Iterator[int]:
+    """Yield the waits for what a record has recorded."""
+    for later in range(number + 1, len(log)):
+        entry = log[later]
+        if isinstance(entry, Record) and entry.event == event:
+            return
+        if isinstance(entry, Wait) and entry.event == event:
+            yield later
+
+
+def _who(log: Sequence[Entry], number: int) -> str:
+    """The place of a wait; of torch's own, that of its message; of what comes after the host's, that of the host."""
+    entry = log[number]
+    if isinstance(entry, Wait):
+        return entry.place or next(each.place for each in log[number:] if isinstance(each, Launch))
+    return next(
+        (each.place or "the host reads" for each in log[number::-1] if isinstance(each, Wait) and each.stream == HOST),
+        "nobody",
+    )

@@ -1,11 +1,13 @@
-"""Whole training steps on a simulated GPU: no race, and no memory that is let go too early."""
+"""Whole training steps on a simulated GPU: no race, no memory that is let go too early, and of what orders them nothing
+that could be left out unnoticed."""
 
 from __future__ import annotations
 
 import importlib
 import random
+import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import steps
-from orders import HOST, Allocate, Entry, Free, Keep, Launch, Record, Span, Wait, findings
+from orders import BEFORE, HOST, Allocate, Entry, Free, Keep, Launch, Record, Span, Wait, findings, left_out
 from simulated_gpu import SimulatedGpu, stored
 from steps import CASES, Case
 from test_trace import NAMES, in_a_process, pytestmark
@@ -67,6 +69,102 @@ def test_drawn_steps_are_in_order() -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_steps_are_in_order(part: int) -> None:
     in_order(NAMES[part::PARTS])
+
+
+# -- waits, events and record_stream that are left out
+
+WAITING = [name for name, case in CASES.items() if {"mesh", "host", "file"} & set(re.split(r"\W", case.overrides))]
+"""Cases of which a rank waits for something."""
+HARMLESS: Mapping[str, Sequence[str]] = {
+    # Nobody reads the loss before the norm is there, whose message comes later on the same stream.
+    "Wait megacore/training/step.py:total_loss": ["parallel/gradients/reduce.py:norm_of"],
+    # Successive messages of one communicator: who has waited for a later one knows of those before it.
+    "Wait parallel/gradients/buckets.py:Bucket.take": [BEFORE],
+    "Wait parallel/collectives.py:Pending.wait": ["parallel/layers/product.py:gathered"],
+    "Wait parallel/gradients/reduce.py:Gradients.finish": [BEFORE],
+    "Wait parallel/gradients/zero.py:FlatParameters.wait": [
+        BEFORE,
+        "parallel/gradients/buckets.py:Bucket.take",
+        "parallel/gradients/zero.py:FlatParameters.wait",
+    ],
+    "Wait parallel/layers/experts.py:Dispatch.start_back.<locals>.finish": ["parallel/collectives.py:Pending.wait"],
+    "Wait parallel/layers/experts.py:Experts.forward": ["parallel/layers/experts.py:Dispatch.start"],
+    # A pipeline's messages in one direction: several are let go, and have room made for them, at a time.
+    "Wait parallel/pipeline/run.py:Outbox.reached": ["parallel/pipeline/run.py:Outbox.reached"],
+    "Wait parallel/pipeline/run.py:_Run._make_room": [BEFORE, "parallel/pipeline/run.py:_Run._make_room"],
+    # Several activations leave, or come, before the memory of one is used.
+    "Record parallel/memory/offload.py:HostMemory.send": [BEFORE, "parallel/memory/offload.py:HostMemory.settle"],
+    "Wait parallel/memory/offload.py:HostMemory.fetch": [BEFORE],
+    "Wait parallel/memory/offload.py:HostMemory.send": ["parallel/memory/offload.py:HostMemory.send"],
+    "Wait parallel/memory/offload.py:HostMemory.settle": [BEFORE, "parallel/memory/offload.py:HostMemory.settle"],
+    "Wait parallel/memory/offload.py:_Parcel.open": [BEFORE, "parallel/memory/offload.py:_Parcel.open"],
+    # The gather comes after the copy, and is waited for itself.
+    "Record parallel/gradients/shard_stores.py:OnHost.gather": [BEFORE],
+    "Wait parallel/gradients/shard_stores.py:OnHost.gather": [BEFORE],
+    "Wait parallel/gradients/shard_stores.py:OnHost.gather.<locals>.finish": [BEFORE],
+    # The host, which updates the states, waits itself.
+    "Record megacore/training/states/offload.py:OffloadedStore._update": [
+        BEFORE,
+        "megacore/training/states/offload.py:OffloadedStore._send",
+        "megacore/training/states/windows.py:WindowStore._bring",
+    ],
+    "Wait megacore/training/states/offload.py:OffloadedStore._send": [
+        BEFORE,
+        "megacore/training/states/offload.py:OffloadedStore._send",
+        "megacore/training/states/offload.py:OffloadedStore.update",
+        "megacore/training/states/windows.py:WindowStore._bring",
+    ],
+    "Wait megacore/training/states/offload.py:OffloadedStore.update": [
+        BEFORE,
+        "megacore/training/states/offload.py:OffloadedStore._update",
+        "megacore/training/states/offload.py:OffloadedStore.update",
+        "megacore/training/states/windows.py:WindowStore._bring",
+        "the host reads",
+    ],
+    "Wait megacore/training/states/windows.py:WindowStore._bring": [
+        "megacore/training/states/offload.py:OffloadedStore._send",
+        "megacore/training/states/offload.py:OffloadedStore._update",
+        "megacore/training/states/windows.py:WindowStore._bring",
+    ],
+}
+"""{what may be left out somewhere: the waits that then cover it, of the same stream, or of one that it waits for}.
+Elsewhere the same is caught."""
+
+
+def alone(names: Sequence[str]) -> list[tuple[str, str, list[str], frozenset[str]]]:
+    """(case, what is left out, what is found, what covers it) of all that can be left out in the second of three
+    steps."""
+    return [
+        (name, f"{type(each.entry).__name__} {each.entry.place}", list(each.caught), each.covers)
+        for name in names
+        for each in left_out(log_of(CASES[name], 3), 2)
+    ]
+
+
+def is_caught(names: Sequence[str]) -> tuple[int, int]:
+    """Leave out each that may be left out, one at a time -> how many are caught, and how many are harmless."""
+    results = in_a_process(alone, names)
+    harmless = [(name, what, covers) for name, what, found, covers in results if not found]
+    unknown = {
+        f"{name}: {what}: only {cover} comes later"
+        for name, what, covers in harmless
+        for cover in covers or {"nobody"}
+        if cover not in HARMLESS.get(what, ())
+    }
+    assert not unknown, "\n".join(sorted(unknown))
+    return len(results) - len(harmless), len(harmless)
+
+
+def test_waits_that_are_left_out_are_caught() -> None:
+    caught, harmless = is_caught(["dp, everything on host", "tp", "1f1b, last"])
+    assert caught > harmless > 0
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_waits_that_are_left_out_are_caught(part: int) -> None:
+    caught, harmless = is_caught(WAITING[part::PARTS])
+    assert caught > harmless
 
 
 # -- that it can fail: the rules, one by one
