@@ -261,7 +261,6 @@ class Watch(TorchDispatchMode):
         launches: {operator: how often} of those that do something on the device, and of Triton's kernels. Operators of
             torch, not its kernels: some are several.
         messages: The same of those that other ranks take part in.
-        order: (operator, ranks) of each of them that has a group, one after the other.
         uploads, downloaded: {place: how often} of copies from and to the host.
     """
 
@@ -272,7 +271,6 @@ class Watch(TorchDispatchMode):
         self._reads, self._downloads, self._waits = reads, downloads, waits
         self.launches, self.messages = Counter[str](), Counter[str]()
         self.uploads, self.downloaded = Counter[str](), Counter[str]()
-        self.order = list[tuple[str, tuple[int, ...]]]()
 
     def __enter__(self) -> Self:
         _graphs.calls = 0
@@ -299,8 +297,6 @@ class Watch(TorchDispatchMode):
         name = op._schema.name.partition("::")[2]
         if op.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.messages[name] += 1
-            groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
-            self.order += [(name, tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(x)))) for x in groups]
             return op(*args, **kwargs)
         if _graphs.running:
             return op(*args, **kwargs)
