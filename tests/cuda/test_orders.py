@@ -81,13 +81,14 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     # Successive messages of one communicator: who has waited for a later one knows of those before it.
     "Wait parallel/gradients/buckets.py:Bucket.take": [BEFORE],
     "Wait parallel/collectives.py:Pending.wait": ["parallel/layers/product.py:gathered"],
-    "Wait parallel/gradients/reduce.py:Gradients.finish": [BEFORE],
+    "Wait parallel/gradients/reduce.py:Gradients.finish": [BEFORE, "parallel/gradients/reduce.py:Gradients.finish"],
     "Wait parallel/gradients/zero.py:FlatParameters.wait": [
         BEFORE,
         "parallel/gradients/buckets.py:Bucket.take",
         "parallel/gradients/zero.py:FlatParameters.wait",
     ],
     "Wait parallel/layers/experts.py:Dispatch.start_back.<locals>.finish": ["parallel/collectives.py:Pending.wait"],
+    "Wait parallel/layers/linear.py:Column.backward": ["parallel/layers/linear.py:Column.backward"],
     "Wait parallel/layers/experts.py:Experts.forward": ["parallel/layers/experts.py:Dispatch.start"],
     # A pipeline's messages in one direction: several are let go, and have room made for them, at a time.
     "Wait parallel/pipeline/run.py:Outbox.reached": ["parallel/pipeline/run.py:Outbox.reached"],
@@ -146,7 +147,7 @@ def is_caught(names: Sequence[str]) -> tuple[int, int]:
     results = in_a_process(alone, names)
     harmless = [(name, what, covers) for name, what, found, covers in results if not found]
     unknown = {
-        f"{name}: {what}: only {cover} comes later"
+        f"{name}: {what}: only {cover} would cover it"
         for name, what, covers in harmless
         for cover in covers or {"nobody"}
         if cover not in HARMLESS.get(what, ())
