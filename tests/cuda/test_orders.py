@@ -88,6 +88,7 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         "parallel/gradients/zero.py:FlatParameters.wait",
     ],
     "Wait parallel/layers/experts.py:Dispatch.start_back.<locals>.finish": ["parallel/collectives.py:Pending.wait"],
+    "Wait parallel/layers/embedding.py:VocabParallelEmbedding.forward": ["parallel/layers/product.py:gathered"],
     "Wait parallel/layers/linear.py:Column.backward": ["parallel/layers/linear.py:Column.backward"],
     "Wait parallel/layers/experts.py:Experts.forward": ["parallel/layers/experts.py:Dispatch.start"],
     # A pipeline's messages in one direction: several are let go, and have room made for them, at a time.
