@@ -13,8 +13,8 @@ import ctypes
 import sys
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -132,6 +132,27 @@ class _Anything:
         return lambda *arguments, **keywords: True
 
 
+class Gpu:
+    """Streams and events whose order nobody looks at; a subclass may."""
+
+    Stream: Any = _Anything
+    Event: Any = _Anything
+
+    def current_stream(self, device: object = None) -> Any:
+        return _Anything()
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def stubs(self) -> Sequence[tuple[Any, str, Any]]:
+        """(where, name, what stands in for it) of what else it takes part in."""
+        return ()
+
+    def watch(self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()) -> Watch:
+        """Return the watch over a step on it."""
+        return Watch(reads, downloads, waits)
+
+
 def _pin(tensor: Tensor) -> Tensor:
     tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
     return tensor
@@ -181,13 +202,14 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> No
     name = kernel.fn.__name__
     if any(isinstance(x, Tensor) and not _on_device(x) for x in arguments):
         raise Fault(f"{place()} gives {name} a tensor of the host")
-    for watch in _watching:
-        watch.launches[name] += bool(programs)
+    for watch in _watching if programs else ():
+        watch.kernel(kernel, arguments)
 
 
 @contextmanager
-def fake_cuda(world: int = 1, rank: int = 0) -> Iterator[None]:
+def fake_cuda(world: int = 1, rank: int = 0, gpu: Gpu | None = None) -> Iterator[None]:
     """All tensors are fake, and this process is a rank of a process group whose messages say nothing."""
+    gpu = gpu or Gpu()
     if world > 1:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     stubs: tuple[tuple[Any, str, Any], ...] = (
@@ -197,16 +219,17 @@ def fake_cuda(world: int = 1, rank: int = 0) -> Iterator[None]:
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         (torch.cuda, "synchronize", lambda device=None: None),
-        (torch.cuda, "Stream", _Anything),
-        (torch.cuda, "Event", _Anything),
-        (torch.cuda, "current_stream", lambda device=None: _Anything()),
-        (torch.cuda, "stream", lambda stream: nullcontext()),
+        (torch.cuda, "Stream", gpu.Stream),
+        (torch.cuda, "Event", gpu.Event),
+        (torch.cuda, "current_stream", gpu.current_stream),
+        (torch.cuda, "stream", gpu.stream),
         (torch, "compile", partial(torch.compile, backend=_graphs)),
         (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         (torch.Tensor, "pin_memory", _pin),
         (torch, "empty", _pinning(torch.empty)),
         (torch, "zeros", _pinning(torch.zeros)),
         *([(import_module("megacore.parallel.kernels.fused.launching"), "launch", _launch)] if has_triton() else []),
+        *gpu.stubs(),
     )
     try:
         with ExitStack() as on:
@@ -238,7 +261,6 @@ class Watch(TorchDispatchMode):
         launches: {operator: how often} of those that do something on the device, and of Triton's kernels. Operators of
             torch, not its kernels: some are several.
         messages: The same of those that other ranks take part in.
-        order: (operator, ranks) of each of them that has a group, one after the other.
         uploads, downloaded: {place: how often} of copies from and to the host.
     """
 
@@ -249,7 +271,6 @@ class Watch(TorchDispatchMode):
         self._reads, self._downloads, self._waits = reads, downloads, waits
         self.launches, self.messages = Counter[str](), Counter[str]()
         self.uploads, self.downloaded = Counter[str](), Counter[str]()
-        self.order = list[tuple[str, tuple[int, ...]]]()
 
     def __enter__(self) -> Self:
         _graphs.calls = 0
@@ -267,22 +288,20 @@ class Watch(TorchDispatchMode):
         """It watches what compiled code does, so that torch.compile may go on below it."""
         return True
 
+    def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
+        """Count a kernel of Triton's."""
+        self.launches[kernel.fn.__name__] += 1
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = op._schema.name.partition("::")[2]
         if op.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.messages[name] += 1
-            groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
-            self.order += [(name, tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(x)))) for x in groups]
             return op(*args, **kwargs)
         if _graphs.running:
             return op(*args, **kwargs)
         if op.namespace == "megacore":
-            super().__enter__()
-            try:  # operators of our own: what they are made of
-                return OPDEFS[op._schema.name]._init_fn(*args, **kwargs)
-            finally:
-                super().__exit__(None, None, None)
+            return self._taken_apart(op, args, kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if given and not any(isinstance(x, FakeTensor) for x in given) and not _to_device(kwargs):
             with unset_fake_temporarily():  # what the host computes from numbers that it has
@@ -296,8 +315,9 @@ class Watch(TorchDispatchMode):
                 raise Fault(f"{where} asks the device for a number, and the host waits for it")
             return self._reads[where]
         try:
-            # Below an operator of our own a mode takes no tensors with numbers to the device.
-            out = op(*tree_map_only(Tensor, _fake, args), **kwargs)
+            with _holding_no_storage() if op._schema.name == "aten::set_" else nullcontext():
+                # Below an operator of our own a mode takes no tensors with numbers to the device.
+                out = op(*tree_map_only(Tensor, _fake, args), **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise Fault(f"{place()}: the host waits for {error.func}") from error
         if op in (aten.copy_.default, aten._to_copy.default):
@@ -307,6 +327,14 @@ class Watch(TorchDispatchMode):
         elif _works(op, name) and any(_on_device(x) and x.numel() for x in tree_leaves(out)):
             self.launches[name] += 1
         return out
+
+    def _taken_apart(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of our own, watching what it is made of."""
+        super().__enter__()
+        try:
+            return OPDEFS[op._schema.name]._init_fn(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _copy(self, name: str, source: Tensor, target: Tensor, kwargs: Any, args: Any) -> None:
         devices = source.device.type, target.device.type
@@ -345,16 +373,40 @@ def _fake(x: Tensor) -> Tensor:
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
 
 
+@contextmanager
+def _holding_no_storage() -> Iterator[None]:
+    """Fake tensors remember operators by their arguments; a storage among them would live for ever."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
+
+
 def _on_device(x: object) -> bool:
     return isinstance(x, Tensor) and x.device.type == "cuda"
 
 
-def place() -> str:
-    """The function of ours that is being run, as ``file:function``; ``autograd`` where that runs torch's own."""
+def place(beyond: Container[str] = frozenset()) -> str:
+    """The function of ours that is being run, as ``file:function``; ``autograd`` where that runs torch's own.
+
+    Args:
+        beyond: Files of which whoever calls them is meant.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(f"{ROOT}/") and path != __file__ and "site-packages" not in path:
-            return f"{Path(path).resolve().relative_to(ROOT.resolve())}:{frame.f_code.co_qualname}"
+        file = _file(frame.f_code.co_filename)
+        if file is not None and file not in beyond:
+            return f"{file}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return "autograd"
+
+
+@cache
+def _file(path: str) -> str | None:
+    """A file of ours, named from the top, where links lead to; None for others, and for those that play."""
+    if not path.startswith(f"{ROOT}/") or "site-packages" in path:
+        return None
+    file = str(Path(path).resolve().relative_to(ROOT.resolve()))
+    return None if file in ("tests/cuda/fake_cuda.py", "tests/cuda/simulated_gpu.py") else file

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fake_cuda
 import numpy as np
 import torch
-from fake_cuda import DEVICE, Watch
+from fake_cuda import DEVICE, Gpu, Watch
 
 from megacore.config import Config
 from megacore.control import Control
@@ -240,19 +240,23 @@ def launches(case: Case) -> Launches:
     return Launches(second.launches.total(), block, *(count.total() for count in counts))
 
 
-def trace(case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trainer: None) -> tuple[list[Watch], int]:
+def trace(
+    case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trainer: None, gpu: Gpu | None = None
+) -> tuple[list[Watch], int]:
     """(what each of some steps did, chunks on the rank).
 
     Args:
         case: The run.
         steps: How many.
         fault: Does something to the run before.
+        gpu: What plays the streams.
     """
+    gpu = gpu or Gpu()
     config = _config(case)
-    world = config.mesh.model_ranks * (config.mesh.dp or 1)
+    world = ranks(case)
     watches = []
     torch._dynamo.reset()  # it compiles the same code for a few cases alone
-    with tempfile.TemporaryDirectory() as folder, fake_cuda.fake_cuda(world, case.rank):
+    with tempfile.TemporaryDirectory() as folder, fake_cuda.fake_cuda(world, case.rank, gpu):
         config = replace(config, out=folder)
         config = replace(config, memory=replace(config.memory, offload_folder=folder)) if _in_file(config) else config
         trainer = _trainer(config, Mesh.create(config.mesh.shape(world), DEVICE))
@@ -261,7 +265,7 @@ def trace(case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trai
             trainer.call("on_start")
         for trainer.step in range(1, steps + 1):
             batches = list(_batches(case, config))
-            with Watch(READS, DOWNLOADS, ONCE if trainer.step == 1 else frozenset()) as watch:
+            with gpu.watch(READS, DOWNLOADS, ONCE if trainer.step == 1 else frozenset()) as watch:
                 # As Trainer._steps does it between two records.
                 trainer.call("on_step_begin")
                 trainer._commit(trainer.train_step.backward(trainer.upload(batches, trainer.step), trainer.enter))
@@ -269,6 +273,12 @@ def trace(case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trai
             watches.append(watch)
         trainer.call("on_error", RuntimeError())
     return watches, config.pipeline.chunks
+
+
+def ranks(case: Case) -> int:
+    """How many ranks a run has."""
+    mesh = _config(case).mesh
+    return mesh.model_ranks * (mesh.dp or 1)
 
 
 def _config(case: Case) -> Config:

@@ -4,7 +4,6 @@ named, and no step launches more than ``launches.txt`` says."""
 from __future__ import annotations
 
 import importlib
-import itertools
 import random
 import sys
 import traceback
@@ -102,21 +101,6 @@ def test_the_table_has_the_cases() -> None:
 
 
 # -- experts
-
-SPREAD = "experts, ep, tp, balanced"
-
-
-def orders(ranks: int) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """What each rank of a step with experts sends to whom, one after the other."""
-    return [steps.trace(replace(CASES[SPREAD], rank=rank), 1)[0][0].order for rank in range(ranks)]
-
-
-def test_ranks_communicate_in_one_order() -> None:
-    found = in_a_process(orders, 4)
-    for one, other in itertools.combinations(range(4), 2):
-        mine, theirs = ([each for each in found[rank] if {one, other} <= {*each[1]}] for rank in (one, other))
-        assert mine == theirs
-        assert "alltoall_base_" in dict(mine)
 
 
 def waits(names: Sequence[str]) -> list[int]:

@@ -1,0 +1,463 @@
+"""A GPU that is simulated as far as order goes: streams, events, the caching allocator, NCCL's streams.
+
+What a step on :mod:`fake_cuda` asks of it becomes a log (:mod:`orders`), in which nothing has a duration: a host that
+is far ahead of a device that may be anywhere. As torch does it:
+
+- an asynchronous message runs on a stream of its communicator, after what its caller's stream has to do by then; its
+  ``Work`` holds on to the tensors until it is waited for. A message to one rank alone has a communicator for the pair;
+- memory belongs to the stream that was current when it was given, which is given it again as soon as nobody has it;
+- pinned memory is not given out again before the copies that use it are made.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fake_cuda import _FREE, Gpu, Watch, _on_device, place
+from orders import HOST, Allocate, Entry, Free, Keep, Launch, Message, Record, Span, Step, Wait
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from megacore.parallel.kernels import grouped
+from megacore.parallel.memory.offload import HostMemory
+
+aten = torch.ops.aten
+
+MAIN = "main"
+"""The stream that is current where nobody says otherwise."""
+AHEAD = 16 << 10
+"""Bytes of activations that may be on their way, so that those of a tiny model have to wait for each other."""
+PASSING_ON = frozenset({"parallel/collectives.py"})
+"""Files whose callers are meant by the place of a wait."""
+
+
+class Stream:
+    """torch.cuda.Stream, of one simulated GPU."""
+
+    gpu: SimulatedGpu
+
+    def __init__(self, *arguments: object, name: str = "", **options: object) -> None:
+        self.name = name or self.gpu.next_name("stream")
+
+    def wait_stream(self, other: Stream) -> None:
+        self.gpu.wait(self.name, self.gpu.record(other.name), _place())
+
+    def wait_event(self, event: Event) -> None:
+        self.gpu.wait(self.name, event.number, _place())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or self.gpu.Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.gpu.wait(HOST, self.gpu.record(self.name), _place())
+
+    def query(self) -> bool:
+        return False
+
+
+class Event:
+    """torch.cuda.Event, of one simulated GPU: it never says that it has happened."""
+
+    gpu: SimulatedGpu
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        self.number = self.gpu.next_event()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.gpu.record((stream or self.gpu.current_stream()).name, self.number, _place())
+
+    def wait(self, stream: Stream | None = None) -> None:
+        self.gpu.wait((stream or self.gpu.current_stream()).name, self.number, _place())
+
+    def synchronize(self) -> None:
+        self.gpu.wait(HOST, self.number, _place())
+
+    def query(self) -> bool:
+        return False
+
+
+class SimulatedGpu(Gpu):
+    """Streams, events, memory and messages of a rank, which it writes down.
+
+    Attributes:
+        log: What the rank has asked for, one thing after the other.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[Entry] = []
+        self.Stream = type("Stream", (Stream,), {"gpu": self})
+        self.Event = type("Event", (Event,), {"gpu": self})
+        self._names, self._events, self._memories = Counter[str](), 0, 0
+        self._current: list[Stream] = [self.Stream(name=MAIN)]
+        # What is weakly held keeps its address, so that no other storage has it.
+        self._known: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._abroad: dict[int, int] = {}
+        self._works: dict[int, tuple[Any, int, Sequence[Tensor]]] = {}
+        self._started: dict[int, tuple[int, Sequence[Tensor]]] = {}
+        self._sent = Counter[str]()
+        self._batch: list[tuple[str, Any, Sequence[Tensor], Sequence[Tensor], int, int]] | None = None
+
+    def next_name(self, kind: str) -> str:
+        self._names[kind] += 1
+        return f"{kind} {self._names[kind]}"
+
+    def next_event(self) -> int:
+        self._events += 1
+        return self._events
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self._current[-1]
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        self._current.append(stream or self._current[-1])
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def record(self, stream: str, event: int | None = None, where: str = "") -> int:
+        """Record an event, a new one by default -> its number."""
+        event = self.next_event() if event is None else event
+        self.log.append(Record(event, stream, where))
+        return event
+
+    def wait(self, stream: str, event: int, where: str = "") -> None:
+        """Have a stream, or the host, wait for an event."""
+        self.let_go()
+        self.log.append(Wait(stream, event, where))
+
+    def stubs(self) -> Sequence[tuple[Any, str, Any]]:
+        works = [each for each in (dist.Work, torch._C._distributed_c10d.FakeWork) if "wait" in vars(each)]
+        return (
+            *((each, "wait", lambda work, *timeout: self._wait_for(work)) for each in works),
+            (dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)),
+            (torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
+            (torch.Tensor, "record_stream", self._keep),
+            (grouped, "host_counts", self._asking(grouped.host_counts)),
+            (HostMemory.__init__, "__defaults__", (AHEAD,)),
+        )
+
+    def watch(self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()) -> Watch:
+        self.log.append(Step())
+        return _Recording(self, reads, downloads, waits)
+
+    # -- memory
+
+    def memory(self, tensor: Tensor, owner: str = MAIN) -> int:
+        """Return the number of a tensor's memory, of ``owner`` if it is new."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            owner = HOST if tensor.device.type == "cpu" else owner
+            self._known[storage._cdata] = StorageWeakRef(storage), self._allocate(owner), owner
+        return self._known[storage._cdata][1]
+
+    def _span(self, tensor: Tensor) -> Span:
+        """The bytes of a tensor, and those between them."""
+        start = tensor.storage_offset()
+        stop = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        size, memory = tensor.itemsize, self.memory(tensor, self.current_stream().name)
+        return Span(memory, int(start) * size, int(stop if tensor.numel() else start) * size)
+
+    def _allocate(self, owner: str) -> int:
+        self._memories += 1
+        self.log.append(Allocate(self._memories, owner))
+        return self._memories
+
+    def let_go(self) -> None:
+        """Note which memory that other streams have used nobody has any more. What its own stream alone has used may be
+        given to that again at any time."""
+        for address in [each for each in self._abroad if self._known[each][0].expired()]:
+            self.log.append(Free(self._abroad.pop(address)))
+            del self._known[address]
+        if len(self._known) > 10_000:
+            gone = [each for each, (weak, _, _) in self._known.items() if weak.expired()]
+            for address in gone:
+                del self._known[address]
+
+    def launch(
+        self,
+        stream: str,
+        name: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        message: Message | None = None,
+        work: int | None = None,
+    ) -> None:
+        """Note that something is launched; what is new of its memory has been given to the current stream."""
+        read, written = (tuple(dict.fromkeys(map(self._span, each))) for each in (reads, writes))
+        for tensor in (*reads, *writes):
+            address = tensor.untyped_storage()._cdata
+            _, number, owner = self._known[address]
+            if owner not in (stream, HOST):
+                self._abroad[address] = number
+        self.log.append(Launch(stream, name, place(), read, written, message, work))
+
+    def _keep(self, tensor: Tensor, stream: Stream) -> None:
+        self.log.append(Keep(self.memory(tensor), stream.name, _place()))
+
+    def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            address = storage._cdata
+            if address in self._known and storage.device.type != "cpu":
+                self._abroad.pop(address, None)
+                self.log.append(Free(self._known.pop(address)[1]))
+            if size and storage.device.type != "cpu":
+                owner = self.current_stream().name
+                self._known[address] = StorageWeakRef(storage), self._allocate(owner), owner
+            return resize(storage, size)
+
+        return resized
+
+    # -- operators
+
+    def _asking(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*arguments: Any) -> Any:
+            self.wait(HOST, self.record(self.current_stream().name))
+            return ask(*arguments)
+
+        return asked
+
+    def operator(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note what an operator does with memory."""
+        name, given = op._schema.name.partition("::")[2], _bound(op, args, kwargs)
+        if op is aten._local_scalar_dense.default:
+            if _on_device(args[0]):
+                self.wait(HOST, self.record(self.current_stream().name))
+            return
+        ins, outs = ([x for x in tree_leaves(each) if _is_watched(x)] for each in (tuple(given.values()), out))
+        if name in _FREE:
+            for x in outs:
+                self.memory(x, self.current_stream().name)
+            return
+        if not any(x.numel() for x in (*ins, *outs)):
+            return
+        stream = self.current_stream().name if any(map(_on_device, (*ins, *outs))) else HOST
+        old = {x.untyped_storage()._cdata for x in ins}
+        changed = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
+        writes = [x for x in tree_leaves([given[each] for each in changed if each in given]) if _is_watched(x)]
+        writes += [x for x in outs if x.untyped_storage()._cdata not in old]
+        for x in outs:
+            self.memory(x, self.current_stream().name)
+        self.launch(stream, name, ins, writes, self._symmetric(op, given))
+
+    def _symmetric(self, op: Any, given: Mapping[str, Any]) -> Message | None:
+        """What ranks do with memory of each other, in the stream of the caller."""
+        if op.namespace != "symm_mem":
+            return None
+        group = _group(given["group_name"])
+        return self._collective(f"symmetric {group.group_name}", group, op._schema.name)
+
+    def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
+        """Note what a kernel of Triton's does with memory."""
+        tensors = dict(zip(inspect.signature(kernel.fn).parameters, arguments, strict=False))
+        tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+        writes = [x for name, x in tensors.items() if name in stored(kernel)]
+        assert writes, f"it does not show where {kernel.fn.__name__} stores"
+        self.launch(self.current_stream().name, kernel.fn.__name__, list(tensors.values()), writes)
+
+    # -- messages
+
+    def message(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note a message, once its operator has said what comes of it."""
+        name, given = op._schema.name.partition("::")[2], _bound(op, args, kwargs)
+        if op.namespace == "_c10d_functional":
+            self._functional(name, given, out)
+            return
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        tensors = given.get("tensors", [])
+        reads, writes = {
+            "allreduce_": lambda: (tensors, tensors),
+            "broadcast_": lambda: (tensors, []) if given["root_rank"] == group.rank() else ([], tensors),
+            "_allgather_base_": lambda: ([given["input_tensor"]], [given["output_tensor"]]),
+            "_reduce_scatter_base_": lambda: ([given["input_tensor"]], [given["output_tensor"]]),
+            "alltoall_base_": lambda: ([given["input"]], [given["output"]]),
+            "send": lambda: (tensors, []),
+            "recv_": lambda: ([], tensors),
+        }[name]()
+        made = dist.Work.unbox(out[-1] if isinstance(out, tuple | list) else out)
+        if name in ("send", "recv_"):
+            peer = given["dst" if name == "send" else "src"]
+            way = (group.rank(), peer) if name == "send" else (peer, group.rank())
+            if self._batch is not None:
+                self._batch.append((name, group, reads, writes, *way))
+                return
+            communicator = f"{group.group_name} {min(way)}-{max(way)}"
+            sent = Message(communicator, [self._pair(communicator, group, *way)], _what(name, tensors))
+        else:
+            what = _what(name, [] if name == "alltoall_base_" else [*reads, *writes])
+            sent = self._collective(group.group_name, group, what)
+        if given.get("async_op", True):
+            event, held = self._beside(name, reads, writes, sent)
+            self._works[id(made)] = made, event, held
+        else:
+            self.launch(self.current_stream().name, name, reads, writes, sent)
+
+    def _functional(self, name: str, given: Mapping[str, Any], out: Tensor) -> None:
+        if name == "wait_tensor":
+            found = self._started.pop(out.untyped_storage()._cdata, None)
+            if found:
+                self.wait(self.current_stream().name, found[0], _place())
+            return
+        group = _group(given["group_name"])
+        what = _what(name, [] if name == "all_to_all_single" else [given["input"], out])
+        sent = self._collective(group.group_name, group, what)
+        self.memory(out, self.current_stream().name)
+        self._started[out.untyped_storage()._cdata] = self._beside(name, [given["input"]], [out], sent)
+
+    def _collective(self, communicator: str, group: dist.ProcessGroup, what: str) -> Message:
+        self._sent[communicator] += 1
+        key = f"{communicator} #{self._sent[communicator]}"
+        return Message(communicator, [(key, tuple(dist.get_process_group_ranks(group)))], what)
+
+    def _pair(self, communicator: str, group: Any, source: int, target: int) -> tuple[str, tuple[int, ...]]:
+        key = f"{communicator} {source}>{target}"
+        self._sent[key] += 1
+        ranks = dist.get_process_group_ranks(group)
+        return f"{key} #{self._sent[key]}", (ranks[source], ranks[target])
+
+    def _beside(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], message: Message
+    ) -> tuple[int, Sequence[Tensor]]:
+        """Launch a message on its communicator's stream -> the event after which it is done, and what it holds."""
+        stream, event = f"nccl {message.communicator}", self.next_event()
+        for x in (*reads, *writes):
+            self.memory(x, self.current_stream().name)
+        self.wait(stream, self.record(self.current_stream().name))
+        self.launch(stream, name, reads, writes, message, event)
+        self.record(stream, event)
+        return event, (*reads, *writes)
+
+    def _wait_for(self, work: Any) -> bool:
+        if id(work) in self._works:
+            _, event, held = self._works.pop(id(work))
+            self.wait(self.current_stream().name, event, _place())
+            del held  # the caller's stream may be given what nobody else has
+        return True
+
+    def _batched(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        def sent(messages: Sequence[dist.P2POp]) -> Any:
+            self._batch = []
+            try:
+                works = send(messages)
+                batch = self._batch
+            finally:
+                self._batch = None
+            group = batch[0][1]
+            name = str(group.group_name)
+            parts = [self._pair(name, group, source, target) for _, _, _, _, source, target in batch]
+            reads, writes = [x for each in batch for x in each[2]], [x for each in batch for x in each[3]]
+            event, held = self._beside("batch", reads, writes, Message(name, parts, "batch"))
+            for work in works:
+                self._works[id(work)] = work, event, held
+            return works
+
+        return sent
+
+
+class _Recording(Watch):
+    """A watch that hands on what it sees; compiled code as the operators that it is made of."""
+
+    def __init__(
+        self, gpu: SimulatedGpu, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str]
+    ) -> None:
+        super().__init__(reads, downloads, waits)
+        self._gpu = gpu
+
+    def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
+        super().kernel(kernel, arguments)
+        self._gpu.kernel(kernel, arguments)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op.namespace == "megacore":
+            return self._taken_apart(op, args, kwargs)
+        out = super().__torch_dispatch__(op, types, args, kwargs)
+        if op.namespace in ("c10d", "_c10d_functional"):
+            self._gpu.message(op, args, kwargs, out)
+        elif op.namespace != "prim" and not op.is_view:
+            self._gpu.operator(op, args, kwargs, out)
+        return out
+
+
+def _place() -> str:
+    """Who waits, where that is known: autograd calls adjoints in a thread of its own."""
+    caller = place(PASSING_ON)
+    return place() if caller == "autograd" else caller
+
+
+def _is_watched(x: object) -> bool:
+    """Whether it is memory that streams use."""
+    return isinstance(x, Tensor) and (_on_device(x) or getattr(x.untyped_storage(), "pinned", False))
+
+
+def _bound(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _group(name: Any) -> Any:
+    find: Any = dist.distributed_c10d._resolve_process_group
+    if isinstance(name, str):
+        return find(name)
+    return name if isinstance(name, dist.ProcessGroup) else dist.ProcessGroup.unbox(name)
+
+
+def _what(name: str, tensors: Sequence[Tensor]) -> str:
+    """What ranks of a message must have in common: of a pair, the size alone."""
+    kind = "pair" if name in ("send", "recv_") else name
+    return " ".join([kind, *(f"{str(x.dtype).removeprefix('torch.')}[{x.numel()}]" for x in tensors)])
+
+
+_stored: dict[Any, frozenset[str]] = {}
+
+
+def stored(kernel: Any) -> frozenset[str]:
+    """The arguments of a Triton kernel that it writes to: those that an address may come of to which it stores."""
+    if kernel not in _stored:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+        made: dict[str, set[str]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                for target, value in _assigned(node.targets[0], node.value):
+                    made.setdefault(target, set()).update(_summands(value))
+        addresses = set[str]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.store":
+                addresses |= _summands(node.args[0])
+        while more := {each for name in addresses for each in made.get(name, ())} - addresses:
+            addresses |= more
+        _stored[kernel] = frozenset(addresses)
+    return _stored[kernel]
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that an assignment gives values to, and these."""
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        for one, its in zip(target.elts, value.elts, strict=True):
+            yield from _assigned(one, its)
+
+
+def _summands(node: ast.expr) -> set[str]:
+    """The names that an address may be made of by adding and choosing."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.BinOp):
+        return _summands(node.left) | _summands(node.right)
+    if isinstance(node, ast.IfExp):
+        return _summands(node.body) | _summands(node.orelse)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.where":
+        return set().union(*map(_summands, node.args[1:]))
+    return set()
