@@ -4,7 +4,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ def _numbered(problems: Sequence[str]) -> Iterator[str]:
     return (f"{number:3}. {problem}" for number, problem in enumerate(problems, start=1))
 
 
+Recipe = str | Path | Mapping[str, Any] | Config
+"""A file, the name of one that comes along, the sections that would stand in it, or what was read of it."""
+
 # -- reading
 
 RECIPES = Path(__file__).parent / "launch" / "recipes"
@@ -57,15 +60,19 @@ def find(recipe: str | Path) -> Path:
     raise ConfigError([f"there is no recipe {recipe}: give a file, or one that comes along ({', '.join(recipes())})"])
 
 
-def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe, a file or the name of one that comes along, and apply dotted overrides in order.
+def load(recipe: Recipe, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe, and apply dotted overrides in order.
 
     Overrides are `optimizer.lr=1e-3` or `data.train[0].weight=2`; their values are YAML. `out` is runs/<name of the
-    recipe> by default.
+    recipe> by default, where that has a name.
 
     Raises:
         ConfigError: all malformed overrides, unknown keys (with the nearest spelling) and mistyped values.
     """
+    if isinstance(recipe, Config):
+        return changed(recipe, overrides)
+    if isinstance(recipe, Mapping):
+        return _config(dict(recipe), overrides, Config.out)
     path = find(recipe)
     return _config(_read(path), overrides, f"runs/{path.stem}")
 

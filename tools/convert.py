@@ -6,16 +6,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-from megacore.store.conversions.adapters import check_base, merged, to_peft
-from megacore.store.conversions.conversion import FolderPlan
-from megacore.store.io.strict_json import StoreError
-from megacore.store.weight_folders.checkpoint import Checkpoint
-from megacore.store.weight_folders.folder import SafetensorsFolder
-from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.conversions.convert import convert_opened, open_source
 from megacore.tools import folders
 
 
@@ -38,40 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
-    adapters = arguments.to == "peft" or arguments.base is not None
-    source = folders.opened(arguments.source, adapters, ignored_fields=arguments.ignore_field)
-    if arguments.base is not None and arguments.to != "hf":
-        raise StoreError("--base is for --to hf: it is the model that adapters are merged into")
-    if arguments.to != "megacore" and source.format == HuggingFace.format:
-        raise StoreError(f"{source.path} is a Hugging Face folder already")
-    if arguments.to == "megacore" and source.format == Checkpoint.format:
-        raise StoreError(
-            f"{source.path} is a checkpoint of ours: change its layout with `megacore reshard`, or make a Hugging Face "
-            "folder of it with --to hf"
-        )
-    of_hugging_face: Callable[[int], FolderPlan] | None = None
-    if arguments.to == "peft":
-        of_hugging_face = partial(_adapters, source, arguments)
-    elif arguments.base is not None:
-        of_hugging_face = partial(_merged, source, arguments)
-    folders.carry_out(folders.planned(source, arguments, of_hugging_face), source.path, arguments.target, arguments)
+    source, base = open_source(arguments.source, arguments.to, arguments.base, arguments.ignore_field)
+    folders.tell(arguments.source, source)
+    if base is not None:
+        folders.tell(arguments.base, base)
+    made = convert_opened(
+        source, arguments.target, folders.target(arguments), base, arguments.jobs, arguments.dry_run, folders.bar
+    )
+    folders.told(made, arguments)
     return 0
-
-
-def _adapters(source: SafetensorsFolder, arguments: argparse.Namespace, _: int) -> FolderPlan:
-    return to_peft(source, folders.dtype(arguments))
-
-
-def _merged(source: SafetensorsFolder, arguments: argparse.Namespace, max_shard_bytes: int) -> FolderPlan:
-    base = folders.opened(arguments.base)
-    if base.format != HuggingFace.format:
-        raise StoreError(f"{arguments.base} is a checkpoint: make a Hugging Face folder of it first, by --to hf")
-    plan = merged(source, base, max_shard_bytes, folders.dtype(arguments))
-    if not arguments.dry_run:
-        with folders.bar(sum(record.size for record in base.index.files.values()), base.path.name) as progress:
-            check_base(source, base, folders.jobs(arguments), progress)
-    return plan
 
 
 if __name__ == "__main__":

@@ -8,28 +8,21 @@ worth. docs/generate.md says more.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megacore import pictures
-from megacore.inference.evaluation_data import DocumentFiles, is_tokens
-from megacore.inference.texts import Texts
+from megacore.inference.evaluation import LONGEST, EvaluationSetup
+from megacore.inference.evaluation_data import Document
 from megacore.say import err, say, say_data
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders, processes
 from megacore.tools.tables import table
-
-if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.inference.perplexity import EvaluationResult, Windows
-
-LONGEST = 2048
-"""Tokens of a window by default, for models that would take more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,100 +65,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    job, (lengths, files) = processes.ModelRun.check(arguments, partial(_prepare, arguments))
+    job, setup = processes.ModelRun.check(arguments, partial(_prepare, arguments))
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
-    from megacore.inference.perplexity import Windows, evaluate
-
-    windows, first = Windows(*lengths, arguments.by_position), job.here.rank == 0
-    started = time.perf_counter()
+    started, first = time.perf_counter(), job.here.rank == 0
     with job.model() as model:
-        documents = files.documents()
-        watched = folders.watched(documents, "evaluate", " documents") if first else documents
-        measured = evaluate(model, watched, windows, arguments.tokens)
-        if not measured.tokens:
-            raise StoreError("the data has no token to predict: no document has more than one")
+        data = setup.measure(model, _watched if first else iter)
     if first:
-        data = _data(measured, windows)
         if arguments.picture is not None:
             _draw(data, arguments.picture)
         if arguments.json:
             say_data(data, indent=1)
         else:
             say(_text(data))
-        err(f"{measured.tokens / (time.perf_counter() - started):,.0f} tokens per second")
+        err(f"{data['tokens'] / (time.perf_counter() - started):,.0f} tokens per second")
     return 0
 
 
-def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[tuple[int, int], DocumentFiles]:
-    """Return the length and stride of the windows, and the documents, of which there are some."""
+def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> EvaluationSetup:
     if arguments.picture and not arguments.by_position:
         raise StoreError("--picture is of --by-position: give that too, or leave it out")
-    lengths = _lengths(arguments, folder)
-    texts = _texts(arguments, folder)
-    files = DocumentFiles(arguments.data, folder.config.vocab_size, texts, arguments.text_key, arguments.count)
-    if next(files.documents(), None) is None:
-        raise StoreError("there are no documents in the data")
-    return lengths, files
+    return EvaluationSetup.of(
+        folder,
+        arguments.data,
+        text_key=arguments.text_key,
+        count=arguments.count,
+        sequence_length=arguments.sequence_length,
+        stride=arguments.stride,
+        tokens=arguments.tokens,
+        by_position=arguments.by_position,
+    )
 
 
-def _lengths(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[int, int]:
-    """Return the length and stride of the windows."""
-    longest = folder.config.max_positions
-    usual = longest or LONGEST
-    length = arguments.sequence_length or (usual if arguments.by_position else min(usual, LONGEST))
-    stride = arguments.stride or length
-    problems = []
-    if longest is not None and length > longest:
-        problems.append(f"--sequence-length {length}: the model has {longest} positions, choose up to those")
-    if stride > length:
-        problems.append(f"--stride {stride} would leave out tokens between windows of {length}: choose up to {length}")
-    if problems:
-        raise StoreError("\n".join(problems))
-    return length, stride
-
-
-def _texts(arguments: argparse.Namespace, folder: WeightFolder) -> Texts | None:
-    """Return the tokenizer; None where it is not needed and not there."""
-    try:
-        return Texts.of(folder)
-    except StoreError:
-        if all(map(is_tokens, arguments.data)):
-            return None
-        raise
-
-
-def _data(measured: EvaluationResult, windows: Windows) -> dict[str, Any]:
-    loss, size = measured.loss / measured.tokens, measured.size
-    per_byte = measured.loss / size if size else None
-    data: dict[str, Any] = {
-        "documents": measured.documents,
-        "tokens": measured.tokens,
-        "bytes": size,
-        "sequence_length": windows.length,
-        "stride": windows.stride,
-        "loss": loss,
-        "perplexity": _exp(loss),
-        "loss_per_byte": per_byte,
-        "perplexity_per_byte": None if per_byte is None else _exp(per_byte),
-        "bits_per_byte": None if per_byte is None else per_byte / math.log(2),
-    }
-    if windows.bucket is not None:
-        data["by_position"] = [
-            {
-                "from": number * windows.bucket,
-                "to": (number + 1) * windows.bucket,
-                "tokens": bucket.tokens,
-                "loss": bucket.loss / bucket.tokens if bucket.tokens else None,
-            }
-            for number, bucket in enumerate(measured.buckets)
-        ]
-    return data
-
-
-def _exp(loss: float) -> float | None:
-    """Return exp(x); None where it is no number that JSON has."""
-    return math.exp(loss) if loss < math.log(sys.float_info.max) else None
+def _watched(documents: Iterable[Document]) -> Iterable[Document]:
+    return folders.watched(documents, "evaluate", " documents")
 
 
 def _number(value: float | None) -> str:

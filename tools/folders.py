@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
 from megacore import checkpoints
-from megacore.models.config import ModelConfig
-from megacore.models.stages import layout_of
-from megacore.parallel.weights.layout import Layout, MeshShape, mesh_problems
-from megacore.parallel.weights.schema import split_of
 from megacore.say import err, harmless, say, say_data
-from megacore.store.conversions.conversion import FolderPlan, to_checkpoint, to_hugging_face
 from megacore.store.conversions.formats import open_folder
+from megacore.store.conversions.target import FolderTarget, MadeFolder, threads
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.audit import DamageError
 from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
-from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
+from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE
 
 Item = TypeVar("Item")
 HUGGING_FACE = "a Hugging Face folder or a name of its hub (OWNER/NAME, OWNER/NAME@REVISION)"
-MOST_JOBS = 64
-"""Threads that a disk may still thank for."""
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
@@ -54,31 +48,10 @@ def add_parts(group: argparse._ActionsContainer, experts: str) -> None:
         group.add_argument(f"--{name}", type=count, default=1, metavar="N", help=what)
 
 
-def has_layout(arguments: argparse.Namespace) -> bool:
-    """Return whether any argument of :func:`add_layout` was given another value than its default."""
-    numbers = ("tp", "pp", "ep", "etp", "chunks")
-    return any(getattr(arguments, name) != 1 for name in numbers) or bool(arguments.layers_per_stage)
-
-
-def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
-    """Return the layout that the arguments ask for.
-
-    Raises:
-        StoreError: all reasons why the model cannot be split so.
-    """
-    mesh = MeshShape(pp=arguments.pp, ep=arguments.ep, tp=arguments.tp)
-    problems = mesh_problems(config.sizes, mesh, arguments.etp)
-    stages, layers, given = mesh.pp * arguments.chunks, config.sizes["layer"], arguments.layers_per_stage
-    product = f"--pp x --chunks = {mesh.pp} x {arguments.chunks} = {stages}"
-    if stages > layers:
-        problems.append(f"cannot give each of {product} virtual stages one of the {layers} layers")
-    if given is not None and len(given) != stages:
-        problems.append(f"--layers-per-stage has {len(given)} numbers: give {product}")
-    if given is not None and sum(given) != layers:
-        problems.append(f"--layers-per-stage adds up to {sum(given)}, and the model has {layers} layers")
-    if problems:
-        raise StoreError("\n".join(problems))
-    return layout_of(config, mesh, arguments.chunks, given, split=split_of(arguments.etp))
+def target(arguments: argparse.Namespace) -> FolderTarget:
+    """Return what the arguments of :func:`add_target`, or those of :func:`add_layout` alone, ask for."""
+    asked = {each.name: getattr(arguments, each.name) for each in fields(FolderTarget) if each.name in arguments}
+    return FolderTarget(**asked)
 
 
 def opened(
@@ -107,13 +80,11 @@ def tell(given: Path, found: WeightFolder) -> None:
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    # Half of the time a thread waits for the disk.
-    jobs = 2 * (os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=count, default=jobs, metavar="N", help="threads (two per core)")
+    parser.add_argument("--jobs", type=count, metavar="N", help="threads (two per core)")
 
 
 def jobs(arguments: argparse.Namespace) -> int:
-    return min(arguments.jobs, MOST_JOBS)
+    return threads(arguments.jobs)
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +100,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target(parser: argparse.ArgumentParser, formats: Sequence[str], about: str) -> None:
-    """Add the arguments of :func:`planned`, whose first format is the default one, and those of :func:`carry_out`."""
+    """Add the arguments of :func:`target`, whose first format is the default one, and those of :func:`told`."""
     parser.add_argument("--to", choices=formats, default=formats[0], help=about)
     parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
     add_layout(parser)
@@ -137,58 +108,18 @@ def add_target(parser: argparse.ArgumentParser, formats: Sequence[str], about: s
     add_writing(parser)
 
 
-def planned(
-    source: WeightFolder, arguments: argparse.Namespace, of_hugging_face: Callable[[int], FolderPlan] | None = None
-) -> FolderPlan:
-    """Return the plan of what a source becomes.
-
-    Args:
-        of_hugging_face: Plans what is asked for with ``--to`` beside a checkpoint, given the most bytes of a file.
-
-    Raises:
-        StoreError: it cannot be planned, or arguments are of another format.
-    """
-    if arguments.to == "megacore":
-        if arguments.max_shard_size is not None:
-            raise StoreError("--max-shard-size is for --to hf: a checkpoint has one file per coordinate of its layout")
-        return to_checkpoint(source, layout(arguments, source.config), dtype(arguments))
-    if has_layout(arguments):
-        raise StoreError(
-            "a Hugging Face folder has no layout: leave out --tp, --pp, --ep, --etp, --chunks and the like, or make a "
-            "checkpoint by --to megacore"
-        )
-    size = parse_size(arguments.max_shard_size or SHARD_SIZE)
-    return to_hugging_face(source, size, dtype(arguments)) if of_hugging_face is None else of_hugging_face(size)
-
-
-def dtype(arguments: argparse.Namespace) -> str | None:
-    """Return the name in safetensors files of the dtype that is asked for."""
-    return next((name for name, kind in FLOATS.items() if kind == arguments.dtype), None)
-
-
-def carry_out(plan: FolderPlan, source: Path, target: Path, arguments: argparse.Namespace) -> None:
-    """Write the plan of a source with a progress bar and say what was made, or with ``--dry-run`` only show it.
-
-    Raises:
-        StoreError: as :meth:`FolderPlan.write`, or the target lies in the source.
-    """
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
-        raise StoreError(f"{target} lies in {source}, which is only read: choose a folder beside it")
-    if not arguments.dry_run:
-        with bar(plan.size, target.name) as progress:
-            plan.write(target, jobs(arguments), progress)
+def told(made: MadeFolder, arguments: argparse.Namespace) -> None:
+    """Say what was made, or with ``--dry-run`` would be, as :func:`add_writing` has it."""
     if arguments.json:
-        files = [{"path": file.path, "bytes": file.size, "tensors": len(file.tensors)} for file in plan.files]
-        told = {"target": str(target), "written": not arguments.dry_run, "bytes": plan.size, "files": files}
-        say_data(told, indent=2)
+        say_data(made.as_data(), indent=2)
     elif arguments.dry_run:
-        for file in plan.files:
-            say(f"{file.path}  {file.size:,} bytes, {len(file.tensors)} tensors")
-        say(f"{plan.size:,} bytes would be written to {target}")
+        for file in made.files:
+            say(f"{file.path}  {file.bytes:,} bytes, {file.tensors} tensors")
+        say(f"{made.bytes:,} bytes would be written to {made.path}")
     else:
-        number = len([*plan.files])
+        number = len(made.files)
         say(
-            f"{target}: {plan.kind}, {plan.schema.parameters:,} parameters and {plan.size:,} bytes in "
+            f"{made.path}: {made.kind}, {made.parameters:,} parameters and {made.bytes:,} bytes in "
             f"{number} file{'s' * (number > 1)} of weights"
         )
 

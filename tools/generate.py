@@ -9,21 +9,15 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megacore.inference.texts import Stream, Texts
+from megacore.inference.answers import Answer, Decoding, Prompts
 from megacore.say import err, say_data, write_out
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders, processes
-
-if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.inference.generation import NewToken
-    from megacore.inference.sampling import Choice
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,113 +47,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    job, (texts, prompts, stops) = processes.ModelRun.check(arguments, partial(_prepare, arguments))
+    job, (prompts, how) = processes.ModelRun.check(arguments, partial(_prepare, arguments))
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["generate", *given], job.shape.world)
-    from megacore.inference.generation import Ending, generate
-
-    ending = Ending(stops, arguments.max_new_tokens, job.folder.config.max_positions)
-    started, first = time.perf_counter(), job.here.rank == 0
+    answers, started, first = prompts.answers(), time.perf_counter(), job.here.rank == 0
     with job.model() as model:
         loaded = time.perf_counter()
-        page = Page(texts.decode, prompts, shown=first and not arguments.json, echo=not arguments.chat)
-        ids = [prompt.ids for prompt in prompts]
-        for step in generate(model, ids, _choice(arguments), ending, arguments.batch):
-            for new in step:
-                page.add(new)
+        page = Page(answers, shown=first and not arguments.json, echo=not arguments.chat)
+        for number, more in how.answer(model, answers):
+            page.add(number, more)
     if first:
-        for answer in page.answers if arguments.json else ():
-            say_data(answer.data(stops))
-        seconds, count = time.perf_counter() - loaded, sum(len(answer.ids) for answer in page.answers)
+        for answer in answers if arguments.json else ():
+            say_data(answer.data())
+        seconds, count = time.perf_counter() - loaded, sum(len(answer.ids) for answer in answers)
         speed = f"{count:,} tokens in {seconds:.1f} s, {count / seconds:,.1f} per second"
         err(f"{speed} (loaded in {loaded - started:.1f} s)")
     return 0
 
 
-def _choice(arguments: argparse.Namespace) -> Choice:
-    from megacore.inference.sampling import Greedy, Sampling
-
-    if arguments.temperature is None:
-        return Greedy()
-    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p or 1.0, arguments.seed)
-
-
-# -- prompts
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as the user gave it, and its tokens."""
-
-    text: str
-    ids: list[int]
-
-
-def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Texts, list[Prompt], frozenset[int]]:
-    """Return the tokenizer, the prompts, and the tokens that end an answer.
+def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Prompts, Decoding]:
+    """Return the prompts, and how they are answered.
 
     Raises:
         StoreError: everything that is wrong with them.
     """
-    given = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
-    problems = []
-    if not given:
-        problems.append("there is no prompt: give --prompt TEXT, or --prompts FILE with one on each line")
-    if arguments.system is not None and not arguments.chat:
-        problems.append("--system is the first message of a chat: give --chat too")
-    for name in ("top_k", "top_p"):
-        if getattr(arguments, name) is not None and arguments.temperature is None:
-            problems.append(f"--{name.replace('_', '-')} is of sampling: give --temperature too, 1 for the model's own")
-    if problems:
-        raise StoreError("\n".join(problems))
-    texts = Texts.of(folder)
-    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-    prompts = [
-        Prompt(text, texts.chat([*system, {"role": "user", "content": text}]) if arguments.chat else texts.encode(text))
-        for text in given
-    ]
-    if wrong := [problem for prompt in prompts for problem in _wrong(prompt, folder)]:
-        raise StoreError("\n".join(wrong))
-    return texts, prompts, texts.stops()
-
-
-def _wrong(prompt: Prompt, folder: WeightFolder) -> Iterator[str]:
-    shown, longest, vocabulary = repr(prompt.text[:40]), folder.config.max_positions, folder.config.vocab_size
-    if not prompt.ids:
-        yield f"the prompt {shown} has no tokens"
-    elif max(prompt.ids) >= vocabulary:
-        yield (
-            f"{folder.path}: the tokenizer makes {max(prompt.ids)} of a token of {shown}, and the model's vocabulary "
-            f"has {vocabulary}: the tokenizer is another model's"
-        )
-    if longest is not None and len(prompt.ids) > longest:
-        yield f"the prompt {shown} has {len(prompt.ids):,} tokens, and the model {longest:,} positions: shorten it"
+    texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
+    if not texts:
+        raise StoreError("there is no prompt: give --prompt TEXT, or --prompts FILE with one on each line")
+    numbers = arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
+    how = Decoding(arguments.max_new_tokens, *numbers, arguments.batch)
+    return Prompts.of(folder, texts, chat=arguments.chat, system=arguments.system), how
 
 
 # -- answers
-
-
-@dataclass
-class Answer:
-    """The answer to a prompt so far."""
-
-    prompt: Prompt
-    stream: Stream
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    ended: bool = False
-
-    def add(self, new: NewToken) -> str:
-        """Return the text that is now certain."""
-        self.ids.append(new.token)
-        self.ended = new.last
-        more = self.stream.add(new.token) + (self.stream.end() if new.last else "")
-        self.text += more
-        return more
-
-    def data(self, stops: frozenset[int]) -> dict[str, object]:
-        ended = "stop" if self.ids[-1] in stops else "length"
-        return {"prompt": self.prompt.text, "text": self.text, "tokens": self.ids, "ended": ended}
 
 
 class Page:
@@ -169,25 +89,22 @@ class Page:
         echo: Whether each stands behind its prompt.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompts: Sequence[Prompt], shown: bool, echo: bool
-    ) -> None:
-        self.answers = [Answer(prompt, Stream(decode, prompt.ids)) for prompt in prompts]
-        self._shown, self._echo, self._at = shown, echo, 0
+    def __init__(self, answers: Sequence[Answer], shown: bool, echo: bool) -> None:
+        self._answers, self._shown, self._echo, self._at = answers, shown, echo, 0
         self._begin()
 
-    def add(self, new: NewToken) -> None:
-        more = self.answers[new.prompt].add(new)
-        if new.prompt == self._at:
+    def add(self, number: int, more: str) -> None:
+        """Take note of more text of an answer."""
+        if number == self._at:
             self._print(more)
-        while self._at < len(self.answers) and self.answers[self._at].ended:
+        while self._at < len(self._answers) and self._answers[self._at].ended:
             self._print("\n")
             self._at += 1
             self._begin()
 
     def _begin(self) -> None:
-        if self._at < len(self.answers):
-            answer = self.answers[self._at]
+        if self._at < len(self._answers):
+            answer = self._answers[self._at]
             self._print(("\n" if self._at else "") + (answer.prompt.text if self._echo else "") + answer.text)
 
     def _print(self, text: str) -> None:

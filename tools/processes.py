@@ -12,25 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
+from megacore.inference.loaded_model import ModelSetup
 from megacore.launcher import Node, launch, threads
-from megacore.models.config import ModelConfig
-from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextExchange
-from megacore.parallel.weights.layout import MeshShape, heads_problem, mesh_problems
-from megacore.parallel.weights.schema import split_of
-from megacore.rank import STORE, RankPlace, join, leave
-from megacore.resources import gpus
-from megacore.store.conversions.formats import open_model
+from megacore.parallel.weights.layout import MeshShape
+from megacore.rank import STORE, RankPlace
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    import torch
-
     from megacore.models.assemble import Model
-    from megacore.parallel.mesh import Mesh
 
 Prepared = TypeVar("Prepared")
 LAST_WORDS_S = 10.0
@@ -79,7 +72,7 @@ def add_context(group: argparse._ActionsContainer, exchanges: bool = True) -> No
 
 
 def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
-    """Add the arguments of :func:`mesh_shape`, :func:`device` and :func:`dtype`."""
+    """Add the arguments that say where the model is computed, and in which dtype."""
     group = parser.add_argument_group(
         "where", "More than one process is started by the command itself, or by torchrun."
     )
@@ -93,54 +86,6 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     group.add_argument("--dtype", choices=FLOATS.values(), help="to compute in; by default that of the weights")
 
 
-def mesh_shape(config: ModelConfig, here: RankPlace, arguments: argparse.Namespace) -> MeshShape:
-    """Return the mesh that the arguments of :func:`add_mesh` ask for.
-
-    Raises:
-        StoreError: all reasons why the model, or torchrun's processes, cannot be split so.
-    """
-    mesh = MeshShape(pp=arguments.pp, dp=arguments.dp, ep=arguments.ep, cp=arguments.cp, tp=arguments.tp)
-    problems, layers = mesh_problems(config.sizes, mesh, arguments.etp), config.sizes["layer"]
-    problems += context_problems(config, mesh, arguments.exchange)
-    if mesh.pp > layers:
-        problems.append(f"cannot give each of --pp {mesh.pp} stages one of the {layers} layers")
-    if here.launched and here.world != mesh.world:
-        sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS)
-        problems.append(f"{here.world} processes were started, and {sizes} takes {mesh.world}: start {mesh.world}")
-    if problems:
-        raise StoreError("\n".join(problems))
-    return mesh
-
-
-def context_problems(config: ModelConfig, mesh: MeshShape, exchange: ContextExchange) -> list[str]:
-    """Return why ranks of cp cannot compute attention as --exchange says."""
-    if mesh.cp == 1:
-        return [] if exchange == "auto" else [f"--exchange {exchange}: --cp is 1, and no text is split: leave it out"]
-    problem = heads_problem(config.sizes, mesh.tp, ContextParallel.of(mesh.cp, exchange).heads)
-    return [] if problem is None else [f"--exchange {exchange}: {problem}, or --exchange ring"]
-
-
-def device(wanted: str, here: RankPlace, processes: int) -> str:
-    """Return the kind of device that each of the processes is to use.
-
-    Raises:
-        StoreError: there are too few GPUs.
-    """
-    there = gpus()
-    needed = here.local_world if here.launched else processes
-    if wanted == "cuda" and there < needed:
-        raise StoreError(f"{needed} processes need {needed} GPUs here, and there are {there}: choose --device cpu")
-    return "cuda" if wanted != "cpu" and there >= needed else "cpu"
-
-
-def dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of this name."""
-    import torch
-
-    found: torch.dtype | None = getattr(torch, name) if name else None
-    return found
-
-
 def start(module: str, arguments: Sequence[str], processes: int) -> int:
     """Run a module in some processes on this machine -> their exit status."""
     # What a name of the hub stands for is in the cache, and nobody asks the hub again, which may have moved on.
@@ -150,39 +95,12 @@ def start(module: str, arguments: Sequence[str], processes: int) -> int:
     return status
 
 
-@contextmanager
-def live(shape: MeshShape, here: RankPlace, kind: str) -> Iterator[Mesh]:
-    """Make the mesh, on one kind of device, while it is needed.
-
-    A StoreError of its processes ends it in order: every one of them has found the same.
-    """
-    from megacore.hardware import claim
-    from megacore.parallel.mesh import TIMEOUT, Mesh
-
-    found = claim(kind, here.local_rank)
-    if shape.world == 1:
-        yield Mesh.single(found)
-        return
-    join(here, kind, TIMEOUT)
-    problem = None
-    try:
-        yield Mesh.create(shape, found)
-    except StoreError as error:
-        problem = error
-    leave(here)
-    if problem is not None:
-        raise problem
-
-
 @dataclass(frozen=True)
 class ModelRun:
-    """A command that computes with a model: its weights, and the ranks that share it, on one kind of device."""
+    """A command that computes with a model, as its arguments describe it."""
 
     arguments: argparse.Namespace
-    here: RankPlace
-    folder: WeightFolder
-    shape: MeshShape
-    device: str
+    setup: ModelSetup
 
     @classmethod
     def check(
@@ -193,28 +111,39 @@ class ModelRun:
         Raises:
             StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank).
         """
-        here = RankPlace.of_environment()
-        with agreed(here):
-            folder = open_model(arguments.folder, arguments.base)
-            shape = mesh_shape(folder.config, here, arguments)
-            prepared = prepare(folder)
-            return cls(arguments, here, folder, shape, device(arguments.device, here, shape.world)), prepared
+        with agreed(RankPlace.of_environment()):
+            setup = ModelSetup.check(
+                arguments.folder,
+                base=arguments.base,
+                dtype=arguments.dtype,
+                device=arguments.device,
+                mesh=MeshShape(**{dim: getattr(arguments, dim) for dim in MeshShape.DIMS}),
+                etp=arguments.etp,
+                exchange=arguments.exchange,
+            )
+            return cls(arguments, setup), prepare(setup.folder)
+
+    @property
+    def here(self) -> RankPlace:
+        return self.setup.here
+
+    @property
+    def shape(self) -> MeshShape:
+        return self.setup.shape
 
     @property
     def lacks_ranks(self) -> bool:
         """Whether its ranks are to be started yet: this process is none of them."""
-        return self.shape.world > 1 and not self.here.launched
+        return self.setup.lacks_ranks
 
     @contextmanager
     def model(self) -> Iterator[Model]:
         """Load this rank's part of the model, for as long as it is needed; say of which checkpoints it is, where
         folders of runs were given."""
-        from megacore.inference.model_loader import model_from
-
-        given = self.arguments
+        given, folder = self.arguments, self.setup.folder
         if self.here.rank == 0:
-            folders.tell(given.folder, self.folder)
-            if self.folder.base is not None and given.base is not None:
-                folders.tell(given.base, self.folder.base)
-        with agreed(self.here), live(self.shape, self.here, self.device) as mesh:
-            yield model_from(self.folder, mesh, dtype(given.dtype), split=split_of(given.etp), exchange=given.exchange)
+            folders.tell(given.folder, folder)
+            if folder.base is not None and given.base is not None:
+                folders.tell(given.base, folder.base)
+        with agreed(self.here), self.setup.load() as loaded:
+            yield loaded.model

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacore.store.conversions.conversion import to_checkpoint
+from megacore.store.conversions.target import make_folder
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.tools import folders
@@ -27,8 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     source = folders.opened(arguments.source, adapters=True)
     if source.format != Checkpoint.format:
         raise StoreError(f"{arguments.source} is a Hugging Face folder: use `megacore convert`")
-    plan = to_checkpoint(source, replace(folders.layout(arguments, source.config), schema=source.schema))
-    folders.carry_out(plan, source.path, arguments.target, arguments)
+    layout = folders.target(arguments).layout(source.config)
+    plan = to_checkpoint(source, replace(layout, schema=source.schema))
+    made = make_folder(plan, source.path, arguments.target, arguments.jobs, arguments.dry_run, folders.bar)
+    folders.told(made, arguments)
     return 0
 
 

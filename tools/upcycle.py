@@ -14,6 +14,7 @@ from pathlib import Path
 from megacore.models.config import ModelConfigError
 from megacore.models.upcycle import WITH_EXPERTS, upcycling
 from megacore.say import err, say
+from megacore.store.conversions.target import make_folder
 from megacore.store.conversions.upcycled import UpcycledFolder
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders import audit
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source, dtype = folders.opened(arguments.source), folders.dtype(arguments)
+    source, asked = folders.opened(arguments.source), folders.target(arguments)
+    dtype = asked.stored_dtype
     try:
         way = upcycling(
             source.config,
@@ -54,10 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     except ModelConfigError as error:
         raise StoreError("\n- ".join([f"{source.path} cannot be upcycled:", *error.problems])) from error
     made = UpcycledFolder.of(source, way, arguments.seed, dtype)
-    plan = folders.planned(made, arguments)
+    plan = asked.planned(made)
     if not arguments.dry_run:
         _check(source, made, arguments)
-    folders.carry_out(plan, source.path, arguments.target, arguments)
+    folder = make_folder(plan, source.path, arguments.target, arguments.jobs, arguments.dry_run, folders.bar)
+    folders.told(folder, arguments)
     if math.frexp(way.scale)[0] != 0.5 and not (dtype and made.widens(dtype)):
         err(
             f"what comes out of an expert is the dense model's times {way.scale:g}, which is no power of two: weights "

@@ -18,6 +18,7 @@ import numpy as np
 
 from megacore.data.text import InputError
 from megacore.data.tokenizer import load
+from megacore.inference.placement import context_problems, live
 from megacore.rank import RankPlace
 from megacore.say import say, say_data
 from megacore.store.io.strict_json import StoreError
@@ -25,7 +26,7 @@ from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.tools import folders
-from megacore.tools.processes import add_context, agreed, context_problems, live
+from megacore.tools.processes import add_context, agreed
 from megacore.tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch

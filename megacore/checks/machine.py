@@ -81,6 +81,20 @@ def readable(config: Config) -> bool:
     return bool(config.data.train) and not any(wrong) and not any(_missing_files(config))
 
 
+def without_a_model(config: Config) -> list[str]:
+    """Return the problem of fine-tuning that would begin with random weights, if it is one."""
+    section = config.checkpoint
+    going_on = section.resume is not None and (
+        section.resume != AUTO or checkpoints.complete(checkpoints.folder_of(config.out, section.folder))
+    )
+    if section.init is not None or going_on:
+        return []
+    return [
+        "finetune starts from a model that there is: name its Hugging Face folder, its name on the hub or a checkpoint "
+        "by --init MODEL (`megacore train` starts from random weights)"
+    ]
+
+
 def _unusable_out(config: Config) -> Iterator[str]:
     out, resume = Path(config.out), config.checkpoint.resume
     there = [name for name in RUN_FILES if (out / name).exists()]

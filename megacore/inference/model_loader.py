@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +13,12 @@ from megacore.data.batches import Batch
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
 from megacore.models.stages import layout_of
+from megacore.parallel.collectives import broadcast_
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextExchange
+from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import Coordinates
 from megacore.parallel.weights.schema import SPLIT, Split
 from megacore.store.conversions.adapters import check_fingerprint
 from megacore.store.io.strict_json import StoreError
@@ -85,6 +89,22 @@ def microbatch_of(model: Model, whole: Batch) -> Microbatch:
     activation = len(tokens) // mesh.shape.tp, model.config.sizes["embed"]
     documents = batch.documents
     return Microbatch(tokens, labels, positions, 1, activation, documents, lengths=documents, split=batch.split)
+
+
+def logits_of(model: Model, tokens: Sequence[int]) -> Tensor:
+    """tokens: [n] of one document -> logits: [n, vocab], on all ranks of the model's mesh, which all call this."""
+    mesh, count = model.parameters.mesh, len(tokens)
+    # A document of its own fills up to what tp x cp ranks share out evenly.
+    rest = -count % (mesh.shape.tp * mesh.shape.cp)
+    ids, positions = np.array([*tokens, *[0] * rest]), np.array([*range(count), *range(rest)])
+    documents = (count, rest) if rest else (count,)
+    whole = Batch(ids[None], np.full_like(ids, IGNORE)[None], positions[None], documents)
+    found = model.logits(microbatch_of(model, whole))
+    if found is None:
+        size = count, model.config.vocab_size
+        found = torch.empty(size, dtype=model.parameters.dtype, device=mesh.device)
+    source = mesh.shape.rank(Coordinates(mesh.shape.pp - 1, 0, 0, 0, 0))
+    return broadcast_(found[:count].contiguous(), mesh.world, source)
 
 
 def dtype_of(whole: WeightFolder) -> torch.dtype:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore import checkpoints, exits
-from megacore.checkpoints import AUTO
+from megacore import exits
 from megacore.config import Config
 from megacore.incidents import Incident
 from megacore.launcher.forking import prepare
@@ -130,17 +129,12 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
     from megacore.training.check import check  # imports much, which a typo need not wait for
 
     first, later = [*overrides, *layouts.get(most, ())], node.index > 0
-    problems = _without_a_model(config) if command == "finetune" else []
+    goes_on, finetunes = later and bool(layouts), command == "finetune"
+    setup = check(recipe, first, node.world, here, another_looks=later, goes_on=goes_on, finetunes=finetunes)
     pinned: list[str] = []
-    try:
-        setup = check(recipe, first, node.world, here, another_looks=later, goes_on=later and bool(layouts))
-        if setup.config.checkpoint.init != config.checkpoint.init:
-            # The ranks take the commit that was fetched here, whatever the hub has by then.
-            pinned = [f"checkpoint.init={setup.config.checkpoint.init}"]
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    if setup.config.checkpoint.init != config.checkpoint.init:
+        # The ranks take the commit that was fetched here, whatever the hub has by then.
+        pinned = [f"checkpoint.init={setup.config.checkpoint.init}"]
     return TrainingJob(
         MODULE,
         [recipe, *overrides, *pinned],
@@ -209,20 +203,6 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
     parsed = vars(parser.parse_intermixed_args(given))
     options = [f"checkpoint.{name}={parsed[name]}" for name in names if parsed[name] is not None]
     return parsed["recipe"], [*parsed["overrides"], *options]
-
-
-def _without_a_model(config: Config) -> list[str]:
-    """Return the problem of fine-tuning that would begin with random weights, if it is one."""
-    section = config.checkpoint
-    going_on = section.resume is not None and (
-        section.resume != AUTO or checkpoints.complete(checkpoints.folder_of(Path(config.out), section.folder))
-    )
-    if section.init is not None or going_on:
-        return []
-    return [
-        "finetune starts from a model that there is: name its Hugging Face folder, its name on the hub or a checkpoint "
-        "by --init MODEL (`megacore train` starts from random weights)"
-    ]
 
 
 def _several(least: int, most: int) -> tuple[int, tuple[str, int]]:

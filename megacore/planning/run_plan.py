@@ -21,14 +21,14 @@ from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster, Estimate, estimate
 from megacore.planning.traffic import Traffic, traffic
-from megacore.recipe import ConfigError, load
+from megacore.recipe import ConfigError, Recipe, load
 
 CPU = "cpu"
 AS_IN_THE_TABLE: Mapping[str, float] = MappingProxyType({})
 
 
 def plan(
-    recipe: str,
+    recipe: Recipe,
     overrides: Sequence[str] = (),
     *,
     world: int | None = None,
@@ -43,7 +43,7 @@ def plan(
     """Plan what a recipe describes -> what ``megacore plan --json`` prints, in bytes and seconds. Nothing is started.
 
     Args:
-        recipe: A file, or the name of one that comes along.
+        recipe: A file, the name of one that comes along, a mapping of its sections, or a :class:`megacore.Config`.
         overrides: Overrides of it, ``section.key=value``.
         world: Ranks; by default what the mesh needs.
         gpu: A name of `megacore.devices.DEVICES`, or "cpu".

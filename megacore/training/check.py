@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
-from megacore.checks.machine import readable, surroundings
+from megacore.checks.machine import readable, surroundings, without_a_model
 from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.planning.capacity import capacity_problems
-from megacore.recipe import ConfigError, load
+from megacore.recipe import ConfigError, Recipe, load
 from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
@@ -51,13 +51,14 @@ class Setup:
 
 
 def check(
-    recipe: str,
+    recipe: Recipe,
     overrides: Sequence[str],
     world_size: int,
     local_ranks: int,
     checked: bool = False,
     another_looks: bool = False,
     goes_on: bool = False,
+    finetunes: bool = False,
 ) -> Setup:
     """Read and check a run.
 
@@ -67,19 +68,21 @@ def check(
             disk, and whether checkpoints can be kept in an object store.
         goes_on: Whether the run is going on, and this process may join it: its folder is in use, and what it started
             from may have been removed since it has a checkpoint of its own.
+        finetunes: Whether it is to start from a model that there is.
 
     Raises:
         ConfigError: all that is wrong.
     """
     config = as_begun(load(recipe, overrides))
-    start, model, found, there = None, None, list[str](), gpus()
+    start, model, there = None, None, gpus()
+    found = without_a_model(config) if finetunes else []
 
     def known(model: ModelConfig | None) -> list[str]:
         rules = problems(config, world_size, model, gpus=there, local_ranks=local_ranks)
         return [*rules, *(() if goes_on else surroundings(config, another_looks))]
 
-    if HubName.of(config.checkpoint.init or "") is not None and (found := known(None)):
-        raise ConfigError(found)  # before a model is fetched
+    if HubName.of(config.checkpoint.init or "") is not None and (wrong := known(None)):
+        raise ConfigError([*found, *wrong])  # before a model is fetched
     try:
         start = _start(config, another_looks, goes_on)
         if config.checkpoint.init is not None and start.source is not None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from megacore.outcome import RankOutcome
 from megacore.parallel import kernels
 from megacore.parallel.mesh import Mesh
 from megacore.rank import RankPlace, die_with, join, leave, restarts
-from megacore.recipe import ConfigError
+from megacore.recipe import ConfigError, Recipe
 from megacore.resources import gpus
 from megacore.say import err, outlive, say
 from megacore.store.io.strict_json import StoreError
@@ -36,21 +37,22 @@ from megacore.training import start
 from megacore.training.build import DTYPES, trainer_of
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.check import Setup, check, files_of
-from megacore.training.export import export
+from megacore.training.export import export as make_export
+from megacore.training.finished_run import FinishedRun
 from megacore.training.resume import overrides_of_restart
 from megacore.training.save import SaveError
 from megacore.training.trainer import Callback, Trainer
 
 
-def checked(recipe: str, overrides: Sequence[str], here: RankPlace) -> Setup:
+def checked(recipe: Recipe, overrides: Sequence[str], here: RankPlace, finetunes: bool = False) -> Setup:
     """Return a run once it is checked: one rank of each node reads the indexes of the data for all, and one of them all
-    the files of a checkpoint.
+    the files of a checkpoint; ``finetunes``: as of :func:`~megacore.training.check.check`.
 
     Raises:
         ConfigError: all that is wrong.
     """
     given = overrides_of_restart(recipe, overrides) if restarts() else overrides
-    return check(recipe, given, here.world, here.local_world, here.local_rank > 0, here.rank > 0)
+    return check(recipe, given, here.world, here.local_world, here.local_rank > 0, here.rank > 0, finetunes=finetunes)
 
 
 def ready(setup: Setup, here: RankPlace) -> torch.device:
@@ -107,21 +109,50 @@ def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callb
         setup = start.instead_of(setup, newest, damage, control)
 
 
-def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
-    """Train what a recipe describes, as the rank that this process is -> the last step that was done.
+def train(recipe: Recipe, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> FinishedRun:
+    """Train what a recipe describes, as the rank that this process is -> the run, after its last step.
 
     Alone, in a notebook say, it is the only rank; under torchrun it is one of them. Checkpoints are kept in memory as
     under `megacore train`; whoever starts the ranks starts them again.
 
     Args:
+        recipe: A file, the name of one that comes along, a mapping of its sections, or a :class:`megacore.Config`.
+        overrides: Overrides of it in their order, ``section.key=value``.
         callbacks: The callbacks beside those that the config asks for, in this order; the same on all ranks.
 
     Raises:
         ConfigError: all that is wrong with it, before any process group starts.
         NonFinite, SaveError, StoreError: the run has ended, on all ranks.
     """
+    return _run(recipe, overrides, callbacks)
+
+
+def finetune(
+    recipe: Recipe,
+    overrides: Sequence[str] = (),
+    callbacks: Sequence[Callback] = (),
+    *,
+    init: str | Path | None = None,
+    export: str | Path | None = None,
+) -> FinishedRun:
+    """Fine-tune a model that there is, all weights or adapters, as `megacore finetune` does -> the run.
+
+    It is :func:`train`, which it shares arguments and errors with, but never begins with random weights.
+
+    Args:
+        init: The Hugging Face folder or checkpoint to start from: checkpoint.init.
+        export: The Hugging Face folder to make of the last checkpoint: checkpoint.export.
+    """
+    options = {"init": init, "export": export}
+    given = [f"checkpoint.{name}={value}" for name, value in options.items() if value is not None]
+    return _run(recipe, [*overrides, *given], callbacks, finetunes=True)
+
+
+def _run(
+    recipe: Recipe, overrides: Sequence[str], callbacks: Sequence[Callback], finetunes: bool = False
+) -> FinishedRun:
     here = RankPlace.of_environment()
-    setup = checked(recipe, overrides, here)
+    setup = checked(recipe, overrides, here, finetunes)
     device = ready(setup, here)
     try:
         run = fit(setup, device, here, [*protection(), *callbacks])
@@ -130,8 +161,8 @@ def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callba
         raise
     leave(here)
     if here.rank == 0 and setup.config.checkpoint.export is not None:
-        say(export(setup.config, run.step))
-    return run.step
+        say(make_export(setup.config, run.step))
+    return FinishedRun(setup.config, run.step)
 
 
 def protection() -> list[Callback]:
@@ -194,7 +225,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if exports and run is not None:
         try:
-            say(export(run.config, run.step))
+            say(make_export(run.config, run.step))
         except StoreError as error:
             status = exits.FAILED
             err(error)

@@ -21,7 +21,7 @@ from megacore.models.registry import configure, family
 from megacore.parallel import limits
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import MeshShape
-from megacore.recipe import load
+from megacore.recipe import Recipe, load
 from megacore.recipe_yaml import read_yaml
 from megacore.say import brief
 from megacore.store.conversions.adapters import is_part_of
@@ -69,7 +69,7 @@ class Start:
 # -- before anything starts
 
 
-def overrides_of_restart(recipe: str, overrides: Sequence[str]) -> list[str]:
+def overrides_of_restart(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a run that is started once more: it goes on from the newest of its own checkpoints.
 
     Where it has saved none, it begins as it did before.

@@ -90,7 +90,7 @@ class Names(Callback):
 
 def test_from_python_a_run_is_protected_too(tmp_path: Path) -> None:
     names = Names()
-    assert megacore.train(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", "train.steps=3"], [names]) == 3
+    assert megacore.train(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", "train.steps=3"], [names]).step == 3
     kept = ["Pause", "MemoryCheckpoints", "Names"]
     assert [each for each in names.all if each in kept] == kept
 

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
+from megacore.inference import loaded_model
 from megacore.inference.evaluation_data import Document
 from megacore.inference.model_loader import model_from
 from megacore.inference.perplexity import Windows, evaluate
@@ -34,7 +35,7 @@ from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Split
 from megacore.store.conversions.formats import open_folder
 from megacore.tools import evaluate as command
-from megacore.tools import generate, processes
+from megacore.tools import generate
 
 Capture = pytest.CaptureFixture[str]
 their_model = lru_cache(2)(loaded)
@@ -272,7 +273,7 @@ def test_the_commands_split_experts_as_they_are_told(
         return made[-1]
 
     monkeypatch.setattr("megacore.inference.model_loader.model_from", kept)
-    monkeypatch.setattr(processes, "live", lambda *_: nullcontext(Mesh.single()))
+    monkeypatch.setattr(loaded_model, "live", lambda *_: nullcontext(Mesh.single()))
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     given = ["--prompt", "a"] if tool is generate else ["--data", str(rows(tmp_path / "x.jsonl", {"text": "a b c"}))]
@@ -339,7 +340,7 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),
         (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
-        (llama, good, ["--exchange", "gather"], "--exchange gather: --cp is 1, and no text is split: leave it out"),
+        (llama, good, ["--exchange", "gather"], "exchange=gather: cp is 1, and no text is split: leave it out"),
         (
             llama,
             good,

@@ -1,0 +1,188 @@
+"""The loss and perplexity of a model on text, as `megacore evaluate` and :func:`megacore.evaluate` find them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from megacore.data.chat import TrainOn
+from megacore.inference.evaluation_data import Document, DocumentFiles, is_tokens
+from megacore.inference.loaded_model import ModelSetup
+from megacore.inference.texts import Texts
+from megacore.parallel.enum_errors import ContextExchange
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.folder import WeightFolder
+
+if TYPE_CHECKING:  # what is wrong with the data is said without waiting for torch
+    import torch
+
+    from megacore.inference.perplexity import EvaluationResult
+    from megacore.models.assemble import Model
+    from megacore.parallel.mesh import Mesh
+
+LONGEST = 2048
+"""Tokens of a window by default, for models that would take more."""
+
+
+@dataclass(frozen=True)
+class EvaluationSetup:
+    """An evaluation that has been checked: its documents, and how they are cut into windows and microbatches."""
+
+    files: DocumentFiles
+    sequence_length: int
+    stride: int
+    tokens: int
+    by_position: int | None
+
+    @classmethod
+    def of(
+        cls,
+        folder: WeightFolder,
+        data: Sequence[Path],
+        *,
+        text_key: str = "text",
+        count: TrainOn = "assistant",
+        sequence_length: int | None = None,
+        stride: int | None = None,
+        tokens: int = 4096,
+        by_position: int | None = None,
+    ) -> EvaluationSetup:
+        """Return what the arguments of :func:`evaluate` describe; it raises as that does."""
+        named = {"sequence_length": sequence_length, "stride": stride, "tokens": tokens, "by_position": by_position}
+        problems = [
+            f"{name}={value}: choose a whole number from 1 on"
+            for name, value in named.items()
+            if value is not None and value < 1
+        ]
+        if count not in get_args(TrainOn):
+            problems.append(f"count={count}: choose from {', '.join(get_args(TrainOn))}")
+        longest = folder.config.max_positions
+        usual = longest or LONGEST
+        length = sequence_length or (usual if by_position else min(usual, LONGEST))
+        step = stride or length
+        if longest is not None and length > longest:
+            problems.append(f"sequence_length={length}: the model has {longest} positions, choose up to those")
+        if step > length:
+            problems.append(f"stride={step} would leave out tokens between windows of {length}: choose up to {length}")
+        if problems:
+            raise StoreError("\n".join(problems))
+        files = DocumentFiles(data, folder.config.vocab_size, _texts(folder, data), text_key, count)
+        if next(files.documents(), None) is None:
+            raise StoreError("there are no documents in the data")
+        return cls(files, length, step, tokens, by_position)
+
+    def measure(
+        self, model: Model, watched: Callable[[Iterable[Document]], Iterable[Document]] = iter
+    ) -> dict[str, Any]:
+        """Return what ``megacore evaluate --json`` prints, the same on every rank of the model's mesh, which all call
+        this; ``watched``: shows the documents go by.
+
+        Raises:
+            StoreError: no document has a token to predict, or one cannot be read.
+        """
+        from megacore.inference import perplexity
+
+        windows = perplexity.Windows(self.sequence_length, self.stride, self.by_position)
+        measured = perplexity.evaluate(model, watched(self.files.documents()), windows, self.tokens)
+        if not measured.tokens:
+            raise StoreError("the data has no token to predict: no document has more than one")
+        return self._data(measured)
+
+    def _data(self, measured: EvaluationResult) -> dict[str, Any]:
+        loss, size = measured.loss / measured.tokens, measured.size
+        per_byte = measured.loss / size if size else None
+        data: dict[str, Any] = {
+            "documents": measured.documents,
+            "tokens": measured.tokens,
+            "bytes": size,
+            "sequence_length": self.sequence_length,
+            "stride": self.stride,
+            "loss": loss,
+            "perplexity": _exp(loss),
+            "loss_per_byte": per_byte,
+            "perplexity_per_byte": None if per_byte is None else _exp(per_byte),
+            "bits_per_byte": None if per_byte is None else per_byte / math.log(2),
+        }
+        if self.by_position is not None:
+            data["by_position"] = [
+                {
+                    "from": number * self.by_position,
+                    "to": (number + 1) * self.by_position,
+                    "tokens": bucket.tokens,
+                    "loss": bucket.loss / bucket.tokens if bucket.tokens else None,
+                }
+                for number, bucket in enumerate(measured.buckets)
+            ]
+        return data
+
+
+def _texts(folder: WeightFolder, data: Sequence[Path]) -> Texts | None:
+    """Return the tokenizer; None where it is not needed and not there."""
+    try:
+        return Texts.of(folder)
+    except StoreError:
+        if all(map(is_tokens, data)):
+            return None
+        raise
+
+
+def _exp(loss: float) -> float | None:
+    """Return exp(x); None where it is no number that JSON has."""
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else None
+
+
+def evaluate(
+    folder: str | Path,
+    data: str | Path | Sequence[str | Path],
+    *,
+    text_key: str = "text",
+    count: TrainOn = "assistant",
+    sequence_length: int | None = None,
+    stride: int | None = None,
+    tokens: int = 4096,
+    by_position: int | None = None,
+    base: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str = "auto",
+    mesh: MeshShape | Mesh | None = None,
+    etp: int = 1,
+    exchange: ContextExchange = "auto",
+) -> dict[str, Any]:
+    """Load a model and return its loss and perplexity on text: what ``megacore evaluate --json`` prints.
+
+    Documents are read in windows. Each token of a document is predicted once, but for its first. Losses are in nats,
+    per token and per byte of the text (None where the bytes are not known, as of chats); ``bits_per_byte`` is in bits.
+
+    Args:
+        folder, base, dtype, device, mesh, etp, exchange: Those of :func:`megacore.load_model`; ranks of dp share out
+            the windows.
+        data: Text files, .jsonl, .parquet, folders of them, or token files without their suffix; one or several.
+        text_key: The key of the text in a row of .jsonl or .parquet.
+        count: The part of a chat that counts: what the "assistant" says, its "last" message, or "all".
+        sequence_length: Tokens of a window; None for the model's positions, up to 2048.
+        stride: Tokens from a window to the next; None for their length: no overlap.
+        tokens: Tokens that are computed at once, at least a window.
+        by_position: Also the loss of so many successive positions of the documents each, under ``by_position``.
+
+    Raises:
+        StoreError: as :func:`megacore.load_model`, or something is wrong with the data or the numbers, before the
+            weights are read; on every rank.
+    """
+    setup = ModelSetup.check(folder, base=base, dtype=dtype, device=device, mesh=mesh, etp=etp, exchange=exchange)
+    asked = EvaluationSetup.of(
+        setup.folder,
+        [Path(each) for each in ([data] if isinstance(data, str | Path) else data)],
+        text_key=text_key,
+        count=count,
+        sequence_length=sequence_length,
+        stride=stride,
+        tokens=tokens,
+        by_position=by_position,
+    )
+    with setup.load() as loaded:
+        return asked.measure(loaded.model)

@@ -1,0 +1,190 @@
+"""What a folder is to be made of another: its format, its layout and its dtype, checked against the source; and the
+folder that was made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.models.config import ModelConfig
+from megacore.models.stages import layout_of
+from megacore.parallel.weights.layout import Layout, MeshShape, mesh_problems
+from megacore.parallel.weights.schema import split_of
+from megacore.store.conversions.conversion import FolderPlan, to_checkpoint, to_hugging_face
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
+
+MOST_JOBS = 64
+"""Threads that a disk may still thank for."""
+
+Progress = Callable[[int, str], AbstractContextManager[Callable[[int], object]]]
+"""Shows the progress of so many bytes under a name: (bytes, name) -> a context of what is told of bytes that are done.
+"""
+
+
+def unseen(size: int, name: str) -> AbstractContextManager[Callable[[int], object]]:
+    """Show nothing."""
+    return nullcontext(lambda done: None)
+
+
+@dataclass(frozen=True)
+class FolderTarget:
+    """A folder as it is asked for; the arguments are those of :func:`megacore.convert`."""
+
+    to: str = "megacore"
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    chunks: int = 1
+    layers_per_stage: Sequence[int] | None = None
+    dtype: str | None = None
+    max_shard_size: str | None = None
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """The name in safetensors files of the dtype that is asked for.
+
+        Raises:
+            StoreError: there is no such dtype.
+        """
+        if self.dtype not in (None, *FLOATS.values()):
+            raise StoreError(f"dtype={self.dtype}: choose from {', '.join(FLOATS.values())}")
+        return next((name for name, kind in FLOATS.items() if kind == self.dtype), None)
+
+    def layout(self, config: ModelConfig) -> Layout:
+        """Return the layout that is asked for, of a model.
+
+        Raises:
+            StoreError: all reasons why it cannot be split so.
+        """
+        numbers = {name: getattr(self, name) for name in ("tp", "pp", "ep", "etp", "chunks")}
+        if low := [f"{name}={value}: choose a whole number from 1 on" for name, value in numbers.items() if value < 1]:
+            raise StoreError("\n".join(low))
+        mesh = MeshShape(pp=self.pp, ep=self.ep, tp=self.tp)
+        problems = mesh_problems(config.sizes, mesh, self.etp)
+        stages, layers, given = mesh.pp * self.chunks, config.sizes["layer"], self.layers_per_stage
+        product = f"pp x chunks = {mesh.pp} x {self.chunks} = {stages}"
+        if stages > layers:
+            problems.append(f"cannot give each of {product} virtual stages one of the {layers} layers")
+        if given is not None and len(given) != stages:
+            problems.append(f"layers_per_stage has {len(given)} numbers: give {product}")
+        if given is not None and sum(given) != layers:
+            problems.append(f"layers_per_stage adds up to {sum(given)}, and the model has {layers} layers")
+        if given is not None and min(given, default=1) < 1:
+            problems.append("layers_per_stage has a stage without a layer: give each one or more")
+        if problems:
+            raise StoreError("\n".join(problems))
+        found = None if given is None else tuple(given)
+        return layout_of(config, mesh, self.chunks, found, split=split_of(self.etp))
+
+    def planned(self, source: WeightFolder, of_hugging_face: Callable[[int], FolderPlan] | None = None) -> FolderPlan:
+        """Return the plan of what a source becomes.
+
+        Args:
+            of_hugging_face: Plans what is asked for beside a checkpoint, given the most bytes of a file.
+
+        Raises:
+            StoreError: it cannot be planned, or arguments are of another format.
+        """
+        if self.to == "megacore":
+            if self.max_shard_size is not None:
+                raise StoreError("max_shard_size is for to=hf: a checkpoint has one file per coordinate of its layout")
+            return to_checkpoint(source, self.layout(source.config), self.stored_dtype)
+        if self.layers_per_stage or max(self.tp, self.pp, self.ep, self.etp, self.chunks) > 1:
+            raise StoreError(
+                "a Hugging Face folder has no layout: leave out tp, pp, ep, etp, chunks and the like, or make a "
+                "checkpoint by to=megacore"
+            )
+        size = parse_size(self.max_shard_size or SHARD_SIZE)
+        dtype = self.stored_dtype
+        return to_hugging_face(source, size, dtype) if of_hugging_face is None else of_hugging_face(size)
+
+
+@dataclass(frozen=True)
+class MadeFile:
+    """A file of tensors: its path in the folder, its bytes, and how many tensors it has."""
+
+    path: str
+    bytes: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class MadeFolder:
+    """A folder that was made, or with ``dry_run`` is yet to be.
+
+    Args:
+        path: Where it is.
+        written: Whether it was made.
+        kind: What it is, in words.
+        parameters: Parameters of what it holds.
+        bytes: Bytes of all files but the small ones of JSON.
+        files: Its files of tensors.
+    """
+
+    path: Path
+    written: bool
+    kind: str
+    parameters: int
+    bytes: int
+    files: tuple[MadeFile, ...]
+
+    @property
+    def tensors(self) -> int:
+        """Tensors of all files; a tensor of which several files have parts counts in each."""
+        return sum(file.tensors for file in self.files)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what ``--json`` prints of it."""
+        files = [{"path": file.path, "bytes": file.bytes, "tensors": file.tensors} for file in self.files]
+        return {"target": str(self.path), "written": self.written, "bytes": self.bytes, "files": files}
+
+
+def make_folder(
+    plan: FolderPlan,
+    source: Path,
+    target: Path,
+    jobs: int | None = None,
+    dry_run: bool = False,
+    progress: Progress = unseen,
+) -> MadeFolder:
+    """Write what is planned of a source, with so many threads (None: two per core) -> what was made.
+
+    Raises:
+        StoreError: as :meth:`FolderPlan.write`, or the target lies in the source.
+    """
+    check_beside(source, target)
+    if not dry_run:
+        with progress(plan.size, target.name) as done:
+            plan.write(target, threads(jobs), done)
+    files = tuple(MadeFile(file.path, file.size, len(file.tensors)) for file in plan.files)
+    return MadeFolder(target, not dry_run, plan.kind, plan.schema.parameters, plan.size, files)
+
+
+def check_beside(source: Path, target: Path) -> None:
+    """Check that a target does not lie in its source.
+
+    Raises:
+        StoreError: it does.
+    """
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
+        raise StoreError(f"{target} lies in {source}, which is only read: choose a folder beside it")
+
+
+def threads(jobs: int | None) -> int:
+    """Return the number of threads to read and write with; None: two per core.
+
+    Raises:
+        StoreError: there would be none.
+    """
+    if jobs is not None and jobs < 1:
+        raise StoreError(f"jobs={jobs}: choose a whole number from 1 on")
+    # Half of the time a thread waits for the disk.
+    return min(jobs or 2 * (os.cpu_count() or 1), MOST_JOBS)
