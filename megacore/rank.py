@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -127,22 +128,29 @@ def _met_at(place: str, timeout: timedelta) -> Store:
     return PrefixStore(at.path, agents)
 
 
+_MEETINGS = itertools.count()
+"""Numbers the groups that this process has joined under torchrun, one after the other."""
+
+
 def _met_anew(here: RankPlace, timeout: timedelta) -> Store:
     """Return a store of this start of the ranks alone; torchrun's is one for all, with the addresses of those before.
 
-    Rank 0 serves it, and says where in torchrun's. The place of an earlier rank 0, who is gone, answers nobody.
+    Rank 0 serves it, and says where in torchrun's. The place of an earlier rank 0, who is gone, answers nobody; that of
+    a group which this process was in before still may, and has another name.
     """
     from torch.distributed import TCPStore
+
+    name = f"megacore-{next(_MEETINGS)}"
 
     agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     if here.rank == 0:
         host = os.environ["MASTER_ADDR"] if here.world == here.local_world else socket.getfqdn()
         own = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        agents.set("megacore", f"{host} {own.port}")
+        agents.set(name, f"{host} {own.port}")
         return own
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        host, port = agents.get("megacore").decode().split()
+        host, port = agents.get(name).decode().split()
         try:
             socket.create_connection((host, int(port)), timeout=5).close()
             return TCPStore(host, int(port), is_master=False, timeout=timeout)
