@@ -100,7 +100,7 @@ class FolderTarget:
         if self.layers_per_stage or max(self.tp, self.pp, self.ep, self.etp, self.chunks) > 1:
             raise StoreError(
                 "a Hugging Face folder has no layout: leave out tp, pp, ep, etp, chunks and the like, or make a "
-                "checkpoint by to=megacore"
+                'checkpoint by --to megacore (from Python: to="megacore")'
             )
         size = parse_size(self.max_shard_size or SHARD_SIZE)
         dtype = self.stored_dtype
