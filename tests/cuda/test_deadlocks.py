@@ -21,12 +21,6 @@ SPREAD = "experts, ep, tp, balanced"
 LAYOUTS = list({case.overrides: name for name, case in CASES.items() if "mesh." in case.overrides}.values())
 """A case of each run of several ranks."""
 PARTS = 8
-BIG = Case(
-    "model.preset=llama-3.1-70b data.sequence_length=8192 mesh.tp=8 mesh.pp=4 mesh.dp=2 pipeline.schedule=interleaved "
-    "pipeline.chunks=5",
-    layers=4,
-)
-"""70B on 64 GPUs, of which one of each stage is traced."""
 
 
 def logs_of(case: Case, ranks: Sequence[int]) -> dict[int, list[Entry]]:
@@ -81,13 +75,6 @@ def test_ranks_of_a_run_with_experts_end_and_their_messages_are_in_one_order() -
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_ranks_of_all_layouts_end(part: int) -> None:
     check(LAYOUTS[part::PARTS])
-
-
-@pytest.mark.grid
-def test_70b_on_64_gpus_ends() -> None:
-    ((waiting, found, open_),) = in_a_process(played, [(BIG, range(0, 64, 16))])
-    assert (waiting, open_) == ([], [])
-    assert found
 
 
 # -- that it can fail

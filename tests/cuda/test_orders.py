@@ -89,6 +89,7 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     ],
     "Wait parallel/layers/experts.py:Dispatch.start_back.<locals>.finish": ["parallel/collectives.py:Pending.wait"],
     "Wait parallel/layers/embedding.py:VocabParallelEmbedding.forward": ["parallel/layers/product.py:gathered"],
+    "Wait parallel/layers/product.py:Product.forward_scatter": ["parallel/layers/product.py:gathered"],
     "Wait parallel/layers/linear.py:Column.backward": ["parallel/layers/linear.py:Column.backward"],
     "Wait parallel/layers/experts.py:Experts.forward": ["parallel/layers/experts.py:Dispatch.start"],
     # A pipeline's messages in one direction: several are let go, and have room made for them, at a time.
