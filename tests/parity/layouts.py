@@ -505,5 +505,6 @@ def parameters() -> list[Any]:
             for case, run in pairs:
                 marks = [pytest.mark.in_turn(turns)] + [pytest.mark.quick] * (str(run) in QUICK)
                 name = f"{case.name}-{run}"
-                made.setdefault(name, pytest.param(case, run, id=name, marks=marks))
+                kept = made.setdefault(name, pytest.param(case, run, id=name, marks=marks))
+                assert kept.values == (case, run), f"two runs are called {name}: {kept.values[1]!r} and {run!r}"
     return list(made.values())

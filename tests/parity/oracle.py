@@ -155,7 +155,7 @@ class Run:
             + "-etp" * self.etp
             + (f"-{self.exchange}-{self.balance}-{self.heads}" if m.cp > 1 else "")
             + chunks
-            + (f"-{self.schedule}" if self.schedule == "gpipe" else "")
+            + (f"-{self.schedule}" if self.schedule not in ("1f1b", "interleaved") else "")
             + ("-uneven" if self.layers else "")
             + (f"-{self.activations.recompute}" if self.activations.recompute != "none" else "")
             + ("-offload" if self.activations.offload else "")
