@@ -41,7 +41,7 @@ from megacore.training.export import export as make_export
 from megacore.training.finished_run import FinishedRun
 from megacore.training.resume import overrides_of_restart
 from megacore.training.save import SaveError
-from megacore.training.trainer import Callback, Trainer
+from megacore.training.trainer import Callback, Trainer, check_methods
 
 
 def checked(recipe: Recipe, overrides: Sequence[str], here: RankPlace, finetunes: bool = False) -> Setup:
@@ -122,6 +122,7 @@ def train(recipe: Recipe, overrides: Sequence[str] = (), callbacks: Sequence[Cal
 
     Raises:
         ConfigError: all that is wrong with it, before any process group starts.
+        TypeError: a method of a callback does not take what it is called with.
         NonFinite, SaveError, StoreError: the run has ended, on all ranks.
     """
     return _run(recipe, overrides, callbacks)
@@ -151,6 +152,7 @@ def finetune(
 def _run(
     recipe: Recipe, overrides: Sequence[str], callbacks: Sequence[Callback], finetunes: bool = False
 ) -> FinishedRun:
+    check_methods(callbacks)
     here = RankPlace.of_environment()
     setup = checked(recipe, overrides, here, finetunes)
     device = ready(setup, here)

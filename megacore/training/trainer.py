@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,19 @@ class Callback:
 
     def on_end(self, run: Trainer) -> None:
         """End: the last step is done, on all ranks."""
+
+
+def check_methods(callbacks: Sequence[Callback]) -> None:
+    """Raise a TypeError for a callback with a method that cannot be called as :class:`Callback` says."""
+    hooks = {name: method for name, method in vars(Callback).items() if not name.startswith("_")}
+    for callback in callbacks:
+        for name, method in hooks.items():
+            given = list(inspect.signature(method).parameters)[1:]
+            try:
+                inspect.signature(getattr(callback, name)).bind(*given)
+            except TypeError as error:
+                who = f"{type(callback).__name__}.{name}"
+                raise TypeError(f"{who} is called with ({', '.join(given)}): {error}") from error
 
 
 @dataclass

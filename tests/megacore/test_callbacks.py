@@ -14,6 +14,7 @@ import torch
 from engine import trainer
 from pool import Pool
 
+import megacore
 from megacore import checkpoints
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
@@ -146,3 +147,15 @@ def test_two_steps_are_profiled_on_the_first_replica(pool: Pool, recipe: str, tm
     assert [each.name for each in traces] == ["step-3-rank-0.json", "step-3-rank-1.json"]
     names = [each.get("name", "") for each in json.loads(traces[0].read_text())["traceEvents"]]
     assert any("all_reduce" in name or "allreduce" in name for name in names) and "aten::mm" in names
+
+
+class Forgets(Callback):
+    """Forgets an argument."""
+
+    def on_step(self, run: Trainer) -> None:  # type: ignore[override]
+        pass
+
+
+def test_a_method_that_cannot_be_called_is_told_before_anything_starts() -> None:
+    with pytest.raises(TypeError, match=r"Forgets\.on_step is called with \(run, stats\): too many positional"):
+        megacore.train("nowhere.yaml", callbacks=[Hears(), Forgets()])
