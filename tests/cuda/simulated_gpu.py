@@ -197,6 +197,8 @@ class SimulatedGpu(Gpu):
     ) -> None:
         """Note that something is launched; what is new of its memory has been given to the current stream."""
         read, written = (tuple(dict.fromkeys(map(self._span, each))) for each in (reads, writes))
+        if name == "_allgather_base_":  # NCCL leaves a rank's own part of a gather in place where it lies
+            written = tuple(part for span in written for part in _without(span, read[0]))
         for tensor in (*reads, *writes):
             address = tensor.untyped_storage()._cdata
             _, number, owner = self._known[address]
@@ -400,6 +402,18 @@ def _place() -> str:
 def _is_watched(x: object) -> bool:
     """Whether it is memory that streams use."""
     return isinstance(x, Tensor) and (_on_device(x) or getattr(x.untyped_storage(), "pinned", False))
+
+
+def _without(span: Span, own: Span) -> Iterator[Span]:
+    """Yield the parts of a span beside another one."""
+    if own.memory != span.memory:
+        yield span
+        return
+    yield from (
+        Span(span.memory, start, stop)
+        for start, stop in ((span.start, own.start), (own.stop, span.stop))
+        if start < stop
+    )
 
 
 def _bound(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

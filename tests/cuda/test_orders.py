@@ -125,6 +125,7 @@ HARMLESS: Mapping[str, Sequence[str]] = {
         "the host reads",
     ],
     "Wait megacore/training/states/windows.py:WindowStore._bring": [
+        BEFORE,
         "megacore/training/states/offload.py:OffloadedStore._send",
         "megacore/training/states/offload.py:OffloadedStore._update",
         "megacore/training/states/windows.py:WindowStore._bring",
