@@ -159,13 +159,25 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
     except BrokenPipeError:  # of the output: see tools.main
         raise
     except (StoreError, OSError) as error:
-        err(error)
+        err(_in_options(str(error), arguments))
         if isinstance(error, DamageError) and (other := checkpoints.instead_of(error.path)):
             err(other)
         return 1
     except KeyboardInterrupt:
         err("interrupted; nothing was left behind")
         return 130
+
+
+def _in_options(text: str, arguments: argparse.Namespace) -> str:
+    """Return a message in which what is an argument of a function, as `tp` or `to=hf`, is an option of the command."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in vars(arguments):
+            return found[0]
+        return f"--{name.replace('_', '-')}" + ("" if value is None else f" {value}")
+
+    return re.sub(r"`(\w+)(?:=([^`]*))?`", option, text)
 
 
 def lines(path: Path) -> list[str]:

@@ -43,7 +43,7 @@ class Prompts:
         if not given:
             raise StoreError("there is no prompt")
         if system is not None and not chat:
-            raise StoreError("system is the first message of a chat: give chat too")
+            raise StoreError("`system` is the first message of a chat: give `chat` too")
         texts = Texts.of(folder)
         first = [] if system is None else [{"role": "system", "content": system}]
         prompts = [
@@ -115,18 +115,18 @@ class Decoding:
     def __post_init__(self) -> None:
         at_least_1 = {"max_new_tokens": self.max_new_tokens, "batch": self.batch, "top_k": self.top_k}
         problems = [
-            f"{name}={value}: choose a whole number from 1 on"
+            f"`{name}={value}`: choose a whole number from 1 on"
             for name, value in at_least_1.items()
             if value is not None and value < 1
         ]
         if self.temperature is not None and not 0 < self.temperature < math.inf:
-            problems.append(f"temperature={self.temperature}: choose one above 0, or none for the most likely token")
+            problems.append(f"`temperature={self.temperature}`: choose one above 0, or none for the most likely token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p}: choose a number above 0 and up to 1")
+            problems.append(f"`top_p={self.top_p}`: choose a number above 0 and up to 1")
         if self.temperature is None:
             sampling = {"top_k": self.top_k, "top_p": self.top_p}
             given = [name for name, value in sampling.items() if value is not None]
-            problems += [f"{name} is of sampling: give temperature too, 1 for the model's own" for name in given]
+            problems += [f"`{name}` is of sampling: give `temperature` too, 1 for the model's own" for name in given]
         if problems:
             raise StoreError("\n".join(problems))
 

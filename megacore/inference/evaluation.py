@@ -55,20 +55,22 @@ class EvaluationSetup:
         """Return what the arguments of :func:`evaluate` describe; it raises as that does."""
         named = {"sequence_length": sequence_length, "stride": stride, "tokens": tokens, "by_position": by_position}
         problems = [
-            f"{name}={value}: choose a whole number from 1 on"
+            f"`{name}={value}`: choose a whole number from 1 on"
             for name, value in named.items()
             if value is not None and value < 1
         ]
         if count not in get_args(TrainOn):
-            problems.append(f"count={count}: choose from {', '.join(get_args(TrainOn))}")
+            problems.append(f"`count={count}`: choose from {', '.join(get_args(TrainOn))}")
         longest = folder.config.max_positions
         usual = longest or LONGEST
         length = sequence_length or (usual if by_position else min(usual, LONGEST))
         step = stride or length
         if longest is not None and length > longest:
-            problems.append(f"sequence_length={length}: the model has {longest} positions, choose up to those")
+            problems.append(f"`sequence_length={length}`: the model has {longest} positions, choose up to those")
         if step > length:
-            problems.append(f"stride={step} would leave out tokens between windows of {length}: choose up to {length}")
+            problems.append(
+                f"`stride={step}` would leave out tokens between windows of {length}: choose up to {length}"
+            )
         if problems:
             raise StoreError("\n".join(problems))
         files = DocumentFiles(data, folder.config.vocab_size, _texts(folder, data), text_key, count)

@@ -61,7 +61,7 @@ class ModelSetup:
         """Return what the arguments of :func:`load_model` describe; it raises as that does."""
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         if name not in (None, *FLOATS.values()):
-            raise StoreError(f"dtype={name}: choose from {', '.join(FLOATS.values())}")
+            raise StoreError(f"`dtype={name}`: choose from {', '.join(FLOATS.values())}")
         opened = open_model(Path(folder), None if base is None else Path(base))
         made = None if mesh is None or isinstance(mesh, MeshShape) else mesh
         shape = MeshShape() if mesh is None else mesh if isinstance(mesh, MeshShape) else mesh.shape

@@ -34,7 +34,7 @@ def check_mesh(
     problems, layers = mesh_problems(config.sizes, mesh, etp), config.sizes["layer"]
     problems += context_problems(config, mesh, exchange)
     if mesh.pp > layers:
-        problems.append(f"cannot give each of pp={mesh.pp} stages one of the {layers} layers")
+        problems.append(f"cannot give each of `pp={mesh.pp}` stages one of the {layers} layers")
     if here.launched and here.world != mesh.world:
         problems.append(
             f"{here.world} processes were started, and {sizes(mesh)} takes {mesh.world}: start {mesh.world}"
@@ -51,9 +51,9 @@ def sizes(mesh: MeshShape) -> str:
 def context_problems(config: ModelConfig, mesh: MeshShape, exchange: ContextExchange) -> list[str]:
     """Return why ranks of cp cannot compute attention in a way of exchanging."""
     if mesh.cp == 1:
-        return [] if exchange == "auto" else [f"exchange={exchange}: cp is 1, and no text is split: leave it out"]
+        return [] if exchange == "auto" else [f"`exchange={exchange}`: `cp` is 1, and no text is split: leave it out"]
     problem = heads_problem(config.sizes, mesh.tp, ContextParallel.of(mesh.cp, exchange).heads)
-    return [] if problem is None else [f"exchange={exchange}: {problem}, or exchange=ring"]
+    return [] if problem is None else [f"`exchange={exchange}`: {problem}, or `exchange=ring`"]
 
 
 def device_kind(wanted: str, here: RankPlace, processes: int) -> str:
@@ -66,11 +66,11 @@ def device_kind(wanted: str, here: RankPlace, processes: int) -> str:
         StoreError: there are too few GPUs, or there is no such kind.
     """
     if wanted not in ("auto", "cpu", "cuda"):
-        raise StoreError(f"device={wanted}: choose auto, cpu or cuda")
+        raise StoreError(f"`device={wanted}`: choose auto, cpu or cuda")
     there = gpus()
     needed = here.local_world if here.launched else processes
     if wanted == "cuda" and there < needed:
-        raise StoreError(f"{needed} processes need {needed} GPUs here, and there are {there}: choose device=cpu")
+        raise StoreError(f"{needed} processes need {needed} GPUs here, and there are {there}: choose `device=cpu`")
     return "cuda" if wanted != "cpu" and there >= needed else "cpu"
 
 

@@ -14,11 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megacore.background import BackgroundTask
+from megacore.background import in_background
 from megacore.incidents import Incident
 from megacore.outcome import rank_file
 from megacore.parallel.weights.layout import MeshShape
@@ -261,8 +262,8 @@ class HangReport:
 
 def _is_done_in_time(write: Callable[[], object]) -> bool:
     """Write something in a thread that is left behind where the disk does not answer -> whether it is written."""
-    writing = BackgroundTask(write, "hang-report-file")
-    return writing.wait(WRITE_S) and writing.error is None
+    writing = in_background(write, "hang-report-file")
+    return bool(wait([writing], WRITE_S).done) and writing.exception() is None
 
 
 def _place(reading: Reading) -> tuple[object, ...]:

@@ -22,6 +22,7 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -43,7 +44,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from megacore import exits
-from megacore.background import BackgroundTask
+from megacore.background import in_background
 from megacore.launcher.node import Node
 from megacore.recipe import ConfigError
 from megacore.say import err
@@ -322,14 +323,14 @@ class SeveralNodes(OneNode):
 
     def _patiently(self, function: Callable[[], Any], limit_s: float | None) -> Any:
         """Return what a function does in a thread of its own; meanwhile signals are heeded where there is no limit."""
-        answer = BackgroundTask(function, "rendezvous asks")
+        answer = in_background(function, "rendezvous asks")
         until = time.monotonic() + (limit_s or 0)
-        while not answer.wait(0.05):
+        while not wait([answer], 0.05).done:
             if limit_s is None:
                 self._heed()
             elif time.monotonic() > until:
                 raise TimeoutError
-        return answer.result
+        return answer.result()
 
 
 class SignedBackend(RendezvousBackend):

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megacore import checkpoints
-from megacore.background import BackgroundTask
+from megacore.background import in_background
 from megacore.control import Control
 from megacore.parallel.gradients.buckets import Take, all_of_it
 from megacore.parallel.parameters import Parameters, view
@@ -266,11 +267,11 @@ class _Saving:
     trainer: Mapping[str, Any]
     publication: Publication | Upload | None
     stage: Literal["write", "publish", "send"] = "write"
-    work: BackgroundTask[Any] | None = None
+    work: Future[Any] | None = None
 
     def begin(self, stage: Literal["write", "publish", "send"], work: Callable[[], object] | None) -> None:
         """Begin a stage, in which this rank may have nothing to do."""
-        self.stage, self.work = stage, None if work is None else BackgroundTask(work, "save")
+        self.stage, self.work = stage, None if work is None else in_background(work, "save")
 
 
 class Saver:
@@ -395,8 +396,8 @@ class Saver:
         """Return whether this rank is still at work, and whether it has failed: for :meth:`advance`."""
         if self._saving is None or self._saving.work is None:
             return False, False
-        busy = self._saving.work.is_running
-        return busy, not busy and self._saving.work.error is not None
+        busy = not self._saving.work.done()
+        return busy, not busy and self._saving.work.exception() is not None
 
     def advance(self, busy: bool, failed: bool) -> None:
         """Go on with a save in the background, as far as it can without waiting.
@@ -410,7 +411,7 @@ class Saver:
         if failed:
             self._fail(saving)
         elif not busy and saving.stage == "write":
-            result = saving.work.result if saving.work else None
+            result = saving.work.result() if saving.work else None
             written = self._control.exchange(result) if self._several else self._control.gather(result)
             saving.begin("publish", (lambda: self._publish(saving, written)) if saving.publication else None)
         elif not busy and saving.stage == "publish" and self._send is not None:
@@ -423,7 +424,7 @@ class Saver:
         """Give up the save in the background, if there is one that is not published yet; all ranks do so."""
         saving, self._saving = self._saving, None
         if saving is not None and saving.work is not None:
-            saving.work.wait()
+            wait([saving.work])
         if saving is not None and saving.publication is not None:
             saving.publication.abandon()
 
@@ -431,14 +432,12 @@ class Saver:
         """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""
         while self._saving is not None:
             if self._saving.work is not None:
-                self._saving.work.wait()
+                wait([self._saving.work])
             busy, failed = self._control.largest(*self.news())
             self.advance(bool(busy), bool(failed))
 
     def _fail(self, saving: _Saving) -> None:
-        if saving.work is not None:
-            saving.work.wait()
-        error = saving.work.error if saving.work else None
+        error = saving.work.exception() if saving.work else None
         errors = self._control.exchange(error and (str(error) or repr(error)))
         if saving.publication is not None:
             saving.publication.abandon()

@@ -298,7 +298,7 @@ def waits_for_its_saves(made: Trainer) -> list[int]:
 
     def wait(step: int) -> None:
         if saver._saving and saver._saving.work:
-            saver._saving.work.wait()
+            saver._saving.work.exception()
 
     return in_steps(made, wait)
 

@@ -761,7 +761,7 @@ asked(
         "pp-more-than-layers": ("--pp 6", "6", "5 layers"),
         "ep-without-experts": ("--ep 2", "ep=2", "no experts", "set ep=1"),
         "etp-without-experts": ("--tp 2 --etp 2", "etp=2", "no experts", "set etp=1"),
-        "stages-too-few": ("--pp 2 --layers-per-stage 5", "layers_per_stage", "2 x 1 = 2"),
+        "stages-too-few": ("--pp 2 --layers-per-stage 5", "--layers-per-stage has 1", "--pp x --chunks = 2 x 1 = 2"),
         "stages-too-many": ("--pp 2 --layers-per-stage 1,1,3", "3 numbers"),
         "stages-sum": ("--pp 2 --layers-per-stage 2,2", "adds up to 4", "5 layers"),
         "stages-zero": ("--pp 2 --layers-per-stage 5,0", "--layers-per-stage"),
@@ -789,7 +789,7 @@ asked(
     "export",
     EXPORT,
     {
-        "etp": ("--etp 2", "leave out tp, pp, ep, etp"),
+        "etp": ("--etp 2", "leave out --tp, --pp, --ep, --etp"),
         "size-nonsense": ("--max-shard-size huge", "'huge'", "5GB"),
         "size-negative": ("--max-shard-size=-5GB", "'-5GB'"),
         "size-zero": ("--max-shard-size 0", "'0'"),

@@ -229,7 +229,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, not_durable: None, capsys: 
     said = refused(capsys, made.checkpoint, target, "--to", "hf", "--base", turned)
     assert "rms_norm_eps is 0.5 and was" in said
     assert "is a Hugging Face folder already" in refused(capsys, made.folder, target, "--to", "peft")
-    assert "base is for to=hf" in refused(capsys, made.checkpoint, target, "--to", "peft", "--base", made.folder)
+    assert "--base is for --to hf" in refused(capsys, made.checkpoint, target, "--to", "peft", "--base", made.folder)
     assert run(made.folder, tmp_path / "model-ckpt") == 0
     assert "holds a model and no adapters" in refused(capsys, tmp_path / "model-ckpt", target, "--to", "peft")
     said = refused(capsys, tmp_path / "model-ckpt", target, "--to", "hf", "--base", made.folder)

@@ -340,7 +340,7 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),
         (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
-        (llama, good, ["--exchange", "gather"], "exchange=gather: cp is 1, and no text is split: leave it out"),
+        (llama, good, ["--exchange", "gather"], "--exchange gather: --cp is 1, and no text is split: leave it out"),
         (
             llama,
             good,

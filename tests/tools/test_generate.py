@@ -293,8 +293,8 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(
     asked, small = ["--prompt", "The sun"], with_text(save("gpt2", tmp_path / "small"))
     cases: list[tuple[Path, list[str], str]] = [
         (llama, [], "there is no prompt"),
-        (llama, [*asked, "--system", "b"], "give chat too"),
-        (llama, [*asked, "--top-k", "3"], "top_k is of sampling: give temperature"),
+        (llama, [*asked, "--system", "b"], "--system is the first message of a chat: give --chat too"),
+        (llama, [*asked, "--top-k", "3"], "--top-k is of sampling: give --temperature too"),
         (llama, ["--prompt", "a b c d e f g " * 40], "64 positions: shorten it"),
         (llama, ["--prompt", ""], "has no tokens"),
         (llama, [*asked, "--tp", "3"], "cannot split heads (4) over tp=3"),

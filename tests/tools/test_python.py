@@ -174,21 +174,24 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(llama: Path, monkeypa
     monkeypatch.setattr("megacore.store.weight_folders.loader.Loader.tensors", None)
     loading: list[tuple[dict[str, Any], str]] = [
         ({"mesh": MeshShape(tp=2)}, r"alone, and pp=1 x dp=1 x ep=1 x cp=1 x tp=2 takes 2: start it by `torchrun --n"),
-        ({"mesh": MeshShape(tp=3, pp=4)}, r"cannot split heads \(4\) over tp=3(.|\n)*pp=4 stages one of the 3 layers"),
-        ({"dtype": "float8"}, "dtype=float8: choose from"),
-        ({"dtype": torch.int64}, "dtype=int64: choose from"),
-        ({"device": "tpu"}, "device=tpu: choose auto, cpu or cuda"),
-        ({"exchange": "gather"}, "exchange=gather: cp is 1"),
+        (
+            {"mesh": MeshShape(tp=3, pp=4)},
+            r"cannot split heads \(4\) over tp=3(.|\n)*`pp=4` stages one of the 3 layers",
+        ),
+        ({"dtype": "float8"}, "`dtype=float8`: choose from"),
+        ({"dtype": torch.int64}, "`dtype=int64`: choose from"),
+        ({"device": "tpu"}, "`device=tpu`: choose auto, cpu or cuda"),
+        ({"exchange": "gather"}, "`exchange=gather`: `cp` is 1"),
     ]
     for options, says in loading:
         with pytest.raises(StoreError, match=says):
             load_model(llama, **options)
     asking: list[tuple[list[str], dict[str, Any], str]] = [
         ([], {}, "there is no prompt"),
-        (["a"], {"temperature": 0.0}, "temperature=0.0: choose one above 0"),
-        (["a"], {"top_k": 3, "max_new_tokens": 0}, r"max_new_tokens=0(.|\n)*top_k is of sampling"),
-        (["a"], {"temperature": 1.0, "top_p": 1.5}, "top_p=1.5: choose a number above 0 and up to 1"),
-        (["a"], {"system": "b"}, "give chat too"),
+        (["a"], {"temperature": 0.0}, "`temperature=0.0`: choose one above 0"),
+        (["a"], {"top_k": 3, "max_new_tokens": 0}, r"`max_new_tokens=0`(.|\n)*`top_k` is of sampling"),
+        (["a"], {"temperature": 1.0, "top_p": 1.5}, "`top_p=1.5`: choose a number above 0 and up to 1"),
+        (["a"], {"system": "b"}, "give `chat` too"),
         (["a b c d " * 90], {}, "64 positions: shorten it"),
     ]
     for prompts, options, says in asking:
@@ -244,18 +247,18 @@ def test_convert_writes_the_bytes_of_the_command(llama: Path, tmp_path: Path, ca
 def test_what_cannot_be_converted(llama: Path, tmp_path: Path) -> None:
     ours = converted(llama, tmp_path / "ours")
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (llama, {"to": "gguf"}, "to=gguf: choose megacore, hf or peft"),
+        (llama, {"to": "gguf"}, "`to=gguf`: choose megacore, hf or peft"),
         (llama, {"to": "hf"}, "is a Hugging Face folder already"),
         (ours, {}, "is a checkpoint of ours"),
-        (ours, {"to": "hf", "tp": 2}, "a Hugging Face folder has no layout: leave out tp"),
+        (ours, {"to": "hf", "tp": 2}, "a Hugging Face folder has no layout: leave out `tp`"),
         (ours, {"to": "hf", "base": ours}, "is a checkpoint: make a Hugging Face folder of it first"),
-        (llama, {"base": llama}, "base is for to=hf"),
-        (llama, {"max_shard_size": "5GB"}, "max_shard_size is for to=hf"),
-        (llama, {"dtype": "float8"}, "dtype=float8: choose from"),
-        (llama, {"tp": 0}, "tp=0: choose a whole number from 1 on"),
-        (llama, {"tp": 3, "pp": 4}, r"heads \(4\) over tp=3(.|\n)*pp x chunks = 4 x 1 = 4 virtual stages"),
+        (llama, {"base": llama}, "`base` is for `to=hf`"),
+        (llama, {"max_shard_size": "5GB"}, "`max_shard_size` is for `to=hf`"),
+        (llama, {"dtype": "float8"}, "`dtype=float8`: choose from"),
+        (llama, {"tp": 0}, "`tp=0`: choose a whole number from 1 on"),
+        (llama, {"tp": 3, "pp": 4}, r"heads \(4\) over tp=3(.|\n)*`pp` x `chunks` = 4 x 1 = 4 virtual stages"),
         (llama, {"pp": 2, "layers_per_stage": (3, 0)}, "a stage without a layer"),
-        (llama, {"jobs": -1}, "jobs=-1: choose a whole number from 1 on"),
+        (llama, {"jobs": -1}, "`jobs=-1`: choose a whole number from 1 on"),
     ]
     for source, options, says in cases:
         with pytest.raises(StoreError, match=says):
@@ -312,9 +315,9 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, monkeypatch: pyte
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("nowhere.txt", {}, "nowhere.txt does not exist"),
         ("empty.jsonl", {}, "there are no documents"),
-        ("plain.txt", {"sequence_length": 65}, "sequence_length=65: the model has 64 positions"),
-        ("plain.txt", {"stride": 65, "tokens": 0}, r"tokens=0: choose (.|\n)*stride=65 would leave out tokens"),
-        ("plain.txt", {"count": "first"}, "count=first: choose from assistant, last, all"),
+        ("plain.txt", {"sequence_length": 65}, "`sequence_length=65`: the model has 64 positions"),
+        ("plain.txt", {"stride": 65, "tokens": 0}, r"`tokens=0`: choose (.|\n)*`stride=65` would leave out tokens"),
+        ("plain.txt", {"count": "first"}, "`count=first`: choose from assistant, last, all"),
         ("plain.txt", {"mesh": MeshShape(dp=2)}, "this process is alone"),
     ]
     for name, options, says in cases:

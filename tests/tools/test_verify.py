@@ -299,7 +299,7 @@ def test_what_cannot_be_compared(llama: Path, tmp_path: Path, capsys: Capture, m
             None,
             "lies on pp=1 x ep=1 x cp=2 x tp=1, and 1 processes cannot form that: start",
         ),
-        ((target, llama, "--exchange", "ring"), None, "exchange=ring: cp is 1, and no text is split: leave it out"),
+        ((target, llama, "--exchange", "ring"), None, "--exchange ring: --cp is 1, and no text is split: leave it out"),
         ((target, llama, "--prompt", "sea"), None, "has no tokenizer"),
         ((target, llama, "--prompt", " "), one, "has no tokens"),
         ((target, llama, "--prompts", "nowhere"), one, "cannot read nowhere"),

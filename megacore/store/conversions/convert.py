@@ -74,23 +74,23 @@ def open_source(
         StoreError: there is no such folder, or none that becomes what is asked for.
     """
     if to not in ("megacore", "hf", "peft"):
-        raise StoreError(f"to={to}: choose megacore, hf or peft")
+        raise StoreError(f"`to={to}`: choose megacore, hf or peft")
     # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
     opened = open_folder(Path(source), to == "peft" or base is not None, ignored_fields=ignored_fields)
     if base is not None and to != "hf":
-        raise StoreError("base is for to=hf: it is the model that adapters are merged into")
+        raise StoreError("`base` is for `to=hf`: it is the model that adapters are merged into")
     if to != "megacore" and opened.format == HuggingFace.format:
         raise StoreError(f"{opened.path} is a Hugging Face folder already")
     if to == "megacore" and opened.format == Checkpoint.format:
         raise StoreError(
             f"{opened.path} is a checkpoint of ours: change its layout with `megacore reshard`, or make a Hugging Face "
-            "folder of it with --to hf"
+            "folder of it with `to=hf`"
         )
     if base is None:
         return opened, None
     opened_base = open_folder(Path(base))
     if opened_base.format != HuggingFace.format:
-        raise StoreError(f"{base} is a checkpoint: make a Hugging Face folder of it first, by --to hf")
+        raise StoreError(f"{base} is a checkpoint: make a Hugging Face folder of it first, by `to=hf`")
     return opened, opened_base
 
 

@@ -55,7 +55,7 @@ class FolderTarget:
             StoreError: there is no such dtype.
         """
         if self.dtype not in (None, *FLOATS.values()):
-            raise StoreError(f"dtype={self.dtype}: choose from {', '.join(FLOATS.values())}")
+            raise StoreError(f"`dtype={self.dtype}`: choose from {', '.join(FLOATS.values())}")
         return next((name for name, kind in FLOATS.items() if kind == self.dtype), None)
 
     def layout(self, config: ModelConfig) -> Layout:
@@ -65,20 +65,22 @@ class FolderTarget:
             StoreError: all reasons why it cannot be split so.
         """
         numbers = {name: getattr(self, name) for name in ("tp", "pp", "ep", "etp", "chunks")}
-        if low := [f"{name}={value}: choose a whole number from 1 on" for name, value in numbers.items() if value < 1]:
+        if low := [
+            f"`{name}={value}`: choose a whole number from 1 on" for name, value in numbers.items() if value < 1
+        ]:
             raise StoreError("\n".join(low))
         mesh = MeshShape(pp=self.pp, ep=self.ep, tp=self.tp)
         problems = mesh_problems(config.sizes, mesh, self.etp)
         stages, layers, given = mesh.pp * self.chunks, config.sizes["layer"], self.layers_per_stage
-        product = f"pp x chunks = {mesh.pp} x {self.chunks} = {stages}"
+        product = f"`pp` x `chunks` = {mesh.pp} x {self.chunks} = {stages}"
         if stages > layers:
             problems.append(f"cannot give each of {product} virtual stages one of the {layers} layers")
         if given is not None and len(given) != stages:
-            problems.append(f"layers_per_stage has {len(given)} numbers: give {product}")
+            problems.append(f"`layers_per_stage` has {len(given)} numbers: give {product}")
         if given is not None and sum(given) != layers:
-            problems.append(f"layers_per_stage adds up to {sum(given)}, and the model has {layers} layers")
+            problems.append(f"`layers_per_stage` adds up to {sum(given)}, and the model has {layers} layers")
         if given is not None and min(given, default=1) < 1:
-            problems.append("layers_per_stage has a stage without a layer: give each one or more")
+            problems.append("`layers_per_stage` has a stage without a layer: give each one or more")
         if problems:
             raise StoreError("\n".join(problems))
         found = None if given is None else tuple(given)
@@ -95,12 +97,14 @@ class FolderTarget:
         """
         if self.to == "megacore":
             if self.max_shard_size is not None:
-                raise StoreError("max_shard_size is for to=hf: a checkpoint has one file per coordinate of its layout")
+                raise StoreError(
+                    "`max_shard_size` is for `to=hf`: a checkpoint has one file per coordinate of its layout"
+                )
             return to_checkpoint(source, self.layout(source.config), self.stored_dtype)
         if self.layers_per_stage or max(self.tp, self.pp, self.ep, self.etp, self.chunks) > 1:
             raise StoreError(
-                "a Hugging Face folder has no layout: leave out tp, pp, ep, etp, chunks and the like, or make a "
-                'checkpoint by --to megacore (from Python: to="megacore")'
+                "a Hugging Face folder has no layout: leave out `tp`, `pp`, `ep`, `etp`, `chunks` and the like, or "
+                "make a checkpoint by `to=megacore`"
             )
         size = parse_size(self.max_shard_size or SHARD_SIZE)
         dtype = self.stored_dtype
@@ -185,6 +189,6 @@ def threads(jobs: int | None) -> int:
         StoreError: there would be none.
     """
     if jobs is not None and jobs < 1:
-        raise StoreError(f"jobs={jobs}: choose a whole number from 1 on")
+        raise StoreError(f"`jobs={jobs}`: choose a whole number from 1 on")
     # Half of the time a thread waits for the disk.
     return min(jobs or 2 * (os.cpu_count() or 1), MOST_JOBS)
