@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
-from megacore.store.io.strict_json import StoreError
+from megacore.store.io.errors import StoreError, below_1
 from megacore.store.weight_folders.folder import WeightFolder
 
 if TYPE_CHECKING:  # what is wrong with a prompt is said without waiting for torch
@@ -113,12 +113,7 @@ class Decoding:
     batch: int = 8
 
     def __post_init__(self) -> None:
-        at_least_1 = {"max_new_tokens": self.max_new_tokens, "batch": self.batch, "top_k": self.top_k}
-        problems = [
-            f"`{name}={value}`: choose a whole number from 1 on"
-            for name, value in at_least_1.items()
-            if value is not None and value < 1
-        ]
+        problems = below_1(max_new_tokens=self.max_new_tokens, batch=self.batch, top_k=self.top_k)
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             problems.append(f"`temperature={self.temperature}`: choose one above 0, or none for the most likely token")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -15,7 +15,7 @@ from megacore.inference.loaded_model import ModelSetup
 from megacore.inference.texts import Texts
 from megacore.parallel.enum_errors import ContextExchange
 from megacore.parallel.weights.layout import MeshShape
-from megacore.store.io.strict_json import StoreError
+from megacore.store.io.errors import StoreError, below_1
 from megacore.store.weight_folders.folder import WeightFolder
 
 if TYPE_CHECKING:  # what is wrong with the data is said without waiting for torch
@@ -53,12 +53,7 @@ class EvaluationSetup:
         by_position: int | None = None,
     ) -> EvaluationSetup:
         """Return what the arguments of :func:`evaluate` describe; it raises as that does."""
-        named = {"sequence_length": sequence_length, "stride": stride, "tokens": tokens, "by_position": by_position}
-        problems = [
-            f"`{name}={value}`: choose a whole number from 1 on"
-            for name, value in named.items()
-            if value is not None and value < 1
-        ]
+        problems = below_1(sequence_length=sequence_length, stride=stride, tokens=tokens, by_position=by_position)
         if count not in get_args(TrainOn):
             problems.append(f"`count={count}`: choose from {', '.join(get_args(TrainOn))}")
         longest = folder.config.max_positions

@@ -15,7 +15,7 @@ from megacore.models.stages import layout_of
 from megacore.parallel.weights.layout import Layout, MeshShape, mesh_problems
 from megacore.parallel.weights.schema import split_of
 from megacore.store.conversions.conversion import FolderPlan, to_checkpoint, to_hugging_face
-from megacore.store.io.strict_json import StoreError
+from megacore.store.io.errors import StoreError, below_1
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
@@ -64,10 +64,7 @@ class FolderTarget:
         Raises:
             StoreError: all reasons why it cannot be split so.
         """
-        numbers = {name: getattr(self, name) for name in ("tp", "pp", "ep", "etp", "chunks")}
-        if low := [
-            f"`{name}={value}`: choose a whole number from 1 on" for name, value in numbers.items() if value < 1
-        ]:
+        if low := below_1(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, chunks=self.chunks):
             raise StoreError("\n".join(low))
         mesh = MeshShape(pp=self.pp, ep=self.ep, tp=self.tp)
         problems = mesh_problems(config.sizes, mesh, self.etp)
@@ -188,7 +185,7 @@ def threads(jobs: int | None) -> int:
     Raises:
         StoreError: there would be none.
     """
-    if jobs is not None and jobs < 1:
-        raise StoreError(f"`jobs={jobs}`: choose a whole number from 1 on")
+    if low := below_1(jobs=jobs):
+        raise StoreError(*low)
     # Half of the time a thread waits for the disk.
     return min(jobs or 2 * (os.cpu_count() or 1), MOST_JOBS)
