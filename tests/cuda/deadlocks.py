@@ -36,11 +36,9 @@ class _Rank:
     """A host that reads its log, and a device that does what it has been told."""
 
     def __init__(self, log: Sequence[Entry], model: Model) -> None:
-        self._log, self._next, self._model = (
-            [each for each in log if isinstance(each, Launch | Record | Wait)],
-            0,
-            model,
-        )
+        self._log = [each for each in log if isinstance(each, Launch | Record | Wait)]
+        self._next = 0
+        self._model = model
         self._queued: dict[str, int] = {}
         self._done: dict[str, int] = {}
         self._streams: dict[str, deque[_Item]] = {}
