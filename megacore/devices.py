@@ -1,9 +1,14 @@
-"""The speeds of devices, from their vendors' data sheets. No torch."""
+"""The speeds of devices, from their vendors' data sheets or a file of what was measured. No torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.store.io.errors import StoreError
+from megacore.store.io.strict_json import read_json
 
 # Dense bf16 and fp32 (without TF32) TFLOP/s from the vendors' data sheets; the first name whose words occur in the
 # device's own counts, so longer names stand before shorter ones.
@@ -88,3 +93,24 @@ SMALL_CPU = Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9, reach=0.6, half=32)
 """A small machine without a GPU, in round numbers: of CPUs nothing is in the table."""
 CPU_TFLOPS = 0.5
 """The speed of its matrix products."""
+
+
+def device_of(name: str) -> Device:
+    """Return a device of the table, or of a file that ``benchmarks/gpu_first.py --sections calibration`` has written.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    if not name.endswith(".json"):
+        raise ValueError(f"`gpu` ({name}) is no device: choose from {', '.join(DEVICES)}, cpu, or a .json file")
+    try:
+        device = Device(**read_json(Path(name))["device"])
+        numbers = [device.fp8 or 1.0, *(value for key, value in vars(device).items() if key not in ("peak", "fp8"))]
+        if device.peak not in PEAK_TFLOPS or not all(0 < number < math.inf for number in numbers):
+            raise ValueError("a field has no such value")
+    except (StoreError, TypeError, KeyError, ValueError) as error:
+        why = f"it needs a device with the fields of megacore.devices.Device ({error})"
+        raise ValueError(f"`gpu` ({name}) is no file of a measured device: {why}") from None
+    return device

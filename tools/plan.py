@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--world", "--gpus", type=folders.count, metavar="N", help="ranks; by default what the mesh needs"
     )
-    parser.add_argument("--gpu", choices=[*DEVICES, CPU], default="h100-80", help="the device (%(default)s)")
+    known = ", ".join([*DEVICES, CPU])
+    parser.add_argument(
+        "--gpu", default="h100-80", metavar="NAME", help=f"{known}, or a measured FILE.json (%(default)s)"
+    )
     parser.add_argument("--gpus-per-node", type=folders.count, metavar="N", help="8 by default")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
@@ -121,8 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _fitted(text: str) -> str:
     key, _, name = text.partition("=")
-    if key.upper() != "GPU" or name not in DEVICES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not GPU= and one of {', '.join(DEVICES)}")
+    if key.upper() != "GPU" or not (name in DEVICES or name.endswith(".json")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not GPU= and one of {', '.join(DEVICES)}, or a .json file")
     return name
 
 

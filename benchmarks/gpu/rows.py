@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.devices import DEVICES, Device
+from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU, Device
 from megacore.hardware import claim
 from megacore.parallel.enum_errors import Precision
 from megacore.planning.step_time import Cluster
@@ -90,22 +90,23 @@ class Machine:
         device: Of this process.
         tiny: Whether everything is as small as it can be, to see that it runs.
         known: What its data sheet says.
+        out: The folder of what is found.
     """
 
     device: torch.device
     tiny: bool
     known: Device
+    out: Path
 
     @classmethod
-    def of(cls, kind: str, tiny: bool) -> Machine:
+    def of(cls, kind: str, tiny: bool, out: Path) -> Machine:
         device = claim(kind, 0)
         torch.set_num_threads(1)  # what a CPU computes here is tiny
         if device.type == "cpu":
-            # Round numbers of a small machine, as `megacore plan --gpu cpu` has them.
-            return cls(device, tiny, Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9))
+            return cls(device, tiny, SMALL_CPU, out)
         name = torch.cuda.get_device_name(device)
         known = next((each for each in DEVICES.values() if re.search(rf"\b{each.peak}\b", name)), DEVICES["h100-80"])
-        return cls(device, tiny, replace(known, per_node=1))
+        return cls(device, tiny, replace(known, per_node=1), out)
 
     @property
     def gpu(self) -> bool:
@@ -118,7 +119,7 @@ class Machine:
 
     def cluster(self, precision: Precision) -> Cluster:
         """For the arithmetic of ``megacore plan``."""
-        return Cluster(self.known, self.known.tflops(precision) if self.gpu else 0.5)
+        return Cluster(self.known, self.known.tflops(precision) if self.gpu else CPU_TFLOPS)
 
     def wait(self) -> None:
         if self.gpu:

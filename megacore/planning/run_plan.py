@@ -10,7 +10,7 @@ from typing import Any
 from megacore.checks.rules import problems
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
-from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
+from megacore.devices import CPU_TFLOPS, SMALL_CPU, device_of
 from megacore.models.config import ModelConfig, active_parameters
 from megacore.models.registry import configure
 from megacore.planning.fit import MARGIN
@@ -46,7 +46,8 @@ def plan(
         recipe: A file, the name of one that comes along, a mapping of its sections, or a :class:`megacore.Config`.
         overrides: Overrides of it, ``section.key=value``.
         world: Ranks; by default what the mesh needs.
-        gpu: A name of `megacore.devices.DEVICES`, or "cpu".
+        gpu: A name of `megacore.devices.DEVICES`, "cpu", or the file of a device that was measured
+            (``benchmarks/gpu_first.py --sections calibration``).
         device: {field of `megacore.devices.Device`: what it is instead of the table's}, as ``{"memory": 94e9}``.
         tflops: The peak of matrix products in the recipe's precision, instead of the table's.
         storage, storage_per_node: Bytes/s of the shared storage, and between a node and it.
@@ -63,8 +64,15 @@ def plan(
 
 
 def cluster_of(name: str, precision: str, tflops: float | None, changed: Mapping[str, float]) -> Cluster:
-    """Return devices of the table, or CPUs, some of whose fields are others."""
-    device = SMALL_CPU if name == CPU else DEVICES[name]
+    """Return devices of the table or of a file, or CPUs, some of whose fields are others.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    try:
+        device = SMALL_CPU if name == CPU else device_of(name)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
     peak = tflops or (CPU_TFLOPS if name == CPU else device.tflops(precision))
     return Cluster(replace(device, **changed), peak)  # type: ignore[arg-type]  # per_node is a whole number
 

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import math
 import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import megacore
 from benchmarks import gpu_first
-from benchmarks.gpu import profile, rows, work
+from benchmarks.gpu import calibration, profile, rows, work
 from benchmarks.gpu.rows import Machine, Row
+from megacore.planning import efficiency
+from megacore.planning.costs import MatMul
+from megacore.recipe import ConfigError
 
-TINY = Machine.of("cpu", tiny=True)
+TINY = Machine.of("cpu", True, Path())
+SPEEDS = '"bandwidth": 1, "link": 1, "network": 1, "host": 1'
 RUN = (
     "ceilings",
+    "sanitizer",
     "correctness",
     "waits",
     "1b: ours",
@@ -30,7 +39,7 @@ RUN = (
 )
 
 
-def test_a_call_takes_six_minutes_at_most() -> None:
+def test_a_call_takes_ten_minutes_at_most() -> None:
     seconds = Counter[int]()
     for section in gpu_first.SECTIONS.values():
         seconds[section.call] += section.limit
@@ -43,6 +52,40 @@ def test_a_section_runs(name: str, tmp_path: Path) -> None:
     gpu_first.run(name, TINY, tmp_path)
     found = rows.read(tmp_path / gpu_first.ROWS)[name]
     assert found and not [row for row in found if row.good is False]
+
+
+def test_the_plan_reads_what_was_measured(tmp_path: Path) -> None:
+    gpu_first.run("calibration", replace(TINY, out=tmp_path), tmp_path)
+    found = {row.what: row.measured for row in rows.read(tmp_path / gpu_first.ROWS)["calibration"]}
+    device = json.loads((tmp_path / calibration.DEVICE).read_text())["device"]
+    assert device["half"] == found["side of a product that reaches half"]
+    run, expected = ("experts", ["train.precision=bf16"]), {"device": device, "tflops": 70.0}
+    measured = megacore.plan(*run, gpu=str(tmp_path / calibration.DEVICE))["time"]
+    assert measured == megacore.plan(*run, **expected)["time"]
+    assert measured != megacore.plan(*run, tflops=70.0, device=device | {"reach": device["reach"] / 2})["time"]
+
+
+def test_reach_and_half_are_found_again() -> None:
+    sides = itertools.product((256, 1024, 8192), repeat=3)
+    products = [(each, 0.7 * efficiency.reached(each, 300)) for each in (MatMul(m, n, k) for m, n, k in sides)]
+    assert calibration.fitted(products) == pytest.approx((0.7, 300))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        "{": "is not JSON",
+        "[]": "fields of megacore.devices.Device",
+        '{"device": {"peak": "H100"}}': "missing 6 required positional arguments: 'fp8'",
+        f'{{"device": {{"peak": "H1", "fp8": 1, "memory": 1, {SPEEDS}}}}}': "a field has no such value",
+        f'{{"device": {{"peak": "H100", "fp8": 1, "memory": -1, {SPEEDS}}}}}': "a field has no such value",
+    }.items(),
+)
+def test_a_file_of_no_device_is_said(tmp_path: Path, text: str, said: str) -> None:
+    (file := tmp_path / "device.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"device\.json") as error:
+        megacore.plan("experts", gpu=str(file))
+    assert said in str(error.value)
 
 
 def test_a_run_is_resumed_to_the_same_losses(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import traceback
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from megacore import hardware
 
 __all__ = ["pytestmark"]
 
-NUMBERS = ("correctness", "repeats", "pretraining")
+NUMBERS = ("correctness", "repeats", "pretraining", "sanitizer")
 """Sections that read numbers, which fake tensors have not."""
 
 
@@ -38,7 +39,7 @@ def sections(names: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with fake_cuda.fake_cuda():
         with patch.object(hardware, "near", lambda device: set[int]()):
-            machine = Machine.of("cuda", tiny=True)
+            machine = Machine.of("cuda", True, Path(tempfile.mkdtemp()))
         for name in names:
             try:
                 with fake_cuda.Watch(reads, downloads, _Everywhere()):
@@ -48,7 +49,7 @@ def sections(names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-SOME = ("ceilings", "1b: ours", "1b: like torchtitan, compiled")
+SOME = ("ceilings", "calibration", "1b: ours", "1b: like torchtitan, compiled")
 
 
 ALL = [name for name in SECTIONS if name not in NUMBERS and "8b" not in name and "Hugging Face" not in name]
