@@ -11,22 +11,26 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from megacore.say import err
 from megacore.store.io.objects import ObjectPath, place
-from megacore.store.io.strict_json import StoreError, read_file
+from megacore.store.io.strict_json import StoreError, read_file, read_json
 from megacore.store.tensor_files.publish import PARTIAL, Publication, Upload, remove_leftovers
 from megacore.store.tensor_files.tensors import os_errors
 from megacore.store.weight_folders import audit
-from megacore.store.weight_folders.checkpoint import Checkpoint
+from megacore.store.weight_folders.checkpoint import TRAINER, Checkpoint
 from megacore.store.weight_folders.hugging_face import CONFIG
 from megacore.store.weight_folders.index import INDEX
 
 FOLDER = "checkpoints"
 AUTO = "auto"
 """Instead of a checkpoint to resume from: the newest one of the run's own folder, if it has one."""
+
+EVALUATIONS = "evaluations"
+"""[step, validation loss] in the state of a run: of its best evaluation, and of those after it."""
 
 KEPT_IN_MEMORY = 2
 """The checkpoints that stay in memory: one is whole while the next one is written."""
@@ -124,10 +128,22 @@ def kept(steps: list[int], newest: int | None, every: int) -> set[int]:
     return {step for step in steps if step in last or (every and step % every == 0)}
 
 
-def prune(folder: Path, newest: int | None, every: int) -> None:
+def best(found: Mapping[int, Path]) -> int | None:
+    """Return the step whose checkpoint has the lowest validation loss; None where none was evaluated when it was
+    saved."""
+    losses = dict[int, float]()
+    for step, path in found.items():
+        with suppress(StoreError, TypeError, ValueError, IndexError, AttributeError):  # no run's, or damaged
+            at, loss = read_json(path / TRAINER, path).get(EVALUATIONS)[-1]
+            losses |= {step: float(loss)} if at == step else {}
+    return min(losses, key=losses.__getitem__, default=None)
+
+
+def prune(folder: Path, newest: int | None, every: int, keep_best: bool = False) -> None:
     """Remove the checkpoints that are not kept. One that is being removed has lost its name before."""
     steps = complete(folder)
-    for step in steps.keys() - kept(list(steps), newest, every):
+    stay = kept(list(steps), newest, every) | ({best(steps)} if keep_best else set())
+    for step in steps.keys() - stay:
         path = steps[step]
         if isinstance(path, ObjectPath):
             (path / INDEX).remove()

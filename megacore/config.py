@@ -348,6 +348,9 @@ class TrainConfig:
 
     steps: Annotated[Int, AT_LEAST_1] = 100
     """Optimizer steps in all."""
+    epochs: Annotated[Float, ABOVE_0] | None = None
+    """Passes over the training data, of a blend until each corpus has been passed so often; they go before `steps`,
+    which is set to what they come to; null: `steps` counts."""
     seed: Annotated[Int, AT_LEAST_0] = 0
     """The seed of the initial weights and of dropout."""
     precision: Precision = "bf16"
@@ -383,6 +386,8 @@ class EvaluateConfig:
     """Steps from one evaluation to the next; 0: never."""
     batches: Annotated[Int, AT_LEAST_1] = 8
     """Global batches of one evaluation."""
+    patience: Annotated[Int, AT_LEAST_1] | None = None
+    """Evaluations in a row without a lower loss that end the run, as if all its steps were done; null: none do."""
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -397,6 +402,9 @@ class CheckpointConfig:
     """The number of the newest that stay; null: all."""
     keep_every: Annotated[Int, AT_LEAST_0] = 0
     """Those of every so many steps stay too; 0: no others."""
+    best: Bool = False
+    """Whether an evaluation with a lower loss than all before is saved at once, and the checkpoint with the lowest
+    stays too; it is what `export` takes."""
     background: Bool = True
     """Whether training goes on while a checkpoint is written."""
     patience: Annotated[Float, AT_LEAST_0] = 4.0
@@ -416,7 +424,7 @@ class CheckpointConfig:
 
     @property
     def on(self) -> bool:
-        return self.at_end or self.every > 0
+        return self.at_end or self.every > 0 or self.best
 
 
 def _as_ranges(value: object) -> object:

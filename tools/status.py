@@ -33,6 +33,8 @@ class RunState:
         holder: The process that holds it; None where no process of this machine does.
         named: The one that its lock names all the same: it has died, or is on a machine whose locks do not reach here.
         steps: The number of its steps in all, where its recipe can be read.
+        patience: The evaluations without a lower loss that end it, where some do.
+        best: The checkpoint with the lowest validation loss, where the run keeps that.
         unlisted: Why it is not known which checkpoints there are; nothing where it is.
         age_s: Seconds since the newest record.
         stands: The sentence of each node on which ranks stand, where no step was done since.
@@ -42,6 +44,8 @@ class RunState:
     holder: str | None
     named: str | None
     steps: int | None
+    patience: int | None
+    best: Path | None
     training: Mapping[str, Any] | None
     evaluation: Mapping[str, Any] | None
     checkpoint: Path | None
@@ -72,11 +76,14 @@ class RunState:
         written, now = path.stat().st_mtime if records else 0.0, time.time()
         newest = saved[max(saved)] if saved else None
         named, steps = run_lock.read(out / run_lock.LOCK), recipe.train.steps if recipe else None
+        best = checkpoints.best(saved) if recipe and recipe.checkpoint.best else None
         return cls(
             out=out,
             holder=run_lock.holder(out),
             named=str(named) if named else None,
             steps=steps,
+            patience=recipe.evaluate.patience if recipe else None,
+            best=None if best is None else saved[best],
             training=training,
             evaluation=evaluation,
             checkpoint=newest,
@@ -88,7 +95,10 @@ class RunState:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are done, as far as its files tell."""
+        """Whether all steps are done, or evaluations have ended it, as far as its files tell."""
+        since = self.evaluation.get("evaluations_since_best", 0) if self.evaluation else 0
+        if self.patience is not None and since >= self.patience:
+            return True
         return self.steps is not None and self.training is not None and self.training["step"] >= self.steps
 
     def lines(self) -> Iterator[str]:
@@ -103,6 +113,8 @@ class RunState:
             yield f"rate         {_number(self.training.get('tokens_per_second'), ',.0f')} tokens/s"
             yield f"goodput      {_number(self.training.get('goodput'), '.1%')} of the wall clock"
         yield f"checkpoint   {self.checkpoint or self.unlisted or 'none'}"
+        if self.best is not None:
+            yield f"best         {self.best}"
         yield f"incidents    {incidents.summary(self.incidents) if self.incidents else 'none'}"
         yield from (f"  {line}" for line in map(_line, self.incidents[-_SHOWN:]))
 
@@ -166,9 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         err(error)
         return exits.FAILED
     if given.json:
-        say_data(
-            {**asdict(state), "out": str(state.out), "checkpoint": str(state.checkpoint) if state.checkpoint else None}
-        )
+        say_data({key: str(value) if isinstance(value, Path) else value for key, value in asdict(state).items()})
     else:
         say("\n".join(state.lines()))
     return exits.RETRY if given.done and not state.is_done else exits.DONE

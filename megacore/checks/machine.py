@@ -153,7 +153,10 @@ def _is_done(config: Config) -> bool:
         steps = checkpoints.complete(checkpoints.folder_of(config.out, config.checkpoint.folder))
     except StoreError:  # which is said elsewhere
         return False
-    return config.checkpoint.resume == AUTO and max(steps, default=0) >= config.train.steps
+    # The last step of these is not known yet, and an export that is there stays as it is.
+    open_end = config.train.epochs is not None or config.evaluate.patience is not None
+    last = 1 if open_end else config.train.steps
+    return config.checkpoint.resume == AUTO and max(steps, default=0) >= last
 
 
 def _unusable_folder(config: Config) -> Iterator[str]:

@@ -276,7 +276,15 @@ def _shards(facts: RuleContext) -> Iterator[str]:
 
 
 def _lengths(facts: RuleContext) -> Iterator[str]:
-    schedule, steps = facts.config.schedule, facts.config.train.steps
+    if facts.config.train.epochs is None:  # else steps are known once the data is
+        yield from too_few_steps(facts.config)
+    if facts.config.schedule.name == "constant" and facts.config.schedule.decay_steps is not None:
+        yield "schedule.decay_steps is for cosine, linear and wsd: leave it null for constant"
+
+
+def too_few_steps(config: Config) -> Iterator[str]:
+    """Yield what of the learning rate's schedule does not fit into the steps of a run."""
+    schedule, steps = config.schedule, config.train.steps
     warmup = schedule.warmup_steps
     if warmup >= steps:
         yield f"schedule.warmup_steps ({warmup}) must be below train.steps ({steps}): choose at most {steps - 1}"
@@ -285,8 +293,6 @@ def _lengths(facts: RuleContext) -> Iterator[str]:
             f"schedule.decay_steps ({schedule.decay_steps}) and warmup_steps ({warmup}) are more than train.steps "
             f"({steps}): choose a decay of at most {steps - warmup}"
         )
-    if schedule.name == "constant" and schedule.decay_steps is not None:
-        yield "schedule.decay_steps is for cosine, linear and wsd: leave it null for constant"
 
 
 def _device(facts: RuleContext) -> Iterator[str]:
@@ -352,6 +358,10 @@ def _async_tp(facts: RuleContext) -> Iterator[str]:
 
 def _held_out(facts: RuleContext) -> Iterator[str]:
     data, every = facts.config.data, facts.config.evaluate.every
+    if not every:
+        asked = {"evaluate.patience": facts.config.evaluate.patience, "checkpoint.best": facts.config.checkpoint.best}
+        for key in (key for key, value in asked.items() if value):
+            yield f"{key} looks at the losses of evaluations, and evaluate.every is 0: set it, or leave {key} out"
     if every and not data.validation and not data.validation_fraction:
         yield (
             f"evaluate.every ({every}) has nothing to evaluate: name data.validation, set data.validation_fraction "

@@ -57,6 +57,11 @@ class Blend:
         corpus = self._corpus[place]
         return corpus, block * self._quotas[corpus] + self._rank[place]
 
+    def until(self, corpus: int, count: int) -> int:
+        """Return the number of first samples among which are so many of a corpus."""
+        block, rank = divmod(count - 1, int(self._quotas[corpus]))
+        return block * BLOCK + int(np.flatnonzero(self._corpus == corpus)[rank]) + 1
+
     def sample(self, index: int) -> Sample:
         corpus, within = self.locate(index)
         return self.sources[int(corpus)].sample(int(within))

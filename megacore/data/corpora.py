@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from megacore.data.examples import Examples, Facts, Preparation
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
-from megacore.data.samples import Source, of_least, parts, split_documents
+from megacore.data.samples import Epochs, Source, of_least, parts, split_documents
 from megacore.data.text import InputError
 from megacore.parallel.context_split import ContextParallel
 from megacore.store.io.strict_json import StoreError
@@ -92,6 +93,19 @@ class Corpora:
                     IndexedDataset(Path(corpus.path))
             except ValueError as error:
                 yield str(error)
+
+    def samples_of(self, epochs: float) -> int:
+        """Return the number of first samples in which each corpus to train on has been passed so often."""
+        blend = self.train if isinstance(self.train, Blend) else None
+        last = [0]
+        for number, source in enumerate(blend.sources if blend else [self.train]):
+            if not isinstance(source, Epochs):
+                raise InputError(
+                    "train.epochs counts passes, and the data has no end: leave it out, and set train.steps"
+                )
+            count = math.ceil(epochs * source.per_epoch)
+            last.append(blend.until(number, count) if blend else count)
+        return max(last)
 
     def batches(
         self,

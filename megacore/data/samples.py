@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,13 @@ class Source(Protocol):
     def length(self) -> int: ...
 
     def sample(self, index: int) -> Sample: ...
+
+
+@runtime_checkable
+class Epochs(Source, Protocol):
+    """A source that passes what it has in every ``per_epoch`` samples."""
+
+    per_epoch: int
 
 
 def split_documents(documents: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

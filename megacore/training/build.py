@@ -34,7 +34,7 @@ from megacore.store.weight_folders.index import Adapters
 from megacore.store.weight_folders.loader import fingerprint
 from megacore.training.callbacks.bad_steps import BadSteps
 from megacore.training.callbacks.checkpoints import Checkpoints
-from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.callbacks.evaluation import Evaluation, decides
 from megacore.training.callbacks.garbage import Garbage
 from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Meter, Metrics
@@ -109,7 +109,9 @@ def _callbacks(
     """Return what happens beside the steps, in its order: what decides whether a step stands, what others bring along,
     what shows the step, what keeps it."""
     config, optimizer = setup.config, setup.config.optimizer
-    checkpoints_on_disk = Checkpoints(_saver(config, contents, control), setup.corpora.identities)
+    held_out = setup.corpora.validation
+    evaluation = Evaluation(_batches(setup, held_out, mesh, model)) if held_out else None
+    checkpoints_on_disk = Checkpoints(_saver(config, contents, control), setup.corpora.identities, evaluation)
     spikes = TellSpikes()
     bad: Callback = BadSteps(optimizer.max_skipped if optimizer.non_finite == "skip" else 0)
     if optimizer.non_finite == "repeat":
@@ -117,10 +119,8 @@ def _callbacks(
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision], kernels.mm)
     made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
     made += [Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
-    made += [checkpoints_on_disk]
-    if setup.corpora.validation:
-        made.append(Evaluation(_batches(setup, setup.corpora.validation, mesh, model)))
-    return [*made, Garbage(), Profile(), FinalReport()]
+    keeping: list[Callback] = [checkpoints_on_disk, *([evaluation] if evaluation else [])]
+    return [*made, *(keeping[::-1] if decides(config) else keeping), Garbage(), Profile(), FinalReport()]
 
 
 def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
@@ -200,7 +200,7 @@ def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> 
 
 def _saver(config: Config, contents: Contents, control: Control) -> Saver:
     """Build what saves checkpoints; room for states on disk is taken at once."""
-    kept = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
+    kept = Retention(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.best)
     saver = Saver(checkpoints.folder_of(config.out, config.checkpoint.folder), contents, control, kept)
     if config.memory.offload_folder is not None and config.checkpoint.on:
         saver.reserve()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
 from megacore.checks.machine import readable, surroundings, without_a_model
-from megacore.checks.rules import problems
+from megacore.checks.rules import problems, too_few_steps
 from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.model_tokenizer import ModelFiles
@@ -95,11 +95,8 @@ def check(
     except ModelConfigError as error:
         found += [f"model: {problem}" for problem in error.problems]
     found += known(model)
-    if start is not None and 0 < config.train.steps < start.progress.step:
-        found += [
-            f"train.steps ({config.train.steps}) is below the {start.progress.step} steps that are done: the run goes "
-            f"on to train.steps in all, choose more than {start.progress.step}, or begin another run by checkpoint.init"
-        ]
+    if start is not None and config.train.epochs is None:
+        found += _steps_done(config, start)
     if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
     if model is None or start is None or (found and not readable(config)):
@@ -117,12 +114,34 @@ def check(
         raise ConfigError(no_room)
     try:
         corpora = Corpora.open(config, files, checked)
+        config = _with_steps(config, corpora)
         changed = [] if checked or another_looks or goes_on else [*changed_data(start, config, corpora)]
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
+    if config.train.epochs is not None:
+        changed += [*too_few_steps(config), *_steps_done(config, start)]
     if changed:
         raise ConfigError(changed)
     return Setup(config, model, corpora, start, travelling)
+
+
+def _with_steps(config: Config, corpora: Corpora) -> Config:
+    """Return a config with the steps that its epochs come to, if it counts those; the last may begin another one."""
+    if config.train.epochs is None:
+        return config
+    steps = -(-corpora.samples_of(config.train.epochs) // config.batch.global_size)
+    return replace(config, train=replace(config.train, steps=steps))
+
+
+def _steps_done(config: Config, start: Start) -> Iterator[str]:
+    """Yield whether a run has done more steps than it is to do."""
+    steps, done, epochs = config.train.steps, start.progress.step, config.train.epochs
+    if 0 < steps < done:
+        key, come = ("train.steps", f"{steps}") if epochs is None else ("train.epochs", f"{epochs:g}, {steps} steps")
+        yield (
+            f"{key} ({come}) is below the {done} steps that are done: the run goes on to {key} in all, choose more "
+            f"than {done}{'' if epochs is None else ' steps'}, or begin another run by checkpoint.init"
+        )
 
 
 def _start(config: Config, another_looks: bool, goes_on: bool) -> Start:

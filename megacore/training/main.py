@@ -163,7 +163,7 @@ def _run(
         raise
     leave(here)
     if here.rank == 0 and setup.config.checkpoint.export is not None:
-        say(make_export(setup.config, run.step))
+        say(make_export(setup.config, run.step, run.last))
     return FinishedRun(setup.config, run.step)
 
 
@@ -220,14 +220,14 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     if here.rank == 0 and damaged is not None and (other := checkpoints.instead_of(damaged)):
         err(other)
     exports = here.rank == 0 and run is not None and not run.pausing and run.config.checkpoint.export is not None
-    stopped = run is not None and run.stopping and run.step < run.config.train.steps
+    stopped = run is not None and run.stopping and run.step < run.last
     if not exports:  # before a library can abort this process, which has nothing more to do
         RankOutcome(status, stopped, paused=run is not None and run.pausing).write()
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if exports and run is not None:
         try:
-            say(make_export(run.config, run.step))
+            say(make_export(run.config, run.step, run.last))
         except StoreError as error:
             status = exits.FAILED
             err(error)

@@ -74,10 +74,12 @@ class Contents:
 @dataclass(frozen=True)
 class Retention:
     """The checkpoints that a run keeps: the newest checkpoints (None: all of them), and those of every so many steps
-    (0: no others); ``ahead``: others go before the next one is written, rather than once it is there."""
+    (0: no others), and the ``best``; ``ahead``: others go before the next one is written, rather than once it is there.
+    """
 
     newest: int | None
     every: int
+    best: bool = False
     ahead: bool = False
 
 
@@ -495,6 +497,6 @@ class Saver:
         if self._kept.ahead:
             return
         try:
-            checkpoints.prune(self.folder, self._kept.newest, self._kept.every)
+            checkpoints.prune(self.folder, self._kept.newest, self._kept.every, self._kept.best)
         except (OSError, StoreError) as error:  # this one is there
             err(f"{self.folder}: older checkpoints that are not to be kept could not be removed: {error}")

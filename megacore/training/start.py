@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -101,9 +101,15 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
             say(f"Not used: {each.reason}")
     _note(config, out / NOTED)
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
-    said = remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)
+    said = [*_epochs(config), *remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)]
     say("\n".join([*said, *setup.corpora.remarks, *uneven]))
     return setup.held()
+
+
+def _epochs(config: Config) -> Iterator[str]:
+    if config.train.epochs is not None:
+        samples = config.batch.global_size
+        yield f"train.epochs={config.train.epochs:g}: {config.train.steps:,} steps of {samples:,} samples"
 
 
 def headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:

@@ -126,6 +126,8 @@ class Trainer:
     """The progress that samples and tokens are counted from."""
     step: int = field(init=False)
     """The step that is being done, or was done last."""
+    last: int = field(init=False)
+    """The step that ends the run; a callback on all ranks may say that it is this one."""
     stopping: bool = field(default=False, init=False)
     pausing: bool = field(default=False, init=False)
     kept_step: int | None = field(default=None, init=False)
@@ -137,7 +139,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.start = self.origin.progress
-        self.step = self.start.step
+        self.step, self.last = self.start.step, self.config.train.steps
 
     def fit(self) -> int:
         """Train -> the last step that was done.
@@ -254,7 +256,7 @@ class Trainer:
     @property
     def is_last(self) -> bool:
         """Whether no step follows this one."""
-        return self.stopping or self.pausing or self.failure is not None or self.step >= self.config.train.steps
+        return self.stopping or self.pausing or self.failure is not None or self.step >= self.last
 
     @property
     def lr(self) -> float:

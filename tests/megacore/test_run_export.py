@@ -91,9 +91,9 @@ def test_a_run_that_is_started_again_when_all_is_done_is_done(
 def test_what_is_not_finished_is_not_exported(tmp_path: Path) -> None:
     made = tmp_path / "hf"
     config = load(recipe_of(tmp_path), [f"out={tmp_path / 'run'}", f"checkpoint.export={made}"])
-    assert export(config, 1).split() == ["not", "exported", str(made), "(step", "1", "of", "2)"]
+    assert export(config, 1, 2).split() == ["not", "exported", str(made), "(step", "1", "of", "2)"]
     with pytest.raises(StoreError, match="there is no checkpoint of step 2"):
-        export(config, 2)
+        export(config, 2, 2)
     assert not made.exists()
 
 
@@ -104,7 +104,7 @@ def test_a_folder_that_has_come_in_between_is_left_alone(tmp_path: Path, capsys:
     made.mkdir()
     (made / "theirs").touch()
     with pytest.raises(StoreError, match=r"(?s)holds 1 files.*megacore convert .*step-00000002 .*hf --to hf"):
-        export(load(recipe, [f"out={out}", f"checkpoint.export={made}"]), 2)
+        export(load(recipe, [f"out={out}", f"checkpoint.export={made}"]), 2, 2)
     assert [path.name for path in made.iterdir()] == ["theirs"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megacore.incidents import Incident
 from megacore.training import progress
+from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.save import SaveError, Saver
 from megacore.training.trainer import Callback, Trainer
 
@@ -19,16 +20,18 @@ class Checkpoints(Callback):
 
     Args:
         data: The identity of each corpus to train on.
+        evaluation: Finds the best ones, which are saved too where the config asks for that.
     """
 
-    def __init__(self, saver: Saver, data: Sequence[str]) -> None:
-        self._saver, self._data = saver, data
+    def __init__(self, saver: Saver, data: Sequence[str], evaluation: Evaluation | None = None) -> None:
+        self._saver, self._data, self._evaluation = saver, data, evaluation
         self._unsaved = False
 
     def ask(self, run: Trainer) -> Mapping[str, float]:
         busy, failed = self._saver.news()
         due = self._is_due(run)
-        return {"look": due, "keep": due, "save.busy": busy, "save.failed": failed}
+        evaluated = self._evaluation is not None and run.config.checkpoint.best and self._evaluation.is_due(run)
+        return {"look": due, "keep": due or evaluated, "save.busy": busy, "save.failed": failed}
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         busy, failed = bool(largest["save.busy"]), bool(largest["save.failed"])
@@ -37,7 +40,8 @@ class Checkpoints(Callback):
         self._tolerate(run, lambda: self._saver.advance(busy, failed))
         # What a pause has come to is lost where nothing else keeps it.
         lost = run.pausing and run.config.checkpoint.on and run.kept_step != run.step
-        if run.failure is None and (self._is_due(run) or lost or largest.get("save.wanted")):
+        best = run.config.checkpoint.best and self._evaluation is not None and self._evaluation.best_step == run.step
+        if run.failure is None and (self._is_due(run) or best or lost or largest.get("save.wanted")):
             self._save(run)
             self._unsaved = run.is_last and not run.pausing
 
@@ -55,7 +59,7 @@ class Checkpoints(Callback):
 
     def _is_due(self, run: Trainer) -> bool:
         section = run.config.checkpoint
-        end = run.step == run.config.train.steps and section.at_end
+        end = run.step == run.last and section.at_end
         return end or (run.stopping and section.on) or (section.every > 0 and run.step % section.every == 0)
 
     def _save(self, run: Trainer) -> None:

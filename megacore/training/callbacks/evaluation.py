@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
 
 import torch
 
+from megacore.checkpoints import EVALUATIONS
+from megacore.config import Config
 from megacore.data.batches import Batches
 from megacore.training.step import evaluate
 from megacore.training.trainer import Callback, Trainer
@@ -20,20 +24,49 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+def decides(config: Config) -> bool:
+    """Return whether evaluations decide what is saved, or when the run ends: a checkpoint has that of its step then."""
+    return config.checkpoint.best or config.evaluate.patience is not None
+
+
 class Evaluation(Callback):
-    """Evaluates after every ``evaluate.every`` steps and after the last one, not when a signal interrupts."""
+    """Evaluates after every ``evaluate.every`` steps and after the last one, not when a signal interrupts; ends the run
+    where ``evaluate.patience`` is at its end. Where that comes before the save, a signal does not wait for it."""
 
     def __init__(self, held_out: Batches) -> None:
         self._held_out = held_out
+        self._known: list[tuple[int, float]] = []
+        """(step, loss) of the evaluations that count, from the best of those before this process on."""
+
+    @property
+    def best_step(self) -> int | None:
+        """The step with the lowest loss, the first of several; None where no loss was finite."""
+        step, loss = min(self._known, key=itemgetter(1), default=(0, math.inf))
+        return step if loss < math.inf else None
+
+    def on_resume(self, run: Trainer, document: Mapping[str, Any]) -> None:
+        for step, loss in document.get(EVALUATIONS, []):
+            self._known.append((step, math.inf if loss is None else loss))
+        self._end_without_better(run)
+
+    def on_rewind(self, run: Trainer) -> None:
+        self._known = [(step, loss) for step, loss in self._known if step <= run.step]
+
+    def on_save(self, run: Trainer, document: dict[str, Any]) -> None:
+        if since := self._since_best():
+            document[EVALUATIONS] = [[step, loss if loss < math.inf else None] for step, loss in since]
 
     def ask(self, run: Trainer) -> Mapping[str, float]:
-        return {"look": self._is_due(run)}
+        return {"look": self.is_due(run)}
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
-        if self._is_due(run):
+        if self.is_due(run) and not (run.stopping and decides(run.config)):
             loss = self.loss(run)
+            self._known.append((run.step, loss if math.isfinite(loss) else math.inf))
             run.enter("log")
-            run.call("on_log", {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
+            record = {"validation_loss": loss, "validation_perplexity": perplexity(loss)}
+            run.call("on_log", record | {"evaluations_since_best": len(self._since_best()) - 1})
+            self._end_without_better(run)
 
     def loss(self, run: Trainer) -> float:
         """Return the mean loss over the first ``evaluate.batches`` global batches held out; the same on every rank."""
@@ -49,6 +82,22 @@ class Evaluation(Callback):
         return (torch.stack(losses).sum() / torch.stack(counts).sum()).item()
 
     @staticmethod
-    def _is_due(run: Trainer) -> bool:
+    def is_due(run: Trainer) -> bool:
+        """Return whether step ``run.step`` is followed by an evaluation."""
         every = run.config.evaluate.every
         return bool(every) and (run.step % every == 0 or run.step == run.config.train.steps)
+
+    def _since_best(self) -> list[tuple[int, float]]:
+        """Return the best evaluation, and those after it."""
+        losses = [loss for _, loss in self._known]
+        return self._known[losses.index(min(losses)) :] if losses else []
+
+    def _end_without_better(self, run: Trainer) -> None:
+        patience, since = run.config.evaluate.patience, self._since_best()
+        if patience is not None and len(since) > patience and run.step < run.last:
+            run.last = run.step
+            step, loss = since[0]
+            run.tell(
+                f"No validation loss below {loss:.4f}, of step {step:,}, in {len(since) - 1} evaluations "
+                "(evaluate.patience): the run is done"
+            )

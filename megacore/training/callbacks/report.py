@@ -43,7 +43,9 @@ def report(config: Config, last: int, vocabulary: int) -> str:
             f"  training loss    {sum(recent) / len(recent):.4f} nats per token (the last {len(recent)} records)"
         )
     if held_out:
-        lines.append(f"  validation loss  {held_out[-1]:.4f}")
+        lowest, at = min((loss, step) for step, loss in metrics.curve(records, "validation_loss"))
+        best = f", the lowest {lowest:.4f} at step {at:,.0f}" if lowest < held_out[-1] else ""
+        lines.append(f"  validation loss  {held_out[-1]:.4f}{best}")
     lines += _above_a_guess(records, vocabulary)
     if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
         lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
@@ -59,6 +61,8 @@ def report(config: Config, last: int, vocabulary: int) -> str:
     paths["resolved config"] = out / "config.yaml"
     if found := checkpoints.complete(checkpoints.folder_of(out, config.checkpoint.folder)):
         paths["checkpoint"] = found[max(found)]
+        if config.checkpoint.best and (best_step := checkpoints.best(found)) is not None:
+            paths["best checkpoint"] = found[best_step]
     lines += [f"  {what:<16} {path}{'' if path.exists() else ' (is gone)'}" for what, path in paths.items()]
     return "\n".join(lines)
 
