@@ -99,13 +99,14 @@ def prepare(model: Path, folder: Path, facts: int, length: int, rows: int, accum
 
 def prepared(work: Work, folder: Path) -> Examples:
     from megacore.config import ChatConfig
-    from megacore.data.examples import Preparation
+    from megacore.data.examples import ExampleFiles, Preparation
     from megacore.data.model_tokenizer import ModelFiles
     from megacore.store.weight_folders.hugging_face import HuggingFace
 
     source = HuggingFace.open(work.model)
     files = ModelFiles(source.companions(), source.raw, source.config.vocab_size)
-    return Preparation(work.chats, folder / "examples", ChatConfig(), work.length, files).examples()
+    chats = ExampleFiles(str(work.chats), [work.chats])
+    return Preparation(chats, folder / "examples", ChatConfig(), work.length, files).examples()
 
 
 def speeds(row: Row) -> list[float]:

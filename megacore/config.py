@@ -6,6 +6,7 @@ torch.
 """
 
 import math
+import os
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from megacore.parallel.enum_errors import (
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import Split, split_of
 from megacore.recipe_yaml import write_yaml
+from megacore.store.io.hub import HubName
 
 # -- ranges
 
@@ -144,19 +146,39 @@ class CorpusConfig:
     """A token file or a file of examples, and its weight in the blend."""
 
     path: str
-    """NAME of the pair NAME.bin, NAME.idx, or a file of examples (.jsonl, .jsonl.gz, .parquet)."""
+    """NAME of the pair NAME.bin, NAME.idx, or examples: a file (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
+    folder of such files, or a data set of the hub (`OWNER/NAME@REVISION`)."""
     weight: Float = 1.0
     """Its share of the blend, relative to the others'; above 0."""
     least: Int = 0
     """Tokens of a document, or an example, below which it is left out, on both sides of what is held out."""
+    split: str | None = None
+    """The split of a folder or a data set; null: `data.split` to train on, and to validate on the first of
+    `validation`, `valid`, `dev` and `test` that is there."""
 
     @property
     def has_examples(self) -> bool:
-        """Whether it is a file of chats, prompts with completions, or texts, rather than a token file."""
-        return self.path.endswith(EXAMPLES)
+        """Whether it is chats, prompts with completions, or texts, rather than a token file."""
+        return self.path.endswith(EXAMPLES) or self.is_set
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it is several files of examples: a folder, or a data set of the hub."""
+        return self.hub_name is not None or (os.path.isdir(self.path) and not os.path.lexists(f"{self.path}.idx"))
+
+    @property
+    def hub_name(self) -> HubName | None:
+        """The name of a data set of the hub, which has a revision; None where a path is meant."""
+        found = HubName.of(self.path, "dataset")
+        return None if found is None or found.revision is None else found
 
 
-EXAMPLES = (".jsonl", ".jsonl.gz", ".parquet")
+EXAMPLE_KEYS = (
+    *("chosen", "rejected", "completion", "label", "messages", "tools", "conversations", "system"),
+    *("instruction", "output", "input", "prompt", "text", "role", "content", "from", "value"),
+)
+"""The keys of examples that are read, which `data.map` gives others for."""
+EXAMPLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 """The endings of the names of files of examples."""
 
 
@@ -174,7 +196,7 @@ class DataConfig:
     """The data that the model is trained and evaluated on."""
 
     train: Corpora = ()
-    """A corpus, or a list of corpora, each a path or {path, weight, least}."""
+    """A corpus, or a list of corpora, each a path or {path, weight, least, split}."""
     validation: Corpora = ()
     """The same for evaluation; where there is none, a part of the training data is held out."""
     validation_fraction: Annotated[Float, BELOW_1] = 0.01
@@ -187,6 +209,11 @@ class DataConfig:
     """Whether attention stays within documents; examples are always kept apart."""
     allow_changed: Bool = False
     """Whether a run goes on where a corpus holds other tokens than it was trained on, under the same name."""
+    split: str = "train"
+    """The split to train on of folders and data sets, where they name none of their own: `train`, `main/train` where it
+    is in several folders, or `*` for all of their files."""
+    map: dict[str, str] = field(default_factory=dict)
+    """The keys of examples, where they are others than those that are read: {prompt: question, completion: answer}."""
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -27,7 +27,7 @@ class Hub:
     """Repositories and what was asked of them.
 
     Args:
-        files: {repository: {commit: {file: content}}}.
+        files: {repository: {commit: {file: content}}}; that of a data set begins with ``datasets/``.
         branches: {repository: {branch or tag: commit}}.
         closed: {repository: (status, error code) for those without the token}.
         stalls: The files that stop in the middle, while this is set.
@@ -93,6 +93,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 hub.asked.append((self.command, path, given))
             if path.startswith("/api/models/"):
                 self._about(path.removeprefix("/api/models/"), given)
+            elif path.startswith("/api/datasets/"):
+                self._about(path.removeprefix("/api/"), given)
             elif "/resolve/" in path:
                 repository, _, rest = path[1:].partition("/resolve/")
                 revision, _, name = rest.partition("/")
@@ -178,8 +180,8 @@ class World:
         out, err = process.communicate(timeout=100)
         return process.returncode, out + err
 
-    def cached(self, name: str) -> set[str]:
+    def cached(self, name: str, kind: str = "models") -> set[str]:
         """The files of a repository that are in the cache."""
-        snapshots = self.folder / "hf/hub" / f"models--{name.replace('/', '--')}" / "snapshots"
+        snapshots = self.folder / "hf/hub" / f"{kind}--{name.replace('/', '--')}" / "snapshots"
         return {str(path.relative_to(snapshots).relative_to(path.relative_to(snapshots).parts[0]))
                 for path in snapshots.rglob("*") if path.is_file()}  # fmt: skip

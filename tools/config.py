@@ -32,7 +32,8 @@ WORDS: Mapping[Any, str] = {
     str: "text",
     type(None): "null",
     dict[str, Any]: "a mapping",
-    CorpusConfig: "a mapping of `path`, `weight` and `least`",
+    dict[str, str]: "a mapping of texts",
+    CorpusConfig: "a mapping of `path`, `weight`, `least` and `split`",
 }
 
 

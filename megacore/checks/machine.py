@@ -14,6 +14,7 @@ from megacore.config import EXAMPLES, RANGES, Config, CorpusConfig
 from megacore.run_lock import held, holder
 from megacore.say import brief
 from megacore.store.io.files import leaves
+from megacore.store.io.hub import HubName
 from megacore.store.io.objects import ObjectPath, place
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.weight_folders.index import INDEX
@@ -50,6 +51,8 @@ def _missing_files(config: Config) -> Iterator[str]:
 def _missing(corpus: CorpusConfig) -> Iterator[str]:
     """Yield the problem of a missing token file or file of examples, and what another path may have meant."""
     path = Path(corpus.path)
+    if corpus.hub_name is not None or any(name.endswith(EXAMPLES) for _, _, names in os.walk(path) for name in names):
+        return  # what they hold is looked at later
     ends = ("",) if corpus.has_examples else (".bin", ".idx")
     missing = [f"{path}{end}" for end in ends if not Path(f"{path}{end}").is_file()]
     if not missing:
@@ -58,14 +61,15 @@ def _missing(corpus: CorpusConfig) -> Iterator[str]:
         yield f"{path} is a file: name the prefix, {path.with_suffix('')}"
     elif path.is_dir():
         names = [str(each.with_suffix("")) for each in sorted(path.glob("*.idx"))]
-        names += [str(each) for each in sorted(path.iterdir()) if each.name.endswith(EXAMPLES)]
         yield f"{path} is a folder: name one of {', '.join(names)}" if names else f"{path} is a folder: {_KINDS}"
     elif path.exists():
         yield f"{path} is neither a token file nor a file of examples: {_KINDS}"
     elif corpus.has_examples:
         yield f"there is no {path}"
     else:
-        yield f"there is no {' and no '.join(missing)}: make them with `megacore tokenize`"
+        name = HubName.parse(corpus.path)
+        more = f", or name a data set of the hub by {name}@main" if name is not None and "/" in corpus.path else ""
+        yield f"there is no {' and no '.join(missing)}: make them with `megacore tokenize`{more}"
 
 
 _KINDS = (
@@ -214,6 +218,9 @@ def _missing_packages(config: Config) -> Iterator[str]:
     for name, is_wanted in wanted.items():
         if is_wanted and importlib.util.find_spec(name) is None:
             yield f"log.{name} needs the package {name}: pip install 'megacore[{name}]', or leave log.{name} out"
-    rows = [corpus.path for corpus in (*config.data.train, *config.data.validation) if corpus.path.endswith(".parquet")]
-    if rows and importlib.util.find_spec("pyarrow") is None:
-        yield f"data: {', '.join(rows)}: .parquet files need the package pyarrow: pip install 'megacore[parquet]'"
+    tables = [each.path for each in (*config.data.train, *config.data.validation) if each.path.endswith(_OF_PYARROW)]
+    if tables and importlib.util.find_spec("pyarrow") is None:
+        yield f"data: {', '.join(tables)}: such files need the package pyarrow: pip install 'megacore[data]'"
+
+
+_OF_PYARROW = (".parquet", ".arrow", ".zst")

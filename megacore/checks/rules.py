@@ -9,10 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megacore.checkpoints import AUTO
-from megacore.config import RANGES, Bound, Config, ContextConfig
+from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING
@@ -256,9 +257,17 @@ def _corpora(facts: RuleContext) -> Iterator[str]:
     examples, tokens = ([c.path for c in named if c.has_examples == kind] for kind in (True, False))
     if examples and tokens:
         yield (
-            f"data.train and data.validation name files of examples ({', '.join(examples)}) and token files "
+            f"data.train and data.validation name examples ({', '.join(examples)}) and token files "
             f"({', '.join(tokens)}): a run takes one kind"
         )
+
+
+def _keys(facts: RuleContext) -> Iterator[str]:
+    for key, theirs in facts.config.data.map.items():
+        if key not in EXAMPLE_KEYS:
+            near = get_close_matches(key, EXAMPLE_KEYS, 1)
+            meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(EXAMPLE_KEYS)}"
+            yield f"data.map names {key} ({theirs}), which is no key that is read: {meant}"
 
 
 def _shards(facts: RuleContext) -> Iterator[str]:
@@ -474,8 +483,8 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _loss_chunk, _mlp_chunk, _offload, _positions, _tokens, _context,
-    _context_of_model, _corpora, _shards, _lengths, _device, _fp16, _moments, _fp8, _async_tp, _held_out, _tuning,
-    _balances, _experts, _batch_balance, _adapters, _one_start, _repetition, _export,
+    _context_of_model, _corpora, _keys, _shards, _lengths, _device, _fp16, _moments, _fp8, _async_tp, _held_out,
+    _tuning, _balances, _experts, _batch_balance, _adapters, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

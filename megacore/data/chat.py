@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megacore.data.text import kind_of, text_problem
-from megacore.say import brief
+from megacore.data.formats import WEIGHT, BadExample, Message, example, text_of
 
 TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
 """Characters [start, stop)."""
-Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], list[Any] | None, bool], tuple[str, list[Span]]]
 """(messages, tools, whether the assistant is prompted at the end) -> text, what the template marks as generated."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-WEIGHT = "weight"
-"""The field of a message that is 0 where a turn of the assistant is not to be learned."""
 LEARNED = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """The keys of what the assistant says beside its content."""
 _WRITTEN = "what the chat template writes"
-
-
-class BadExample(ValueError):
-    """An example that cannot be trained on; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,7 @@ class Template:
 
 
 def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on: TrainOn) -> list[Passage]:
-    """Return the example in a row: its `messages` (and `tools`), its `prompt` and `completion`, or its `text`.
+    """Return the example in a row, whatever its format.
 
     Messages after the assistant's last are left out, as nothing of them is learned, unless all tokens count. A chat is
     several passages where the template rewrites what is past: each counted turn stands in one of them, once, behind
@@ -63,91 +53,21 @@ def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on:
     Raises:
         BadExample: it is none.
     """
-    present = {key: value for key, value in row.items() if value is not None}
-    _nothing_is_passed_over(present)
-    if "messages" in present:
-        return _chat(_messages(present["messages"]), _tools(present.get("tools")), template(), train_on)
-    if "completion" in present:
-        prompt, completion = (_text(present.get(key, ""), key) for key in ("prompt", "completion"))
-        if not completion:
-            raise BadExample("the completion is empty")
-        start = 0 if train_on == "all" else len(prompt)
-        spans = [(start, len(prompt) + len(completion))]
-        return [Passage(prompt + completion, spans, templated=False, ends=True)]
-    if "text" in present:
-        text = _text(present["text"], "text")
-        if not text:
-            raise BadExample("the text is empty")
-        return [Passage(text, [(0, len(text))], templated=False, ends=True)]
-    keys = ", ".join(map(repr, present)) or "no keys"
-    raise BadExample(f"has {keys}: needs 'messages', 'prompt' and 'completion', or 'text'")
-
-
-# -- what a row says
-
-
-def _nothing_is_passed_over(present: Mapping[str, Any]) -> None:
-    """Raise BadExample where a row says more of its text than would be read; of other things it may say anything."""
-    if "messages" in present:
-        for key, way_out in (("system", "make it the first message"), ("chat_template_kwargs", "leave them out")):
-            if present.get(key):
-                raise BadExample(f"has {key!r} beside 'messages', which is not read: {way_out}")
-    elif present.get("prompt") and present.get("text") and "completion" not in present:
-        raise BadExample("has 'prompt' and 'text': name what answers the prompt 'completion'")
-
-
-def _text(value: object, what: str) -> str:
-    problem = text_problem(value, what)
-    if problem is not None:
-        raise BadExample(problem)
-    return str(value)
-
-
-def _messages(value: object) -> list[Message]:
-    if not isinstance(value, list):
-        raise BadExample(f"messages is {kind_of(value)}, not a list")
-    if not value:
-        raise BadExample("has no messages")
-    return [_message(f"message {number}", message) for number, message in enumerate(value, start=1)]
-
-
-def _message(name: str, value: object) -> Message:
-    if not isinstance(value, dict):
-        raise BadExample(f"{name} is {kind_of(value)}, not an object")
-    message = {key: each for key, each in value.items() if each is not None}
-    role, calls = message.get("role"), message.get("tool_calls")
-    if role not in ROLES:
-        raise BadExample(f"{name} has the role {role!r}: choose from {', '.join(ROLES)}")
-    if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
-        raise BadExample(f"{name}: tool_calls is {kind_of(calls)}, not a list of objects")
-    if "content" not in message and calls:
-        message["content"] = ""
-    content = _text(message.get("content"), f"the content of {name}")
-    if role == "assistant" and not calls and not content.strip():
-        raise BadExample(f"{name}: the assistant says nothing")
-    if (weight := message.get(WEIGHT, 1)) not in (0, 1):
-        raise BadExample(f"{name} has the {WEIGHT} {brief(weight)}: choose 1, or 0 for a turn that does not count")
-    return message
-
-
-def _tools(value: object) -> list[Any] | None:
-    """Return a list of JSON schemas; tables often hold it as text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except ValueError as error:
-            raise BadExample(f"tools is text that is not JSON: {error}") from error
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadExample(f"tools is {kind_of(value)}, not a list of objects")
-    return value
+    said = example(row)
+    if said.messages:
+        return _chat(said.messages, said.tools, template(), train_on)
+    text, at, spans = "".join(part for part, _ in said.parts), 0, list[Span]()
+    for part, trained in said.parts:
+        if trained or train_on == "all":
+            spans.append((at, at + len(part)))
+        at += len(part)
+    return [Passage(text, spans, templated=False, ends=True)]
 
 
 # -- what the template makes of a chat
 
 
-def _chat(messages: list[Message], tools: list[Any] | None, template: Template, train_on: TrainOn) -> list[Passage]:
+def _chat(messages: Sequence[Message], tools: list[Any] | None, template: Template, train_on: TrainOn) -> list[Passage]:
     """Return the chat up to the last turn of the assistant, and to each that no later text has as it is generated."""
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     turns = [index for index in spoken if messages[index].get(WEIGHT, 1)]
@@ -156,7 +76,7 @@ def _chat(messages: list[Message], tools: list[Any] | None, template: Template, 
     if train_on == "all":
         if turns != spoken:
             raise BadExample(f"a turn has the {WEIGHT} 0, and all tokens count: choose another chat.train_on")
-        text = _text(template.render(messages, tools, False)[0], _WRITTEN)
+        text = text_of(template.render(messages, tools, False)[0], _WRITTEN)
         ends = turns[-1:] == [len(messages) - 1] and _closed(text, 0, template) is None
         made.append(Passage(text, [(0, len(text))], templated=True, ends=ends))
     elif turns:
@@ -183,7 +103,7 @@ def _turn(messages: list[Message], tools: list[Any] | None, template: Template) 
     """
     *before, message = messages
     text, marked = template.render(messages, tools, False)
-    _text(text, _WRITTEN)
+    text_of(text, _WRITTEN)
     for key in LEARNED:
         if message.get(key):
             others = {each: value for each, value in message.items() if each != key}

@@ -15,6 +15,7 @@ from megacore.config import Config, CorpusConfig, DataConfig
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus
+from megacore.data.data_sets import files_of
 from megacore.data.examples import Examples, Facts, Preparation
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
@@ -81,14 +82,12 @@ class Corpora:
         )
 
     @classmethod
-    def look(cls, config: Config, model: ModelFiles) -> Iterator[str]:
-        """Yield the problems of the data of a run that will not start as it is; of files of examples, those of their
-        first rows. Nothing is kept."""
-        data = config.data
-        for corpus in (*data.train, *data.validation):
+    def look(cls, config: Config) -> Iterator[str]:
+        """Yield the problems of the data that take no tokenizer; of files of examples, those of their first rows."""
+        for corpus in dict.fromkeys((*config.data.train, *config.data.validation)):
             try:
                 if corpus.has_examples:
-                    Preparation(Path(corpus.path), Path(), config.chat, data.sequence_length, model).look()
+                    files_of(config, corpus).look(config.chat.bad_lines)
                 else:
                     IndexedDataset(Path(corpus.path))
             except ValueError as error:
@@ -145,8 +144,9 @@ class _ExampleFile:
     @classmethod
     def prepare(cls, config: Config, corpus: CorpusConfig, model: ModelFiles, remarks: list[str]) -> _ExampleFile:
         folder, length = Path(config.out) / EXAMPLES, config.data.sequence_length
-        examples = Preparation(Path(corpus.path), folder, config.chat, length, model).examples()
-        remarks += _remarks(corpus.path, examples.facts, length)
+        examples = Preparation(files_of(config, corpus), folder, config.chat, length, model).examples()
+        name = corpus.path if corpus.split is None else f"{corpus.path} ({corpus.split})"
+        remarks += _remarks(name, examples.facts, length)
         return cls(config, corpus, examples, remarks)
 
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
@@ -168,7 +168,12 @@ class _ExampleFile:
 
 
 def _remarks(path: str, known: Facts, length: int) -> list[str]:
-    lines = [f"{path}: {known.examples:,} examples of {known.tokens:,} tokens, {known.counted:,} of which count"]
+    kinds = ", ".join(
+        f"{name} in {count:,} rows" if len(known.formats) > 1 else name for name, count in known.formats.items()
+    )
+    lines = [
+        f"{path}: {kinds}: {known.examples:,} examples of {known.tokens:,} tokens, {known.counted:,} of which count"
+    ]
     if known.split:
         lines.append(f"  {known.split:,} chats are several examples, as the template rewrites what is past")
     if known.cut or known.dropped:

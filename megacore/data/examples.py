@@ -9,14 +9,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -24,20 +24,20 @@ import numpy.typing as npt
 
 from megacore.config import ChatConfig
 from megacore.data import text
-from megacore.data.chat import BadExample, Template, TrainOn, passages
 from megacore.data.encode import EncodedPieces, grouped, with_progress
+from megacore.data.formats import BadExample, example, format_of, renamed
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
-from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, NoTemplateError, Tokens
+from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record
 from megacore.store.io.files import open_lock
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.publish import publish, write_file
 
-FORMAT = 3
+FORMAT = 4
 NAME, FACTS = "examples", "examples.json"
 LISTED = 10  # bad lines that are spelled out
 WORKER = 2**23  # bytes of a file that are worth a process more
-LOOKED_AT = 1000  # rows of a file that is only looked at
+LOOKED_AT, LOOKED_AT_BYTES = 1000, 2**26  # of the beginning of files, before a tokenizer is loaded
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Facts:
 
     tokens: the number of all, `counted` of which the loss counts. split: chats that are several examples. cut,
     dropped: examples that were too long. skipped: lines that hold none, the first of them in words. vocabulary: 1 + the
-    largest id.
+    largest id. formats: {a format: the number of rows of it}.
     """
 
     examples: int = 0
@@ -58,11 +58,14 @@ class Facts:
     skipped: int = 0
     faults: tuple[str, ...] = ()
     vocabulary: int = 0
+    formats: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Facts) -> Facts:
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
         faults = (*self.faults, *other.faults)[:LISTED]
-        return Facts(**sums, faults=faults, vocabulary=max(self.vocabulary, other.vocabulary))
+        formats = {name: self.formats.get(name, 0) + count for name, count in other.formats.items()}
+        vocabulary = max(self.vocabulary, other.vocabulary)
+        return Facts(**sums, faults=faults, vocabulary=vocabulary, formats={**self.formats, **formats})
 
 
 _SUMS = ("examples", "tokens", "counted", "split", "cut", "dropped", "skipped")
@@ -76,9 +79,10 @@ class Examples:
         self._dataset = IndexedDataset(folder / NAME)
         try:
             known = read_json(folder / FACTS, folder)
-            self.facts = Facts(**known | {"faults": tuple(known["faults"])})
+            formats = {str(name): int(count) for name, count in known["formats"].items()}
+            self.facts = Facts(**known | {"faults": tuple(known["faults"]), "formats": formats})
             self.chats = np.cumsum(self._dataset.lengths[self._dataset.bounds[:-1]] > 0) - 1
-        except (StoreError, KeyError, TypeError, IndexError) as error:
+        except (StoreError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(f"{folder} is not as it was prepared: remove it ({error})") from error
         self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
 
@@ -98,13 +102,83 @@ class Examples:
 
 
 @dataclass(frozen=True)
+class ExampleFiles:
+    """Files of examples, under the name that the recipe has for them, and {our key: theirs} where that is another."""
+
+    name: str
+    files: Sequence[Path]
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def pieces(self) -> list[FileRange]:
+        """Return the pieces of all files. InputError as of :func:`megacore.data.text.cut`."""
+        return [piece for file in self.files for piece in text.cut(file)]
+
+    def look(self, bad_lines: str) -> None:
+        """Look at the first rows, which takes no tokenizer.
+
+        Raises:
+            InputError: they are none to be trained on.
+        """
+        facts, size = Facts(), 0
+        rows = (row for piece in self.pieces() for row in recognized(text.rows(piece), self.keys))
+        for row in islice(rows, LOOKED_AT):
+            fault = row if isinstance(row, Fault) else _fault(row)
+            size += 0 if isinstance(row, Fault) else row.size
+            facts = _with_fault(facts, fault) if fault is not None else facts + Facts(examples=1)
+            if size > LOOKED_AT_BYTES:
+                break
+        if facts.skipped and bad_lines == "stop":
+            more = facts.examples + facts.skipped == LOOKED_AT or size > LOOKED_AT_BYTES
+            raise InputError(_bad_lines(self.name, facts, " among its first rows" if more else ""))
+
+
+def recognized(rows: Iterable[Record | Fault], keys: Mapping[str, str]) -> Iterator[Record | Fault]:
+    """Yield rows under our keys, those without a format as faults. InputError where one is of a format that is not
+    trained on."""
+    for row in rows:
+        if isinstance(row, Fault):
+            yield row
+            continue
+        try:
+            found = replace(row, values=renamed(row.values, keys))
+            refused = format_of(found.values).refused
+        except BadExample as error:
+            yield row.fault(str(error))
+            continue
+        if refused:
+            raise InputError(str(_fault(found)))
+        yield found
+
+
+def _fault(row: Record) -> Fault | None:
+    try:
+        example(row.values)
+    except BadExample as error:
+        return row.fault(str(error))
+    return None
+
+
+def _with_fault(facts: Facts, fault: Fault) -> Facts:
+    # To find the line's number the file is read again: only for those that are shown.
+    return facts + Facts(skipped=1, faults=(str(fault),) if len(facts.faults) < LISTED else ())
+
+
+def _bad_lines(name: str, facts: Facts, where: str = "") -> str:
+    more = [f"and {facts.skipped - len(facts.faults):,} more"] if facts.skipped > len(facts.faults) else []
+    listed = _indented([*facts.faults, *more])
+    return (
+        f"{name} has {facts.skipped:,} bad line(s){where}: mend them, or leave them out by chat.bad_lines=skip{listed}"
+    )
+
+
+@dataclass(frozen=True)
 class Preparation:
-    """A file of examples, the rules by which it is prepared, and the folder that holds what is made of it.
+    """Files of examples, the rules by which they are prepared, and the folder that holds what is made of them.
 
     Examples have up to `length` + 1 tokens: the last one is predicted alone.
     """
 
-    path: Path
+    source: ExampleFiles
     folder: Path
     chat: ChatConfig
     length: int
@@ -117,7 +191,7 @@ class Preparation:
             InputError: lines are bad, or the tokenizer or its template do not serve.
             StoreError: the folder cannot be written.
         """
-        target = self.folder / f"{self.path.name.partition('.')[0]}-{self.fingerprint()}"
+        target = self.folder / f"{re.split('[.@]', Path(self.source.name).name)[0]}-{self.fingerprint()}"
         if target.is_symlink():
             raise InputError(f"{target} is a link, and what is prepared lies in the run's own folder: remove it")
         if not target.exists():
@@ -126,47 +200,35 @@ class Preparation:
                 if not target.exists():
                     self._prepare(target)
         found = Examples(target)
-        _check_ids(found.facts.vocabulary, self.model.vocabulary, self.path)
+        _check_ids(found.facts.vocabulary, self.model.vocabulary, self.source.name)
         return found
 
-    def look(self) -> None:
-        """Prepare the first ``LOOKED_AT`` rows and keep nothing: for a run that will not start as it is.
-
-        Raises:
-            InputError: as :meth:`examples`, of these rows.
-        """
-        with self.model.folder() as folder:
-            pieces = text.cut(text.without_link(self.path))
-            facts = encode_examples(ExampleTask(pieces, folder, self.chat, self.length, LOOKED_AT)).facts
-        _check_ids(facts.vocabulary, self.model.vocabulary, self.path)
-        if facts.skipped:
-            self._refuse(facts)
-
     def fingerprint(self) -> str:
-        """Return the fingerprint of all that the prepared examples depend on; the file counts by its place, size and
-        date."""
-        known = self.path.stat()
+        """Return the fingerprint of all that the prepared examples depend on; a file counts by its place, size and
+        date, one of the hub's by its commit."""
         rules = replace(self.chat, pack=True, template=None)  # packing comes later, and the template is with the files
-        facts = [FORMAT, str(self.path.resolve()), known.st_size, known.st_mtime_ns, asdict(rules), self.length]
+        facts = [FORMAT, [*map(_version, self.source.files)], dict(self.source.keys), asdict(rules), self.length]
         kind = [self.model.config.get(key) for key in ("model_type", "tokenizer_class", "eos_token_id")]
         files = [[name, blake2b(file.read()).hexdigest()] for name, file in sorted(self.model.files.items())]
         versions = [version("transformers"), version("tokenizers")]
         return blake2b(json.dumps([facts, kind, files, versions]).encode(), digest_size=8).hexdigest()
 
     def _prepare(self, target: Path) -> None:
-        pieces = text.cut(text.without_link(self.path))
+        pieces = self.source.pieces()
         size = sum(piece.size for piece in pieces)
-        workers = max(1, min(os.cpu_count() or 1, len(pieces), size // WORKER))
+        workers = max(1, min(os.cpu_count() or 1, size // WORKER))
         with publish(target) as made, self.model.folder() as folder:
-            facts, groups = Facts(), grouped(pieces, lambda piece: piece.size)
-            tasks = (ExampleTask(group, folder, self.chat, self.length) for group in groups)
+            facts, parts = Facts(), (part for piece in pieces for part in text.blocks(piece))
+            groups = grouped(parts, lambda part: part.work)
+            tasks = (ExampleTask(group, folder, self.chat, self.length, self.source.keys) for group in groups)
+            name = f"prepare {Path(self.source.name).name}"
             with (
                 IndexedWriter(made / NAME, self.model.vocabulary) as writer,
-                closing(with_progress(encode_examples, tasks, workers, size, f"prepare {self.path.name}")) as results,
+                closing(with_progress(encode_examples, tasks, workers, size, name)) as results,
             ):
                 for result in results:
                     facts += result.facts
-                    _check_ids(facts.vocabulary, self.model.vocabulary, self.path)
+                    _check_ids(facts.vocabulary, self.model.vocabulary, self.source.name)
                     for example in result.examples():
                         writer.write(*example)
             self._refuse(facts)
@@ -174,26 +236,29 @@ class Preparation:
 
     def _refuse(self, facts: Facts) -> None:
         if facts.skipped and self.chat.bad_lines == "stop":
-            more = [f"and {facts.skipped - len(facts.faults):,} more"] if facts.skipped > len(facts.faults) else []
-            raise InputError(
-                f"{self.path} has {facts.skipped:,} bad line(s): mend them, or leave them out by "
-                f"chat.bad_lines=skip{_indented([*facts.faults, *more])}"
-            )
+            raise InputError(_bad_lines(self.source.name, facts))
         if not facts.examples:
             raise InputError(
-                f"{self.path} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} dropped "
-                f"as they are too long for data.sequence_length={self.length}"
+                f"{self.source.name} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} "
+                f"dropped as they are too long for data.sequence_length={self.length}"
             )
+
+
+def _version(file: Path) -> list[object]:
+    if (commit := text.snapshot(file)) is not None:
+        return [commit.name, str(file.relative_to(commit))]
+    known = file.stat()
+    return [str(file.resolve()), known.st_size, known.st_mtime_ns]
 
 
 def _indented(lines: Iterable[object]) -> str:
     return "".join(f"\n       {line}" for line in lines)
 
 
-def _check_ids(found: int, known: int, path: Path) -> None:
+def _check_ids(found: int, known: int, name: str) -> None:
     if found > known:
         raise InputError(
-            f"{path}: the tokenizer gives ids up to {found - 1}, and the model's vocabulary ends at {known - 1}: it is "
+            f"{name}: the tokenizer gives ids up to {found - 1}, and the model's vocabulary ends at {known - 1}: it is "
             "another model's tokenizer, or has tokens that were added later"
         )
 
@@ -211,13 +276,13 @@ def _lock(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExampleTask:
-    """Pieces to prepare by the tokenizer in a folder; no more than `most` rows of them."""
+    """Pieces to prepare by the tokenizer in a folder; keys: as of :class:`ExampleFiles`."""
 
     pieces: list[FileRange]
     folder: Path
     chat: ChatConfig
     length: int
-    most: int = sys.maxsize
+    keys: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -247,14 +312,12 @@ class _ExampleBuilder:
     facts: Facts = Facts()
 
     def skip(self, fault: Fault) -> None:
-        # To find the line's number the file is read again: only for those that are shown.
-        words = (str(fault),) if len(self.facts.faults) < LISTED else ()
-        self.facts += Facts(skipped=1, faults=words)
+        self.facts = _with_fault(self.facts, fault)
 
-    def add(self, examples: Sequence[Tokens]) -> None:
+    def add(self, examples: Sequence[Tokens], kind: str) -> None:
         """Keep each example of a row up to its last token that counts, or drop it."""
         before = self.facts.examples
-        self.facts += Facts(split=int(len(examples) > 1))
+        self.facts += Facts(split=int(len(examples) > 1), formats={kind: 1})
         for tokens in examples:
             self._add(tokens, self.facts.examples > before)
 
@@ -282,43 +345,24 @@ def _until_counted(tokens: Tokens) -> Tokens:
     return ids[:size], counted[:size]
 
 
-def _bad_with_any_template(rows: Iterable[Record | Fault], train_on: TrainOn) -> Iterator[Fault]:
-    def none() -> Template:
-        raise NoTemplateError("")
-
-    for row in rows:
-        if isinstance(row, Fault):
-            yield row
-            continue
-        try:
-            passages(row.values, none, train_on)
-        except BadExample as error:
-            yield row.fault(str(error))
-        except NoTemplateError:
-            pass
-
-
 _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
 def encode_examples(task: ExampleTask) -> EncodedExamples:
     """Encode one task in this process."""
     tokenizer, made = _load(task.folder), _ExampleBuilder(task)
-    rows = islice((row for piece in task.pieces for row in text.rows(piece)), task.most)
+    rows = (row for piece in task.pieces for row in recognized(text.rows(piece), task.keys))
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
-        try:
-            encoded = iter(tokenizer.examples([each for each in group if isinstance(each, Record)], task.chat.train_on))
-        except NoTemplateError as error:
-            bad = islice(_bad_with_any_template(chain(group, rows), task.chat.train_on), LISTED)
-            raise InputError(f"{error}{_indented(bad)}") from error
+        encoded = iter(tokenizer.examples([each for each in group if isinstance(each, Record)], task.chat.train_on))
         for row in group:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):
                 made.skip(found)
-            elif kept := [tokens for tokens in found if tokens[1].any()]:
-                made.add(kept)
+                continue
+            assert isinstance(row, Record)
+            if kept := [tokens for tokens in found if tokens[1].any()]:
+                made.add(kept, str(format_of(row.values)))
             else:
-                assert isinstance(row, Record)
                 made.skip(row.fault("the loss would count none of its tokens"))
     return EncodedExamples(
         sum(piece.size for piece in task.pieces),

@@ -1,6 +1,7 @@
-"""Documents in files: a whole text file, a line of .jsonl or a row of .parquet, found and read in pieces.
+"""Documents in files: a whole text file, a line of .jsonl or a row of a table, found and read in pieces.
 
-A .jsonl file may be compressed (.jsonl.gz) where its rows are read.
+A .jsonl file may be compressed (.jsonl.gz, .jsonl.zst) where its rows are read. A table is a .parquet file, or an
+.arrow file, as `datasets` saves it.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import mmap
 import os
+import struct
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megacore.parallel import limits
@@ -25,6 +27,8 @@ from megacore.store.io.files import leaves, open_file
 
 WHOLE = (".txt", ".md", ".py")
 SUFFIXES = (*WHOLE, ".jsonl", ".parquet")
+PACKED = {".gz": "gunzip", ".zst": "unzstd"}
+"""{the ending of a compressed file: what unpacks it}."""
 LINES = 4 * 2**20  # bytes of a piece of a .jsonl file
 
 
@@ -38,13 +42,21 @@ class InputError(ValueError):
 @dataclass(frozen=True)
 class FileRange:
     """A part of the input that is read at once: a text file, the lines of a .jsonl file that begin in bytes [start,
-    stop), or, for a .parquet file, row group `start`. `size` is its length in bytes, those of the file where it is
-    compressed."""
+    stop), for a .parquet file row group `start`, or the batches in bytes [start, stop) of an .arrow file. `size` is its
+    length in bytes, those of the file where it is compressed; `row` the number of its first row; `lines` those of a
+    compressed file, each with the byte that it begins at, where they have been read."""
 
     path: Path
     start: int
     stop: int
     size: int
+    row: int = 0
+    lines: tuple[tuple[int, bytes], ...] = ()
+
+    @property
+    def work(self) -> int:
+        """The bytes of text in it, about."""
+        return LINES if self.lines else self.size
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class Fault:
             return limits.cut(f"{self.path}, row {self.row}: {self.reason}")
         if self.line_at is None:
             return limits.cut(f"{self.path}: {self.reason}")
-        with _open(self.path) as file:
+        with _open(self.path) as (_, file):
             line = 1 + sum(
                 file.read(min(2**20, self.line_at - at)).count(b"\n") for at in range(0, self.line_at, 2**20)
             )
@@ -122,8 +134,9 @@ def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> Iterator[
 
 
 def without_link(path: Path) -> Path:
-    """Return the file that a link leads to now: pieces are read without following any."""
-    return path.resolve() if path.is_symlink() else path
+    """Return the file that a link leads to now: pieces are read without following any, but those of the hub's cache,
+    where only the link has a name that says what the file is."""
+    return path.resolve() if path.is_symlink() and snapshot(path) is None else path
 
 
 def _walks(folder: Path, file: Path, exclude: Sequence[str]) -> bool:
@@ -154,16 +167,41 @@ def cut(path: Path) -> list[FileRange]:
         return [FileRange(path, 0, size, size)]
     if path.suffix == ".jsonl":
         return [FileRange(path, at, min(at + LINES, size), min(LINES, size - at)) for at in range(0, size, LINES)]
-    if path.suffix == ".gz":
+    if path.suffix in PACKED:
         return [FileRange(path, 0, sys.maxsize, size)]
-    parquet = _parquet()
-    with _table_errors(path):
-        metadata = parquet.read_metadata(path)
-    groups = range(metadata.num_row_groups)
-    pieces = [FileRange(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
+    if path.suffix == ".arrow":
+        return list(_arrow_pieces(path))
+    with _table(path) as file:
+        metadata = file.metadata
+    pieces, row = list[FileRange](), 0
+    for group in range(metadata.num_row_groups):
+        known = metadata.row_group(group)
+        pieces.append(FileRange(path, group, group + 1, known.total_byte_size, row))
+        row += known.num_rows
     if any(piece.size > _unpacked(path) for piece in pieces):
         raise InputError(_too_much(path))
     return pieces
+
+
+def blocks(piece: FileRange) -> Iterator[FileRange]:
+    """Yield a piece in parts that are small: the lines of a compressed file, some at a time, else the piece itself.
+
+    InputError as of :func:`rows`.
+    """
+    if piece.path.suffix not in PACKED:
+        yield piece
+        return
+    lines, held, done = list[tuple[int, bytes]](), 0, 0
+    with _open(piece.path) as (raw, file), _packed_errors(piece.path):
+        for at, line in _lines(piece, file):
+            lines.append((at, line))
+            held += len(line)
+            if held >= LINES:
+                size, done = raw.tell() - done, raw.tell()
+                yield replace(piece, size=size, lines=tuple(lines))
+                lines, held = [], 0
+    if lines:
+        yield replace(piece, size=piece.size - done, lines=tuple(lines))
 
 
 def _unpacked(path: Path) -> int:
@@ -172,7 +210,8 @@ def _unpacked(path: Path) -> int:
 
 
 def _too_much(path: Path) -> str:
-    how = "unpack it yourself, by gunzip," if path.suffix == ".gz" else "raise the limit in parallel/limits.py"
+    tool = PACKED.get(path.suffix)
+    how = f"unpack it yourself, by {tool}," if tool else "raise the limit in parallel/limits.py"
     return f"{path} unpacks to more than {limits.UNPACKED} times its size, and text does not: {how} if you trust it"
 
 
@@ -183,8 +222,20 @@ def _table_errors(path: Path) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (ValueError, OSError, MemoryError, NotImplementedError) as error:
-        raise InputError(f"{path} is no parquet file that can be read: {error}") from error
+    except (ValueError, OSError, MemoryError, NotImplementedError, struct.error, EOFError, KeyError) as error:
+        raise InputError(f"{path} is no {path.suffix[1:]} file that can be read: {error}") from error
+
+
+@contextmanager
+def _packed_errors(path: Path) -> Iterator[None]:
+    """Turn what is said of a damaged compressed file within this block into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (EOFError, zlib.error, OSError) as error:
+        kind = {".gz": "gzip", ".zst": "zstandard"}[path.suffix]
+        raise InputError(f"{path} is no whole {kind} file: {error}") from error
 
 
 def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
@@ -206,34 +257,36 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
 
 
 def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault]:
-    """Yield the objects that the lines of a piece of a .jsonl file, or the rows of one of a .parquet file, hold; or why
-    that is nothing. Of a table, all columns are read, or one.
+    """Yield the objects that the lines of a piece of a .jsonl file, or the rows of one of a table, hold; or why that is
+    nothing. Of a table, all columns are read, or one.
 
     Empty lines are passed over. InputError if a compressed file is damaged, or a table has no such column.
     """
-    if piece.path.suffix == ".parquet":
+    if piece.path.suffix in (".parquet", ".arrow"):
         yield from _table_rows(piece, column)
         return
-    try:
-        for at, line in _lines(piece):
-            if line.strip():
-                found = _object(piece.path, at, line)
-                yield found if isinstance(found, Fault) else Record(found, piece.path, at, size=len(line))
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{piece.path} is no whole gzip file: {error}") from error
+    for at, line in piece.lines or _all_lines(piece):
+        if line.strip():
+            found = _object(piece.path, at, line)
+            yield found if isinstance(found, Fault) else Record(found, piece.path, at, size=len(line))
+
+
+def _all_lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
+    if piece.path.suffix not in PACKED:
+        with _open(piece.path) as (_, file):
+            yield from _lines(piece, file)
+    for block in blocks(piece) if piece.path.suffix in PACKED else ():
+        yield from block.lines
 
 
 def _table_rows(piece: FileRange, column: str | None) -> Iterator[Record]:
-    parquet = _parquet()
-    with _table_errors(piece.path), parquet.ParquetFile(piece.path) as file:
-        if column is not None and column not in file.schema_arrow.names:
-            names = ", ".join(map(repr, file.schema_arrow.names))
-            raise InputError(f"{piece.path}: no column {column!r} among {names}: name the one with --text-key")
-        row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in _batches(file, piece, None if column is None else [column]):
-            for values in batch.to_pylist():
-                yield Record(_without_nulls(values), piece.path, row=row, size=batch.nbytes // batch.num_rows)
-                row += 1
+    read = _arrow_batches if piece.path.suffix == ".arrow" else _batches
+    row = piece.row
+    for batch in read(piece, column):
+        size = batch.nbytes // max(batch.num_rows, 1)
+        for values in batch.to_pylist():
+            yield Record(_without_nulls(values), piece.path, row=row, size=size)
+            row += 1
 
 
 def _without_nulls(value: Any) -> Any:
@@ -243,14 +296,97 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _batches(file: Any, piece: FileRange, columns: list[str] | None) -> Iterator[Any]:
-    """Yield some rows at a time. InputError where a few values are so many rows that they were no text."""
-    most = _unpacked(piece.path)
-    for batch in file.iter_batches(limits.ROWS, row_groups=[piece.start], columns=columns):
-        most -= batch.nbytes
-        if most < 0:
-            raise InputError(_too_much(piece.path))
-        yield batch
+@contextmanager
+def _table(path: Path) -> Iterator[Any]:
+    """Open a .parquet file."""
+    parquet = pyarrow_of(path).parquet
+    with _table_errors(path), _open(path) as (raw, _), parquet.ParquetFile(raw) as file:
+        yield file
+
+
+def _batches(piece: FileRange, column: str | None) -> Iterator[Any]:
+    """Yield some rows of a .parquet file at a time. InputError where a few values are so many rows that they were no
+    text."""
+    with _table(piece.path) as file:
+        _check_column(piece.path, file.schema_arrow.names, column)
+        most = _unpacked(piece.path)
+        columns = None if column is None else [column]
+        for batch in file.iter_batches(limits.ROWS, row_groups=[piece.start], columns=columns):
+            most -= batch.nbytes
+            if most < 0:
+                raise InputError(_too_much(piece.path))
+            yield batch
+
+
+def _check_column(path: Path, names: Sequence[str], column: str | None) -> None:
+    if column is not None and column not in names:
+        known = ", ".join(map(repr, names))
+        raise InputError(f"{path}: no column {column!r} among {known}: name the one with --text-key")
+
+
+@contextmanager
+def _stream(path: Path) -> Iterator[tuple[Any, Any, Any]]:
+    """Open an .arrow file -> pyarrow.ipc, what its messages are read from, and its schema."""
+    pyarrow = pyarrow_of(path)
+    with _table_errors(path), _open(path) as (raw, _):
+        # Not closed here: batches may look into it for longer.
+        source = pyarrow.BufferReader(pyarrow.py_buffer(mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)))
+        source.seek(8 if source.read(6) == b"ARROW1" else 0)  # the format of files has a stream between head and foot
+        yield pyarrow.ipc, source, pyarrow.ipc.read_schema(pyarrow.ipc.read_message(source))
+
+
+def _messages(ipc: Any, source: Any, stop: int) -> Iterator[tuple[int, Any]]:
+    """Yield the batches of a stream from here on, each with the byte that it begins at."""
+    while (at := source.tell()) < stop:
+        try:
+            message = ipc.read_message(source)
+        except EOFError:  # the mark of the end
+            return
+        if message.type != "record batch" or _is_compressed(message.metadata.to_pybytes()):
+            raise ValueError("it has dictionaries or compressed batches, and `datasets` saves none")
+        yield at, message
+
+
+def _is_compressed(message: bytes) -> bool:
+    """Return whether a batch says that its values are to be unpacked: pyarrow would, into whatever memory they ask for.
+
+    The message is a flatbuffer that pyarrow has checked. Its field 2 is the batch, whose field 3 is the compression.
+    """
+
+    def field(table: int, number: int) -> int:
+        (back,) = struct.unpack_from("<i", message, table)
+        (size,) = struct.unpack_from("<H", message, table - back)
+        place = 4 + 2 * number
+        return struct.unpack_from("<H", message, table - back + place)[0] if place < size else 0
+
+    (root,) = struct.unpack_from("<I", message)
+    batch = root + field(root, 2)
+    return field(batch + struct.unpack_from("<I", message, batch)[0], 3) != 0
+
+
+def _arrow_pieces(path: Path) -> Iterator[FileRange]:
+    with _stream(path) as (ipc, source, schema):
+        start, rows, row = source.tell(), 0, 0
+        for _, message in _messages(ipc, source, sys.maxsize):
+            rows += ipc.read_record_batch(message, schema).num_rows
+            if (stop := source.tell()) - start >= LINES:
+                yield FileRange(path, start, stop, stop - start, row)
+                start, row, rows = stop, row + rows, 0
+        if rows:
+            yield FileRange(path, start, source.tell(), source.tell() - start, row)
+
+
+def _arrow_batches(piece: FileRange, column: str | None) -> Iterator[Any]:
+    """Yield some rows of an .arrow file at a time."""
+    with _stream(piece.path) as (ipc, source, schema):
+        _check_column(piece.path, schema.names, column)
+        source.seek(piece.start)
+        for _, message in _messages(ipc, source, piece.stop):
+            batch = ipc.read_record_batch(message, schema)
+            batch.validate(full=True)  # offsets that lead elsewhere would be followed
+            batch = batch if column is None else batch.select([column])
+            for at in range(0, batch.num_rows, limits.ROWS):
+                yield batch.slice(at, limits.ROWS)
 
 
 def _decoded(path: Path, data: bytes, line_at: int | None) -> str | Fault:
@@ -261,7 +397,7 @@ def _decoded(path: Path, data: bytes, line_at: int | None) -> str | Fault:
 
 
 def _whole(path: Path) -> str | Fault:
-    with _open(path) as file:
+    with _open(path) as (_, file):
         data = file.read(limits.DOCUMENT + 1)
     if len(data) > limits.DOCUMENT:
         reason = f"more than {limits.DOCUMENT:,} bytes, and a text file is one document: cut it into several"
@@ -269,35 +405,46 @@ def _whole(path: Path) -> str | Fault:
     return _decoded(path, data, None)
 
 
-def _lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
+def _lines(piece: FileRange, file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
     """Yield the beginning of each line, and the line; of one that is longer than `limits.LINE`, a byte more than that.
     Empty lines are left out.
 
     InputError if a compressed file unpacks to more than text does.
     """
     # Not in one go: a line may be as long as the file, and have no end in many of its pieces.
-    most = _unpacked(piece.path) if piece.path.suffix == ".gz" else sys.maxsize
-    with _open(piece.path) as file:
-        at = max(piece.start - 1, 0)
+    most = _unpacked(piece.path) if piece.path.suffix in PACKED else sys.maxsize
+    at = max(piece.start - 1, 0)
+    if at:
         file.seek(at)
-        inside = piece.start > 0  # a line that begins in the piece before
-        while at < piece.stop and (line := file.readline(limits.LINE + 1)):
-            if not inside and line != b"\n":
-                yield at, line
-            at += len(line)
-            if line == b"\n":  # of which a bomb has a hundred million
-                more = file.peek()
-                at += len(file.read(len(more) - len(more.lstrip(b"\n"))))
-            inside = not line.endswith(b"\n")
-            if at > most:
-                raise InputError(_too_much(piece.path))
+    inside = piece.start > 0  # a line that begins in the piece before
+    while at < piece.stop and (line := file.readline(limits.LINE + 1)):
+        if not inside and line != b"\n":
+            yield at, line
+        at += len(line)
+        if line == b"\n":  # of which a bomb has a hundred million
+            more = file.peek()
+            at += len(file.read(len(more) - len(more.lstrip(b"\n"))))
+        inside = not line.endswith(b"\n")
+        if at > most:
+            raise InputError(_too_much(piece.path))
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[io.BufferedReader]:
-    with open_file(path, path.parent) as file:
-        # A reader in C finds the lines.
-        yield io.BufferedReader(gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+def _open(path: Path) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
+    """Open a file -> as it is, and as it is unpacked, where a reader in C finds the lines."""
+    with open_file(path, snapshot(path) or path.parent) as file:
+        if path.suffix == ".gz":
+            yield file, io.BufferedReader(gzip.GzipFile(fileobj=file))
+        elif path.suffix == ".zst":
+            pyarrow = pyarrow_of(path)
+            yield file, io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd"))
+        else:
+            yield file, file
+
+
+def snapshot(path: Path) -> Path | None:
+    """Return the folder of a commit in the hub's cache that a file is in, if it is in one."""
+    return next((folder for folder in path.parents if folder.parent.name == "snapshots"), None)
 
 
 def _object(path: Path, at: int, line: bytes) -> dict[str, Any] | Fault:
@@ -335,9 +482,12 @@ def kind_of(value: object) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 
-def _parquet() -> ModuleType:
+def pyarrow_of(path: Path) -> Any:
+    """Return pyarrow with what reads tables; InputError where it is not installed."""
     try:
+        import pyarrow
+        import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
-        raise InputError("reading .parquet files takes pyarrow: pip install 'megacore[parquet]'") from error
-    return pyarrow.parquet
+        raise InputError(f"reading {path.suffix} files takes pyarrow: pip install 'megacore[data]'") from error
+    return pyarrow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -12,14 +13,12 @@ import numpy.typing as npt
 
 from megacore.data import text
 from megacore.data.chat import TrainOn
+from megacore.data.formats import FORMATS, BadExample, format_of
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import Fault, FileRange, InputError
 from megacore.inference.texts import Texts, files_of
 from megacore.store.io.strict_json import StoreError
-
-EXAMPLE = ("messages", "completion")
-"""A row with one of these is an example; another one is text."""
 
 
 @dataclass(frozen=True)
@@ -115,4 +114,8 @@ def _has_examples(pieces: Sequence[FileRange]) -> bool:
     if not pieces or pieces[0].path.suffix in text.WHOLE:
         return False
     first = next(text.rows(pieces[0]), None)
-    return first is not None and not isinstance(first, Fault) and any(key in first.values for key in EXAMPLE)
+    if first is None or isinstance(first, Fault):
+        return False
+    with suppress(BadExample):
+        return format_of(first.values) != FORMATS[-1]  # which is text, under any key
+    return False

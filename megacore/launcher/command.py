@@ -7,12 +7,13 @@ of a machine (:mod:`megacore.recovery.agent`), on one machine and on many.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,10 +132,13 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
     first, later = [*overrides, *layouts.get(most, ())], node.index > 0
     goes_on, finetunes = later and bool(layouts), command == "finetune"
     setup = check(recipe, first, node.world, here, another_looks=later, goes_on=goes_on, finetunes=finetunes)
+    # The ranks take the commits that were fetched here, whatever the hub has by then.
     pinned: list[str] = []
     if setup.config.checkpoint.init != config.checkpoint.init:
-        # The ranks take the commit that was fetched here, whatever the hub has by then.
-        pinned = [f"checkpoint.init={setup.config.checkpoint.init}"]
+        pinned.append(f"checkpoint.init={setup.config.checkpoint.init}")
+    if setup.config.data != config.data:
+        given = asdict(setup.config.data)
+        pinned += [f"data.{key}={json.dumps(given[key])}" for key in ("train", "validation")]
     return TrainingJob(
         MODULE,
         [recipe, *overrides, *pinned],

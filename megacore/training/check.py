@@ -9,8 +9,9 @@ from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
 from megacore.checks.machine import readable, surroundings, without_a_model
 from megacore.checks.rules import problems, too_few_steps
-from megacore.config import Config
+from megacore.config import Config, CorpusConfig
 from megacore.data.corpora import Corpora, vocabulary_problems
+from megacore.data.data_sets import resolved
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.planning.capacity import capacity_problems
@@ -19,14 +20,14 @@ from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
-from megacore.training.resume import Start, as_begun, companions, find, model_of, raw_of, with_init
+from megacore.training.resume import Start, as_begun, companions, data_as_begun, find, model_of, raw_of, with_init
 from megacore.training.same_data import changed_data
 
 
 @dataclass(frozen=True)
 class Setup:
     """A run that has been checked: its config, its model, its data, where it starts, and {name: file} of what travels
-    with the model. A model of the hub is fetched, and the config names its commit."""
+    with the model. A model and data of the hub are fetched, and the config names their commits."""
 
     config: Config
     model: ModelConfig
@@ -99,15 +100,19 @@ def check(
         found += _steps_done(config, start)
     if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
-    if model is None or start is None or (found and not readable(config)):
+    if readable(config) and not (found and any(map(_is_elsewhere, config.data.train + config.data.validation))):
+        try:
+            config = resolved(config, data_as_begun(config))
+            found += [] if checked or another_looks else [f"data: {problem}" for problem in Corpora.look(config)]
+        except ValueError as error:
+            found.append(f"data: {error}")
+    if model is None or start is None or found:
         raise ConfigError(found)
     try:
         travelling = companions(start, config)
         files = ModelFiles(travelling, raw_of(model, start.source), model.vocab_size)
     except StoreError as error:
-        raise ConfigError([*found, f"data: {error}"]) from error
-    if found:
-        raise ConfigError([*found, *(f"data: {problem}" for problem in Corpora.look(config, files))])
+        raise ConfigError([f"data: {error}"]) from error
     device = memory_of_gpus() if config.train.device_type(there) == "cuda" else None
     no_room = list(capacity_problems(config, model, world_size, local_ranks, device))
     if no_room := [*no_room, *open_files.problems(files_of(config, world_size, local_ranks))]:
@@ -142,6 +147,10 @@ def _steps_done(config: Config, start: Start) -> Iterator[str]:
             f"{key} ({come}) is below the {done} steps that are done: the run goes on to {key} in all, choose more "
             f"than {done}{'' if epochs is None else ' steps'}, or begin another run by checkpoint.init"
         )
+
+
+def _is_elsewhere(corpus: CorpusConfig) -> bool:
+    return corpus.hub_name is not None
 
 
 def _start(config: Config, another_looks: bool, goes_on: bool) -> Start:

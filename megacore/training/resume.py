@@ -89,10 +89,16 @@ def as_begun(config: Config) -> Config:
 
     A branch has moved since, and a tag may have. Whoever wants another names its commit.
     """
-    given, noted = HubName.parse(config.checkpoint.init or ""), _noted_init(Path(config.out))
-    if config.checkpoint.resume is None or given is None or given.is_pinned or noted is None:
+    given, noted = HubName.parse(config.checkpoint.init or ""), HubName.parse(str(_noted(config, "checkpoint", "init")))
+    if given is None or given.is_pinned or noted is None or not noted.is_pinned:
         return config
     return with_init(config, noted) if noted.repository == given.repository else config
+
+
+def data_as_begun(config: Config) -> list[str]:
+    """Return the paths of the data that a run which goes on began with."""
+    listed = [each for key in ("train", "validation") for each in _noted(config, "data", key) or ()]
+    return [str(each["path"]) for each in listed if isinstance(each, dict) and "path" in each]
 
 
 def with_init(config: Config, name: HubName | None) -> Config:
@@ -101,14 +107,15 @@ def with_init(config: Config, name: HubName | None) -> Config:
     return config if name is None else replace(config, checkpoint=replace(section, init=str(name)))
 
 
-def _noted_init(out: Path) -> HubName | None:
-    """Return the model of the hub, with its commit, that the config in a run's folder has."""
+def _noted(config: Config, section: str, key: str) -> Any:
+    """Return what the config in the folder of a run that goes on says of a key; None where it says nothing."""
+    out = Path(config.out)
     try:
-        noted = read_yaml(read_file(out / NOTED, out, limits.RECIPE).decode())["checkpoint"]["init"]
+        if config.checkpoint.resume is None:
+            return None
+        return read_yaml(read_file(out / NOTED, out, limits.RECIPE).decode())[section][key]
     except (StoreError, OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return None
-    name = HubName.parse(noted) if isinstance(noted, str) else None
-    return name if name is not None and name.is_pinned else None
 
 
 def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = False) -> Start:

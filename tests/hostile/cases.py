@@ -373,6 +373,8 @@ for name, row in {
     "tools-number": {"messages": [{"role": "assistant", "content": "x"}], "tools": [{"a": 10**300}]},
     "keys-escapes": {ESCAPE: 1},
     "empty": {"prompt": "", "completion": ""},
+    "calls-deep": {"conversations": [{"from": "function_call", "value": "[" * 100_000}]},
+    "speakers": {"conversations": [{"from": ESCAPE, "value": "x"}]},
 }.items():
     command = TUNE if "tools" not in name else "evaluate hf --data data/chats.jsonl"
     case(f"chats-{name}", command, write("data/chats.jsonl", json.dumps(row)), "", sound="tools" in name)
@@ -395,6 +397,25 @@ case(
     write("data/a.parquet", b"PAR1" + bytes(99) + struct.pack("<I", 1 << 31) + b"PAR1"),
     "parquet",
 )
+
+
+def zstandard(data: bytes) -> Change:
+    def change(folder: Path) -> None:
+        import pyarrow
+
+        (folder / "data/a.jsonl.zst").write_bytes(pyarrow.Codec("zstd").compress(data, asbytes=True))
+
+    return change
+
+
+ZSTANDARD, FOLDER_OF = "pretrain tuning.yaml data.train=data/a.jsonl.zst", "pretrain tuning.yaml data.train=data/set"
+case("zst-bomb", ZSTANDARD, zstandard(b"\n" * (300 << 20)), BOMB)
+case("zst-garbage", ZSTANDARD, write("data/a.jsonl.zst", b"\x28\xb5\x2f\xfd" + bytes(99)), "no whole zstandard file")
+case("arrow-garbage", FOLDER_OF, write("data/set/train.arrow", b"\xff" * 999), "no arrow file")
+case(
+    "set-state", FOLDER_OF, both(write("data/set/state.json", "[" * 9999), write("data/set/a.jsonl", b"")), "state.json"
+)
+case("set-link", FOLDER_OF, link("data/set/train.jsonl", "../../../outside/secret.txt"), "leads out of its folder")
 
 
 def repeating(folder: Path) -> None:

@@ -20,7 +20,7 @@ from chats import FAMILIES, ROWS, Row, chat, write_jsonl, write_tokenizer
 from megacore.config import ChatConfig
 from megacore.data.chat import BadExample, TrainOn, passages
 from megacore.data.corpora import _remarks
-from megacore.data.examples import Preparation
+from megacore.data.examples import ExampleFiles, Preparation
 from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, Tokens, counts
 from megacore.data.text import InputError
 from megacore.inference.evaluation_data import DocumentFiles
@@ -202,8 +202,8 @@ def message(**values: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({}, "has no keys: needs 'messages', 'prompt' and 'completion', or 'text'"),
-        ({"chat": [], "id": 3, "text": None}, "has 'chat', 'id': needs 'messages'"),
+        ({}, "has no keys, of no format (messages, ShareGPT (conversations), Alpaca (instruction, output), prompt"),
+        ({"chat": [], "id": 3, "text": None}, "has 'chat', 'id', of no format (messages, "),
         ({"messages": "hi"}, "messages is a str, not a list"),
         ({"messages": []}, "has no messages"),
         ({"messages": ["hi"]}, "message 1 is a str, not an object"),
@@ -223,7 +223,7 @@ def message(**values: object) -> dict[str, object]:
         (message(role="assistant", content="x", weight=0.5), "message 2 has the weight 0.5: choose 1, or 0"),
         ({**message(role="assistant", content="x"), "system": "be brief"}, "has 'system' beside 'messages'"),
         ({**message(role="assistant", content="x"), "chat_template_kwargs": {"a": 1}}, "has 'chat_template_kwargs'"),
-        ({"prompt": "x", "text": "y"}, "has 'prompt' and 'text': name what answers the prompt 'completion'"),
+        ({"prompt": "x", "text": "y"}, "has 'prompt' beside 'text', which is not read: name what answers the"),
         ({"prompt": "x", "completion": ""}, "the completion is empty"),
         ({"prompt": ["x"], "completion": "y"}, "prompt is a list, not text"),
         ({"prompt": "x", "completion": 3}, "completion is a int, not text"),
@@ -341,7 +341,7 @@ def test_a_row_that_a_template_refuses_is_named_with_its_line(tmp_path: Path) ->
     files = model_files(FAMILIES["gemma"].write(tmp_path / "model"), "gemma")
     path = write_jsonl(tmp_path / "chats.jsonl", ROWS["turns"], ROWS["brief"], "", ROWS["turns"])
     with pytest.raises(InputError) as error:
-        Preparation(path, tmp_path / "examples", ChatConfig(), 64, files).examples()
+        Preparation(ExampleFiles(str(path), [path]), tmp_path / "examples", ChatConfig(), 64, files).examples()
     assert "1 bad line(s)" in str(error.value)
     assert f"{path}, line 2: the chat template fails: System role not supported" in str(error.value)
 
@@ -352,7 +352,7 @@ def test_chats_that_are_several_examples_are_counted_and_said(tmp_path: Path) ->
     files, tokenizer = model_files(folder, "qwen3"), ModelTokenizer(folder)
     rows = ROWS["turns"], {"messages": chat("hi", "hello")}, ROWS["thoughts"]
     path = write_jsonl(tmp_path / "chats.jsonl", *rows)
-    found = Preparation(path, tmp_path / "examples", ChatConfig(), 400, files).examples()
+    found = Preparation(ExampleFiles(str(path), [path]), tmp_path / "examples", ChatConfig(), 400, files).examples()
     wanted = [text for name in made.cases for text in made.cases[name]]
     wanted.insert(2, wanted[0])
     examples = [(ids.astype(np.int64), counted) for ids, counted in map(found.example, range(found.count))]
@@ -365,7 +365,9 @@ def test_chats_that_are_several_examples_are_counted_and_said(tmp_path: Path) ->
     thought = {"role": "assistant", "content": "hello", "reasoning_content": "so long " * 99}
     long = {"messages": [*chat("hi"), thought, *chat("and?", "so")]}
     path = write_jsonl(tmp_path / "long.jsonl", ROWS["turns"], long)
-    short = Preparation(path, tmp_path / "examples", ChatConfig(too_long="drop"), 99, files).examples()
+    short = Preparation(
+        ExampleFiles(str(path), [path]), tmp_path / "examples", ChatConfig(too_long="drop"), 99, files
+    ).examples()
     assert short.facts.dropped == 1 and short.chats.tolist() == [0, 0, 1]
     # An evaluation reads all of them, too.
     config = SimpleNamespace(vocab_size=400)

@@ -173,7 +173,9 @@ def test_what_was_made_of_the_data_is_said(recipe: str, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "more.jsonl", *rows(), "{", long)
     overrides = [f"data.train={tmp_path / 'more.jsonl'}", "data.validation=[]", "data.validation_fraction=0.3"]
     said = check(recipe, [*overrides, "chat.bad_lines=skip"], 1, 1).corpora.remarks
-    assert said[0].startswith(f"{tmp_path / 'more.jsonl'}: 17 examples of ") and said[0].endswith(" of which count")
+    kinds = "messages in 13 rows, text in 4 rows"
+    assert said[0].startswith(f"{tmp_path / 'more.jsonl'}: {kinds}: 17 examples of ")
+    assert said[0].endswith(" of which count")
     assert said[1:3] == (
         f"  longer than {LENGTH + 1} tokens: 1 cut, 0 dropped",
         f"  1 bad lines skipped, such as {tmp_path / 'more.jsonl'}, line 17: not JSON: "
@@ -260,7 +262,7 @@ def test_bad_lines_are_said_beside_what_else_is_wrong_and_nothing_is_prepared(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.train=[chats.jsonl, corpus/text]"], ["files of examples (chats.jsonl", "token files (corpus/text)"]),
+        (["data.train=[chats.jsonl, corpus/text]"], ["name examples (chats.jsonl", "token files (corpus/text)"]),
         (["data.validation=corpus/text"], ["a run takes one kind"]),
         (["model.vocab_size=300"], ["gives ids up to", "the model's vocabulary ends at 299"]),
     ],
@@ -273,10 +275,13 @@ def test_what_does_not_fit_is_named(recipe: str, overrides: Sequence[str], words
 def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     assert "the model's tokenizer no chat template: set chat.template" in problems(recipe)
-    with (tmp_path / "chats.jsonl").open("a") as file:
-        file.write('{"messages": [{"role": "nobody", "content": "hi"}]}\n{"messages": \n')
-    said = problems(recipe)  # what is bad with any template is not held back
-    assert all(words in said for words in ("no chat template", "message 1 has the role 'nobody'", "not JSON")), said
+    chats = (tmp_path / "chats.jsonl").read_text()
+    (tmp_path / "chats.jsonl").write_text(
+        chats + '{"messages": [{"role": "nobody", "content": "hi"}]}\n{"messages": \n'
+    )
+    said = problems(recipe)  # what is bad with any template comes before one is looked for
+    assert said.startswith("1 problem ") and "message 1 has the role 'nobody'" in said and "not JSON" in said
+    (tmp_path / "chats.jsonl").write_text(chats)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
     assert "examples need the model's tokenizer, and none is there" in problems(recipe)

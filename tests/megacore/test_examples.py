@@ -16,7 +16,7 @@ from chats import FAMILIES, chat, write_jsonl, write_tokenizer
 from megacore.config import ChatConfig
 from megacore.data import examples as module
 from megacore.data import text
-from megacore.data.examples import Examples, Preparation
+from megacore.data.examples import ExampleFiles, Examples, Preparation
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
 from megacore.parallel import limits
@@ -33,7 +33,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 def prepared(path: Path, files: ModelFiles, length: int = 200, **rules: Any) -> Examples:
-    return Preparation(path, path.parent / "examples", ChatConfig(**rules), length, files).examples()
+    return Preparation(
+        ExampleFiles(str(path), [path]), path.parent / "examples", ChatConfig(**rules), length, files
+    ).examples()
 
 
 def turns(*words: str) -> dict[str, Any]:
@@ -282,7 +284,7 @@ def test_several_processes_make_the_same_bytes(
         monkeypatch.setattr(module, "WORKER", worker)
         monkeypatch.setattr("os.cpu_count", lambda: 2)
         folder = tmp_path / f"by-{size}"
-        Preparation(path, folder, ChatConfig(bad_lines="skip"), 200, files).examples()
+        Preparation(ExampleFiles(str(path), [path]), folder, ChatConfig(bad_lines="skip"), 200, files).examples()
         (target,) = folder.glob("[!.]*")
         made.append({file.name: file.read_bytes() for file in target.iterdir()})
     assert made[0] == made[1] and made[0].keys() == {"examples.bin", "examples.idx", "examples.json"}

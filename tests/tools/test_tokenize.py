@@ -297,7 +297,7 @@ def test_bad_tables_are_named(tmp_path, trained, capsys, monkeypatch):
     assert "is no parquet file" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert tokenize(table, trained)[0] == 1
-    assert "pip install 'megacore[parquet]'" in capsys.readouterr().err
+    assert "pip install 'megacore[data]'" in capsys.readouterr().err
 
 
 def test_bad_inputs_are_named(tmp_path, trained, capsys):

@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub in the place of folders: what is named is fetched into the hub's own cache.
+"""Names of the Hugging Face hub in the place of paths: what is named is fetched into the hub's own cache.
 
 huggingface_hub does it, with its cache, its token and its progress bars; it is imported where a name is met.
 """
@@ -13,9 +13,10 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 from megacore.store.io.errors import StoreError
 
@@ -33,25 +34,26 @@ class HubName:
 
     repository: str
     revision: str | None = None
+    kind: Literal["model", "dataset"] = "model"
 
     def __str__(self) -> str:
         return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
 
     @classmethod
-    def parse(cls, text: str) -> HubName | None:
+    def parse(cls, text: str, kind: Literal["model", "dataset"] = "model") -> HubName | None:
         """Return the name that a text spells, whatever lies on the disk; None if it spells none."""
         found = _NAME.fullmatch(text)
-        return None if found is None else cls(found[1], found[2])
+        return None if found is None else cls(found[1], found[2], kind)
 
     @classmethod
-    def of(cls, path: str | Path) -> HubName | None:
-        """Return the name that is given in the place of a folder; None where a path is meant.
+    def of(cls, path: str | Path, kind: Literal["model", "dataset"] = "model") -> HubName | None:
+        """Return the name that is given in the place of a path; None where a path is meant.
 
         A path is meant where something of this name is there, and where no revision is named and the folder around it
         is there: then it is one that was mistyped, and nobody else is asked about it.
         """
         text = str(path)
-        name = cls.parse(text)
+        name = cls.parse(text, kind)
         if name is None or os.path.lexists(text):
             return None
         return None if name.revision is None and os.path.lexists(os.path.dirname(text) or ".") else name
@@ -63,7 +65,7 @@ class HubName:
 
     def at(self, snapshot: Path) -> HubName:
         """Return the name of what :func:`fetch` has fetched."""
-        return HubName(self.repository, snapshot.name)
+        return replace(self, revision=snapshot.name)
 
 
 def fetch(name: HubName, patterns: Sequence[str], shown: bool = False, cached: bool = False) -> Path:
@@ -85,6 +87,7 @@ def fetch(name: HubName, patterns: Sequence[str], shown: bool = False, cached: b
     def take(cached: bool) -> str:
         return snapshot_download(
             name.repository,
+            repo_type=name.kind,
             revision=name.revision,
             allow_patterns=list(patterns),
             ignore_patterns=list(NEVER),
@@ -97,7 +100,7 @@ def fetch(name: HubName, patterns: Sequence[str], shown: bool = False, cached: b
                 take(cached=True)
             except LocalEntryNotFoundError:
                 # Where nobody answers, this says so at once; the files of a commit would be asked for half a minute.
-                HfApi().model_info(name.repository, revision=name.revision)
+                HfApi().repo_info(name.repository, repo_type=name.kind, revision=name.revision)
         found = take(cached)
     return Path(found)
 
@@ -111,7 +114,8 @@ def files_of(name: HubName) -> Mapping[str, int]:
     from huggingface_hub import HfApi
 
     with _in_words(name):
-        found = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True)
+        about = HfApi().model_info if name.kind == "model" else HfApi().dataset_info
+        found = about(name.repository, revision=name.revision, files_metadata=True)
     return {file.rfilename: file.size or 0 for file in found.siblings or ()}
 
 
@@ -127,7 +131,10 @@ def _in_words(name: HubName) -> Iterator[None]:
 def _problem(name: HubName, error: Exception) -> str:
     from huggingface_hub import constants, errors
 
-    page = f"{constants.ENDPOINT}/{name.repository}"
+    is_model = name.kind == "model"
+    here, there = ("a folder", "a model") if is_model else ("a file", "a data set")
+    page = f"{constants.ENDPOINT}/{'' if is_model else 'datasets/'}{name.repository}"
+    fetching = f"`megacore inspect {name}` fetches it" if is_model else "the start of a run fetches it"
     log_in = "by `hf auth login`, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
         return f"{name} is gated: ask for access at {page}, and log in {log_in}"
@@ -138,16 +145,16 @@ def _problem(name: HubName, error: Exception) -> str:
         return f"{name.repository} has no revision {name.revision}: take a branch, tag or commit of {page}/commits/main"
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
         return (
-            f"there is neither a folder {name} here nor, for this user, a model {name.repository} on the hub ({page}): "
+            f"there is neither {here} {name} here nor, for this user, {there} {name.repository} on the hub ({page}): "
             f"check the name; if it is private, log in {log_in}"
         )
     if isinstance(error, errors.HFValidationError):
-        return f"{name} is neither a folder nor a name of the hub: {_first_line(error)}"
+        return f"{name} is neither {here} nor a name of the hub: {_first_line(error)}"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return f"{name} cannot be kept in the hub's cache, {constants.HF_HUB_CACHE}: {error.strerror}"
     return (
         f"{name} is not, or not all, in the hub's cache ({constants.HF_HUB_CACHE}), and was not fetched "
-        f"({_reason(error)}): `megacore inspect {name}` fetches it, with what is there already, where the hub answers"
+        f"({_reason(error)}): {fetching}, with what is there already, where the hub answers"
     )
 
 

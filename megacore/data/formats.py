@@ -1,0 +1,300 @@
+"""The formats of examples: the keys that each is recognised by, and how a row of it becomes turns or bare text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+from megacore.data.text import kind_of, text_problem
+from megacore.say import brief
+
+Message = Mapping[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SPEAKERS = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+    "human": "user",
+    "function_call": "assistant",
+}
+"""{who a turn is ``from``: its role}; what a ``function_call`` says is a call or a list of them, as JSON."""
+WEIGHT = "weight"
+"""The field of a message that is 0 where a turn of the assistant is not to be learned."""
+TRAINED, UNTRAINED = "trained", "untrained"
+"""In the place of a role: bare text, that no template writes."""
+_PREFERENCES = "which are preferences, and there is no training on them here"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of rows.
+
+    Args:
+        needs: The keys that it is recognised by.
+        turns: (role, keys) of each turn: what the keys say, with a blank line between them; one that says nothing is
+            left out. Without any, the first key holds a list of messages.
+        also: Keys that may be there too.
+        not_read: {a key that says more of the text than would be read: the way out}.
+        refused: Why it is not trained on; empty if it is.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    also: tuple[str, ...] = ()
+    not_read: tuple[tuple[str, str], ...] = ()
+    refused: str = ""
+
+    def __str__(self) -> str:
+        known = all(key in self.name for key in self.needs)
+        return self.name if known else f"{self.name} ({', '.join(self.needs)})"
+
+
+_KWARGS = ("chat_template_kwargs", "leave them out")
+FORMATS = (
+    Format(
+        "preferences",
+        ("chosen", "rejected"),
+        refused=f"{_PREFERENCES}: learn what was chosen by data.map={{messages: chosen}}, or {{completion: chosen}}",
+    ),
+    Format(
+        "rated completions",
+        ("completion", "label"),
+        refused=f"{_PREFERENCES}: keep the good completions, without the label",
+    ),
+    Format("messages", ("messages",), also=("tools",), not_read=(("system", "make it the first message"), _KWARGS)),
+    Format("ShareGPT", ("conversations",), also=("system", "tools"), not_read=(_KWARGS,)),
+    Format(
+        "Alpaca",
+        ("instruction", "output"),
+        (("system", ("system",)), ("user", ("instruction", "input")), ("assistant", ("output",))),
+        also=("input", "system"),
+        not_read=(("history", "write it as messages"),),
+    ),
+    Format(
+        "prompt and completion",
+        ("completion",),
+        ((UNTRAINED, ("prompt",)), (TRAINED, ("completion",))),
+        also=("prompt",),
+    ),
+    Format(
+        "text",
+        ("text",),
+        ((TRAINED, ("text",)),),
+        not_read=(("prompt", "name what answers the prompt 'completion'"),),
+    ),
+)
+"""In this order: of rows that have the keys of several, the first one counts."""
+IN_TURNS = ("role", "content", "from", "value")
+"""Keys of a message."""
+KEYS = tuple(dict.fromkeys([key for each in FORMATS for key in (*each.needs, *each.also)] + [*IN_TURNS]))
+"""All keys that are read."""
+
+
+class BadExample(ValueError):
+    """An example that cannot be trained on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A chat, with the tools that it has, or bare text in parts (text, whether it is learned)."""
+
+    messages: Sequence[Message] = ()
+    tools: list[Any] | None = None
+    parts: Sequence[tuple[str, bool]] = ()
+
+
+def renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a row, and the turns in it, under the keys that are read here: `names` is {one of these: the row's}.
+
+    What has none of the row's keys is as it was.
+
+    Raises:
+        BadExample: it has some of them alone.
+    """
+    if not names:
+        return row
+    outer = {ours: theirs for ours, theirs in names.items() if ours not in IN_TURNS}
+    inner = {ours: theirs for ours, theirs in names.items() if ours in IN_TURNS}
+    needed = [theirs for ours, theirs in outer.items() if ours not in ("input", "system", "tools")]
+    missing = [theirs for theirs in needed if row.get(theirs) is None]
+    if missing and len(missing) < len(needed):
+        raise BadExample(f"has no {missing[0]!r}, which data.map names: it names {', '.join(map(repr, needed))}")
+    found = row if missing else _renamed(row, outer)
+    lists = {key: value for key, value in found.items() if inner and isinstance(value, list)}
+    turns = {
+        key: [_renamed(turn, inner) if isinstance(turn, Mapping) else turn for turn in lists[key]] for key in lists
+    }
+    return {**found, **turns}
+
+
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    there = {ours: theirs for ours, theirs in names.items() if theirs in values}
+    kept = {key: value for key, value in values.items() if key not in there and key not in there.values()}
+    return kept | {ours: values[theirs] for ours, theirs in there.items()}
+
+
+def format_of(row: Mapping[str, Any]) -> Format:
+    """Return the format of a row.
+
+    Raises:
+        BadExample: it has none; the message names the nearest.
+    """
+    found = next((each for each in FORMATS if all(row.get(key) is not None for key in each.needs)), None)
+    if found is None:
+        raise BadExample(_unknown(tuple(key[:_LONG] for key, value in row.items() if value is not None)[:_LOOKED_AT]))
+    return found
+
+
+def example(row: Mapping[str, Any]) -> Example:
+    """Return what a row holds.
+
+    Raises:
+        BadExample: it is no example.
+    """
+    kind, present = format_of(row), {key: value for key, value in row.items() if value is not None}
+    if kind.refused:
+        raise BadExample(f"has {' and '.join(map(repr, kind.needs))}, {kind.refused}")
+    for key, way_out in kind.not_read:
+        if present.get(key):
+            raise BadExample(f"has {key!r} beside {kind.needs[0]!r}, which is not read: {way_out}")
+    tools = _tools(present.get("tools")) if "tools" in kind.also else None
+    if not kind.turns:
+        return Example(_listed(present, kind), tools)
+    if all(isinstance(present.get(key), list) for key in ("prompt", "completion")) and kind.turns[0][0] == UNTRAINED:
+        return Example(_answered(present), _tools(present.get("tools")))
+    turns = [(role, _joined(present, keys, kind)) for role, keys in kind.turns]
+    if kind.turns[-1][0] == TRAINED:
+        return Example(parts=[(text, role == TRAINED) for role, text in turns])
+    return Example([{"role": role, "content": text} for role, text in turns if text or role != "system"])
+
+
+def _joined(present: Mapping[str, Any], keys: Sequence[str], kind: Format) -> str:
+    texts = {key: text_of(present.get(key, ""), key) for key in keys}
+    if keys[0] in kind.needs and not any(map(str.strip, texts.values())):
+        raise BadExample(f"the {keys[0]} is empty")
+    return "\n\n".join(text for text in texts.values() if text)
+
+
+def _listed(present: Mapping[str, Any], kind: Format) -> list[Message]:
+    messages = _messages(present[kind.needs[0]], kind.needs[0])
+    if "system" not in kind.also or not present.get("system"):
+        return messages
+    if messages[0]["role"] == "system":
+        raise BadExample(f"has 'system' beside {kind.needs[0]!r} that begin with one of their own: leave one out")
+    return [{"role": "system", "content": text_of(present["system"], "system")}, *messages]
+
+
+def _answered(present: Mapping[str, Any]) -> list[Message]:
+    """Return a prompt and its completion that are messages themselves: what is in the prompt is not learned."""
+    before, after = (_messages(present[key], key) for key in ("prompt", "completion"))
+    return [*({**each, WEIGHT: 0} if each["role"] == "assistant" else each for each in before), *after]
+
+
+# -- what is none
+
+
+_LOOKED_AT, _LONG = 20, 50  # keys of a row, and characters of one
+_CLOSE = 0.75
+
+
+@lru_cache(maxsize=64)
+def _unknown(keys: tuple[str, ...]) -> str:
+    """Return why a row with these keys is of no format, and which one is nearest."""
+    has = f"has {', '.join(map(brief, map(repr, keys))) or 'no keys'}"
+    plain = {key.casefold(): key for key in keys}
+
+    def meant(key: str) -> str | None:
+        return key if key in keys else next((plain[near] for near in get_close_matches(key, plain, 1, _CLOSE)), None)
+
+    def nearness(kind: Format) -> tuple[int, int]:
+        return (sum(meant(key) is not None for key in (*kind.needs, *kind.also)), -len(kind.needs))
+
+    nearest = max((each for each in FORMATS if not each.refused), key=nearness)
+    if not nearness(nearest)[0]:
+        known = ", ".join(str(each) for each in FORMATS if not each.refused)
+        return f"{has}, of no format ({known}): name its keys as in data.map={{prompt: KEY, completion: KEY}}"
+    names = {key: meant(key) or "KEY" for key in nearest.needs if key not in keys}
+    said = ", ".join(f"{ours}: {theirs}" for ours, theirs in names.items())
+    return f"{has}, no {' and no '.join(map(repr, names))}: the nearest format is {nearest}, by data.map={{{said}}}"
+
+
+# -- what a row says
+
+
+def text_of(value: object, what: str) -> str:
+    problem = text_problem(value, what)
+    if problem is not None:
+        raise BadExample(problem)
+    return str(value)
+
+
+def _messages(value: object, key: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise BadExample(f"{key} is {kind_of(value)}, not a list")
+    if not value:
+        raise BadExample("has no messages")
+    return [_message(f"message {number}", message) for number, message in enumerate(value, start=1)]
+
+
+def _message(name: str, value: object) -> Message:
+    if not isinstance(value, dict):
+        raise BadExample(f"{name} is {kind_of(value)}, not an object")
+    message = {key: each for key, each in value.items() if each is not None}
+    if "role" not in message and "from" in message:
+        message = _spoken(name, message)
+    role, calls = message.get("role"), message.get("tool_calls")
+    if role not in ROLES:
+        keys = "" if "role" in message else f", no 'role' and no 'from' among {brief(', '.join(map(repr, message)))}"
+        raise BadExample(f"{name} has the role {brief(repr(role))}{keys}: choose from {', '.join(ROLES)}")
+    if calls is not None and (not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls)):
+        raise BadExample(f"{name}: tool_calls is {kind_of(calls)}, not a list of objects")
+    if "content" not in message and calls:
+        message["content"] = ""
+    content = text_of(message.get("content"), f"the content of {name}")
+    if role == "assistant" and not calls and not content.strip():
+        raise BadExample(f"{name}: the assistant says nothing")
+    if (weight := message.get(WEIGHT, 1)) not in (0, 1):
+        raise BadExample(f"{name} has the {WEIGHT} {brief(weight)}: choose 1, or 0 for a turn that does not count")
+    return message
+
+
+def _spoken(name: str, turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn of ``from`` and ``value`` as a message."""
+    speaker = turn.pop("from")
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise BadExample(f"{name} is from {brief(repr(speaker))}: choose from {', '.join(SPEAKERS)}")
+    said = text_of(turn.pop("value", None), f"the value of {name}")
+    if speaker != "function_call":
+        return {"role": SPEAKERS[speaker], "content": said, **turn}
+    return {"role": "assistant", "tool_calls": list(_calls(name, said)), **turn}
+
+
+def _calls(name: str, said: str) -> Iterator[dict[str, Any]]:
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError) as error:
+        raise BadExample(f"the value of {name} is no function call in JSON: {brief(str(error))}") from error
+    for call in found if isinstance(found, list) else [found]:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise BadExample(f"the value of {name} is no function call: it needs a 'name' and 'arguments'")
+        yield {"type": "function", "function": call}
+
+
+def _tools(value: object) -> list[Any] | None:
+    """Return a list of JSON schemas; tables often hold it as text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise BadExample(f"tools is text that is not JSON: {error}") from error
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadExample(f"tools is {kind_of(value)}, not a list of objects")
+    return value
