@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +20,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
-from families import ROTATION, TURN
 from hypothesis import HealthCheck, settings
 from pool import Pool
+from turns import ROTATION, TURN
 
 MOST_WORKERS = 8
 torch.set_num_threads(1)
@@ -57,20 +58,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the grids, unless the expression of -m speaks of them. A case whose turn it is not is of the grid, if
     no test is named by itself."""
     if not any("::" in str(argument) for argument in config.args):
+        cases = Counter[str]()
         for item in items:
-            if not _has_its_turn(item):
+            test = item.nodeid.partition("[")[0]
+            if not _has_its_turn(item, zlib.crc32(test.encode()) + cases[test]):
                 item.add_marker(pytest.mark.grid)
+            cases[test] += 1
     if "grid" not in str(config.getoption("markexpr")):
         left_out = [item for item in items if item.get_closest_marker("grid")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 
 
-def _has_its_turn(item: pytest.Item) -> bool:
+def _has_its_turn(item: pytest.Item, number: int) -> bool:
+    """One in n of a test's cases has, on any day: its number says which."""
     marker = item.get_closest_marker("in_turn")
     if marker is None:
         return True
-    every, place = (*marker.args, zlib.crc32(item.nodeid.encode()))[:2]
+    every, place = (*marker.args, number)[:2]
     return (TURN - place) % every == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,12 +50,6 @@ SMALL: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-
-
-ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
-"""Another number draws other seeds, and gives each family other cases of those that it shares with the others."""
-TURN = ROTATION + int(os.environ["MEGACORE_DAY"])
-"""Whose turn it is: conftest's ``in_turn``."""
 
 
 def rotated(cases: Iterable[T], few: int = 1) -> list[ParameterSet]:

@@ -199,7 +199,9 @@ def calm(recipe: str, folder: Path, layout: str) -> dict[str, bytes]:
         if not run.out.exists():
             run.start()
             assert run.wait() == 0, run.said
-    return run.state()
+    state = run.state()
+    assert state["step"] == b"30"
+    return state
 
 
 def shared_folder(factory: pytest.TempPathFactory) -> Path:

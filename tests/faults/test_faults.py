@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from live import LAYOUTS, TWO_NODES, Live, calm, live, shared_folder
+from turns import ROTATION, TURN
 
-ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
 KILLS = 300
 """The kills of the campaign."""
 EACH = 6
@@ -63,10 +63,10 @@ def survives(recipe: str, cache: Path, out: Path, layout: str, seed: int, kills:
     assert all(each.action != "end" for each in run.incidents)
 
 
-@pytest.mark.in_turn(4, 2)
+@pytest.mark.in_turn(8, 5)
 def test_random_kills_leave_no_trace(recipe: str, cache: Path, tmp_path: Path) -> None:
-    layout = [*LAYOUTS][ROTATION % len(LAYOUTS)]
-    survives(recipe, cache, tmp_path / "run", layout, ROTATION, 3)
+    layout = [*LAYOUTS][TURN // 8 % len(LAYOUTS)]
+    survives(recipe, cache, tmp_path / "run", layout, TURN, 3)
 
 
 @pytest.mark.grid
@@ -75,7 +75,7 @@ def test_many_random_kills_leave_no_trace(recipe: str, cache: Path, tmp_path: Pa
     survives(recipe, cache, tmp_path / "run", [*LAYOUTS][seed % len(LAYOUTS)], 1000 + seed, EACH)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_is_lost_takes_nothing_along(recipe: str, cache: Path, tmp_path: Path, node: int) -> None:
     """The second one, or the one that the others meet at: its memory is gone, and its partner has a copy."""
@@ -89,7 +89,7 @@ def test_a_node_that_is_lost_takes_nothing_along(recipe: str, cache: Path, tmp_p
     assert first == 0 and 0 < after < 10, "there is no checkpoint on disk before step 10"
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("layout", ["zero 1", "pp"])
 def test_a_restart_goes_on_from_memory(recipe: str, cache: Path, tmp_path: Path, layout: str) -> None:
     """And not from the disk, whose checkpoint is ten steps old; nothing is left there in the end."""
@@ -107,7 +107,7 @@ def test_a_restart_goes_on_from_memory(recipe: str, cache: Path, tmp_path: Path,
     assert not list(Path("/dev/shm").glob(f"megacore-*/{known}"))
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 1 else pytest.mark.grid) for n in range(8)])
 @pytest.mark.parametrize("layout", ["dp", "zero 1", "tp pp"])
 def test_a_bit_that_flips_leaves_no_trace(recipe: str, cache: Path, tmp_path: Path, layout: str, seed: int) -> None:
@@ -122,6 +122,7 @@ def test_a_bit_that_flips_leaves_no_trace(recipe: str, cache: Path, tmp_path: Pa
     assert (incident.kind, incident.action) == ("corrupted", "restart"), incident
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_step_that_ends_the_run_again_and_again_is_given_up(recipe: str, tmp_path: Path) -> None:
     run = live(recipe, tmp_path / "run", "dp", {"die": {"2": 1}, "once": os.devnull}, "recovery.max_restarts=2")
     with run.running():
@@ -129,7 +130,7 @@ def test_a_step_that_ends_the_run_again_and_again_is_given_up(recipe: str, tmp_p
     assert [each.action for each in run.incidents] == ["restart", "restart", "end"]
 
 
-@pytest.mark.in_turn(4, 3)
+@pytest.mark.in_turn(8, 3)
 def test_every_step_may_be_the_one(recipe: str, cache: Path, tmp_path: Path) -> None:
     """The first, one while a checkpoint is written, one right after it, the last."""
     steps = {"1": 0, "10": 1, "11": 0, "12": 1, "30": 0}

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import LAYOUTS, Live, calm, live, shared_folder
-
-ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
+from live import Live, calm, live, shared_folder
 
 
 def long(seconds: float, grid: float) -> Any:
@@ -49,7 +47,7 @@ SLOW: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=pytest.mark.in_turn(len(SLOW), number)) for number, each in enumerate(SLOW)]
+    "case", [pytest.param(each, marks=pytest.mark.in_turn(2 * len(SLOW), 2 * number)) for number, each in enumerate(SLOW)]
 )
 def test_what_is_slow_is_waited_for(recipe: str, cache: Path, tmp_path: Path, case: str) -> None:
     layout, what = SLOW[case]
@@ -66,7 +64,7 @@ def test_a_stall_of_30_s_in_any_phase_is_waited_for(recipe: str, cache: Path, tm
         ends_well(run, recipe, cache, "pp")
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("seconds", long(4.0, 60.0))
 @pytest.mark.parametrize("who", ["launcher", "one rank", "all ranks", "everything"])
 def test_processes_that_are_stopped_for_a_while_lose_nothing(
@@ -88,7 +86,7 @@ def test_processes_that_are_stopped_for_a_while_lose_nothing(
         ends_well(run, recipe, cache, "dp")
 
 
-@pytest.mark.in_turn(4, 0)
+@pytest.mark.in_turn(8, 0)
 @pytest.mark.parametrize("seconds", long(4.0, 70.0))
 def test_a_terminal_that_takes_nothing_for_a_while_is_waited_for(
     recipe: str, cache: Path, tmp_path: Path, seconds: float
@@ -114,7 +112,7 @@ def drain(file: int) -> None:
         pass
 
 
-@pytest.mark.in_turn(4, 1)
+@pytest.mark.in_turn(8, 1)
 def test_a_folder_that_is_away_for_a_while_ends_nothing(recipe: str, cache: Path, tmp_path: Path) -> None:
     """Renamed, and back before the last save: saves that fail are told, and tried again."""
     run = live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.1}}})
@@ -145,7 +143,7 @@ def test_a_machine_that_is_busy_slows_and_ends_nobody(recipe: str, cache: Path, 
 # -- done is done
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
 def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
     recipe: str, tmp_path: Path, stopped: bool
@@ -159,7 +157,7 @@ def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
     assert run.starts() == [0] and run.incidents == [], run.said[-3000:]
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(18)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("phase", ["forward", "save", "data"])
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
@@ -178,7 +176,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
     assert run.state() == calm(recipe, cache, "dp")
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_questions_of_the_first_seconds_end_nothing(
     recipe: str, cache: Path, tmp_path: Path, number: signal.Signals
@@ -198,8 +196,3 @@ def test_questions_of_the_first_seconds_end_nothing(
         asking.set()
         thread.join()
         ends_well(run, recipe, cache, "dp")
-
-
-def test_every_layout_has_an_undisturbed_run(recipe: str, cache: Path) -> None:
-    layout = [*LAYOUTS][ROTATION % len(LAYOUTS)]
-    assert calm(recipe, cache, layout)["step"] == b"30"

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from device_store import device_store
 from extended_family import extended
-from families import ROTATION, drawn
+from families import drawn
 from odd_family import registered
 from operations import Flops
 from pool import Pool
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
+from turns import ROTATION
 
 from megacore.models.assemble import Model
 from megacore.models.config import ModelConfigError, flops_per_token
@@ -418,24 +419,24 @@ OF_CONTEXT_OF_FOUR = [
 
 STATE, PEAK, SENT = "state", "peak", "sent"
 COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
-    ("states", 4, STATES, {STATE}, 2),
-    ("one", 1, OF_ONE, {PEAK}, 3),
-    ("two", 2, OF_TWO, {PEAK}, 3),
-    ("four", 4, OF_FOUR, {PEAK}, 3),
-    ("tuned-one", 1, TUNED_ONE, {PEAK}, 3),
-    ("tuned-two", 2, TUNED_TWO, {PEAK}, 3),
-    ("tuned-four", 4, TUNED_FOUR, {PEAK}, 3),
-    ("experts-one", 1, MIXTURES, {PEAK}, 2),
-    ("experts-two", 2, MIXTURES_OF_TWO, {PEAK}, 2),
-    ("experts-four", 4, MIXTURES_OF_FOUR, {PEAK}, 2),
-    ("parts-one", 1, EXTENDED[:1], {PEAK}, 2),
-    ("parts-two", 2, EXTENDED_OF_TWO[:2], {PEAK}, 2),
+    ("states", 4, STATES, {STATE}, 4),
+    ("one", 1, OF_ONE, {PEAK}, 6),
+    ("two", 2, OF_TWO, {PEAK}, 6),
+    ("four", 4, OF_FOUR, {PEAK}, 6),
+    ("tuned-one", 1, TUNED_ONE, {PEAK}, 6),
+    ("tuned-two", 2, TUNED_TWO, {PEAK}, 6),
+    ("tuned-four", 4, TUNED_FOUR, {PEAK}, 6),
+    ("experts-one", 1, MIXTURES, {PEAK}, 4),
+    ("experts-two", 2, MIXTURES_OF_TWO, {PEAK}, 4),
+    ("experts-four", 4, MIXTURES_OF_FOUR, {PEAK}, 4),
+    ("parts-one", 1, EXTENDED[:1], {PEAK}, 4),
+    ("parts-two", 2, EXTENDED_OF_TWO[:2], {PEAK}, 4),
     ("other parts-one", 1, EXTENDED[1:], {PEAK}, 0),
     ("other parts-two", 2, EXTENDED_OF_TWO[2:], {PEAK}, 0),
-    ("unheard of-one", 1, ODD, {PEAK}, 2),
-    ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 2),
-    ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 2),
-    ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 2),
+    ("unheard of-one", 1, ODD, {PEAK}, 4),
+    ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 4),
+    ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 4),
+    ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 4),
     *(
         (f"{case.family}-{at % len(WAYS)}", case.mesh.world, [case], {STATE, PEAK}, (at + ROTATION) % STRIDE == 0)
         for at, case in enumerate(OF_FAMILIES)

@@ -104,6 +104,8 @@ def _walk(node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield inside, node
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):  # holds none of them
+            continue
         name = (child.name,) if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else ()
         yield from _walk(child, inside + name)
 
@@ -168,6 +170,12 @@ def _replace_statements(place: ast.AST, before: Sequence[ast.stmt], after: Seque
     return count
 
 
+@cache
+def sound(file: str) -> str:
+    """A file without its comments, as :func:`edited` leaves them."""
+    return ast.unparse(ast.parse((ROOT / file).read_text()))
+
+
 def seeded(fault: Fault, root: Path = ROOT) -> dict[str, str]:
     """{file: its source with the fault}, of the tree or of a copy.
 
@@ -199,7 +207,7 @@ def copied(files: Iterable[str]) -> Iterator[Path]:
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
         for file in files:
-            (folder / file).write_text(ast.unparse(ast.parse((ROOT / file).read_text())))
+            (folder / file).write_text(sound(file))
         with (folder / find("tests.pool", TESTS).file).open("a") as pool:
             pool.write(IMPATIENT)
         yield folder
@@ -225,12 +233,12 @@ def run_tests(folder: Path, tests: Sequence[str], *options: str) -> tuple[int, s
 def caught_by(folder: Path, fault: Fault) -> str | None:
     """The first test that fails with the fault; None if it survives."""
     faulty = seeded(fault, folder)
-    sound = {file: (folder / file).read_text() for file in faulty}
+    before = {file: (folder / file).read_text() for file in faulty}
     _write(folder, faulty)
     try:
         status, output = run_tests(folder, fault.tests, "-x")
     finally:
-        _write(folder, sound)
+        _write(folder, before)
     if status == 0:
         return None
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)

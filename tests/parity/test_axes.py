@@ -90,7 +90,7 @@ def same(found: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]
         )
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("axis", AXES)
 def test_an_axis_meets_a_feature(
@@ -101,7 +101,7 @@ def test_an_axis_meets_a_feature(
     same(ranks[0].records, wanted)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("axis", AXES)
 def test_a_run_goes_on_along_an_axis(
     pool: Pool, recipe: str, alone: dict[str, list[dict[str, Any]]], tmp_path: Path, axis: str

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from bad_folders import CASES, CONVERT, EXPORT, RESHARD, build
 from damage import damage_bytes, damage_tree, places
-from families import ROTATION
 from tiny import snapshot
+from turns import ROTATION
 
 from megacore.parallel.weights.transfer import hugging_face, plan
 from megacore.store.io.strict_json import StoreError

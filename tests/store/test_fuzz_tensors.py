@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import safetensors
 from damage import NUMBERS, damage_bytes, damage_tree
-from families import ROTATION
+from turns import ROTATION
 
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.tensors import DTYPES, TensorFile
