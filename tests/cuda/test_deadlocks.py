@@ -67,6 +67,7 @@ def check(names: Sequence[str]) -> int:
     return sum(found for _, found, _ in results)
 
 
+@pytest.mark.in_turn(3, 2)
 def test_ranks_of_a_run_with_experts_end_and_their_messages_are_in_one_order() -> None:
     assert check([SPREAD])
 

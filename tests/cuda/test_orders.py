@@ -60,6 +60,7 @@ def in_order(names: Sequence[str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_drawn_steps_are_in_order() -> None:
     plain = [name for name, case in CASES.items() if "compile" not in case.overrides]
     in_order([*random.Random(35).sample(plain, DRAWN), "tp, async", "states in a file"])
@@ -159,6 +160,7 @@ def is_caught(names: Sequence[str]) -> tuple[int, int]:
     return len(results) - len(harmless), len(harmless)
 
 
+@pytest.mark.in_turn(3, 0)
 def test_waits_that_are_left_out_are_caught() -> None:
     caught, harmless = is_caught(["dp, everything on host", "tp", "1f1b, last"])
     assert caught > harmless > 0
@@ -296,6 +298,7 @@ def _changed() -> Iterator[list[str]]:
             yield findings(log_of(CASES[name], 1))
 
 
+@pytest.mark.in_turn(3, 1)
 def test_a_product_that_does_not_wait_is_caught() -> None:
     for (name, what, _, said), found in zip(CHANGES, in_a_process(changed), strict=True):
         if said:

@@ -84,6 +84,7 @@ def check(names: Sequence[str]) -> None:
     assert not more, "\n".join([*more, f"where that is worth it, say so by: {HOW}"])
 
 
+@pytest.mark.in_turn(2, 0)
 def test_drawn_steps() -> None:
     plain = [name for name, case in CASES.items() if "compile" not in case.overrides]
     check([*random.Random(12).sample(plain, DRAWN), "cp, ring, documents", "compiled"])

@@ -47,7 +47,7 @@ SLOW: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=pytest.mark.in_turn(2 * len(SLOW), 2 * number)) for number, each in enumerate(SLOW)]
+    "case", [pytest.param(each, marks=pytest.mark.in_turn(18, 2 * number)) for number, each in enumerate(SLOW)]
 )
 def test_what_is_slow_is_waited_for(recipe: str, cache: Path, tmp_path: Path, case: str) -> None:
     layout, what = SLOW[case]

@@ -83,6 +83,7 @@ def test_one_bit_is_found_on_any_layout(
     assert "when it was written" in message
 
 
+@pytest.mark.in_turn(2, 0)
 def test_weights_are_read_only_where_there_is_no_master(recipe: str, out: Path) -> None:
     """The weights of a run are rounded from its masters: what is damaged in them is not used, and does not matter."""
     flip(path_of(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)

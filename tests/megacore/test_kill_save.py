@@ -49,7 +49,7 @@ def newest(out: Path) -> int:
     return max(checkpoints.complete(checkpoints.folder_of(out)), default=0)
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [pytest.param(12, id="some"), pytest.param(100, id="all", marks=pytest.mark.grid)])
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path) -> None:
     engine.assert_same_files(path_of(tmp_path / "straight", 10), path_of(tmp_path / f"rung{len(ROUND) - 1}", 10), 4)
 
 
-@pytest.mark.in_turn(3, 0)
+@pytest.mark.in_turn(6, 0)
 def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path) -> None:
     """Shared kv heads, tied tables on both ends, uneven gradients accumulated over microbatches."""
     recipe = write_recipe(tmp_path, RECIPE | {"model": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 1}})

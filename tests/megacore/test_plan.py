@@ -562,6 +562,7 @@ def test_fit_finds_recipes_that_fit_and_pass_every_rule(world: int) -> None:
         assert memory(again) == each.memory
 
 
+@pytest.mark.in_turn(2, 1)
 def test_fit_spreads_experts() -> None:
     """Mixtral 8x7B on 32 H100: an expert on each rank of a node."""
     model = configure({"preset": "mixtral-8x7b"})
@@ -572,6 +573,7 @@ def test_fit_spreads_experts() -> None:
     assert all(each.fullest.peak <= (1 - MARGIN) * H100.device.memory for each in found)
 
 
+@pytest.mark.in_turn(2, 0)
 @pytest.mark.slow
 def test_fit_of_256_experts_in_61_layers_takes_seconds() -> None:
     start = time.process_time()

@@ -154,6 +154,7 @@ def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, d
     return text, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_405b_on_16384_ranks_is_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.process_time()
     assert main(["plan", *LARGE, "--json"]) == 0

@@ -57,7 +57,7 @@ def six(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- on the same layout, bitwise
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -131,7 +131,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("world", "overrides"), LAYOUTS)
 def test_another_layout_goes_on_with_the_same_numbers(
     pool: Pool, recipe: str, six: Path, tmp_path: Path, world: int, overrides: list[str]
@@ -161,7 +161,7 @@ def saved_again(recipe: str, overrides: list[str]) -> None:
     saver.finish()
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 0)
 def test_checkpoints_know_nothing_of_cp(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """The same files are written, to the byte; and from one of cp=2 a run goes on with cp=1, tp=2, dp=2."""
     first, common = tmp_path / "first", ["data.within_documents=true", "train.steps=6", "checkpoint.every=3", *OFF]

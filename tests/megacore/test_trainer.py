@@ -40,7 +40,7 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
 LEAN = ["memory.offload_activations=true", "memory.loss_chunk=3"]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -393,7 +393,7 @@ def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
 # -- precision
 
 
-@pytest.mark.in_turn(3, 0)
+@pytest.mark.in_turn(6, 0)
 def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
     common = ["train.steps=20", "evaluate.every=0", "model.hidden_size=32", "optimizer.lr=3e-3"]
     common += ["model.initializer_range=0.05"]

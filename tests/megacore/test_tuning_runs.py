@@ -47,7 +47,7 @@ def assert_equal(one: list[Result], other: list[Result]) -> None:
         assert same(mine.weights, theirs.weights)
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 0)
 def test_adapters_are_saved_alone_and_go_on_bitwise(pool: Pool, folder: Path, tmp_path: Path) -> None:
     recipe, mesh = str(folder / "recipe.yaml"), ["mesh.tp=2", "mesh.pp=2", "lora.dropout=0.2"]
     straight = pool.run(4, train, recipe, overrides(folder, tmp_path / "straight", *mesh))

@@ -153,6 +153,7 @@ def test_blocks_are_one_graph(fake_mesh: Mesh, case: Case) -> None:
     assert calls(there).count("all_gather_into_tensor") == (4 if case.tuning.lora else 2)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_experts_are_left_out_of_the_graphs() -> None:
     """But attention is in them, and the norms."""
     graphs = Graphs()
@@ -162,6 +163,7 @@ def test_experts_are_left_out_of_the_graphs() -> None:
     assert there.count("mm") == 2 and not {"sort", "topk", "_embedding_bag", "_grouped_mm"} & set(there)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_collectives_of_the_backward_run_beside_products(fake_mesh: Mesh) -> None:
     """As they are written: each gather of an input, and each scatter of its gradient, has a product to hide behind."""
     graphs = Graphs()
@@ -185,13 +187,13 @@ def compared(case: Case) -> float:
         return max(float((mine - want).norm() / want.norm()) for mine, want in pairs)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(7)
 @pytest.mark.parametrize("case", [*CASES, EXPERTS, CHUNKED, LATENT, LATENT_FP8], ids=lambda case: case.name)
 def test_compiled_ranks_compute_the_same(pool: Pool, case: Case) -> None:
     assert max(pool.run(2, compared, case)) < case.tolerance
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 2)
 def test_layers_that_differ_are_computed_again_as_they_were() -> None:
     """What is compiled of a block of experts, up to them, runs for a dense one too."""
     with compiling_with(Graphs().backend):
@@ -226,6 +228,7 @@ def over_cp(context: ContextParallel, mesh: Mesh, dtype: torch.dtype, compiled: 
     return [*found, *(leaf.grad for leaf in chunk.parameters() if leaf.grad is not None)]
 
 
+@pytest.mark.in_turn(2, 0)
 def test_an_exchange_is_in_one_graph_for_all_packings() -> None:
     """The second graph is for any number of documents, and the last."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -252,7 +255,7 @@ def compared_over_cp() -> list[float]:
     return found
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 0)
 def test_compiled_exchanges_compute_the_same(pool: Pool) -> None:
     assert max(map(max, pool.run(2, compared_over_cp))) < 1e-12
 
@@ -290,5 +293,6 @@ def pieces() -> float:
     return max(float((mine - want).norm() / want.norm()) for mine, want in zip(*found, strict=True))
 
 
+@pytest.mark.in_turn(2, 0)
 def test_compiled_norms_and_activations_compute_the_same(pool: Pool) -> None:
     assert max(pool.run(2, pieces)) < 1e-12

@@ -218,6 +218,7 @@ def test_the_random_models_cover_what_they_should() -> None:
     assert {c.tie_word_embeddings for c in gpts} == {True, False}
 
 
+@pytest.mark.in_turn(2, 1)
 def test_no_draw_is_refused() -> None:
     """Heads that split over tp, and sizes that are asked for, whatever the seed."""
     for name in FAMILIES:
@@ -276,6 +277,7 @@ def of_rank(
     return own.numpy(), logits.numpy(), loss.item(), gradients
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", SPREAD)
 def test_packed_documents_over_cp_are_each_by_itself(pool: Pool, name: str) -> None:
     context = SPREAD[name]

@@ -198,6 +198,7 @@ def check_large(case: Case) -> None:
             assert np.array_equal(looks.by_hops(row), expected) and np.array_equal(looks.at_once(row), expected)
 
 
+@pytest.mark.in_turn(3)
 @examples(4, 300)
 def test_many_tokens(count: int) -> None:
     for_all(large(), check_large, count)

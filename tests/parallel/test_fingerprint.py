@@ -236,6 +236,7 @@ def test_all_replicas_that_differ_are_named() -> None:
     assert "(k)" not in str(caught.value)
 
 
+@pytest.mark.in_turn(2, 1)
 @settings(max_examples=40)
 @given(st.data(), st.sampled_from([1, 2, 4, 8]))
 def test_any_two_layouts_add_up_to_the_same(data: st.DataObject, itemsize: int) -> None:

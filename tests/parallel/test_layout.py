@@ -285,6 +285,7 @@ def test_uneven_and_interleaved_stages() -> None:
     assert [shard.name for shard in one.shards(Coordinates(pp=0))] == [f"layers.{i}.norm" for i in (0, 4, 5)]
 
 
+@pytest.mark.in_turn(2, 0)
 @settings(max_examples=40)
 @given(layouts())
 def test_every_element_is_owned_by_exactly_its_replicas(one: Layout) -> None:
@@ -311,6 +312,7 @@ def test_every_element_is_owned_by_exactly_its_replicas(one: Layout) -> None:
     assert {name for name, _ in held} == names
 
 
+@pytest.mark.in_turn(2, 1)
 @settings(max_examples=40)
 @given(layouts(), st.data())
 def test_pieces_of_a_shard_cover_what_is_stored_once(one: Layout, data: st.DataObject) -> None:

@@ -82,6 +82,7 @@ def test_cross_entropy(pool: Pool, tp: int) -> None:
     check(pool.run(tp, losses))
 
 
+@pytest.mark.in_turn(2, 0)
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_of_gpus_over_ranks(pool: Pool) -> None:
     check(pool.run(4, fused_losses))

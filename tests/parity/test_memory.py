@@ -26,7 +26,7 @@ def _measured(pool: Pool, case: Case, run: Run) -> list[Measured]:
     return pool.run(run.mesh.world, measure, case, run)
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: f"{kept.recompute}{'-offload' * kept.offload}")
 @pytest.mark.parametrize("run", OF_MEMORY, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -134,6 +134,7 @@ def test_a_file_asks_a_node_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert launch(tmp_path, 2, ["500", "0.02"]) == 143 and not file.exists()
 
 
+@pytest.mark.in_turn(2, 1)
 def test_after_ten_restarts_nothing_has_grown(tmp_path: Path) -> None:
     """Counted in each restart, before the ranks are there."""
     others = set(multiprocessing.active_children())  # the pool that other tests of this process have left running
@@ -180,6 +181,7 @@ def test_nobody_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     assert len(own) >= 2
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_launcher_that_stands_still_loses_nothing(tmp_path: Path) -> None:
     process = started(tmp_path, "2", "60", "0.02")
     until(lambda: "step 3" in notes(tmp_path))

@@ -107,7 +107,7 @@ def test_a_run_that_is_started_again_ends_as_if_nothing_had_been(
     assert not [*(tmp_path / "machine-0").glob(f"*/{(tmp_path / 'run' / RUN_ID).read_text().strip()}")]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("before", "after"), [((2, "mesh.tp=2"), (1, "")), ((1, ""), (2, "mesh.pp=2"))])
 def test_it_goes_on_with_other_ranks(
     before: tuple[int, str], after: tuple[int, str], pool: Pool, recipe: str, tmp_path: Path

@@ -88,7 +88,7 @@ def run(command: ModuleType, source: Path, target: Path, *more: str) -> None:
     assert command.main([str(source), str(target), *more]) == 0
 
 
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=4))
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=8))
 def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     section, seen = SECTIONS[family][number], set()
 
@@ -168,7 +168,7 @@ def test_what_travels_with_a_model_is_copied_byte_for_byte(tmp_path: Path) -> No
         assert kept == TRAVELS
 
 
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=9))
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=12))
 def test_any_chain_of_layouts_with_optimizer_state(
     family: str, number: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -247,6 +247,7 @@ def spaced(rng: random.Random) -> bytes:
     return raw(json.dumps(header).encode() + b" " * rng.randrange(9), 0) + data
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kind", [other_tree, other_offsets, other_bytes, noise, spaced])
 def test_random_files(tmp_path, kind, record_property):
     """Refused, or sound: then every tensor can be read, they tile the data, and the library agrees."""

@@ -493,6 +493,7 @@ def write_on_and_on(folder: Path, up: Connection) -> None:
             write_file(made / "index.json", b"{}")
 
 
+@pytest.mark.in_turn(2, 1)
 def test_kills(tmp_path):
     """kill -9 at 20 random moments: each published folder is whole, and the next writer goes on."""
     chance, published, context = random.Random(0), 0, forkserver()

@@ -61,6 +61,7 @@ def logical_fingerprints(schema: Schema, stored: Sequence[Stored], arrays: Array
     return found
 
 
+@pytest.mark.in_turn(2, 0)
 @settings(max_examples=25)
 @given(st.data(), st.sampled_from(["BF16", "F32", "F64"]), st.integers(1, 3), st.sampled_from([8, 24, 200, 1 << 21]))
 def test_any_tables_between_any_layouts(

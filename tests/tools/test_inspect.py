@@ -142,7 +142,7 @@ def test_tensors(folders: dict[str, Path], capsys: Capture) -> None:
 # -- two folders
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 def test_every_layout_equals_every_other(folders: dict[str, Path], capsys: Capture) -> None:
     for one in folders.values():
         for other in folders.values():

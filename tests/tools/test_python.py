@@ -95,6 +95,7 @@ def test_importing_and_what_moves_bytes_needs_no_torch() -> None:
 # -- generating
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_loaded_model_says_what_the_command_says(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     asked = [each for prompt in PROMPTS for each in ("--prompt", prompt)]
     ways: list[tuple[list[str], dict[str, Any]]] = [
@@ -125,6 +126,7 @@ def of_a_rank(folder: Path, shape: MeshShape, tokens: list[int]) -> tuple[list[s
     return texts, model.logits(tokens).tolist()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("shape", [MeshShape(tp=2, pp=2), MeshShape(cp=2, tp=2), MeshShape(dp=2)], ids=str)
 def test_every_rank_of_a_mesh_gets_the_texts_and_logits_of_one_process(
     shape: MeshShape, llama: Path, pool: Pool
@@ -340,6 +342,7 @@ def timeless(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 QUIET = {"checkpoint": {"every": 2, "at_end": True}, "train": RECIPE["train"] | {"steps": 3}}
 
 
+@pytest.mark.in_turn(2, 1)
 def test_train_returns_the_run_that_the_command_makes(tmp_path: Path) -> None:
     """Of a file, of the sections that stand in it, and of what was read of it; a stop and a resume are seen."""
     recipe, theirs = write_recipe(tmp_path, RECIPE | QUIET), tmp_path / "theirs"

@@ -216,7 +216,7 @@ WORLDS = {
 CP = {"--pp 2": 2}
 
 
-@pytest.mark.parametrize(("family", "layout"), rotated(WORLDS, few=6))
+@pytest.mark.parametrize(("family", "layout"), rotated(WORLDS, few=9))
 def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> None:
     world = WORLDS[layout]
     hf = save(family, tmp_path / "hf", num_hidden_layers=4)
