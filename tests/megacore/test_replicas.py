@@ -44,19 +44,16 @@ def overrides(tmp_path: Path, *more: str) -> list[str]:
     return [*given, "recovery.compare_every=2", "recovery.checksums=0", *more]
 
 
-@pytest.mark.parametrize("flipped", [0, 5])
-def test_of_three_replicas_the_one_with_a_flipped_bit_is_outvoted(
-    pool: Pool, recipe: str, tmp_path: Path, flipped: int
+OUTVOTED = "1: rank 1 differs from ranks 0, 2, which hold the same, in {} after step 2"
+UNKNOWN = "None: ranks 0-1 differ in {} after step 2, and nobody knows which is right"
+
+
+@pytest.mark.parametrize(("replicas", "flipped", "said"), [(3, 0, OUTVOTED), (3, 5, OUTVOTED), (2, 3, UNKNOWN)])
+def test_of_three_replicas_the_one_with_a_flipped_bit_is_outvoted_and_of_two_nobody_knows(
+    pool: Pool, recipe: str, tmp_path: Path, replicas: int, flipped: int, said: str
 ) -> None:
-    found = pool.run(3, compared, recipe, overrides(tmp_path, "mesh.dp=3"), flipped, 1)
-    said = f"1: rank 1 differs from ranks 0, 2, which hold the same, in {found[1][0]} after step 2"
-    assert found[1][0] and [each[1:] for each in found] == [(said, 2)] * 3
-
-
-def test_of_two_replicas_nobody_knows_which_is_right(pool: Pool, recipe: str, tmp_path: Path) -> None:
-    found = pool.run(2, compared, recipe, overrides(tmp_path, "mesh.dp=2"), 3, 1)
-    said = f"None: ranks 0-1 differ in {found[1][0]} after step 2, and nobody knows which is right"
-    assert found[1][0] and [each[1:] for each in found] == [(said, 2)] * 2
+    found = pool.run(replicas, compared, recipe, overrides(tmp_path, f"mesh.dp={replicas}"), flipped, 1)
+    assert found[1][0] and [each[1:] for each in found] == [(said.format(found[1][0]), 2)] * replicas
 
 
 def test_what_is_kept_is_compared_before(pool: Pool, recipe: str, tmp_path: Path) -> None:

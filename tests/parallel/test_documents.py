@@ -46,38 +46,25 @@ def results(function: Callable[..., Tensor], qkv: Tensor, heads: int, kv: int, g
     return [y.detach().double(), qkv.grad.double()]
 
 
+@pytest.mark.parametrize(("dtype", "distance"), [(torch.float64, 1e-14), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize(("heads", "kv"), HEADS)
 @pytest.mark.parametrize("way", WAYS)
-def test_documents_are_each_by_itself(way: str, heads: int, kv: int) -> None:
-    qkv = projected(heads, kv)
-    want = results(attention, qkv, heads, kv, LENGTHS)
-    assert max(distances(results(WAYS[way], qkv, heads, kv, Documents.of(LENGTHS, CPU)), want)) < 1e-14
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_in_bf16_as_near_as_torch(way: str) -> None:
-    heads, kv = HEADS[0]
-    qkv = projected(heads, kv, dtype=torch.bfloat16)
+def test_documents_are_each_by_itself(way: str, heads: int, kv: int, dtype: torch.dtype, distance: float) -> None:
+    """In bf16 as near as torch."""
+    qkv = projected(heads, kv, dtype=dtype)
     want = results(attention, qkv.detach().double().requires_grad_(), heads, kv, LENGTHS)
-    assert max(distances(results(WAYS[way], qkv, heads, kv, Documents.of(LENGTHS, CPU)), want)) < 8e-3
+    assert max(distances(results(WAYS[way], qkv, heads, kv, Documents.of(LENGTHS, CPU)), want)) < distance
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [(64, 65, 1, 130, 63, 128, 129), (3, 770, 5, 769, 64)])
+@pytest.mark.parametrize("lengths", [(64, 65, 1, 130, 63, 128, 129), (3, 770, 5, 769, 64), (800, 100)])
 def test_documents_of_many_lengths(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Some go together in one batch, filled up to the longest: neither they nor their neighbours see the filling."""
+    """Some go together in one batch, filled up to the longest: neither they nor their neighbours see the filling. The
+    backward of the last ones is torch's in bf16."""
     qkv = torch.randn(sum(lengths), 4, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     want = results(attention, qkv.clone().requires_grad_(), 2, 1, lengths)
     got = results(on_cpu, qkv.to(dtype).requires_grad_(), 2, 1, Documents.of(lengths, CPU))
     assert max(distances(got, want)) < (1e-14 if dtype == torch.float64 else 2e-2)
-
-
-def test_long_documents_in_bf16() -> None:
-    """Whose backward is torch's."""
-    qkv = torch.randn(900, 4, 16, dtype=torch.float64).requires_grad_()
-    want = results(attention, qkv, 2, 1, (800, 100))
-    got = results(on_cpu, qkv.detach().bfloat16().requires_grad_(), 2, 1, Documents.of((800, 100), CPU))
-    assert max(distances(got, want)) < 2e-2
 
 
 def test_dropout_of_attention_weights_keeps_documents_apart() -> None:
@@ -97,7 +84,8 @@ def test_dropout_of_attention_weights_keeps_documents_apart() -> None:
         assert inside.std() > 0.1 and abs(float(inside.mean()) - 1) < 0.05
 
 
-def test_what_is_compiled_for_one_packing_serves_all_others() -> None:
+@pytest.mark.parametrize(("dropout", "distance"), [(0.0, 1e-14), (1e-9, 1e-8)])
+def test_what_is_compiled_for_one_packing_serves_all_others(dropout: float, distance: float) -> None:
     """Gradients and all, in float64 and with other numbers of documents; at first the one number is taken for fixed."""
     graphs: list[Any] = []
 
@@ -105,33 +93,15 @@ def test_what_is_compiled_for_one_packing_serves_all_others() -> None:
         graphs.append(graph)
         return graph
 
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        return kernels.documents_attention(q, k, v, documents, SEQUENCES, Scoring(dropout=dropout))
+
     torch.compiler.reset()
-    compiled = torch.compile(WAYS["chosen"], backend=backend, fullgraph=True)
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
     qkv = projected(4, 2)
     for lengths in [LENGTHS, (16, 16), (5,) * 3 + (1, 16), (16, 1, 15), (1,) * 32, (9, 7, 3, 13), (4,) * 8]:
         want = results(attention, qkv, 4, 2, lengths)
-        assert max(distances(results(compiled, qkv, 4, 2, Documents.of(lengths, CPU)), want)) < 1e-14
-    assert len(graphs) <= 2
-    torch.compiler.reset()
-
-
-def test_with_dropout_too() -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    torch.compiler.reset()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        return kernels.documents_attention(q, k, v, documents, SEQUENCES, Scoring(dropout=1e-9))
-
-    compiled = torch.compile(attend, backend=backend, fullgraph=True)
-    qkv = projected(4, 2)
-    for lengths in [LENGTHS, (16, 16), (16, 1, 15), (1,) * 32]:
-        want = results(attention, qkv, 4, 2, lengths)
-        assert max(distances(results(compiled, qkv, 4, 2, Documents.of(lengths, CPU)), want)) < 1e-8
+        assert max(distances(results(compiled, qkv, 4, 2, Documents.of(lengths, CPU)), want)) < distance
     assert len(graphs) <= 2
     torch.compiler.reset()
 

@@ -127,23 +127,16 @@ LISTED = Param(
 )
 
 
-def test_whole_experts_from_listed_ones() -> None:
-    hf, held = load(LISTED, MeshShape(ep=2, tp=2))
+@pytest.mark.parametrize(("split", "parts"), [(SPLIT, 1), (EXPERT_TENSOR_PARALLEL, 2)], ids=["folded", "etp"])
+def test_experts_and_parts_of_them_from_listed_ones(split: Split, parts: int) -> None:
+    hf, held = load(LISTED, MeshShape(ep=2, tp=2), split)
     assert len(hf) == 2 * 4 * 2
     for (rank, name), array in held.items():
-        w1, w3 = (hf[f"h.{name.split('.')[1]}.experts.{rank}.{w}.weight"] for w in ("w1", "w3"))
-        assert np.array_equal(array, np.concatenate([w1, w3])[None])
-
-
-def test_parts_of_experts_from_listed_ones() -> None:
-    hf, held = load(LISTED, MeshShape(ep=2, tp=2), EXPERT_TENSOR_PARALLEL)
-    assert len(hf) == 2 * 4 * 2
-    for (rank, name), array in held.items():
-        ep, tp = divmod(rank, 2)
-        assert array.shape == (2, 8, 6)
-        for i, expert in enumerate((2 * ep, 2 * ep + 1)):
+        first, part = rank // parts * parts, rank % parts
+        assert array.shape == (parts, 16 // parts, 6)
+        for i, expert in enumerate(range(first, first + parts)):
             w1, w3 = (hf[f"h.{name.split('.')[1]}.experts.{expert}.{w}.weight"] for w in ("w1", "w3"))
-            assert np.array_equal(array[i], np.concatenate([np.split(w1, 2)[tp], np.split(w3, 2)[tp]]))
+            assert np.array_equal(array[i], np.concatenate([np.split(w, parts)[part] for w in (w1, w3)]))
 
 
 @pytest.mark.parametrize("split", [SPLIT, EXPERT_TENSOR_PARALLEL], ids=["folded", "etp"])

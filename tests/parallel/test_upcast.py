@@ -118,13 +118,18 @@ def in_fp32(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *tensors: multiply(*(x.float() for x in tensors)).bfloat16()
 
 
-@pytest.mark.parametrize("shape", [(6, 16), (2, 5, 16), (1, 16)])
+LINEAR = (kernels.linear, F.linear, draw(24, 16, seed=1), draw(24, seed=2))
+BATCHED = (kernels.matmul, torch.matmul, draw(3, 16, 8, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "product"), [((6, 16), LINEAR), ((2, 5, 16), LINEAR), ((1, 16), LINEAR), ((3, 6, 16), BATCHED)]
+)
 @pytest.mark.usefixtures("without")
-def test_linears_and_their_gradients(shape: tuple[int, ...]) -> None:
-    x, weight, bias = draw(*shape), draw(24, 16, seed=1), draw(24, seed=2)
-    for found, wanted in zip(
-        differentiated(kernels.linear, x, weight, bias), differentiated(in_fp32(F.linear), x, weight, bias), strict=True
-    ):
+def test_products_and_their_gradients(shape: tuple[int, ...], product: tuple[Any, ...]) -> None:
+    ours, theirs, *others = product
+    tensors = draw(*shape), *others
+    for found, wanted in zip(differentiated(ours, *tensors), differentiated(in_fp32(theirs), *tensors), strict=True):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-6)
 
@@ -151,15 +156,6 @@ def test_what_is_kept_is_not_wide() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y = kernels.linear(draw(8, 16).requires_grad_(), draw(24, 16))
     assert y.requires_grad and [x.dtype for x in kept] == [torch.bfloat16]  # the weight: it gets no gradient itself
-
-
-@pytest.mark.usefixtures("without")
-def test_batched_products() -> None:
-    a, b = draw(3, 6, 16), draw(3, 16, 8, seed=1)
-    for found, wanted in zip(
-        differentiated(kernels.matmul, a, b), differentiated(in_fp32(torch.matmul), a, b), strict=True
-    ):
-        torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.usefixtures("without")

@@ -120,20 +120,20 @@ def test_goodput_is_the_share_of_steps_that_count(now: list[float]) -> None:
     assert last == {"step": 5, "time": 1030.0, "wall_seconds": 40.0, "goodput": 0.75}
 
 
-def test_steps_that_are_done_again_and_the_time_of_a_restart_are_lost(now: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("away", "newest", "begun", "steps", "wall", "counted"),
+    [
+        (20.0, 6, 1000.0, range(7, 9), 8 * 5 + 20 + 2 * 10, 6 * 5 + 2 * 10),  # another start of the same launch
+        (3600.0, 8, 4630.0, range(9, 10), 8 * 5 + 10 + 10, 8 * 5 + 10),  # another launch, after an hour in a queue
+    ],
+)
+def test_steps_done_again_and_a_restart_are_lost_and_the_time_in_a_queue_is_not_the_run_s(
+    away: float, newest: int, begun: float, steps: range, wall: float, counted: float, now: list[float]
+) -> None:
     done = records(WallClock.of([], 0, 1000.0), now, range(1, 9), 5.0)
-    now[0] += 20.0  # a fault, and another start of the same launch
-    clock = WallClock.of(done, 6, 1000.0)
-    (*_, last) = records(clock, now, range(7, 9), 10.0)
-    assert last["wall_seconds"] == 8 * 5 + 20 + 2 * 10 and last["goodput"] == (6 * 5 + 2 * 10) / 80
-
-
-def test_the_time_in_a_queue_is_not_the_run_s(now: list[float]) -> None:
-    done = records(WallClock.of([], 0, 1000.0), now, range(1, 9), 5.0)
-    now[0] += 3600.0
-    clock = WallClock.of(done, 8, now[0] - 10)  # another launch
-    (last,) = records(clock, now, range(9, 10), 5.0)
-    assert last["wall_seconds"] == 8 * 5 + 10 + 5 and last["goodput"] == 9 * 5 / 55
+    now[0] += away
+    (*_, last) = records(WallClock.of(done, newest, begun), now, steps, 10.0)
+    assert last["wall_seconds"] == wall and last["goodput"] == counted / wall
 
 
 def test_a_record_of_several_steps_counts_them_all(now: list[float]) -> None:

@@ -83,24 +83,20 @@ def test_missing_parents_are_made_and_an_empty_target_is_replaced(tmp_path):
     assert content(tmp_path / "a" / "b" / "out") == content(tmp_path / "empty") == FILLED
 
 
-@pytest.mark.parametrize("given", ["out", "out/", "./out", "sub/../out", "../here/out", "out/."])
+@pytest.mark.parametrize("given", ["out", "out/", "./out", "sub/../out", "../here/out", "out/.", "."])
 def test_relative_targets(tmp_path, monkeypatch, given):
-    (tmp_path / "here" / "sub").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
+    working = tmp_path / "here"
+    if given == ".":
+        working.mkdir()
+    else:
+        (working / "sub").mkdir(parents=True)
+    monkeypatch.chdir(working)
+    target = working if given == "." else working / "out"
     with publish(given) as folder:
-        assert folder == tmp_path / "here" / ".out.partial"
+        assert folder == target.with_name(f".{target.name}.partial")
         monkeypatch.chdir(tmp_path)  # does not move it
         fill(folder)
-    assert content(tmp_path / "here" / "out") == FILLED
-
-
-def test_the_working_folder(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with publish(".") as folder:
-        assert folder == tmp_path / ".here.partial"
-        fill(folder)
-    assert content(tmp_path / "here") == FILLED
+    assert content(target) == FILLED
 
 
 def test_a_link_to_another_disk_is_written_beside_what_it_leads_to(tmp_path):
