@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -64,17 +63,6 @@ def lines(capsys: Capture, *arguments: object) -> list[dict[str, Any]]:
 
 
 # -- the names
-
-
-@pytest.mark.quick
-def test_every_name_is_there_and_type_checkers_know_it() -> None:
-    tree = ast.parse((ROOT / "megacore/__init__.py").read_text())
-    (guarded,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
-    told = {
-        alias.asname: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    assert told == megacore._PUBLIC
-    assert all(getattr(megacore, name).__name__ == name for name in megacore._PUBLIC)
 
 
 @pytest.mark.quick

@@ -1,0 +1,57 @@
+"""`megacore config` and `megacore models`: docs/config.md and docs/zoo.md are what they print."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megacore.config import SECTIONS
+from megacore.models.registry import FAMILIES, configure, presets
+from megacore.tools import config, models
+
+DOCS = Path(__file__).parents[2] / "docs"
+KEYS = [f"\n- `{section}.{each.name}`: " for section, kind in SECTIONS.items() for each in fields(kind)]
+ZOO = [*(f"\n| {family} |" for family in FAMILIES), *(name for name in presets() if not name.endswith("-tiny"))]
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("command", "page", "names"), [(config, "config", KEYS), (models, "zoo", ZOO)])
+def test_the_page_is_what_is_printed(command: ModuleType, page: str, names: list[str], capsys: Capture) -> None:
+    assert command.main([]) == 0
+    printed = capsys.readouterr().out
+    anew = f"print it anew: megacore {command.__name__.rpartition('.')[2]} > docs/{page}.md"
+    assert printed == (DOCS / f"{page}.md").read_text(), anew
+    assert not [name for name in names if name not in printed]
+
+
+def test_one_section_or_one_key(capsys: Capture) -> None:
+    assert config.main(["optimizer"]) == 0
+    assert "AdamW" in (said := capsys.readouterr().out) and "`optimizer.lr`" in said and "`train.steps`" not in said
+    assert config.main(["optimizer.lr"]) == 0
+    key = "- `optimizer.lr`: a number, above 0; `0.0003` by default. The highest learning rate; `schedule` moves it.\n"
+    assert capsys.readouterr().out == key
+    assert config.main(["optimizer.rl"]) == 2
+    assert capsys.readouterr().err == "a recipe has no optimizer.rl: did you mean 'optimizer.lr'?\n"
+
+
+def test_one_family_or_one_preset(capsys: Capture) -> None:
+    assert models.main(["gpt2"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[1].startswith("gpt2: 124,439,808 parameters (layer 12, vocab 50,257, ")
+    assert models.main(["gpt2-xl"]) == 0
+    assert capsys.readouterr().out.startswith("gpt2-xl: 1,557,611,200 parameters")
+    assert models.main(["gpt2-x1"]) == 2
+    assert capsys.readouterr().err == "there is no family or preset 'gpt2-x1': did you mean 'gpt2-xl'?\n"
+
+
+def test_what_is_special_is_read_off() -> None:
+    biases = "biases (attn.qkv, attn.out, mlp.up, mlp.down)"
+    gpt2 = [biases, "no gate", "learned positions", "tied head", "LayerNorm", "gelu_new"]
+    assert models.special(configure({"preset": "gpt2"})) == gpt2
+    llama = ["shared keys and values", "tied head", "llama3 rope"]
+    assert models.special(configure({"preset": "llama-3.2-1b"})) == llama
