@@ -48,7 +48,9 @@ OUTVOTED = "1: rank 1 differs from ranks 0, 2, which hold the same, in {} after 
 UNKNOWN = "None: ranks 0-1 differ in {} after step 2, and nobody knows which is right"
 
 
-@pytest.mark.parametrize(("replicas", "flipped", "said"), [(3, 0, OUTVOTED), (3, 5, OUTVOTED), (2, 3, UNKNOWN)])
+@pytest.mark.parametrize(
+    ("replicas", "flipped", "said"), [(3, 0, OUTVOTED), (3, 5, OUTVOTED), (2, 3, UNKNOWN)], ids=["3-0", "3-5", "2"]
+)
 def test_of_three_replicas_the_one_with_a_flipped_bit_is_outvoted_and_of_two_nobody_knows(
     pool: Pool, recipe: str, tmp_path: Path, replicas: int, flipped: int, said: str
 ) -> None:
