@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # type checkers and editors follow imports, not __getattr__
     from megacore.inference.loaded_model import generate as generate
     from megacore.inference.loaded_model import load_model as load_model
     from megacore.models.config import ModelConfigError as ModelConfigError
+    from megacore.models.registry import register_family as register_family
     from megacore.parallel.weights.layout import MeshShape as MeshShape
     from megacore.planning.run_plan import plan as plan
     from megacore.recipe import ConfigError as ConfigError
@@ -48,6 +49,7 @@ _PUBLIC = {
     "generate": "megacore.inference.loaded_model",
     "load_model": "megacore.inference.loaded_model",
     "plan": "megacore.planning.run_plan",
+    "register_family": "megacore.models.registry",
     "train": "megacore.training.main",
 }
 

@@ -29,6 +29,7 @@ from megacore.parallel.enum_errors import (
     Recompute,
     ZeroShard,
 )
+from megacore.parallel.import_path import is_import_path
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import Split, split_of
 from megacore.recipe_yaml import write_yaml
@@ -147,7 +148,8 @@ class CorpusConfig:
 
     path: str
     """NAME of the pair NAME.bin, NAME.idx, or examples: a file (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
-    folder of such files, or a data set of the hub (`OWNER/NAME@REVISION`)."""
+    folder of such files, or a data set of the hub (`OWNER/NAME@REVISION`); or a data set of your own by its import
+    path, `package.module:name` (see docs/extending.md)."""
     weight: Float = 1.0
     """Its share of the blend, relative to the others'; above 0."""
     least: Int = 0
@@ -171,6 +173,11 @@ class CorpusConfig:
         """The name of a data set of the hub, which has a revision; None where a path is meant."""
         found = HubName.of(self.path, "dataset")
         return None if found is None or found.revision is None else found
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether it is a data set of the user's own, by its import path."""
+        return is_import_path(self.path)
 
 
 EXAMPLE_KEYS = (
@@ -287,8 +294,11 @@ class LoraConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class LossConfig:
-    """The terms of the loss beyond cross entropy."""
+    """The terms of the loss beyond cross entropy, or another loss."""
 
+    function: str | None = None
+    """The import path `package.module:name` of a function of your own that takes the place of cross entropy (see
+    docs/extending.md)."""
     label_smoothing: Annotated[Float, BELOW_1] = 0.0
     """Probability that is spread over the vocabulary."""
     z_loss: Annotated[Float, AT_LEAST_0] = 0.0
@@ -522,7 +532,7 @@ class Config:
 
     model: Model = field(default_factory=dict)
     """A family or a preset and the keys of its config (see docs/adding_a_family.md); where it names none, it is the
-    model of the checkpoint that the run starts from."""
+    model of the checkpoint that the run starts from. The family may be one of your own (see docs/extending.md)."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     zero: ZeroConfig = ZeroConfig()
@@ -542,6 +552,8 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     log: LogConfig = LogConfig()
+    callbacks: tuple[str, ...] = ()
+    """Import paths `package.module:name` of callbacks of your own (see docs/extending.md), in their order."""
     out: str = "runs/pretrain"
     """The run's own folder; runs/NAME for a recipe NAME.yaml."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -29,6 +29,7 @@ from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.random import key
 from megacore.parallel.rank_sets import inner_ranks
+from megacore.parallel.token_loss import LossTokens, TokenLoss, token_loss
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,13 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Losses:
-    """The loss beyond plain cross entropy, computed ``chunk`` tokens at a time, or all at once."""
+    """The loss beyond plain cross entropy, computed ``chunk`` tokens at a time, or all at once; ``function`` takes the
+    place of all of it."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk: int | None = None
+    function: TokenLoss | None = None
 
 
 class TokenEmbedding(nn.Module):
@@ -168,10 +171,13 @@ class Head(nn.Module):
         self.finish = Finish(scale, softcap)
         self.losses = Losses()
 
-    def forward(self, x: Tensor, labels: Tensor | None, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, labels: Tensor | None, wanted: Tensor | None = None, inputs: Sequence[Tensor] = ()
+    ) -> Tensor:
         """x: [tokens/tp, embed], labels: [tokens] -> the sum of the losses of this rank's tokens, a scalar.
 
-        Without labels -> the logits, [tokens, padded vocab/tp], or of n wanted tokens [n, padded vocab/tp].
+        Without labels -> the logits, [tokens, padded vocab/tp], or of n wanted tokens [n, padded vocab/tp]. A loss of
+        somebody's own is told of the tokens and their positions, the ``inputs``, each [tokens].
         """
         if labels is None and wanted is not None:
             rows = all_gather(self.norm(x), self.group)[wanted]
@@ -180,7 +186,16 @@ class Head(nn.Module):
             return self.finish(column_linear(self.norm(x), self.weight, self.bias, self.group))
         if wanted is not None:
             own = wanted.chunk(self.group.size)[self.group.index]
-            x, labels = all_gather(x, self.group).index_select(0, own), labels[wanted]
+            x, labels, inputs = (
+                all_gather(x, self.group).index_select(0, own),
+                labels[wanted],
+                [i[wanted] for i in inputs],
+            )
+        if self.losses.function is not None:
+            mine = (each.chunk(self.group.size)[self.group.index] for each in (inputs[0], labels, inputs[1]))
+            products = column_linear(self.norm(x), self.weight, self.bias, self.group)
+            how = self.losses.function, self.group, self.vocab, self.finish
+            return token_loss(products, LossTokens.of(*mine), *how)
         objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)
         return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk, self.bias)
 
@@ -252,7 +267,8 @@ class Decoder(nn.Module):
             dp = dp if microbatch.replica is None else microbatch.replica
             torch.manual_seed(key(microbatch.seed, virtual, dp, *inner) >> 1)
         x = self.hidden(x, microbatch)
-        return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted)
+        inputs = microbatch.tokens, microbatch.positions
+        return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted, inputs)
 
     def logits(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """Do as :meth:`forward`, but the last chunk gives [tokens or those wanted, padded vocab/tp]."""

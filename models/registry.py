@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.wrappers import unwrapped
 from megacore.parallel import limits
 from megacore.parallel.enum_errors import nearest
+from megacore.parallel.import_path import ImportPathError, imported
 
 FAMILIES: Mapping[str, str] = {
     "arcee": "megacore.models.families.arcee.ArceeConfig",
@@ -54,6 +57,12 @@ FAMILIES: Mapping[str, str] = {
 """{Hugging Face's ``model_type``: the config in its module}."""
 
 
+ENTRY_POINTS = "megacore.families"
+"""The group of entry points by which a package that is installed declares families, ``model_type = module:name``."""
+_OWN: dict[str, type[ModelConfig]] = {}
+"""Families of the user's own, by their names, as far as this process has met them."""
+
+
 class Family(NamedTuple):
     """A family: its config, {preset: fields}, and {preset: its published number of parameters}."""
 
@@ -63,23 +72,65 @@ class Family(NamedTuple):
 
 
 def family(name: str) -> Family:
-    """Return the family of a name.
+    """Return the family of a name: one of ours, or of the user's own that has been met or that an installed package
+    declares. A folder's ``model_type`` comes from strangers: it is no import path.
 
     Raises:
         ModelConfigError: there is none of this name.
     """
-    if name not in FAMILIES:
+    if name in FAMILIES:
+        path, _, config = FAMILIES[name].rpartition(".")
+        return _family(getattr(importlib.import_module(path), config))
+    if name not in _OWN:
+        for path in sorted({each.value for each in metadata.entry_points(group=ENTRY_POINTS, name=name)}):
+            own_family(path)
+    if name not in _OWN:
+        known = {**FAMILIES, **_OWN}
         raise ModelConfigError(
-            "model", [f"unknown family {name!r}{nearest(name, FAMILIES)}; there are {_list(FAMILIES)}"]
+            "model",
+            [
+                f"unknown family {name!r}{nearest(name, known)}; there are {_list(known)}, and yours, where a "
+                "recipe has its import path (model.family=package.module:name) or an installed package declares it "
+                f"(entry point {ENTRY_POINTS})"
+            ],
         )
-    path, _, config = FAMILIES[name].rpartition(".")
-    module = importlib.import_module(path)
-    return Family(getattr(module, config), module.PRESETS, module.PARAMETERS)
+    return _family(_OWN[name])
+
+
+def register_family(config: type[ModelConfig]) -> type[ModelConfig]:
+    """Let folders and recipes of this process have a family of the user's own, by its ``family``.
+
+    Raises:
+        ModelConfigError: it is no config of a family, or has a name of ours.
+    """
+    if not isinstance(config, type) or not issubclass(config, ModelConfig) or not hasattr(config, "family"):
+        raise ModelConfigError("model", [f"{config} is no config of a family: derive a class from ModelConfig"])
+    if config.family in FAMILIES:
+        raise ModelConfigError("model", [f"{config.__qualname__}: {config.family} is one that comes along: rename it"])
+    _OWN[config.family] = config
+    return config
+
+
+def own_family(path: str) -> type[ModelConfig]:
+    """Return the family at an import path, which is registered.
+
+    Raises:
+        ModelConfigError: there is none.
+    """
+    try:
+        return register_family(cast(type[ModelConfig], imported(path)))
+    except ImportPathError as error:
+        raise ModelConfigError("model", [str(error)]) from error
+
+
+def _family(config: type[ModelConfig]) -> Family:
+    module = sys.modules[config.__module__]
+    return Family(config, getattr(module, "PRESETS", {}), getattr(module, "PARAMETERS", {}))
 
 
 def presets() -> Mapping[str, tuple[str, Mapping[str, Any]]]:
     """Return {preset: (family, fields)} of all families."""
-    return {preset: (name, values) for name in FAMILIES for preset, values in family(name).presets.items()}
+    return {preset: (name, values) for name in [*FAMILIES, *_OWN] for preset, values in family(name).presets.items()}
 
 
 def configure(section: Mapping[str, Any]) -> ModelConfig:
@@ -87,7 +138,7 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
 
     Args:
         section: ``preset`` (a name) or ``config`` (a folder with a ``config.json``, or the file) and ``family``, each
-            optional, and fields of the family's config, which win over those.
+            optional, and fields of the family's config, which win over those; the family is a name or an import path.
 
     Raises:
         ModelConfigError: all problems.
@@ -100,6 +151,8 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
         raise ModelConfigError("model", wrong)
     fields = {key: value for key, value in section.items() if key not in own}
     name, base = section.get("family"), dict[str, Any]()
+    if name is not None and ":" in name:
+        name = own_family(name).family
     if section.get("preset") is not None:
         known = presets()
         if section["preset"] not in known:

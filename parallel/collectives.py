@@ -8,6 +8,7 @@ that is replicated counts once.
     reduce_scatter     partial     -> split                         all_gather
     replicate          replicated  -> copies for different uses     all-reduce
     reduce             partial     -> replicated                    identity
+    all_to_all         split       -> split otherwise               all_to_all
     gather             split       -> replicated                    own slice
     split              replicated  -> split                         gather
 
@@ -266,6 +267,11 @@ def _scatter_tokens(x: Tensor, group: Group, dim: int) -> Tensor:
     return start_reduce_scatter(x, group).wait()
 
 
+def _exchange_rows(x: Tensor, group: Group, dim: int) -> Tensor:
+    each = [x.shape[0] // group.size] * group.size
+    return start_all_to_all(x, group, each, each).wait()
+
+
 def _sum(x: Tensor, group: Group, dim: int) -> Tensor:
     return all_reduce_(x.clone(), group)
 
@@ -289,6 +295,11 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """x: [t, ...] partial -> [t/n, ...]; backward: all-gather."""
     return _apply(x, group, 0, _scatter_tokens, _gather_tokens)
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """x: [n * t, ...], t rows for each of n ranks -> [n * t, ...], t of each; backward: the same."""
+    return _apply(x, group, 0, _exchange_rows, _exchange_rows)
 
 
 def replicate(x: Tensor, group: Group) -> Tensor:

@@ -50,6 +50,8 @@ def _missing_files(config: Config) -> Iterator[str]:
 
 def _missing(corpus: CorpusConfig) -> Iterator[str]:
     """Yield the problem of a missing token file or file of examples, and what another path may have meant."""
+    if corpus.is_imported:
+        return
     path = Path(corpus.path)
     if corpus.hub_name is not None or any(name.endswith(EXAMPLES) for _, _, names in os.walk(path) for name in names):
         return  # what they hold is looked at later

@@ -151,6 +151,14 @@ def _loss_chunk(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _own_loss(facts: RuleContext) -> Iterator[str]:
+    loss, chunk = facts.config.loss, facts.config.memory.loss_chunk
+    terms = {"loss.label_smoothing": loss.label_smoothing, "loss.z_loss": loss.z_loss, "memory.loss_chunk": chunk}
+    given = [f"{key} ({value})" for key, value in terms.items() if value]
+    if loss.function is not None and given:
+        yield f"loss.function ({loss.function}) takes the place of {', '.join(given)} too: leave them out"
+
+
 def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
     chunk, precision = facts.config.memory.mlp_chunk, facts.config.train.precision
     if chunk is not None and precision == "fp8":
@@ -482,7 +490,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _loss_chunk, _mlp_chunk, _offload, _positions, _tokens, _context,
+    _world, _parts, _stages, _chunks, _loss_chunk, _own_loss, _mlp_chunk, _offload, _positions, _tokens, _context,
     _context_of_model, _corpora, _keys, _shards, _lengths, _device, _fp16, _moments, _fp8, _async_tp, _held_out,
     _tuning, _balances, _experts, _batch_balance, _adapters, _one_start, _repetition, _export,
 )  # fmt: skip

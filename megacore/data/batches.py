@@ -101,7 +101,7 @@ def in_vain(global_batch: int, micro_batch: int, data_size: int) -> Iterator[str
 
 
 class TokenError(ValueError):
-    """A token id that the model does not have."""
+    """A token id that the model does not have, or a row of a data set of the user's own that is none."""
 
 
 @dataclass(frozen=True)

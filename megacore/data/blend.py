@@ -62,6 +62,11 @@ class Blend:
         block, rank = divmod(count - 1, int(self._quotas[corpus]))
         return block * BLOCK + int(np.flatnonzero(self._corpus == corpus)[rank]) + 1
 
+    def counts(self, index: int) -> npt.NDArray[np.int64]:
+        """Return how many of the first `index` samples are of each corpus, [corpora]."""
+        block, place = divmod(index, BLOCK)
+        return block * self._quotas + np.bincount(self._corpus[:place], minlength=len(self.sources))
+
     def sample(self, index: int) -> Sample:
         corpus, within = self.locate(index)
         return self.sources[int(corpus)].sample(int(within))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.config import Config, CorpusConfig, DataConfig
+from megacore.data import own_rows
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus
@@ -40,7 +41,7 @@ class Corpora:
     validation: Source | None
     separate: bool = False
     remarks: tuple[str, ...] = ()
-    corpora: tuple[IndexedDataset | Examples, ...] = ()
+    corpora: tuple[IndexedDataset | Examples | own_rows.OwnRows, ...] = ()
 
     @cached_property
     def identities(self) -> list[str]:
@@ -62,7 +63,9 @@ class Corpora:
         """
         data, remarks = config.data, list[str]()
 
-        def opened(corpus: CorpusConfig) -> _TokenFile | _ExampleFile:
+        def opened(corpus: CorpusConfig) -> _TokenFile | _ExampleFile | own_rows.OwnRows:
+            if corpus.is_imported:
+                return own_rows.opened(config, corpus)
             if not corpus.has_examples:
                 return _TokenFile(data, corpus, IndexedDataset(Path(corpus.path), checked))
             if model is None:
@@ -72,7 +75,13 @@ class Corpora:
         files = [opened(corpus) for corpus in data.train]
         sides = [file.split(0.0 if data.validation else data.validation_fraction, "to train on") for file in files]
         validation = [opened(corpus).split(0.0, "to validate on")[0] for corpus in data.validation]
-        validation = validation or [held_out for _, held_out in sides if held_out is not None]
+        held_out = [held for _, held in sides if held is not None]
+        validation = validation or (held_out if len(held_out) == len(sides) else [])
+        if config.evaluate.every and not validation:
+            raise InputError(
+                "evaluate.every has nothing to evaluate, for nothing can be held out of a data set that is iterated: "
+                "name data.validation, or set evaluate.every=0"
+            )
         return cls(
             _blend([train for train, _ in sides], data.train),
             _blend(validation, data.validation or data.train) if validation else None,
@@ -88,7 +97,7 @@ class Corpora:
             try:
                 if corpus.has_examples:
                     files_of(config, corpus).look(config.chat.bad_lines)
-                else:
+                elif not corpus.is_imported:  # what the user's own code makes is made once
                     IndexedDataset(Path(corpus.path))
             except ValueError as error:
                 yield str(error)

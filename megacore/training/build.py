@@ -25,6 +25,7 @@ from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.token_loss import loss_of
 from megacore.parallel.weights.layout import Layout
 from megacore.recipe import ConfigError
 from megacore.store.conversions.adapters import check_fingerprint
@@ -34,6 +35,7 @@ from megacore.store.weight_folders.index import Adapters
 from megacore.store.weight_folders.loader import fingerprint
 from megacore.training.callbacks.bad_steps import BadSteps
 from megacore.training.callbacks.checkpoints import Checkpoints
+from megacore.training.callbacks.data_states import DataStates
 from megacore.training.callbacks.evaluation import Evaluation, decides
 from megacore.training.callbacks.garbage import Garbage
 from megacore.training.callbacks.incidents import Incidents
@@ -118,7 +120,7 @@ def _callbacks(
         bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision], kernels.mm)
     made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
-    made += [Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
+    made += [DataStates(), Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
     keeping: list[Callback] = [checkpoints_on_disk, *([evaluation] if evaluation else [])]
     return [*made, *(keeping[::-1] if decides(config) else keeping), Garbage(), Profile(), FinalReport()]
 
@@ -127,7 +129,8 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     """Build this rank's part of the model, with the products and kernels of the config; its weights are still to
     come."""
     config = setup.config
-    losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
+    function = None if config.loss.function is None else loss_of(config.loss.function)
+    losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk, function)
     activations = Activations(config.memory.recompute, config.memory.offload_activations, config.memory.mlp_chunk)
     dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
     experts = config.experts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from megacore import checkpoints, open_files
@@ -14,6 +15,8 @@ from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.data_sets import resolved
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.models.config import ModelConfig, ModelConfigError
+from megacore.models.registry import own_family
+from megacore.parallel.import_path import ImportPathError, imported
 from megacore.planning.capacity import capacity_problems
 from megacore.recipe import ConfigError, Recipe, load
 from megacore.resources import gpus, memory_of_gpus
@@ -76,7 +79,8 @@ def check(
     """
     config = as_begun(load(recipe, overrides))
     start, model, there = None, None, gpus()
-    found = without_a_model(config) if finetunes else []
+    found = [*(without_a_model(config) if finetunes else []), *_missing_code(config)]
+    _meet_family(config)
 
     def known(model: ModelConfig | None) -> list[str]:
         rules = problems(config, world_size, model, gpus=there, local_ranks=local_ranks)
@@ -106,6 +110,11 @@ def check(
             found += [] if checked or another_looks else [f"data: {problem}" for problem in Corpora.look(config)]
         except ValueError as error:
             found.append(f"data: {error}")
+    if model is not None and config.loss.function is not None and not found:
+        from megacore.parallel.token_loss import loss_of, problem  # need torch
+
+        if (wrong_loss := problem(loss_of(config.loss.function), model.vocab_size)) is not None:
+            found += [f"loss.function: {config.loss.function} {wrong_loss}"]
     if model is None or start is None or found:
         raise ConfigError(found)
     try:
@@ -151,6 +160,26 @@ def _steps_done(config: Config, start: Start) -> Iterator[str]:
 
 def _is_elsewhere(corpus: CorpusConfig) -> bool:
     return corpus.hub_name is not None
+
+
+def _missing_code(config: Config) -> Iterator[str]:
+    """Yield the import paths of the user's own code at which there is nothing; the model's is told with the model."""
+    named = [("data.train", each.path) for each in config.data.train if each.is_imported]
+    named += [("data.validation", each.path) for each in config.data.validation if each.is_imported]
+    named += [("loss.function", each) for each in (config.loss.function,) if each is not None]
+    for key, path in (*named, *(("callbacks", each) for each in config.callbacks)):
+        try:
+            imported(path)
+        except ImportPathError as error:
+            yield f"{key}: {error}"
+
+
+def _meet_family(config: Config) -> None:
+    """Import the recipe's family, if it is one of the user's own: checkpoints name it by its ``model_type``."""
+    name = config.model.get("family")
+    if isinstance(name, str) and ":" in name:
+        with suppress(ModelConfigError):  # which is told where the model is made
+            own_family(name)
 
 
 def _start(config: Config, another_looks: bool, goes_on: bool) -> Start:

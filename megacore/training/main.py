@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,14 +22,18 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megacore import checkpoints, exits, open_files
+from megacore.config import Config, CorpusConfig
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.hardware import claim
+from megacore.models.config import ModelConfig
 from megacore.outcome import RankOutcome
 from megacore.parallel import kernels
+from megacore.parallel.import_path import path_of
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.token_loss import TokenLoss
 from megacore.rank import RankPlace, die_with, join, leave, restarts
-from megacore.recipe import ConfigError, Recipe
+from megacore.recipe import ConfigError, Recipe, load
 from megacore.resources import gpus
 from megacore.say import err, outlive, say
 from megacore.store.io.strict_json import StoreError
@@ -41,7 +46,7 @@ from megacore.training.export import export as make_export
 from megacore.training.finished_run import FinishedRun
 from megacore.training.resume import overrides_of_restart
 from megacore.training.save import SaveError
-from megacore.training.trainer import Callback, Trainer, check_methods
+from megacore.training.trainer import Callback, Trainer, callbacks_of, check_methods
 
 
 def checked(recipe: Recipe, overrides: Sequence[str], here: RankPlace, finetunes: bool = False) -> Setup:
@@ -109,7 +114,15 @@ def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callb
         setup = start.instead_of(setup, newest, damage, control)
 
 
-def train(recipe: Recipe, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> FinishedRun:
+def train(
+    recipe: Recipe,
+    overrides: Sequence[str] = (),
+    callbacks: Sequence[Callback] = (),
+    *,
+    model: type[ModelConfig] | None = None,
+    data: object = None,
+    loss: TokenLoss | None = None,
+) -> FinishedRun:
     """Train what a recipe describes, as the rank that this process is -> the run, after its last step.
 
     Alone, in a notebook say, it is the only rank; under torchrun it is one of them. Checkpoints are kept in memory as
@@ -119,13 +132,16 @@ def train(recipe: Recipe, overrides: Sequence[str] = (), callbacks: Sequence[Cal
         recipe: A file, the name of one that comes along, a mapping of its sections, or a :class:`megacore.Config`.
         overrides: Overrides of it in their order, ``section.key=value``.
         callbacks: The callbacks beside those that the config asks for, in this order; the same on all ranks.
+        model: The config of a family of your own, for ``model.family`` (docs/extending.md, as the next two).
+        data: A data set of your own, for ``data.train``.
+        loss: A loss of your own, for ``loss.function``.
 
     Raises:
         ConfigError: all that is wrong with it, before any process group starts.
         TypeError: a method of a callback does not take what it is called with.
         NonFinite, SaveError, StoreError: the run has ended, on all ranks.
     """
-    return _run(recipe, overrides, callbacks)
+    return _run(_with(load(recipe, overrides), model, data, loss), (), callbacks)
 
 
 def finetune(
@@ -135,6 +151,9 @@ def finetune(
     *,
     init: str | Path | None = None,
     export: str | Path | None = None,
+    model: type[ModelConfig] | None = None,
+    data: object = None,
+    loss: TokenLoss | None = None,
 ) -> FinishedRun:
     """Fine-tune a model that there is, all weights or adapters, as `megacore finetune` does -> the run.
 
@@ -146,7 +165,16 @@ def finetune(
     """
     options = {"init": init, "export": export}
     given = [f"checkpoint.{name}={value}" for name, value in options.items() if value is not None]
-    return _run(recipe, [*overrides, *given], callbacks, finetunes=True)
+    return _run(_with(load(recipe, [*overrides, *given]), model, data, loss), (), callbacks, finetunes=True)
+
+
+def _with(config: Config, model: type[ModelConfig] | None, data: object, loss: TokenLoss | None) -> Config:
+    """Return a config with what is given from Python, by the import paths that this process finds it by."""
+    if model is not None:
+        config = replace(config, model={**config.model, "family": path_of(model)})
+    if data is not None:
+        config = replace(config, data=replace(config.data, train=(CorpusConfig(path_of(data)),)))
+    return config if loss is None else replace(config, loss=replace(config.loss, function=path_of(loss)))
 
 
 def _run(
@@ -155,9 +183,10 @@ def _run(
     check_methods(callbacks)
     here = RankPlace.of_environment()
     setup = checked(recipe, overrides, here, finetunes)
+    own = callbacks_of(setup.config)
     device = ready(setup, here)
     try:
-        run = fit(setup, device, here, [*protection(), *callbacks])
+        run = fit(setup, device, here, [*protection(), *callbacks, *own])
     except (ConfigError, NonFinite, SaveError, StoreError):  # on every rank
         leave(here)
         raise
@@ -192,6 +221,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
         die_with(os.getppid())
     try:
         setup = checked(argv[0], argv[1:], here)
+        callbacks = [*callbacks, *callbacks_of(setup.config)]
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)

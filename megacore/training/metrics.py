@@ -136,8 +136,9 @@ class ProgressBar:
     def write(self, step: int, record: Record) -> None:
         self._bar.update(step - self._bar.n)
         if "validation_loss" in record:
-            loss, perplexity = record["validation_loss"], record["validation_perplexity"]
-            self._bar.write(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.4g}")
+            perplexity = record.get("validation_perplexity")
+            said = "" if perplexity is None else f", perplexity {perplexity:.4g}"
+            self._bar.write(f"step {step}: validation loss {record['validation_loss']:.4f}{said}")
         else:
             shown = {"loss": f"{record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f}"}
             shown |= {"skipped": f"{record['skipped_steps']:,}"} if record["skipped_steps"] else {}

@@ -404,8 +404,11 @@ def companions(start: Start, config: Config) -> Mapping[str, Companion]:
 
     A chat template that the recipe names takes the place of theirs, of those for tools too.
     """
-    folder, template = Path(config.data.train[0].path).parent, config.chat.template
-    found = (start.source.companions() if start.source is not None else {}) or beside(folder, folder, TEXT)
+    first, template = config.data.train[0], config.chat.template
+    found = start.source.companions() if start.source is not None else {}
+    if not found and not first.is_imported:
+        folder = Path(first.path).parent
+        found = beside(folder, folder, TEXT)
     if template is None or not found:
         return found
     others = {name: file for name, file in found.items() if not name.startswith(TEMPLATES)}

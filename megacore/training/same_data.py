@@ -27,7 +27,9 @@ def changed_data(start: Start, config: Config, corpora: Corpora) -> Iterator[str
         return
     wrong = dict[str, str]()
     for corpus in config.data.train:
-        if not corpus.has_examples and (problem := _other_tokenizer(held, Path(corpus.path).parent)):
+        if not (corpus.has_examples or corpus.is_imported) and (
+            problem := _other_tokenizer(held, Path(corpus.path).parent)
+        ):
             wrong[corpus.path] = problem
     if not config.data.allow_changed:
         for corpus in _changed(start.trainer, config, corpora):

@@ -15,6 +15,8 @@ from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batches, Prefetch
 from megacore.incidents import Incident
+from megacore.parallel.import_path import imported
+from megacore.recipe import ConfigError
 from megacore.say import harmless
 
 if TYPE_CHECKING:  # the loop calls what it is given
@@ -87,6 +89,30 @@ class Callback:
 
     def on_end(self, run: Trainer) -> None:
         """End: the last step is done, on all ranks."""
+
+
+def callbacks_of(config: Config) -> list[Callback]:
+    """Return the callbacks of a config's import paths: what is there, or what a class or function there makes, which is
+    given the config if it takes something.
+
+    Raises:
+        ConfigError: one is none, or has a method that cannot be called.
+    """
+    made, problems = list[Callback](), list[str]()
+    for path in config.callbacks:
+        try:
+            found: Any = imported(path)
+            if not isinstance(found, Callback):
+                found = found(config) if inspect.signature(found).parameters else found()
+            if not isinstance(found, Callback):
+                raise TypeError(f"{type(found).__name__} is no megacore.Callback")
+            check_methods([found])
+            made.append(found)
+        except Exception as error:  # of code that is not ours
+            problems.append(f"callbacks: {path}: {type(error).__name__}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return made
 
 
 def check_methods(callbacks: Sequence[Callback]) -> None:

@@ -18,9 +18,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megacore.parallel.collectives import Pending, start_all_to_all, start_messages
+from megacore.parallel.collectives import Pending, all_to_all, start_messages
 from megacore.parallel.context_split import ContextParallel, ContextSplit, Gathered, Rectangle, Span, split
 from megacore.parallel.kernels import bands
 from megacore.parallel.kernels import partial_attention as partial
@@ -95,7 +94,7 @@ class ContextAttention:
             k, v = (x.repeat_interleave(size // x.shape[1], 1) for x in (k, v))
         sizes = [x.shape[1] // size * x.shape[2] for x in (q, k, v)]
         rows = torch.cat([x.unflatten(1, (size, -1)).flatten(2) for x in (q, k, v)], -1)
-        rows = _AllToAll.apply(rows.transpose(0, 1).flatten(0, 1), self.inner)
+        rows = all_to_all(rows.transpose(0, 1).flatten(0, 1), self.inner)
         parts = zip(rows.split(sizes, -1), (q, k, v), strict=True)
         q, k, v = (x.unflatten(1, (-1, like.shape[2])) for x, like in parts)
         sinks = None if scoring.sinks is None else scoring.sinks.chunk(size)[index]
@@ -106,27 +105,8 @@ def _by_tokens(y: Tensor, inner: Group) -> Tensor:
     """y: [tokens of the part, heads/inner, n] -> [tokens of a rank, heads, n]."""
     if inner.size == 1:
         return y
-    rows = _AllToAll.apply(y.flatten(1), inner)
+    rows = all_to_all(y.flatten(1), inner)
     return rows.view(inner.size, -1, *y.shape[1:]).transpose(0, 1).flatten(1, 2)
-
-
-class _AllToAll(torch.autograd.Function):
-    """x: [n * t, ...], t rows for each of n ranks -> [n * t, ...], t of each; it is its own adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_to_all(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(dy, ctx.group), None
-
-
-def _all_to_all(x: Tensor, group: Group) -> Tensor:
-    each = [x.shape[0] // group.size] * group.size
-    return start_all_to_all(x, group, each, each).wait()
 
 
 # -- what a rank does in each hop

@@ -42,6 +42,12 @@ class Finish:
             x.mul_(self.scale)
         return x if self.softcap is None else x.div_(self.softcap).tanh_().mul_(self.softcap)
 
+    def differentiable(self, x: Tensor) -> Tensor:
+        """x: [...] -> the logits: [...], in fp32 at least, for autograd."""
+        x = x.to(_wide(x.dtype))
+        x = x if self.scale == 1 else x * self.scale
+        return x if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
+
     def slope(self, logits: Tensor) -> Tensor | float:
         """Return the derivative of :meth:`apply_` at what has become of it."""
         if self.softcap is None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor
 
-from megacore.parallel import kernels
+from megacore.parallel import collectives, kernels
 from megacore.parallel.context_split import ContextParallel, ContextSplit
 from megacore.parallel.enum_errors import ContextBalance, ContextExchange
 from megacore.parallel.kernels import partial_attention
@@ -203,7 +203,7 @@ def counting() -> Iterator[Done]:
         done.sent += sum(message.tensor.nbytes for message in messages if message.op is dist.isend)
         return posted(messages)
 
-    changed = context_attention.start_all_to_all
+    changed = collectives.start_all_to_all
 
     def change(x: Tensor, group: Group, *counts: Any) -> Any:
         done.sent += x.nbytes * (group.size - 1) // group.size
@@ -212,7 +212,7 @@ def counting() -> Iterator[Done]:
     with (
         patch.object(context_attention, "partial", SimpleNamespace(**{name: counted(name) for name in own})),
         patch.object(dist, "batch_isend_irecv", post),
-        patch.object(context_attention, "start_all_to_all", change),
+        patch.object(collectives, "start_all_to_all", change),
     ):
         yield done
 

@@ -64,8 +64,9 @@ class Evaluation(Callback):
             loss = self.loss(run)
             self._known.append((run.step, loss if math.isfinite(loss) else math.inf))
             run.enter("log")
-            record = {"validation_loss": loss, "validation_perplexity": perplexity(loss)}
-            run.call("on_log", record | {"evaluations_since_best": len(self._since_best()) - 1})
+            record = {"validation_loss": loss, "evaluations_since_best": len(self._since_best()) - 1}
+            plain = run.config.loss.function is None  # another loss has no perplexity
+            run.call("on_log", record | ({"validation_perplexity": perplexity(loss)} if plain else {}))
             self._end_without_better(run)
 
     def loss(self, run: Trainer) -> float:

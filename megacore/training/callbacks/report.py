@@ -46,7 +46,7 @@ def report(config: Config, last: int, vocabulary: int) -> str:
         lowest, at = min((loss, step) for step, loss in metrics.curve(records, "validation_loss"))
         best = f", the lowest {lowest:.4f} at step {at:,.0f}" if lowest < held_out[-1] else ""
         lines.append(f"  validation loss  {held_out[-1]:.4f}{best}")
-    lines += _above_a_guess(records, vocabulary)
+    lines += _above_a_guess(records, vocabulary) if config.loss.function is None else []
     if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
         lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
     if goodput := [share for _, share in metrics.curve(records, "goodput")][-1:]:
