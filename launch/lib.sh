@@ -36,13 +36,24 @@ make_venv() {
 # What an environment was installed from: when one of these changes, it is installed again.
 fingerprint() { { printf '%s\n' "$root"; cat "$root/pyproject.toml" "$constraints"; } | cksum; }
 
+# pip, as far as there is something to see: which packages come and how many are installed. All that it says, its
+# warnings too, goes to install.log of the environment, whose end is told where pip fails.
+pip() (
+    set -o pipefail
+    log="$venv/install.log"
+    "$python" -m pip --disable-pip-version-check "$@" 2>>"$log" | tee -a "$log" | awk '
+        /^ *(Downloading|Using cached) / && !/\.metadata/ { sub(/^ */, "  "); print; fflush() }
+        /^Installing collected packages/ { printf "  Installing %d packages\n", NF - 3; fflush() }' >&2 && return
+    tail -n 20 "$log" >&2
+    return 1
+)
+
 # For CI: wheels alone, whose hashes are known. What is built is only Megacore itself, by what is installed by then.
 install_locked() {
-    local pip=("$python" -m pip install -q)
-    "${pip[@]}" --require-hashes --only-binary :all: --no-deps -r "$root/.ci/requirements.txt" &&
-        "${pip[@]}" --only-binary :all: -c "$root/constraints.txt" torch &&
-        "${pip[@]}" --no-deps --no-build-isolation -e "$root" &&
-        "$python" -m pip check
+    pip install --require-hashes --only-binary :all: --no-deps -r "$root/.ci/requirements.txt" &&
+        pip install --only-binary :all: -c "$root/constraints.txt" torch &&
+        pip install --no-deps --no-build-isolation -e "$root" &&
+        pip check
 }
 
 installed() { [[ -f "$venv/.megacore-$1" && "$(<"$venv/.megacore-$1")" == "$(fingerprint)" ]]; }
@@ -51,12 +62,12 @@ install() {
     local kind="$1" wanted="$root"
     [[ "$kind" == dev ]] && wanted="$root[dev]"
     make_venv || return
-    say "Installing into $venv (once; a few minutes)"
+    say "Installing into $venv (once; a few minutes); $venv/install.log has all of it"
     if [[ "$kind" == ci ]]; then
-        install_locked >&2 || return
+        install_locked || return
         kind=dev # it has all of that
     else
-        "$python" -m pip install -q -c "$constraints" -e "$wanted" >&2 || return
+        pip install -c "$constraints" -e "$wanted" || return
     fi
     fingerprint >"$venv/.megacore-$kind"
 }

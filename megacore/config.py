@@ -458,6 +458,9 @@ class CheckpointConfig:
     export: str | None = None
     """A folder to make of the last checkpoint when all steps are done, in Hugging Face's format, or peft's if adapters
     were trained."""
+    push: str | None = None
+    """A repository of the hub, `OWNER/NAME`, to upload the export to, with a model card; one that is made for it is
+    private."""
 
     @property
     def on(self) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tqdm import tqdm
 
 from megacore import checkpoints
 from megacore.control import Control
@@ -165,7 +162,7 @@ def result(made: Trainer, last: int) -> Result:
 def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> Result:
     """A run on this rank."""
     made = trainer(recipe, overrides, log=True, callbacks=callbacks)
-    with mock.patch.object(metrics, "tqdm", partial(tqdm, file=io.StringIO())):
+    with mock.patch.object(metrics, "ProgressBar"):
         return result(made, made.fit())
 
 

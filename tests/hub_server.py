@@ -3,6 +3,7 @@ ask it."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -32,6 +33,9 @@ class Hub:
         closed: {repository: (status, error code) for those without the token}.
         stalls: The files that stop in the middle, while this is set.
         asked: (method, path, whether the token was given) of every request.
+        licences: {repository: the licence of its card}.
+        private: The repositories that were made private.
+        full: Whether no commit is taken any more.
     """
 
     token: str = TOKEN
@@ -40,6 +44,9 @@ class Hub:
     closed: dict[str, tuple[int, str]] = field(default_factory=dict)
     stalls: set[str] = field(default_factory=set)
     asked: list[tuple[str, str, bool]] = field(default_factory=list)
+    licences: dict[str, str] = field(default_factory=dict)
+    private: set[str] = field(default_factory=set)
+    full: bool = False
     url: str = ""
 
     def push(self, repository: str, files: Mapping[str, bytes] | Path, branch: str = BRANCH) -> str:
@@ -86,6 +93,45 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self._answer()
 
+        def do_POST(self) -> None:
+            path, body = unquote(urlsplit(self.path).path), self.rfile.read(int(self.headers["Content-Length"]))
+            given = self.headers.get("Authorization") == f"Bearer {hub.token}"
+            hub.asked.append((self.command, path, given))
+            repository, _, what = path.removeprefix("/api/models/").partition("/preupload/")
+            if not given:
+                self._say(401, {})
+            elif path == "/api/repos/create":
+                self._create(json.loads(body))
+            elif path == "/api/validate-yaml":
+                self._say(200, {}, b'{"errors": [], "warnings": []}')
+            elif what:
+                modes = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
+                         for each in json.loads(body)["files"]]  # fmt: skip
+                self._say(200, {}, json.dumps({"files": modes}).encode())
+            elif hub.full:
+                self._say(507, {})
+            else:
+                self._commit(repository.partition("/commit/")[0], body)
+
+        def _create(self, asked: dict[str, Any]) -> None:
+            name = f"{asked['organization']}/{asked['name']}"
+            if name in hub.files:
+                self._say(409, {}, json.dumps({"url": f"{hub.url}/{name}"}).encode())
+                return
+            hub.push(name, {})
+            if asked.get("visibility") == "private" or asked.get("private"):
+                hub.private.add(name)
+            self._say(200, {}, json.dumps({"url": f"{hub.url}/{name}"}).encode())
+
+        def _commit(self, repository: str, body: bytes) -> None:
+            lines = [json.loads(line) for line in body.splitlines()]
+            files = {each["value"]["path"]: base64.b64decode(each["value"]["content"])
+                     for each in lines if each["key"] == "file"}  # fmt: skip
+            before = hub.files[repository][hub.branches[repository][BRANCH]]
+            commit = hub.push(repository, before | files)
+            url = f"{hub.url}/{repository}/commit/{commit}"
+            self._say(200, {}, json.dumps({"commitUrl": url, "commitOid": commit}).encode())
+
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
             given = self.headers.get("Authorization") == f"Bearer {hub.token}"
@@ -125,6 +171,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 return
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             about: dict[str, Any] = {"id": repository, "modelId": repository, "sha": commit, "siblings": siblings}
+            if repository in hub.licences:
+                about["cardData"] = {"license": hub.licences[repository]}
             self._say(200, {}, json.dumps(about).encode())
 
         def _file(self, repository: str, revision: str, name: str, given: bool) -> None:

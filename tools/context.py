@@ -80,6 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
         say(_shown(splits[arguments.balance], window, size))
     if arguments.picture:
         _draw(splits, window, arguments.picture)
+        folders.drawn(arguments.picture)
     return 0
 
 

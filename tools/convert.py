@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacore.progress_bar import progress_bar
 from megacore.store.conversions.convert import convert_opened, open_source
 from megacore.tools import folders
 
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if base is not None:
         folders.tell(arguments.base, base)
     made = convert_opened(
-        source, arguments.target, folders.target(arguments), base, arguments.jobs, arguments.dry_run, folders.bar
+        source, arguments.target, folders.target(arguments), base, arguments.jobs, arguments.dry_run, progress_bar
     )
     folders.told(made, arguments)
     return 0

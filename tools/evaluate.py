@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from megacore import pictures
 from megacore.inference.evaluation import LONGEST, EvaluationSetup
 from megacore.inference.evaluation_data import Document
+from megacore.progress_bar import progress_bar
 from megacore.say import err, say, say_data
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.folder import WeightFolder
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if first:
         if arguments.picture is not None:
             _draw(data, arguments.picture)
+            folders.drawn(arguments.picture)
         if arguments.json:
             say_data(data, indent=1)
         else:
@@ -97,8 +99,11 @@ def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> EvaluationS
     )
 
 
-def _watched(documents: Iterable[Document]) -> Iterable[Document]:
-    return folders.watched(documents, "evaluate", " documents")
+def _watched(documents: Iterable[Document]) -> Iterator[Document]:
+    with progress_bar(None, "evaluate", "documents") as done:
+        for document in documents:
+            yield document
+            done(1)
 
 
 def _number(value: float | None) -> str:

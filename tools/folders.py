@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
 
 from megacore import checkpoints
-from megacore.say import err, harmless, say, say_data
+from megacore.say import err, say, say_data
 from megacore.store.conversions.formats import open_folder
 from megacore.store.conversions.target import FolderTarget, MadeFolder, threads
 from megacore.store.io.strict_json import StoreError
@@ -21,7 +18,6 @@ from megacore.store.weight_folders.audit import DamageError
 from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE
 
-Item = TypeVar("Item")
 HUGGING_FACE = "a Hugging Face folder or a name of its hub (OWNER/NAME, OWNER/NAME@REVISION)"
 
 
@@ -117,33 +113,12 @@ def told(made: MadeFolder, arguments: argparse.Namespace) -> None:
             say(f"{file.path}  {file.bytes:,} bytes, {file.tensors} tensors")
         say(f"{made.bytes:,} bytes would be written to {made.path}")
     else:
-        number = len(made.files)
-        say(
-            f"{made.path}: {made.kind}, {made.parameters:,} parameters and {made.bytes:,} bytes in "
-            f"{number} file{'s' * (number > 1)} of weights"
-        )
+        say(made)
 
 
-@contextmanager
-def bar(size: int, name: str) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar of ``size`` bytes, if somebody watches -> a function that is told of bytes that are done."""
-    if not sys.stderr.isatty():  # do not even import what draws
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, desc=harmless(name)) as drawn:
-        yield drawn.update
-
-
-def watched(items: Iterable[Item], name: str, unit: str) -> Iterable[Item]:
-    """Return the same items, and show their progress if somebody watches."""
-    if not sys.stderr.isatty():
-        return items
-    from tqdm import tqdm
-
-    counted: Iterable[Item] = tqdm(items, desc=harmless(name), unit=unit)
-    return counted
+def drawn(picture: Path) -> None:
+    """Say where a picture is; on stderr, for what is shown beside it may be data."""
+    err(f"{picture}: a picture, {picture.stat().st_size:,} bytes")
 
 
 class ReportedElsewhere(Exception):

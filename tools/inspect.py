@@ -18,6 +18,7 @@ from megacore.models.config import active_parameters
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, hugging_face, native, whole_name
+from megacore.progress_bar import progress_bar
 from megacore.say import brief, say, say_data
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files import accounting
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts["tensors"] = tensors(folder) if arguments.tensors else None
     damage = differences = None
     if arguments.check:
-        with folders.bar(_bytes(folder), folder.path.name) as progress:
+        with progress_bar(_bytes(folder), folder.path.name) as progress:
             damage = audit.check(folder, folders.jobs(arguments), progress)
         facts["check"] = [vars(found) for found in damage]
     if other is not None:
@@ -260,7 +261,7 @@ def _bytes(folder: SafetensorsFolder) -> int:
 
 def _compared(folder: SafetensorsFolder, other: SafetensorsFolder, jobs: int) -> Differences:
     to_read = sum(_bytes(each) for each in (folder, other) if not each.fingerprints("weights"))
-    with folders.bar(to_read, "fingerprints") as progress:
+    with progress_bar(to_read, "fingerprints") as progress:
         return compare.compare((folder, other), jobs, progress)
 
 

@@ -15,6 +15,7 @@ from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES
 from megacore.say import err, say
 from megacore.store.tensor_files.companions import Companion, copy_companion
+from megacore.tools.tokenize import token_files
 
 
 def find_parts(out: Path, name: str) -> dict[Path, StageProgress]:
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         err(f"megacore merge-tokens: {error}")
         return 1
-    say(f"{args.out / args.name}.bin, .idx: {corpus.tokens:,} tokens in {corpus.documents:,} documents")
+    say(token_files(args.out / args.name, corpus))
     return 0
 
 

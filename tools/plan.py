@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(plan_goodput.show(outlook) if outlook else show(plan, name))
     if outlook and arguments.picture:
         plan_goodput.draw(outlook, arguments.picture)
-        err(f"drawn: {arguments.picture}")
+        folders.drawn(arguments.picture)
     return 0
 
 

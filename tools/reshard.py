@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megacore.progress_bar import progress_bar
 from megacore.store.conversions.conversion import to_checkpoint
 from megacore.store.conversions.target import make_folder
 from megacore.store.io.strict_json import StoreError
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise StoreError(f"{arguments.source} is a Hugging Face folder: use `megacore convert`")
     layout = folders.target(arguments).layout(source.config)
     plan = to_checkpoint(source, replace(layout, schema=source.schema))
-    made = make_folder(plan, source.path, arguments.target, arguments.jobs, arguments.dry_run, folders.bar)
+    made = make_folder(plan, source.path, arguments.target, arguments.jobs, arguments.dry_run, progress_bar)
     folders.told(made, arguments)
     return 0
 

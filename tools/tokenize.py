@@ -278,7 +278,7 @@ def summary(outcome: Outcome, options: Options) -> str:
     facts = [] if corpus is None else [f"{corpus.bytes_per_token:.3f} bytes per token"]
     entropy = [] if corpus is None else [f"unigram entropy {corpus.unigram_entropy:.4f} nats per token"]
     lines = [
-        f"{options.folder / options.name}.bin, .idx: {tally.tokens:,} tokens in {tally.documents:,} documents",
+        token_files(options.folder / options.name, tally),
         ", ".join([f"{tally.text_bytes:,} bytes of text", *facts]),
         ", ".join([f"vocabulary {tally.counts.size:,}{fewer}", *entropy]),
         f"{tally.empty:,} empty documents left out, {tally.skipped:,} skipped because they could not be read",
@@ -287,6 +287,12 @@ def summary(outcome: Outcome, options: Options) -> str:
         ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in outcome.seconds.items()),
     ]
     return "\n".join(lines)
+
+
+def token_files(prefix: Path, counts: Tally | Corpus) -> str:
+    """Return what a pair of token files holds, in words."""
+    size = sum(Path(f"{prefix}{end}").stat().st_size for end in (".bin", ".idx"))
+    return f"{prefix}.bin, .idx: {counts.tokens:,} tokens in {counts.documents:,} documents, {size:,} bytes"
 
 
 def main(argv: list[str] | None = None) -> int:

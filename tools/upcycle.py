@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megacore.models.config import ModelConfigError
 from megacore.models.upcycle import WITH_EXPERTS, upcycling
+from megacore.progress_bar import progress_bar
 from megacore.say import err, say
 from megacore.store.conversions.target import make_folder
 from megacore.store.conversions.upcycled import UpcycledFolder
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = asked.planned(made)
     if not arguments.dry_run:
         _check(source, made, arguments)
-    folder = make_folder(plan, source.path, arguments.target, arguments.jobs, arguments.dry_run, folders.bar)
+    folder = make_folder(plan, source.path, arguments.target, arguments.jobs, arguments.dry_run, progress_bar)
     folders.told(folder, arguments)
     if math.frexp(way.scale)[0] != 0.5 and not (dtype and made.widens(dtype)):
         err(

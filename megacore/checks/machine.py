@@ -13,6 +13,7 @@ from megacore.checks.rules import range_problems
 from megacore.config import EXAMPLES, RANGES, Config, CorpusConfig
 from megacore.run_lock import held, holder
 from megacore.say import brief
+from megacore.store.io import hub
 from megacore.store.io.files import leaves
 from megacore.store.io.hub import HubName
 from megacore.store.io.objects import ObjectPath, place
@@ -29,7 +30,7 @@ FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
 def surroundings(config: Config, led: bool = False) -> list[str]:
     """Return missing token files, folders that cannot be used, and packages that a setting needs; ``led``: another
     process looks at what all of them share over a network."""
-    shared = () if led else (_unusable_folder,)
+    shared = () if led else (_unusable_folder, _unusable_push)
     missing = list[str]()
     for look in (_missing_files, _unusable_out, *shared, _unusable_export, _unusable_offload_folder, _missing_packages):
         try:
@@ -151,6 +152,13 @@ def _unusable_export(config: Config) -> Iterator[str]:
     else:
         # Where it is an empty folder, it is replaced: what must be writable is the folder around it.
         yield from _cannot_be_made(key, folder.parent if folder.is_dir() else folder)
+
+
+def _unusable_push(config: Config) -> Iterator[str]:
+    """Yield why the export cannot be uploaded, which the first rank does."""
+    push = config.checkpoint.push
+    if push is not None and config.checkpoint.export is not None:  # or else it is refused all the same
+        yield from (f"checkpoint.push ({push}) {problem}" for problem in hub.push_problems(push))
 
 
 def _is_done(config: Config) -> bool:

@@ -487,6 +487,11 @@ def _export(facts: RuleContext) -> Iterator[str]:
             f"checkpoint.export ({section.export}) is made of the checkpoint at the end, and checkpoint.at_end is "
             "false: set it to true, or leave out the export"
         )
+    if section.push is not None and section.export is None:
+        yield (
+            f"checkpoint.push ({section.push}) uploads the export: name a folder for it by checkpoint.export, or leave "
+            "out the push"
+        )
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (

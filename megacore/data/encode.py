@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -19,13 +18,12 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from megacore.data import text, tokenizer
 from megacore.data.corpus import LISTED, Tally
 from megacore.data.indexed import Integers, token_dtype
 from megacore.data.text import Fault, FileRange
-from megacore.say import harmless
+from megacore.progress_bar import progress_bar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -122,14 +120,10 @@ def with_progress(
     function: Callable[[Item], Encoded], tasks: Iterator[Item], workers: int, total: int, name: str, done: int = 0
 ) -> Generator[Encoded, None, None]:
     """Yield the results of :func:`in_order`, and show the bytes that are done of all."""
-    interval = 0.1 if sys.stderr.isatty() else 30
-    with (
-        tqdm(total=total, initial=done, desc=harmless(name), unit="B", unit_scale=True, mininterval=interval) as bar,
-        closing(in_order(function, tasks, workers)) as results,
-    ):
+    with progress_bar(total, name, done=done) as told, closing(in_order(function, tasks, workers)) as results:
         for result in results:
             yield result
-            bar.update(result.size)
+            told(result.size)
 
 
 def in_order(function: Callable[[Item], Result], items: Iterator[Item], workers: int) -> Generator[Result, None, None]:

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,11 +29,12 @@ from megacore.launcher.temporary_folder import compiled, temporary_folder
 from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
 from megacore.resources import gpus
-from megacore.say import err, outlive
+from megacore.say import err, outlive, say
 from megacore.store.io.strict_json import StoreError
 
 if TYPE_CHECKING:  # which imports much
     from megacore.recovery.hang_report import HangReport
+    from megacore.training.check import Setup
 
 OPTIONS = {
     "init": "take the weights of a Hugging Face folder, a model of its hub or a checkpoint",
@@ -94,18 +96,42 @@ class TrainingJob(Job):
 
 def run(command: str, given: Sequence[str]) -> int:
     """Run what `megacore COMMAND` was given on this machine -> its exit status."""
-    recipe, overrides = arguments(command, given)
-    with noted() as arrived:
-        outlive()
-        try:
-            return _launched(_checked(command, recipe, overrides), arrived)
-        except ConfigError as error:
-            err(error)
-            return exits.MISUSED
+    recipe, overrides, dry = arguments(command, given)
+    try:
+        if dry:
+            return _dry_run(command, recipe, overrides)
+        with noted() as arrived:
+            outlive()
+            return _launched(_checked(command, recipe, overrides)[0], arrived)
+    except ConfigError as error:
+        err(error)
+        return exits.MISUSED
 
 
-def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
+def _dry_run(command: str, recipe: str, overrides: list[str]) -> int:
+    """Check a run and say what it would do -> exit status.
+
+    Raises:
+        ConfigError: all that is wrong.
+    """
+    try:
+        with temporary_folder() as folder:
+            job, setup = _checked(command, recipe, overrides, folder)
+            from megacore.training.dry_run import outlook
+
+            say(outlook(setup, job.node.world, job.node.processes))
+        return exits.DONE
+    except KeyboardInterrupt:
+        return exits.of_signal(signal.SIGINT)
+
+
+def _checked(
+    command: str, recipe: str, overrides: list[str], prepared: Path | None = None
+) -> tuple[TrainingJob, Setup]:
     """Return the run that a command describes, with nothing wrong that can be known before it starts.
+
+    Args:
+        prepared: The folder that has prepared examples, where nothing will be started.
 
     Raises:
         ConfigError: all that is wrong.
@@ -125,13 +151,23 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
     compiling = {"TORCHINDUCTOR_CACHE_DIR": str(compiled(Path(config.out)))} if config.train.compile else {}
     variables = {name: os.environ.get(name, value) for name, value in (VARIABLES | compiling).items()}
     environment = {**variables, **threads(here), **node.network, BEGAN: str(time.time())}
-    prepare((*IMPORTS, *PRELOADED), environment)  # which imports while this process checks
+    if prepared is None:
+        prepare((*IMPORTS, *PRELOADED), environment)  # which imports while this process checks
     layouts = _layouts(config, least, most, here)
     from megacore.training.check import check  # imports much, which a typo need not wait for
 
     first, later = [*overrides, *layouts.get(most, ())], node.index > 0
     goes_on, finetunes = later and bool(layouts), command == "finetune"
-    setup = check(recipe, first, node.world, here, another_looks=later, goes_on=goes_on, finetunes=finetunes)
+    setup = check(
+        recipe,
+        first,
+        node.world,
+        here,
+        another_looks=later,
+        goes_on=goes_on,
+        finetunes=finetunes,
+        prepared=prepared,
+    )
     # The ranks take the commits that were fetched here, whatever the hub has by then.
     pinned: list[str] = []
     if setup.config.checkpoint.init != config.checkpoint.init:
@@ -139,7 +175,7 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
     if setup.config.data != config.data:
         given = asdict(setup.config.data)
         pinned += [f"data.{key}={json.dumps(given[key])}" for key in ("train", "validation")]
-    return TrainingJob(
+    job = TrainingJob(
         MODULE,
         [recipe, *overrides, *pinned],
         node,
@@ -150,6 +186,7 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> TrainingJob:
         config=config,
         layouts=layouts,
     )
+    return job, setup
 
 
 def _launched(job: TrainingJob, arrived: list[int]) -> int:
@@ -195,8 +232,9 @@ def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[i
     return overrides_of_nodes(config, model, least, most, processes)
 
 
-def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the recipe and all of its overrides from a command's arguments; ends the process if they are unclear."""
+def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str], bool]:
+    """Return the recipe, all of its overrides and whether nothing is to be started, from a command's arguments; ends
+    the process if they are unclear."""
     names = [name for name in OPTIONS if name != "export" or command == "finetune"]
     parser = argparse.ArgumentParser(prog=f"megacore {command}", allow_abbrev=False)
     parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")
@@ -204,9 +242,12 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
     for name in names:
         metavar = METAVARS.get(name, "FOLDER")
         parser.add_argument(f"--{name}", metavar=metavar, help=f"{OPTIONS[name]}: checkpoint.{name}={metavar}")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, say what would be done, and start and write nothing"
+    )
     parsed = vars(parser.parse_intermixed_args(given))
     options = [f"checkpoint.{name}={parsed[name]}" for name in names if parsed[name] is not None]
-    return parsed["recipe"], [*parsed["overrides"], *options]
+    return parsed["recipe"], [*parsed["overrides"], *options], parsed["dry_run"]
 
 
 def _several(least: int, most: int) -> tuple[int, tuple[str, int]]:

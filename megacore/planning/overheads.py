@@ -149,7 +149,7 @@ class Overheads:
         """Return the costs of a recipe, a step of which takes so many seconds."""
         world, per_node = setting.layout.mesh.world, cluster.device.per_node
         every, nodes = config.checkpoint.every, -(-world // per_node)
-        save = _save(setting, per_node, storage, every * step_s if every else None)
+        save = save_of(setting, per_node, storage, every * step_s if every else None)
         copies = 1 + KEPT_IN_MEMORY * (1 if nodes == 1 else 2)
         of_examples = bool(config.data.train) and config.data.train[0].has_examples
         return cls(
@@ -202,7 +202,7 @@ def _busiest(by_rank: Mapping[int, int], per_node: int) -> tuple[int, int, int, 
     return writers, nodes, max(by_rank.values()), max(by_node.values())
 
 
-def _save(setting: Setting, per_node: int, storage: Storage, interval: float | None) -> Save:
+def save_of(setting: Setting, per_node: int, storage: Storage, interval: float | None) -> Save:
     """Return the costs of a save as `megacore.training.save` does it: weights of everything, other states of what is
     trained."""
     layout = replace(setting.layout, schema=setting.tuning.kept(setting.model.schema))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
@@ -63,6 +64,7 @@ def check(
     another_looks: bool = False,
     goes_on: bool = False,
     finetunes: bool = False,
+    prepared: Path | None = None,
 ) -> Setup:
     """Read and check a run.
 
@@ -73,6 +75,7 @@ def check(
         goes_on: Whether the run is going on, and this process may join it: its folder is in use, and what it started
             from may have been removed since it has a checkpoint of its own.
         finetunes: Whether it is to start from a model that there is.
+        prepared: The folder that has prepared examples, instead of the run's own.
 
     Raises:
         ConfigError: all that is wrong.
@@ -127,7 +130,7 @@ def check(
     if no_room := [*no_room, *open_files.problems(files_of(config, world_size, local_ranks))]:
         raise ConfigError(no_room)
     try:
-        corpora = Corpora.open(config, files, checked)
+        corpora = Corpora.open(config if prepared is None else replace(config, out=str(prepared)), files, checked)
         config = _with_steps(config, corpora)
         changed = [] if checked or another_looks or goes_on else [*changed_data(start, config, corpora)]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Export of a finished run: its last checkpoint, or its best, in Hugging Face's format."""
+"""Export of a finished run: its last checkpoint, or its best, in Hugging Face's format, and its upload to the hub."""
 
 from __future__ import annotations
 
@@ -8,17 +8,26 @@ from pathlib import Path
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
+from megacore.say import say
 from megacore.store.conversions.adapters import to_peft
 from megacore.store.conversions.conversion import to_hugging_face
+from megacore.store.conversions.target import MadeFolder, make_folder
+from megacore.store.io.hub import push
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.publish import replace_file
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
+from megacore.training.model_card import model_card
+
+CARD = "README.md"
 
 
-def export(config: Config, step: int, last: int) -> str:
-    """Make ``checkpoint.export`` -> what to tell of it. One process does so, while no other writes checkpoints.
+def export(config: Config, step: int, last: int) -> MadeFolder | None:
+    """Make ``checkpoint.export``, and say so -> what was made, if it was. One process does so, while no other writes
+    checkpoints.
 
-    Of a run that has trained adapters it is a folder of the peft library.
+    Of a run that has trained adapters it is a folder of the peft library. With ``checkpoint.push`` it is then uploaded,
+    which is tried again where the run is started again.
 
     Args:
         step: The last step that was done.
@@ -26,14 +35,18 @@ def export(config: Config, step: int, last: int) -> str:
 
     Raises:
         StoreError: there is no checkpoint of that step, or none with the loss of an evaluation where the best is
-            asked for, or the folder cannot be made.
+            asked for, or the folder cannot be made or uploaded.
     """
     target = Path(str(config.checkpoint.export))
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
     if step < last:
-        return f"  not exported     {target} (step {step} of {last})"
-    if config.checkpoint.resume == AUTO and target.is_dir() and any(target.iterdir()):
-        return f"  not exported     {target} (it is there already, and stays as it is)"
+        say(f"  not exported     {target} (step {step} of {last})")
+        return None
+    there = config.checkpoint.resume == AUTO and target.is_dir() and any(target.iterdir())
+    if there:
+        say(f"  not exported     {target} (it is there already, and stays as it is)")
+        if config.checkpoint.push is None:
+            return None
     found = checkpoints.complete(folder)
     chosen = checkpoints.best(found) if config.checkpoint.best else last
     if chosen is None or chosen not in found:
@@ -41,11 +54,21 @@ def export(config: Config, step: int, last: int) -> str:
         raise StoreError(f"cannot export to {target}: there is no checkpoint {which} in {folder}")
     checkpoint = found[chosen]
     opened = Checkpoint.open(checkpoint)
-    adapters = opened.index.adapters is not None
+    made = None if there else _made(opened, target, config.checkpoint.best)
+    if config.checkpoint.push is not None:
+        if not (target / CARD).exists():
+            replace_file(target / CARD, model_card(config.checkpoint.push, config, opened).encode())
+        say(f"  uploaded         {push(config.checkpoint.push, target)}")
+    return made
+
+
+def _made(opened: Checkpoint, target: Path, best: bool) -> MadeFolder:
+    adapters, checkpoint = opened.index.adapters is not None, opened.path
     plan = to_peft(opened) if adapters else to_hugging_face(opened, parse_size(SHARD_SIZE))
     try:
-        plan.write(target, os.cpu_count() or 1)
+        made = make_folder(plan, checkpoint, target, os.cpu_count() or 1)
     except StoreError as error:
         way_out = f"`megacore convert {checkpoint} {target} --to {'peft' if adapters else 'hf'}` does it again"
         raise StoreError(f"cannot export {checkpoint}: {error}\n{way_out}") from error
-    return f"  exported         {target}{f' (of step {chosen}, the best)' * config.checkpoint.best}"
+    say(f"  exported         {made}{f' (of step {opened.index.step}, the best)' * best}")
+    return made

@@ -8,6 +8,7 @@ from typing import Any
 
 from megacore import checkpoints
 from megacore.config import Config
+from megacore.store.conversions.target import MadeFolder
 from megacore.training import metrics
 
 
@@ -18,10 +19,12 @@ class FinishedRun:
     Args:
         config: The recipe with its overrides, as it was run.
         step: The last step that was done; below ``config.train.steps`` where the run was stopped.
+        exported: The folder of ``checkpoint.export``, where this process has made it.
     """
 
     config: Config
     step: int
+    exported: MadeFolder | None = None
 
     @property
     def folder(self) -> Path:

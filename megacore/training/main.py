@@ -90,7 +90,7 @@ def fit(setup: Setup, device: torch.device, here: RankPlace, callbacks: Sequence
     with ExitStack() as stack:
         control.attempt(lambda: start.hold(config, stack) if mesh.rank == 0 else None)
         if mesh.rank == 0:
-            say(start.headline(config, setup.model, mesh))
+            say(start.headline(config, setup.model, mesh.shape, device.type))
         trainer = loaded(setup, mesh, control, callbacks)
         if mesh.rank == 0 and (chosen := kernels.chosen(device, config.train.compile, DTYPES[config.train.precision])):
             say(chosen)
@@ -191,9 +191,9 @@ def _run(
         leave(here)
         raise
     leave(here)
-    if here.rank == 0 and setup.config.checkpoint.export is not None:
-        say(make_export(setup.config, run.step, run.last))
-    return FinishedRun(setup.config, run.step)
+    exports = here.rank == 0 and setup.config.checkpoint.export is not None
+    made = make_export(setup.config, run.step, run.last) if exports else None
+    return FinishedRun(setup.config, run.step, made)
 
 
 def protection() -> list[Callback]:
@@ -257,7 +257,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if exports and run is not None:
         try:
-            say(make_export(run.config, run.step, run.last))
+            make_export(run.config, run.step, run.last)
         except StoreError as error:
             status = exits.FAILED
             err(error)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections import deque
@@ -20,7 +21,8 @@ from tqdm import tqdm
 
 from megacore import pictures
 from megacore.config import Config
-from megacore.say import err
+from megacore.progress_bar import EVERY_S
+from megacore.say import err, say
 from megacore.store.io.files import append, ends_within_a_line, open_file
 from megacore.store.io.strict_json import read_file
 from megacore.store.tensor_files.publish import replace_file
@@ -128,21 +130,30 @@ class WeightsAndBiases:
 
 
 class ProgressBar:
-    """One line that is redrawn; what must stay is printed above it."""
+    """One line that is redrawn, what must stay being printed above it; where stderr is no terminal, a line of the first
+    record and every 30 s."""
 
     def __init__(self, total: int, first: int = 0) -> None:
-        self._bar = tqdm(initial=first, total=total, unit="step", dynamic_ncols=True, mininterval=0.5)
+        drawn = sys.stderr.isatty()
+        self._bar = tqdm(
+            initial=first, total=total, unit="step", dynamic_ncols=True, mininterval=0.5, disable=not drawn
+        )
+        self._due = -math.inf if not drawn else math.inf
 
     def write(self, step: int, record: Record) -> None:
         self._bar.update(step - self._bar.n)
         if "validation_loss" in record:
             perplexity = record.get("validation_perplexity")
             said = "" if perplexity is None else f", perplexity {perplexity:.4g}"
-            self._bar.write(f"step {step}: validation loss {record['validation_loss']:.4f}{said}")
-        else:
-            shown = {"loss": f"{record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f}"}
-            shown |= {"skipped": f"{record['skipped_steps']:,}"} if record["skipped_steps"] else {}
-            self._bar.set_postfix(shown, refresh=False)
+            with self._bar.external_write_mode():
+                say(f"step {step}: validation loss {record['validation_loss']:.4f}{said}")
+            return
+        shown = {"loss": f"{record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f}"}
+        shown |= {"skipped": f"{record['skipped_steps']:,}"} if record["skipped_steps"] else {}
+        self._bar.set_postfix(shown, refresh=False)
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + EVERY_S
+            err(f"step {step} of {self._bar.total}: {', '.join(f'{name} {value}' for name, value in shown.items())}")
 
     def close(self) -> None:
         self._bar.close()

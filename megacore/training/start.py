@@ -16,6 +16,7 @@ from megacore.control import Control
 from megacore.data.batches import in_vain
 from megacore.models.config import ModelConfig, flops_per_token, parameters_in_words
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
 from megacore.run_lock import RunLock
 from megacore.say import say
 from megacore.store.io.objects import place
@@ -112,16 +113,17 @@ def _epochs(config: Config) -> Iterator[str]:
         yield f"train.epochs={config.train.epochs:g}: {config.train.steps:,} steps of {samples:,} samples"
 
 
-def headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
-    sizes = " x ".join(f"{dim}={mesh.shape[dim]}" for dim in mesh.shape.DIMS)
-    context = config.context.over(mesh.shape.cp, model.drops_attention)
+def headline(config: Config, model: ModelConfig, shape: MeshShape, kind: str) -> str:
+    """Return what is trained on which layout in a line; kind: of the devices."""
+    sizes = " x ".join(f"{dim}={shape[dim]}" for dim in shape.DIMS)
+    context = config.context.over(shape.cp, model.drops_attention)
     if context.size > 1:
         inner = f", heads over {context.heads}" if 1 < context.heads < context.size else ""
         sizes += f" (context by {context.exchange}{inner}, balance {context.balance})"
     flops = flops_per_token(model, config.data.sequence_length, config.tuning)
     return (
         f"{model.family} of {parameters_in_words(model, config.tuning)}, {flops / 1e6:,.1f} MFLOP per token, "
-        f"on {mesh.shape.world} x {mesh.device.type} as {sizes}, {config.train.precision}"
+        f"on {shape.world} x {kind} as {sizes}, {config.train.precision}"
     )
 
 

@@ -336,6 +336,7 @@ BAD = [
     bad("out=corpus/text.bin/run", "corpus/text.bin is not a folder", "another out"),
     # what is exported at the end
     bad("checkpoint.export=hf checkpoint.at_end=false", "checkpoint.export (hf)", "checkpoint.at_end"),
+    bad("checkpoint.push=own/it", "checkpoint.push (own/it) uploads the export", "checkpoint.export"),
     bad("checkpoint.export=done", "checkpoint.export (done) exists and is not empty", "another folder"),
     bad("checkpoint.export=corpus/text.bin/hf", "checkpoint.export", "corpus/text.bin is not a folder"),
     bad("checkpoint.export=fresh out=fresh/run", "checkpoint.export (fresh) holds out (fresh/run)", "beside it"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,14 +16,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import LLAMA, write_recipe
+from engine import LLAMA, RECIPE, write_recipe
+from test_chat_training import write as chats_recipe
 
 from megacore.launcher import Node, threads
 from megacore.launcher import command as program
 from megacore.models.registry import configure
 from megacore.recipe import ConfigError, load
 from megacore.resources import gpus
-from megacore.training import resume
+from megacore.store.tensor_files.tensors import TensorFile
+from megacore.training import main, resume
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/usr/bin/env bash
@@ -82,6 +86,33 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     return run
 
 
+PIP = """#!/usr/bin/env bash
+echo 'WARNING: Running pip as root' >&2
+echo 'Collecting torch'; echo '  Downloading torch-2.whl.metadata (1 kB)'; echo '  Downloading torch-2.whl (900 MB)'
+echo 'Installing collected packages: torch, megacore'
+[[ -z "$FAILS" || "$*" != *install* ]] || { echo 'ERROR: No space left' >&2; exit 1; }
+"""
+
+
+@pytest.mark.parametrize("fails", ["", "yes"])
+def test_installing_shows_what_comes_and_keeps_the_rest(checkout: Path, fails: str) -> None:
+    venv = checkout / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").write_text(PIP)
+    (venv / "bin" / "python").chmod(0o755)
+    command = ["bash", "-c", "set -euo pipefail; source launch/lib.sh; prepare run"]
+    environment = os.environ | {"MEGACORE_VENV": str(venv), "FAILS": fails}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    first, *shown = done.stderr.splitlines()
+    assert f"Installing into {venv}" in first and "install.log" in first and done.stdout == ""
+    assert shown[:2] == ["  Downloading torch-2.whl (900 MB)", "  Installing 2 packages"]
+    assert "WARNING: Running pip as root" in (venv / "install.log").read_text()
+    assert (done.returncode, len(shown) > 2, "ERROR: No space left" in shown) == (
+        (1, True, True) if fails else (0, False, False)
+    )
+    assert (venv / ".megacore-run").exists() is (not fails)
+
+
 @pytest.mark.parametrize(("script", "command"), [("pretrain", "train"), ("finetune", "finetune")])
 def test_scripts_hand_everything_to_the_command(checkout: Path, script: str, command: str) -> None:
     expected = ["1", "-m", "megacore.tools.main", command, "a b", "--init=c"]
@@ -119,7 +150,7 @@ def test_the_quickstart_leaves_runs_that_are_there_alone(checkout: Path) -> None
     ],
 )
 def test_options_become_overrides(command: str, given: list[str], overrides: list[str]) -> None:
-    assert program.arguments(command, given) == ("r.yaml", overrides)
+    assert program.arguments(command, given) == ("r.yaml", overrides, False)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +166,59 @@ def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], given: list
     with pytest.raises(SystemExit) as ended:
         program.run("train", given)
     assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+# -- nothing is started to see what would be
+
+
+@pytest.fixture
+def dry(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """``dry(command, argument, ...)`` -> (status, what is said) of ``--dry-run``, which changes no file."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("something was started")
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+    def run(command: str, *arguments: str) -> tuple[int, str]:
+        before, names = files(), sorted(tmp_path.rglob("*"))
+        status = program.run(command, [*arguments, "--dry-run"])
+        assert files() == before and sorted(tmp_path.rglob("*")) == names
+        return status, "".join(capsys.readouterr())
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("prepare", "_launched"):
+        monkeypatch.setattr(program, name, fail)
+    return run
+
+
+def test_a_dry_run_says_what_the_run_then_does(dry: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    recipe, out = write_recipe(tmp_path, RECIPE | {"checkpoint": {"at_end": True}}), tmp_path / "run"
+    given = [recipe, f"out={out}", "train.steps=3", f"checkpoint.export={tmp_path / 'hf'}"]
+    status, said = dry("train", *given)
+    assert status == 0 and said.endswith("Nothing of this was started or written.\n")
+    assert main.main(given) == 0
+    tokens = max(json.loads(line).get("tokens", 0) for line in (out / "metrics.jsonl").read_text().splitlines())
+    files = map(TensorFile.open, (out / "checkpoints" / "step-00000003").rglob("*.safetensors"))
+    size = sum(entry.stop - entry.start for file in files for entry in file.entries.values())
+    kept = f"checkpoints {out / 'checkpoints'}, every 1,000 steps and at the end, {size:,} bytes of tensors each"
+    told = ["ranks 1, all here", "steps 1 to 3", f"in a step, {tokens} in all", f"{tmp_path / 'hf'}, when", kept]
+    assert [each for each in told if each not in re.sub(" +", " ", said)] == []
+    status, said = dry(
+        "train", recipe, f"out={out}", "train.steps=5", "checkpoint.resume=auto", "checkpoint.at_end=false"
+    )
+    assert status == 0 and "Resuming after step 3" in said and re.search("steps +4 to 5\n", said)
+
+
+def test_a_dry_run_refuses_what_a_run_does(dry: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    recipe = chats_recipe(tmp_path)
+    assert dry("train", recipe)[0] == 0  # prepared elsewhere
+    (tmp_path / "chats.jsonl").write_text('{"no": "messages"}\n')
+    status, said = dry("finetune", recipe, "mesh.tp=3")
+    assert status == 2 and all(each in said for each in ("starts from a model", "tp=3", "chats.jsonl"))
 
 
 def test_a_run_is_started_on_as_many_ranks_as_its_mesh_takes(launched: Launched, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from PIL import Image
 from megacore.config import Config, LogConfig, TrainConfig
 from megacore.models.config import flops_per_token
 from megacore.models.registry import configure
+from megacore.progress_bar import progress_bar
 from megacore.store.io.strict_json import StoreError
 from megacore.training import metrics
 from megacore.training.callbacks.evaluation import Evaluation
@@ -46,7 +49,8 @@ def test_every_record_has_the_promised_numbers(recipe: str, tmp_path: Path) -> N
     assert len(training) + len(validation) == len(records)
     assert [record["step"] for record in training] == [3, 6, 7]
     assert [record["step"] for record in validation] == [2, 4, 6, 7]
-    assert all(record.keys() == {"step", "validation_loss", "validation_perplexity"} for record in validation)
+    named = {"step", "validation_loss", "validation_perplexity", "evaluations_since_best"}
+    assert all(record.keys() == named for record in validation)
     flops = flops_per_token(configure(engine.LLAMA), LENGTH)
     for record in training:
         assert record.keys() == KEYS
@@ -181,7 +185,48 @@ def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "mfu" not in events.Tags()["scalars"]
     shown = capsys.readouterr()
     assert "step 2: validation loss 2.2500" in shown.out + shown.err
-    assert "4/4" in shown.err and "loss=1.5" in shown.err
+    assert "step 2 of 4: loss 2.5000" in shown.err and "\r" not in shown.err and "step 4" not in shown.err
+
+
+@contextmanager
+def output(terminal: bool) -> Iterator[io.StringIO]:
+    """Where stdout and stderr go together."""
+    both = io.StringIO()
+    both.isatty = lambda: terminal  # type: ignore[method-assign]
+    with redirect_stdout(both), redirect_stderr(both):
+        yield both
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_lines_in_the_order_of_time_and_on_a_terminal_a_bar(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("megacore.training.metrics.time.monotonic", lambda: now)
+    with output(terminal) as shown, closing(metrics.ProgressBar(total=5)) as bar:
+        for step in range(1, 6):
+            now += 12.0
+            bar.write(step, TRAINED | {"loss": step})
+            if step == 2:
+                bar.write(step, {"validation_loss": 2.25, "validation_perplexity": 9.5})
+    if terminal:
+        assert "5/5" in shown.getvalue() and "loss=5.0" in shown.getvalue()
+        assert "\rstep 2: validation loss 2.2500, perplexity 9.5\n" in shown.getvalue()
+    else:
+        heads = [line.partition(",")[0] for line in shown.getvalue().splitlines()]
+        assert heads == ["step 1 of 5: loss 1.0000", "step 2: validation loss 2.2500", "step 4 of 5: loss 4.0000"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_other_work_shows_itself_likewise(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("megacore.progress_bar.time.monotonic", lambda: now)
+    with output(terminal) as shown, progress_bar(1000, "work", done=100) as done:
+        for _ in range(7):
+            now += 10.0
+            done(100)
+    lines = ["work: 400 of 1,000 bytes, 10 a second", "work: 700 of 1,000 bytes, 10 a second"]
+    assert "\r" in shown.getvalue() if terminal else shown.getvalue().splitlines() == lines
 
 
 def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:

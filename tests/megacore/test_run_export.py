@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from engine import LLAMA, RECIPE, VOCAB, trainer, write_recipe
+from hub_server import TOKEN, Hub
 
 from megacore.data.corpus import Corpus
 from megacore.models.decoder import Microbatch
 from megacore.recipe import load
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.tensors import TensorFile
+from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.tools import convert
 from megacore.training import main
 from megacore.training.export import export
+from megacore.training.model_card import model_card
 
 
 def recipe_of(folder: Path) -> str:
@@ -31,7 +38,11 @@ def test_the_export_is_what_the_converter_makes(tmp_path: Path, capsys: pytest.C
     out, made, converted = tmp_path / "run", tmp_path / "run" / "hf", tmp_path / "converted"
     recipe = recipe_of(tmp_path)
     assert main.main([recipe, f"out={out}", f"checkpoint.export={made}"]) == 0
-    assert f"exported         {made}" in capsys.readouterr().out
+    told, size = capsys.readouterr().out, (made / "model.safetensors").stat().st_size
+    assert re.search(rf"  exported +{made}: .* parameters and {size:,} bytes in 1 file of weights\n", told), told
+    checkpoint = out / "checkpoints" / "step-00000002"
+    size = sum(os.path.getsize(Path(at, file)) for at, _, files in os.walk(checkpoint) for file in files)
+    assert f"{checkpoint} ({size:,} bytes)\n" in told
     assert convert.main([str(out / "checkpoints" / "step-00000002"), str(converted), "--to", "hf"]) == 0
     assert sorted(path.name for path in made.iterdir()) == sorted(path.name for path in converted.iterdir())
     for path in made.iterdir():
@@ -88,10 +99,11 @@ def test_a_run_that_is_started_again_when_all_is_done_is_done(
     assert "exists and is not empty" in capsys.readouterr().err
 
 
-def test_what_is_not_finished_is_not_exported(tmp_path: Path) -> None:
+def test_what_is_not_finished_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tmp_path / "hf"
     config = load(recipe_of(tmp_path), [f"out={tmp_path / 'run'}", f"checkpoint.export={made}"])
-    assert export(config, 1, 2).split() == ["not", "exported", str(made), "(step", "1", "of", "2)"]
+    assert export(config, 1, 2) is None
+    assert capsys.readouterr().out.split() == ["not", "exported", str(made), "(step", "1", "of", "2)"]
     with pytest.raises(StoreError, match="there is no checkpoint of step 2"):
         export(config, 2, 2)
     assert not made.exists()
@@ -146,3 +158,81 @@ def test_a_model_of_twice_the_positions_is_what_transformers_makes_of_it(tmp_pat
     assert convert.main([str(tmp_path / "run" / "checkpoints" / "step-00000001"), str(made), "--to", "hf"]) == 0
     assert json.loads((made / "config.json").read_text())["max_position_embeddings"] == 2 * length
     close(made)
+
+
+# -- uploaded
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    from huggingface_hub import constants
+
+    made = Hub()
+    with made.serving() as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield made
+
+
+def test_an_export_is_uploaded_with_its_card(hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    made = tmp_path / "hf"
+    given = [recipe_of(tmp_path), f"out={tmp_path / 'run'}", f"checkpoint.export={made}", "checkpoint.push=own/new"]
+    hub.full = True
+    assert main.main(given) == 1
+    said = "".join(capfd.readouterr())
+    assert (
+        f"{made} is whole, and was not uploaded to own/new (the hub answers 507): `hf upload own/new {made} --private`"
+        in said
+    )
+    hub.full = False
+    assert main.main([*given, "checkpoint.resume=auto"]) == 0  # as who starts it again does
+    said += "".join(capfd.readouterr())
+    (commit,) = hub.branches["own/new"].values()
+    assert f"  uploaded         {hub.url}/own/new/commit/{commit}\n" in said and hub.private == {"own/new"}
+    assert hub.files["own/new"][commit] == {path.name: path.read_bytes() for path in made.iterdir()}
+    _, tags, page = (made / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(tags) == {"library_name": "transformers", "tags": ["megacore"]}
+    told = [
+        "# new",
+        "A llama of 9,776 parameters",
+        "from random weights: 2 steps,",
+        "- `corpus`, trained on",
+        "lr: 0.01",
+    ]
+    assert [each for each in told if each not in page] == [] and str(tmp_path) not in page
+    assert TOKEN not in said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+
+
+def test_what_cannot_be_uploaded_is_refused_before_the_start(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    given = [recipe_of(tmp_path), f"out={tmp_path / 'run'}", f"checkpoint.export={tmp_path / 'hf'}"]
+    assert main.main([*given, "checkpoint.push=own/new@main"]) == 2
+    problems = [
+        "2 problems",
+        f"(own/new@main) is no OWNER/NAME of the hub ({hub.url})",
+        "needs a token",
+        "hf auth login",
+    ]
+    said = capsys.readouterr().err
+    assert [each for each in problems if each not in said] == [] and not hub.asked and not (tmp_path / "run").exists()
+
+
+def test_a_card_names_the_base_and_its_licence(hub: Hub, tmp_path: Path) -> None:
+    out, commit = tmp_path / "run", hub.push("own/base", {"config.json": b"{}"})
+    hub.licences["own/base"] = "apache-2.0"
+    recipe = recipe_of(tmp_path)
+    assert main.main([recipe, f"out={out}"]) == 0
+    opened = Checkpoint.open(out / "checkpoints" / "step-00000002")
+    for init, tags, words in (
+        (f"own/base@{commit}", {"base_model": "own/base", "license": "apache-2.0"}, f"(revision {commit})"),
+        ("gone/base@main", {"base_model": "gone/base", "license": None}, "(revision main)"),
+        (str(tmp_path / "their model"), {"base_model": None, "license": None}, "from `their model`"),
+    ):
+        card = model_card("own/new", load(recipe, [f"out={out}", f"checkpoint.init={init}"]), opened)
+        _, found, page = card.split("---\n", 2)
+        assert {key: yaml.safe_load(found).get(key) for key in tags} == tags and words in page
+        assert str(tmp_path) not in card

@@ -37,9 +37,10 @@ def test_each_part_s_work_and_keys_are_shown(capsys: pytest.CaptureFixture[str])
 def test_policies_stand_side_by_side_and_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "split.png"
     documents = ",".join(["60", *["4"] * 15])
-    text = shown(
-        capsys, "--documents", documents, "--length", "60", "--cp", "2", "--compare", "--picture", str(picture)
-    )
+    given = ("--documents", documents, "--length", "60", "--cp", "2", "--compare", "--picture", str(picture))
+    assert context.main(given) == 0
+    text, told = capsys.readouterr()
+    assert told == f"{picture}: a picture, {picture.stat().st_size:,} bytes\n"
     found = {row[0]: row for row in rows(text)}
     assert list(found) == ["auto", "documents", "rows"] and picture.read_bytes()[1:4] == b"PNG"
     assert int(found["auto"][2]) < int(found["documents"][2]) and float(found["auto"][1]) <= 1.05

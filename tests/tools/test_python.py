@@ -368,7 +368,8 @@ def test_finetune_starts_from_a_model_and_exports(tmp_path: Path) -> None:
         [recipe, f"out={theirs}", f"checkpoint.init={first.folder}", f"checkpoint.export={theirs / 'hf'}"]
     ) == 0  # fmt: skip
     assert timeless(run.metrics) == timeless(records(theirs)) != timeless(first.metrics)
-    assert contents(own / "hf") == contents(theirs / "hf")
+    assert contents(own / "hf") == contents(theirs / "hf") and first.exported is None
+    assert run.exported is not None and (run.exported.path, run.exported.written) == (own / "hf", True)
     assert finetune(recipe, [f"out={own}", "train.steps=4", "checkpoint.resume=auto"]).step == 4
 
 

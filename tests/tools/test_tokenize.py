@@ -533,8 +533,11 @@ def test_merged_parts_are_the_bytes_of_one_run(lines, trained, tmp_path, capsys,
     assert main([*given, str(whole), *more]) == 0
     for number in range(count, 0, -1):
         assert tokenize(lines, trained, "--part", f"{number}/{count}")[0] == 0
+    capsys.readouterr()
     assert merge_tokens.main([str(tmp_path / "out"), *more]) == 0
     assert contents(tmp_path / "out") == contents(whole)
+    size = sum((whole / f"corpus{end}").stat().st_size for end in (".bin", ".idx"))
+    assert f"tokens in {Corpus.read(whole).documents} documents, {size:,} bytes\n" in capsys.readouterr().out
     assert merge_tokens.main([str(tmp_path / "out"), *more]) == 1
     assert "corpus.idx, corpus.bin, corpus.json" in capsys.readouterr().err
 

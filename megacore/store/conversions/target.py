@@ -142,6 +142,13 @@ class MadeFolder:
         """Tensors of all files; a tensor of which several files have parts counts in each."""
         return sum(file.tensors for file in self.files)
 
+    def __str__(self) -> str:
+        number = len(self.files)
+        return (
+            f"{self.path}: {self.kind}, {self.parameters:,} parameters and {self.bytes:,} bytes in "
+            f"{number} file{'s' * (number > 1)} of weights"
+        )
+
     def as_data(self) -> dict[str, Any]:
         """Return what ``--json`` prints of it."""
         files = [{"path": file.path, "bytes": file.bytes, "tensors": file.tensors} for file in self.files]

@@ -105,6 +105,57 @@ def fetch(name: HubName, patterns: Sequence[str], shown: bool = False, cached: b
     return Path(found)
 
 
+def push_problems(text: str) -> Iterator[str]:
+    """Yield why nothing can be uploaded to a repository, as far as this machine alone tells."""
+    from huggingface_hub import constants, get_token
+
+    name = HubName.parse(text)
+    if name is None or "/" not in name.repository or name.revision is not None:
+        yield f"is no OWNER/NAME of the hub ({constants.ENDPOINT})"
+    if constants.HF_HUB_OFFLINE:
+        yield "cannot be uploaded to while HF_HUB_OFFLINE is set: unset it"
+    if get_token() is None:
+        yield "needs a token that may write there, and none is set here: log in by `hf auth login`, or set HF_TOKEN"
+
+
+def push(repository: str, folder: Path) -> str:
+    """Upload a folder to a repository of the hub, which is made, private, where there is none -> the address of the
+    commit. Files that are there already are not sent again.
+
+    Raises:
+        StoreError: it is not uploaded; it stays as it is, and the message has the command that uploads it.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        with _without_bars(shown=True):
+            HfApi().create_repo(repository, private=True, exist_ok=True)
+            made = HfApi().upload_folder(
+                repo_id=repository, folder_path=folder, commit_message="Upload what Megacore has trained"
+            )
+    except Exception as error:  # as in _in_words
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        why = ": the token that is set here may not write there" if status in (401, 403) else ""
+        raise StoreError(
+            f"{folder} is whole, and was not uploaded to {repository} ({_reason(error)}{why}): "
+            f"`hf upload {repository} {folder} --private` does it"
+        ) from error
+    return str(made.commit_url)
+
+
+def license_of(name: HubName) -> str | None:
+    """Return the licence that a repository names; None where it names none, or cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        card = HfApi().model_info(name.repository, revision=name.revision).card_data
+    except Exception:  # whatever is wrong is said by what needs the hub
+        return None
+    known = None if card is None else card.get("license")
+    return known if isinstance(known, str) and re.fullmatch(r"[\w.-]{1,60}", known, re.ASCII) else None
+
+
 def files_of(name: HubName) -> Mapping[str, int]:
     """Return {file: bytes} of a repository, which the hub is asked for.
 

@@ -10,6 +10,7 @@ from megacore import checkpoints, incidents
 from megacore.config import Config
 from megacore.data.corpora import facts
 from megacore.say import err, say
+from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
 from megacore.training import metrics
 from megacore.training.trainer import Callback, Trainer
@@ -63,8 +64,17 @@ def report(config: Config, last: int, vocabulary: int) -> str:
         paths["checkpoint"] = found[max(found)]
         if config.checkpoint.best and (best_step := checkpoints.best(found)) is not None:
             paths["best checkpoint"] = found[best_step]
-    lines += [f"  {what:<16} {path}{'' if path.exists() else ' (is gone)'}" for what, path in paths.items()]
+    lines += [f"  {what:<16} {path}{_size(path)}" for what, path in paths.items()]
     return "\n".join(lines)
+
+
+def _size(path: Path) -> str:
+    """Return the size of a folder on a disk, and what is to be said of a path that is gone."""
+    if not path.exists():
+        return " (is gone)"
+    if isinstance(path, ObjectPath) or not path.is_dir():
+        return ""
+    return f" ({sum(file.stat().st_size for file in path.rglob('*') if file.is_file()):,} bytes)"
 
 
 def _above_a_guess(records: Sequence[metrics.Record], vocabulary: int) -> list[str]:
