@@ -190,4 +190,4 @@ def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
     named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
     if config.lora is not None:
         named = replace(named, checkpoint=replace(config.checkpoint, init=config.checkpoint.init or "-"))
-    return problems(named, world, model, gpus=world, local_ranks=1)
+    return problems(named, world, model, gpus=world, local_ranks=world)

@@ -90,8 +90,11 @@ class Product(ABC):
         full = gathered(dy, group)
         return full, self.input_gradient(full, weight)
 
-    def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group) -> Pending:
-        """Start to sum all ranks' dx, and return this rank's tokens of it: [t/n, in]."""
+    def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group, alone: bool) -> Pending:
+        """Start to sum all ranks' dx, and return this rank's tokens of it: [t/n, in].
+
+        ``alone``: whether no weight gradient is multiplied while it travels.
+        """
         return start_reduce_scatter(self.input_gradient(dy, weight), group)
 
     def add_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor, first: bool) -> None:
@@ -157,7 +160,9 @@ DENSE = Dense()
 
 class SymmetricMemory(Dense):
     """Dense products that start with the tokens of one rank while those of the next are on their way, and send a part
-    of the sum while the next is multiplied: torch's fused ones, through memory that GPUs map of each other."""
+    of the sum while the next is multiplied: torch's fused ones, through memory that GPUs map of each other. An input
+    gradient beside which a weight gradient is multiplied travels whole: that is one product instead of n smaller ones.
+    """
 
     @classmethod
     def on(cls, device: torch.device, group: Group) -> Self:
@@ -172,7 +177,7 @@ class SymmetricMemory(Dense):
         return cls()
 
     def gather_forward(self, x: Operand, weight: Operand, bias: Tensor | None, group: Group) -> Tensor:
-        y: Tensor = _gather_matmul(x.values, [weight.values.t()], 0, group.name, return_A=False)[1][0]
+        y: Tensor = _gather_matmul(x.values.contiguous(), [weight.values.t()], 0, group.name, return_A=False)[1][0]
         return y if bias is None else y.add_(bias)
 
     def forward_scatter(self, x: Operand, weight: Operand, group: Group) -> Tensor:
@@ -180,10 +185,12 @@ class SymmetricMemory(Dense):
         return y
 
     def gather_input_gradient(self, dy: Operand, weight: Operand, group: Group) -> tuple[Operand, Tensor]:
-        full, (dx,) = _gather_matmul(dy.values, [weight.values], 0, group.name)
+        full, (dx,) = _gather_matmul(dy.values.contiguous(), [weight.values], 0, group.name)
         return Operand(full), dx
 
-    def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group) -> Pending:
+    def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group, alone: bool) -> Pending:
+        if not alone:
+            return super().input_gradient_scatter(dy, weight, group, alone)
         dx = _matmul_scatter(dy.values, weight.values, "sum", 0, group.name)
         return Pending([], lambda: dx)
 
