@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.parallel import kernels
 from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.layers.experts import Counts
 
 
 class MaskedAttention(Protocol):
@@ -60,8 +61,10 @@ class Context:
         attention: The attention of the tokens, which knows its mask.
         rotations: The cos, sin: [t, turning/2] of each rope that layers name, at the tokens' positions.
         routed: The tokens that this rank routes to experts.
+        counts: {experts: how many rows they have}, kept for when a block is computed again.
     """
 
     attention: MaskedAttention
     rotations: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     routed: RoutedTokens = field(default_factory=RoutedTokens)
+    counts: dict[nn.Module, Counts] = field(default_factory=dict)

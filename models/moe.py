@@ -55,7 +55,8 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         attach = None if self.balance is None else partial(self.balance.attach, self.layer, context.routed)
         chosen, weights = self.router(x, attach)
-        y: Tensor = self.experts(x, chosen, weights, self.shared and partial(self._beside, x, context))
+        beside = self.shared and partial(self._beside, x, context)
+        y: Tensor = self.experts(x, chosen, weights, beside, context.counts)
         return y
 
     def _beside(self, x: Tensor, context: Context) -> Tensor:

@@ -37,6 +37,7 @@ from megacore.models.moe import MixtureOfExperts
 from megacore.models.stages import layout_of
 from megacore.models.tuning import Tuning
 from megacore.parallel.kernels import flash, grouped, norm
+from megacore.parallel.kernels.grouped import HostCounts
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.memory.recompute import Activations, Recompute, Runner, runner
 from megacore.parallel.mesh import Group, Mesh
@@ -672,18 +673,19 @@ class _Sent:
 @contextmanager
 def _counts(imbalance: float) -> Iterator[None]:
     """Have the first rank of each group that experts are spread over get so many times the rows of the others' mean."""
-    own = grouped.host_counts
+    own = grouped.start_counts
 
-    def counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
+    def start_counts(sent: Tensor, got: Tensor, rows: int) -> Callable[[], HostCounts]:
         ranks, here = got.shape
         mine = min(rows, round(rows * imbalance / ranks))
-        return [mine, *grouped.shares(rows - mine, ranks - 1)], [mine] * ranks, grouped.shares(mine * ranks, here)
+        others = grouped.shares(rows - mine, ranks - 1)
+        return lambda: HostCounts([mine, *others], [mine] * ranks, grouped.shares(mine * ranks, here))
 
     try:
-        grouped.host_counts = counts
+        grouped.start_counts = start_counts
         yield
     finally:
-        grouped.host_counts = own
+        grouped.start_counts = own
 
 
 # -- kernels of GPUs

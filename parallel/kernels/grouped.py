@@ -6,8 +6,9 @@ Experts without rows take part like all others: their weights' gradients are zer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +50,17 @@ class Groups:
         )
 
 
-def host_counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
-    """Ask the device for counts of rows: those for each rank, those from each, those of each expert here.
+class HostCounts(NamedTuple):
+    """Numbers of rows: those that go to each rank, those that come from each, those of each expert here, if asked."""
+
+    sent: list[int]
+    got: list[int]
+    here: list[int] | None
+
+
+def start_counts(sent: Tensor, got: Tensor, rows: int) -> Callable[[], HostCounts]:
+    """Start to tell the host the numbers of rows -> what waits for them, while the device goes on with what has been
+    launched since.
 
     Tensors without numbers have none to tell, so all share alike.
 
@@ -60,10 +70,23 @@ def host_counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[i
         rows: The sum of ``sent``.
     """
     ranks, experts = got.shape
-    if sent.is_meta or isinstance(sent, FakeTensor):
-        return shares(rows, ranks), shares(rows, ranks), shares(rows, experts)
-    told = torch.cat([sent.sum(1), got.sum(1), got.sum(0)]).tolist()
-    return told[:ranks], told[ranks : 2 * ranks], told[2 * ranks :]
+    if sent.is_meta:
+        return lambda: HostCounts(shares(rows, ranks), shares(rows, ranks), shares(rows, experts))
+    told, there = torch.stack([sent, got]), None
+    if told.device.type == "cuda":
+        there = torch.cuda.Event()
+        told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+        there.record()
+
+    def counts() -> HostCounts:
+        if there is not None:
+            there.synchronize()
+        sums = told[0].sum(1), told[1].sum(1), told[1].sum(0)
+        if isinstance(told, FakeTensor):
+            return HostCounts(shares(rows, ranks), shares(rows, ranks), shares(rows, experts))
+        return HostCounts(*(each.tolist() for each in sums))
+
+    return counts
 
 
 def shares(total: int, parts: int) -> list[int]:

@@ -12,8 +12,9 @@ gradient of a. So the weights never travel: slots are weighed where they are sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from megacore.parallel.collectives import (
     start_reduce_scatter,
 )
 from megacore.parallel.kernels import grouped
-from megacore.parallel.kernels.grouped import GroupedProducts, Groups
+from megacore.parallel.kernels.grouped import GroupedProducts, Groups, HostCounts
 from megacore.parallel.mesh import Group
 
 
@@ -39,8 +40,8 @@ class Experts(nn.Module):
 
     x: [n, embed], chosen: [n, k], weights: [n, k] -> [n, embed].
 
-    Where rows travel the host waits once for the device, for how many there are; where they do not and a kernel takes
-    the products, never.
+    Where rows travel the host waits once for the device, for how many there are, and the device copies rows meanwhile;
+    where they do not and a kernel takes the products, never.
 
     Args:
         up: [experts here, inner, embed], the inner features of gate and up one after the other where they are gated.
@@ -70,9 +71,27 @@ class Experts(nn.Module):
         self.group, self.features = group, features
         self.products = kernels.grouped_products(up, down)
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None) -> Tensor:
-        """``beside``: computed while rows travel, [n, embed], and added to what comes out."""
-        dispatch = Dispatch.of(chosen, self.experts, self.group, self.features, self.products.needs_host)
+    def forward(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        beside: Callable[[], Tensor] | None = None,
+        known: MutableMapping[nn.Module, Counts] | None = None,
+    ) -> Tensor:
+        """Send, multiply and sum.
+
+        Args:
+            x, chosen, weights: The tokens, their experts and the weights of these.
+            beside: Computed while rows travel, [n, embed], and added to what comes out.
+            known: The counts of rows of these tokens, which are kept there: where tokens are computed again, nobody
+                asks for them again.
+        """
+        known = {} if known is None else known
+        dispatch = Dispatch.of(
+            chosen, self.experts, self.group, self.features, self.products.needs_host, known.get(self)
+        )
+        known[self] = dispatch.counts
         weights = all_gather(weights, self.features)
         with torch.no_grad():
             coming = dispatch.start(x)
@@ -95,6 +114,31 @@ class Experts(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
+class Counts:
+    """The numbers of rows, which the host waits for when it first asks.
+
+    Args:
+        got: [ranks, experts here], the rows that come from each rank.
+        ask: As of :func:`parallel.kernels.grouped.start_counts`.
+    """
+
+    got: Tensor
+    ask: Callable[[], HostCounts]
+
+    @cached_property
+    def on_host(self) -> HostCounts:
+        return self.ask()
+
+    @classmethod
+    def of(cls, sent: Tensor, group: Group, rows: int, needs_host: bool) -> Counts:
+        """sent: [ranks, experts of each], the rows that go there, ``rows`` in all; start to count what comes."""
+        if group.size == 1 and not needs_host:
+            return cls(sent, lambda: HostCounts([rows], [rows], None))
+        got = start_all_to_all(sent, group, [1] * group.size, [1] * group.size).wait()
+        return cls(got, grouped.start_counts(sent, got, rows))
+
+
+@dataclass(frozen=True, eq=False)
 class Dispatch:
     """The way of n tokens of this rank to the experts, R rows of all ranks at those that are here, and the way back.
 
@@ -103,40 +147,45 @@ class Dispatch:
         features: The ranks over which the features of each expert are split: they send the tokens of all of them, N.
         order: [N k], the slots (token k + number) as they are sent: by expert, then by token.
         slots: [N, k], the place of each slot in that order.
-        sent, got: The number of rows that go to each rank, and come from each.
-        groups: The rows of each expert here.
-        sorting: [R], the place at which each row came, of those sorted by (expert, source rank, token), and the place
-            that each that came has of those; None where they come so.
+        counts: The numbers of rows.
     """
 
     group: Group
     features: Group
     order: Tensor
     slots: Tensor
-    sent: list[int]
-    got: list[int]
-    groups: Groups
-    sorting: tuple[Tensor, Tensor] | None
+    counts: Counts
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int, group: Group, features: Group, needs_host: bool) -> Dispatch:
+    def of(
+        cls, chosen: Tensor, experts: int, group: Group, features: Group, needs_host: bool, counts: Counts | None = None
+    ) -> Dispatch:
         """chosen: [n, k], the experts of each token.
 
-        ``needs_host``: whether the host must know how many rows each expert has, even where they do not travel.
+        ``needs_host``: whether the host must know how many rows each expert has, even where they do not travel;
+        ``counts``: those of the same tokens, if they are known.
         """
         chosen = start_all_gather(chosen, features).wait()
         rows = chosen.numel()
         by_expert, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(by_expert, torch.arange(experts, device=chosen.device), right=True)
-        sent = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
+        if counts is None:
+            ends = torch.searchsorted(by_expert, torch.arange(experts, device=chosen.device), right=True)
+            sent = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
+            counts = Counts.of(sent, group, rows, needs_host)
         slots = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device)).view(chosen.shape)
-        if group.size == 1:
-            counts = grouped.host_counts(sent, sent, rows)[2] if needs_host else None
-            return cls(group, features, order, slots, [rows], [rows], Groups(rows, sent[0], counts), None)
-        got = start_all_to_all(sent, group, [1] * group.size, [1] * group.size).wait()
-        to, of, counts = grouped.host_counts(sent, got, rows)
-        groups = Groups(sum(of), got.sum(0), counts)
-        return cls(group, features, order, slots, to, of, groups, _sorting(got, groups.rows))
+        return cls(group, features, order, slots, counts)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The rows of each expert here."""
+        told, got = self.counts.on_host, self.counts.got
+        return Groups(sum(told.got), got[0] if len(got) == 1 else got.sum(0), told.here)
+
+    @cached_property
+    def sorting(self) -> tuple[Tensor, Tensor] | None:
+        """[R], the place at which each row came, of those sorted by (expert, source rank, token), and the place that
+        each that came has of those; None where they come so."""
+        return None if self.group.size == 1 else _sorting(self.counts.got, self.groups.rows)
 
     def start(self, x: Tensor, weights: Tensor | None = None) -> Pending:
         """x: [n, f], weights: [N, k] -> [R, f], the rows of each expert together. Adjoint of :meth:`start_back`."""
@@ -145,7 +194,8 @@ class Dispatch:
         if weights is not None:
             for own, factor in _in_cache(rows, self._in_order(weights)):
                 own.mul_(factor)
-        pending = start_all_to_all(rows, self.group, self.sent, self.got)
+        told = self.counts.on_host
+        pending = start_all_to_all(rows, self.group, told.sent, told.got)
         if self.sorting is None:
             return pending
         places = self.sorting[0]
@@ -169,7 +219,8 @@ class Dispatch:
         """rows: [R, ...] -> [N k, ...], as they were sent."""
         if self.sorting is not None:
             rows = rows.index_select(0, self.sorting[1])
-        return start_all_to_all(rows, self.group, self.got, self.sent)
+        told = self.counts.on_host
+        return start_all_to_all(rows, self.group, told.got, told.sent)
 
     def _sum(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """rows: [N k, f], as they were sent -> [N, f], each token's rows summed in the order of its slots."""

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from megacore.parallel.kernels import grouped
 from megacore.parallel.memory.offload import HostMemory
 
 aten = torch.ops.aten
@@ -145,7 +144,6 @@ class SimulatedGpu(Gpu):
             (dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)),
             (torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
             (torch.Tensor, "record_stream", self._keep),
-            (grouped, "host_counts", self._asking(grouped.host_counts)),
             (HostMemory.__init__, "__defaults__", (AHEAD,)),
         )
 
@@ -223,13 +221,6 @@ class SimulatedGpu(Gpu):
         return resized
 
     # -- operators
-
-    def _asking(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*arguments: Any) -> Any:
-            self.wait(HOST, self.record(self.current_stream().name))
-            return ask(*arguments)
-
-        return asked
 
     def operator(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note what an operator does with memory."""

@@ -49,11 +49,12 @@ DOWNLOADS = frozenset(
     {
         "megacore/training/states/offload.py:OffloadedStore._send",
         "parallel/memory/offload.py:HostMemory.send",
+        "parallel/kernels/grouped.py:start_counts",
         "megacore/training/callbacks/shard_checksums.py:ShardChecksums.on_gradients",
     }
 )
-"""Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there, whether a
-shard has changed."""
+"""Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there, how many
+rows go where, whether a shard has changed."""
 ONCE = frozenset({"models/rope.py:tables"})
 """Where the first step may wait for a copy to the device: of tables that are made once."""
 

@@ -273,7 +273,7 @@ def test_tensors_without_numbers_go_through() -> None:
     y = experts(meta.x, meta.chosen, meta.weights)
     y.backward(meta.dy)
     assert experts.products is grouped.KERNEL and y.shape == (TOKENS, EMBED) and experts.down.grad is not None
-    assert grouped.host_counts(meta.chosen.new_empty(3, 2), meta.chosen.new_empty(3, 2), 10) == (
+    assert grouped.start_counts(meta.chosen.new_empty(3, 2), meta.chosen.new_empty(3, 2), 10)() == (
         [3, 3, 4],
         [3, 3, 4],
         [5, 5],
