@@ -20,6 +20,7 @@ from megacore.models.lora import Lora
 from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
+    SPLIT_BACKWARD,
     ContextBalance,
     ContextExchange,
     Moments,
@@ -125,11 +126,16 @@ class PipelineConfig:
     """The way of microbatches through the stages of a pipeline."""
 
     schedule: PipelineSchedule = "1f1b"
-    """The order of forwards and backwards on each stage."""
+    """The order of forwards and backwards on each stage; `zb-` ones compute weight gradients where it would wait."""
     chunks: Annotated[Int, COUNTED] = 1
-    """Virtual stages of each rank, for `interleaved` (and `gpipe`)."""
+    """Virtual stages of each rank, for `interleaved` and `zb-interleaved` (and `gpipe`)."""
     layers_per_stage: tuple[Annotated[Int, AT_LEAST_1], ...] | None = None
     """A number of layers for each of the pp x chunks virtual stages; null balances them."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed by themselves, not with input gradients."""
+        return self.schedule in SPLIT_BACKWARD
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -138,10 +138,18 @@ class Model:
         for chunk in self.chunks:
             multiply_by(product, chunk.modules())
 
-    def hand_weight_gradients(self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None]) -> None:
-        """Have linears hand their weights' gradients to whoever sums them, who gets no more of them from autograd."""
+    def hand_weight_gradients(
+        self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], late: bool = False
+    ) -> None:
+        """Have linears hand their weights' gradients to whoever sums them, who gets no more of them from autograd.
+
+        Where they are ``late``, computed when the schedule says so, the head and experts do too. The others are small
+        and stay with the input gradients: norms, biases, routers, adapters, the embedding.
+        """
         for chunk in self.chunks:
-            hand_to(accept, chunk.modules())
+            hand_to(accept, chunk.modules(), late)
+            if late:
+                chunk.hand_late(accept)
 
     def compile(self) -> None:
         """Compile every block with torch.compile; layers of one shape share the code.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self
 
 import torch
@@ -20,13 +20,15 @@ from megacore.parallel.enum_errors import Score
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.layers.context_attention import ContextAttention
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
+from megacore.parallel.layers.experts import Experts
 from megacore.parallel.layers.head_loss import head_loss
 from megacore.parallel.layers.linear import column_linear
 from megacore.parallel.layers.loss import Finish, Objective
+from megacore.parallel.layers.product import DENSE, Product
 from megacore.parallel.layers.scores import token_scores
 from megacore.parallel.memory.recompute import PLAIN, Runner
 from megacore.parallel.mesh import Group, Mesh
-from megacore.parallel.parameters import Parameters
+from megacore.parallel.parameters import Parameters, WeightGradient
 from megacore.parallel.random import key
 from megacore.parallel.rank_sets import inner_ranks
 from megacore.parallel.token_loss import LossTokens, TokenLoss, token_loss
@@ -170,6 +172,7 @@ class Head(nn.Module):
         self.norm, self.weight, self.bias, self.vocab, self.group = norm, weight, bias, vocab, group
         self.finish = Finish(scale, softcap)
         self.losses = Losses()
+        self.product: Product = DENSE
 
     def forward(
         self, x: Tensor, labels: Tensor | None, wanted: Tensor | None = None, inputs: Sequence[Tensor] = ()
@@ -197,7 +200,7 @@ class Head(nn.Module):
             how = self.losses.function, self.group, self.vocab, self.finish
             return token_loss(products, LossTokens.of(*mine), *how)
         objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)
-        return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk, self.bias)
+        return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk, self.bias, self.product)
 
     def scores(self, x: Tensor, labels: Tensor, score: Score) -> Tensor:
         """x: [tokens/tp, embed], labels: [tokens] -> what ``score`` says of this rank's tokens: [tokens/tp]."""
@@ -269,6 +272,17 @@ class Decoder(nn.Module):
         x = self.hidden(x, microbatch)
         inputs = microbatch.tokens, microbatch.positions
         return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted, inputs)
+
+    def hand_late(self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None]) -> None:
+        """Have the head and the experts hand their weights' gradients to whoever computes them later; a head that is
+        also the chunk's embedding is left to autograd."""
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.hand = accept
+        head, embedding = self.head, self.embedding
+        own = set() if embedding is None else set(embedding.parameters())
+        if head is not None and head.weight.requires_grad and head.weight not in own:
+            head.product = head.product.handing(partial(accept, head.weight), late=True)
 
     def logits(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """Do as :meth:`forward`, but the last chunk gives [tokens or those wanted, padded vocab/tp]."""

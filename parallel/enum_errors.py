@@ -11,8 +11,10 @@ ZeroShard = Literal["none", "optimizer", "gradients", "parameters"]
 al. 2020, arXiv 1910.02054)."""
 Recompute = Literal["none", "selective", "full"]
 """The part of a block that the backward computes again."""
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-interleaved"]
 """The order in which a stage runs its microbatches."""
+SPLIT_BACKWARD = frozenset({"zb-h1", "zb-interleaved"})
+"""The schedules that compute weight gradients by themselves, not with input gradients."""
 OptimizerOffload = Literal["none", "host", "file"]
 """The place where masters and moments wait for the update, if not the device."""
 Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]

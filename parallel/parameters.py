@@ -21,15 +21,17 @@ def view(tensor: Tensor, piece: Piece) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """A gradient that is computed when it is asked for.
+    """A gradient that is computed when it is asked for, once.
 
     Args:
         make: Computes it.
         add_to: (total, first): adds it to ``total``, or writes it there if it is the ``first``.
+        start: Starts the messages that it is made of, if there are any and it has not been called before.
     """
 
     make: Callable[[], Tensor]
     add_to: Callable[[Tensor, bool], None]
+    start: Callable[[], object] = lambda: None
 
 
 class Parameters(Mapping[str, nn.Parameter]):

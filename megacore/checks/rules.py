@@ -134,11 +134,31 @@ def _stages(facts: RuleContext) -> Iterator[str]:
 
 def _chunks(facts: RuleContext) -> Iterator[str]:
     pipeline = facts.config.pipeline
-    if pipeline.schedule == "1f1b" and pipeline.chunks > 1:
+    other = {"1f1b": "interleaved (or gpipe)", "zb-h1": "zb-interleaved"}.get(pipeline.schedule)
+    if other is not None and pipeline.chunks > 1:
         yield (
-            f"pipeline.schedule 1f1b runs one chunk per stage, not pipeline.chunks={pipeline.chunks}: "
-            "set pipeline.schedule=interleaved (or gpipe), or pipeline.chunks=1"
+            f"pipeline.schedule {pipeline.schedule} runs one chunk per stage, not pipeline.chunks={pipeline.chunks}: "
+            f"set pipeline.schedule={other}, or pipeline.chunks=1"
         )
+
+
+def _split_backward(facts: RuleContext) -> Iterator[str]:
+    config, schedule = facts.config, facts.config.pipeline.schedule
+    if not config.pipeline.splits_backward:
+        return
+    whole = schedule.replace("zb-h1", "1f1b").removeprefix("zb-")
+    if config.train.compile:
+        yield (
+            f"pipeline.schedule {schedule} computes weight gradients by themselves, and compiled blocks compute them "
+            f"with the input gradients: set train.compile=false or pipeline.schedule={whole}"
+        )
+    for key, chunk in (("loss_chunk", config.memory.loss_chunk), ("mlp_chunk", config.memory.mlp_chunk)):
+        if chunk is not None and config.zero.shard in ("gradients", "parameters"):
+            yield (
+                f"memory.{key} ({chunk}) makes whole gradients before pipeline.schedule {schedule} asks for them, "
+                f"which zero.shard={config.zero.shard} would hold for each microbatch that waits: set "
+                f"memory.{key}=null, zero.shard=optimizer or pipeline.schedule={whole}"
+            )
 
 
 def _loss_chunk(facts: RuleContext) -> Iterator[str]:
@@ -495,8 +515,8 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _loss_chunk, _own_loss, _mlp_chunk, _offload, _positions, _tokens, _context,
-    _context_of_model, _corpora, _keys, _shards, _lengths, _device, _fp16, _moments, _fp8, _async_tp, _held_out,
+    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _mlp_chunk, _offload, _positions, _tokens,
+    _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device, _fp16, _moments, _fp8, _async_tp, _held_out,
     _tuning, _balances, _experts, _batch_balance, _adapters, _one_start, _repetition, _export,
 )  # fmt: skip
 

@@ -87,7 +87,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     folder = offload.folder if offload else None
     state = TrainingState(model.parameters, optimizer, folder, replace(layout, schema=config.tuning.kept(schema)))
     contents = _contents(setup, state, _adapters(config, start, control))
-    pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule)
+    pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients)
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
@@ -161,8 +161,9 @@ def _gradients(config: Config, model: Model) -> Gradients:
         config.zero.replicas,
         offload=config.memory.offload_parameters,
     )
-    if wide and model.parameters.mesh.device.type == "cuda":  # whose products add in fp32; a CPU's would not
-        model.hand_weight_gradients(gradients.receive)
+    late = config.pipeline.splits_backward
+    if late or (wide and model.parameters.mesh.device.type == "cuda"):  # whose products add in fp32; a CPU's would not
+        model.hand_weight_gradients(gradients.receive, late)
     return gradients
 
 

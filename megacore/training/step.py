@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Phase = Literal["data", "forward", "backward", "reduce", "update", "log", "save", "evaluate", "end"]
 """The phases of a rank: ``data`` while it waits for a batch, ``log`` while it reads and writes metrics, ``end`` after
 its last step."""
-PHASES: Mapping[Kind, Phase] = {"F": "forward", "B": "backward"}
+PHASES: Mapping[Kind, Phase] = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 """The phase of each kind of action."""
 
 

@@ -270,10 +270,6 @@ class Bucket:
         self._came[number] += 1
         self._waiting -= self._came[number] == (self.ended + 1) * self._in_a_round[number]
 
-    def defer(self, number: int) -> None:
-        """Expect one gradient more of the parameter at ``flat.places[number]``."""
-        self._came[number] -= 1
-
     @property
     def complete(self) -> bool:
         """Whether all gradients of the round have come."""

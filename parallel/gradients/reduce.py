@@ -22,6 +22,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
@@ -131,6 +132,7 @@ class Gradients:
         self._under_way: deque[tuple[Bucket, Pending]] = deque()
         self._sums: deque[Pending] = deque()
         self._sink: Callable[[Tensor, Tensor], object] | None = None
+        self._waiting: _Waiting | None = None
 
     # -- sums
 
@@ -164,28 +166,20 @@ class Gradients:
             for span in self.spans:
                 span.parameter.grad = None
 
-    def accept(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a gradient that was deferred; autograd's own are caught.
+    @contextmanager
+    def deferred(self) -> Iterator[Callable[[], None]]:
+        """Let the gradients that linears hand on in the backward of this block wait (zero bubble, Qi et al. 2023, arXiv
+        2401.10241) -> what computes and adds them, once.
 
-        Args:
-            parameter: A parameter that is trained.
-            gradient: Its gradient, in its shape and of any dtype.
-
-        Raises:
-            RuntimeError: the step has had all gradients of this parameter.
+        On the rungs that sum each microbatch's gradients all of them wait: whole ones are then there for as few
+        parameters at a time as in a backward that is not split. Parameters that are resharded go in the block, for no
+        weight gradient reads them.
         """
-        if parameter in self._places:
-            self._add(parameter, gradient)
-            self._reduce()
-        elif parameter.grad is None:
-            parameter.grad = gradient.detach().to(parameter.dtype)
-        else:
-            parameter.grad += gradient
-
-    def defer(self, parameter: Tensor) -> None:
-        """Let the sum of a gradient wait: this backward leaves it out, and it will be handed in (:meth:`accept`)."""
-        for bucket, number in self._places.get(parameter, ()):
-            bucket.defer(number)
+        waiting = self._waiting = _Waiting()
+        try:
+            yield partial(self._add_waiting, waiting)
+        finally:
+            self._waiting = None
 
     def finish(self) -> None:
         """Wait until every part's gradient is summed; those that never came are zero."""
@@ -223,11 +217,21 @@ class Gradients:
         return norm_of(self.squares() if squares is None else squares, self._norms, self.dtype, self._mesh)
 
     def receive(self, parameter: Tensor, gradient: Tensor | WeightGradient) -> None:
-        """Add the gradient that the backward which runs has for a parameter in a bucket: autograd's, or in its place
-        what a linear hands on, which is multiplied into the memory where it is summed."""
+        """Add the gradient that the backward which runs has for a parameter: autograd's, or in its place what a linear
+        hands on, which is multiplied into the memory where it is summed.
+
+        Raises:
+            RuntimeError: the step has had all gradients of this parameter.
+        """
         self._to_come.discard(parameter)
-        self._add(parameter, gradient)
-        self._reduce()
+        if self._waiting is None or (self._keeps and not isinstance(gradient, WeightGradient)):
+            self._add(parameter, gradient)
+            self._reduce()
+            return
+        self._waiting.gradients.append((parameter, gradient))
+        for bucket, _ in self._places.get(parameter, ()):
+            if bucket in self.values and bucket.flat.parameters.isdisjoint(self._to_come):
+                self.values[bucket].reshard()
 
     def _receive(self, parameter: Tensor) -> None:
         if parameter.grad is not None:  # autograd also calls where a function has returned none
@@ -239,11 +243,27 @@ class Gradients:
             if gradient is not None:
                 self._sink(parameter, gradient.make() if isinstance(gradient, WeightGradient) else gradient)
             return
-        places = self._places[parameter]
+        places = self._places.get(parameter)
+        if places is None:
+            assert gradient is not None
+            _add_alone(parameter, gradient)
+            return
         if isinstance(gradient, WeightGradient) and len(places) > 1:  # each has pieces of it
             gradient = gradient.make()
         for bucket, number in places:
             bucket.add(number, gradient)
+
+    def _add_waiting(self, waiting: _Waiting) -> None:
+        if not self._keeps and self._sink is None:
+            self._rounds.extend(waiting.buckets)
+        gradients = waiting.gradients
+        while gradients:
+            parameter, gradient = gradients.popleft()
+            later = next((each for _, each in gradients if isinstance(each, WeightGradient)), None)
+            if later is not None:  # its messages travel beside this product
+                later.start()
+            self._add(parameter, gradient)
+            self._reduce()
 
     def _reduce(self) -> None:
         while self._rounds and self._rounds[0].complete:
@@ -269,7 +289,9 @@ class Gradients:
 
         def begin_backward(gradient: Tensor) -> None:
             self._to_come = set(trained)
-            if not self._keeps and self._sink is None:
+            if self._waiting is not None:
+                self._waiting.buckets = buckets
+            elif not self._keeps and self._sink is None:
                 self._rounds.extend(buckets)
             engine: Any = Variable._execution_engine
             engine.queue_callback(partial(self._end_backward, units))
@@ -282,11 +304,14 @@ class Gradients:
 
     def _end_backward(self, units: Sequence[FSDPUnit]) -> None:
         """Send the messages of gradients that have not come: others may have some, and messages are the same on all."""
-        for parameter in self._to_come:
-            self._add(parameter, None)
+        if self._waiting is not None and not self._keeps:
+            self._waiting.gradients += ((parameter, None) for parameter in self._to_come)
+        else:
+            for parameter in self._to_come:
+                self._add(parameter, None)
+            self._reduce()
         self._to_come = set()
-        self._reduce()
-        if self._sink is not None:  # there were no rounds, at whose ends this is done
+        if self._sink is not None or self._waiting is not None:  # there were no rounds, at whose ends this is done
             for unit in units:
                 for values in unit.trained:
                     values.reshard()
@@ -442,6 +467,26 @@ class Gradients:
         for place in values.flat.places:
             self._owned.setdefault(place.span.name, []).append(SplitSpan(place, values, parts))
         return parts
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """What a backward has given and is still to be added, and the buckets whose rounds that ends."""
+
+    gradients: deque[tuple[Tensor, Tensor | WeightGradient | None]] = field(default_factory=deque)
+    buckets: Sequence[Bucket] = ()
+
+
+def _add_alone(parameter: Tensor, gradient: Tensor | WeightGradient) -> None:
+    """Add a gradient that nobody shares where autograd would."""
+    first = parameter.grad is None
+    if first:
+        parameter.grad = torch.empty_like(parameter)
+    assert parameter.grad is not None
+    if isinstance(gradient, WeightGradient):
+        gradient.add_to(parameter.grad, first)
+    else:
+        _ = parameter.grad.copy_(gradient) if first else parameter.grad.add_(gradient)
 
 
 def square_sums(gradients: list[Tensor]) -> Tensor:

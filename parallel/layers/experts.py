@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from megacore.parallel.collectives import (
 from megacore.parallel.kernels import grouped
 from megacore.parallel.kernels.grouped import GroupedProducts, Groups, HostCounts
 from megacore.parallel.mesh import Group
+from megacore.parallel.parameters import WeightGradient
 
 
 class Experts(nn.Module):
@@ -70,6 +71,8 @@ class Experts(nn.Module):
         self.up_bias, self.down_bias = up_bias, down_bias
         self.group, self.features = group, features
         self.products = kernels.grouped_products(up, down)
+        self.hand: Callable[[nn.Parameter, WeightGradient], None] | None = None
+        """The function that is given weight gradients instead of autograd, and lets them wait, if any."""
 
     def forward(
         self,
@@ -99,16 +102,23 @@ class Experts(nn.Module):
         y = self.outputs(self.activation(self.hidden(x, dispatch, coming)), weights, dispatch)
         return y if other is None else y + other
 
+    def _handing(self, weight: nn.Parameter) -> Hand | None:
+        return None if self.hand is None else partial(self.hand, weight)
+
     def hidden(self, x: Tensor, dispatch: Dispatch, coming: Pending) -> Tensor:
         """x: [n, embed], of which ``coming`` are the R rows -> [R, inner]."""
-        h: Tensor = _Up.apply(x, self.up, self.up_bias, dispatch, self.products, coming)
+        h: Tensor = _Up.apply(x, self.up, self.up_bias, dispatch, self.products, coming, self._handing(self.up))
         return h
 
     def outputs(self, a: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """a: [R, features], weights: [N, k], of the tokens of all ranks of ``features`` -> [n, embed]."""
-        y: Tensor = _Down.apply(a, weights, self.down, self.down_bias, dispatch, self.products)
+        y: Tensor = _Down.apply(
+            a, weights, self.down, self.down_bias, dispatch, self.products, self._handing(self.down)
+        )
         return y
 
+
+Hand = Callable[[WeightGradient], None]
 
 # -- where rows go
 
@@ -259,8 +269,8 @@ class _Up(torch.autograd.Function):
     b   [experts here, inner]
     h   [R, inner]
 
-    The rows are not kept, they would be k times what this rank has: they are sent once more while dgrad multiplies. And
-    dgrad comes first, so that it travels while wgrad multiplies.
+    The rows are not kept, they would be k times what this rank has: they are sent once more while dgrad multiplies, or
+    with a wgrad that comes later. And dgrad comes first, so that it travels while wgrad multiplies.
     """
 
     @staticmethod
@@ -272,8 +282,9 @@ class _Up(torch.autograd.Function):
         dispatch: Dispatch,
         products: GroupedProducts,
         coming: Pending,
+        hand: Hand | None,
     ) -> Tensor:
-        ctx.dispatch, ctx.products = dispatch, products
+        ctx.dispatch, ctx.products, ctx.hand = dispatch, products, hand
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         h = products.forward(coming.wait(), weight, dispatch.groups)
         return h if bias is None else h.add_(bias.index_select(0, dispatch.groups.experts))
@@ -284,11 +295,15 @@ class _Up(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        again = dispatch.start(x) if need_dw else None
+        again = cache(partial(dispatch.start, x))
+        if need_dw and not ctx.hand:
+            again()
         dx = dispatch.start_back(products.input_gradient(dh, weight, groups)) if need_dx else None
-        dw = products.weight_gradient(dh, again.wait(), groups) if again else None
+        dw = None
+        if need_dw:
+            dw = _given(ctx.hand, lambda: products.weight_gradient(dh, again().wait(), groups), again)
         db = products.sums(dh, groups) if need_db else None
-        return dx.wait() if dx else None, dw, db, None, None, None
+        return dx.wait() if dx else None, dw, db, None, None, None, None
 
 
 class _Down(torch.autograd.Function):
@@ -310,8 +325,9 @@ class _Down(torch.autograd.Function):
         bias: Tensor | None,
         dispatch: Dispatch,
         products: GroupedProducts,
+        hand: Hand | None,
     ) -> Tensor:
-        ctx.dispatch, ctx.products = dispatch, products
+        ctx.dispatch, ctx.products, ctx.hand = dispatch, products, hand
         ctx.save_for_backward(a, weights, weight, bias)
         rows = products.forward(a, weight, dispatch.groups)
         if bias is not None:
@@ -327,9 +343,21 @@ class _Down(torch.autograd.Function):
         d = dispatch.start(dy, weights).wait()
         da = products.input_gradient(d, weight, groups)
         dweights = start_weights_gradient(d, bias, da, a, weights, dispatch) if need_dweights else None
-        dw = products.weight_gradient(d, a, groups) if need_dw else None
+        dw = _given(ctx.hand, lambda: products.weight_gradient(d, a, groups)) if need_dw else None
         db = products.sums(d, groups).div_(dispatch.features.size) if need_db else None
-        return da, dweights.wait() if dweights else None, dw, db, None, None
+        return da, dweights.wait() if dweights else None, dw, db, None, None, None
+
+
+def _given(hand: Hand | None, make: Callable[[], Tensor], start: Callable[[], object] = lambda: None) -> Tensor | None:
+    """Return a weight's gradient, or None where it has been handed on."""
+    if hand is None:
+        return make()
+
+    def add_to(total: Tensor, first: bool) -> None:
+        _ = total.copy_(make()) if first else total.add_(make())
+
+    hand(WeightGradient(make, add_to, start))
+    return None
 
 
 def start_weights_gradient(

@@ -12,6 +12,7 @@ from megacore.parallel import kernels
 from megacore.parallel.collectives import start_all_gather, start_reduce_scatter
 from megacore.parallel.layers.linear import column_linear
 from megacore.parallel.layers.loss import Objective
+from megacore.parallel.layers.product import DENSE, Product
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -73,20 +74,21 @@ def head_loss(
     objective: Objective,
     chunk: int | None = None,
     bias: Tensor | None = None,
+    product: Product = DENSE,
 ) -> Tensor:
     """x: [t/tp, embed], weight: [padded vocab/tp, embed], labels: [t], bias: [padded vocab/tp] -> the sum of this
     rank's tokens' losses, a scalar, in fp32 at least.
 
-    Without ``chunk`` the logits [t, padded vocab/tp] are made and kept for the backward. With it, no more than
-    [chunk, padded vocab/tp] of them are there at a time, and nothing is computed twice; instead the gradients are kept,
-    from the forward until the backward has scaled them: that of x, and that of the weight in fp32 (fp64 for fp64),
-    where the chunks are added up. The gradient that comes in must then be the same on every rank of the group, as one
-    over the global number of tokens is.
+    Without ``chunk`` the ``product`` makes the logits [t, padded vocab/tp], which are kept for the backward. With it,
+    no more than [chunk, padded vocab/tp] of them are there at a time, and nothing is computed twice; instead the
+    gradients are kept, from the forward until the backward has scaled them: that of x, and that of the weight in fp32
+    (fp64 for fp64), where the chunks are added up. The gradient that comes in must then be the same on every rank of
+    the group, as one over the global number of tokens is.
 
     Raises:
         ValueError: t does not divide over the group.
     """
     if chunk is None:
-        return objective(column_linear(x, weight, bias, objective.group), labels).sum()
+        return objective(column_linear(x, weight, bias, objective.group, product=product), labels).sum()
     loss: Tensor = _ChunkedLoss.apply(x, weight, bias, labels, objective, chunk, torch.is_grad_enabled())
     return loss

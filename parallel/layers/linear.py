@@ -47,8 +47,9 @@ class Column(torch.autograd.Function):
     wgrad     dW = dy' gather(x)          without ``sequence`` dy' x
     dbias     db = sum of dy over tokens
 
-    The gathered x is not kept, it would be n times what this rank has: it is gathered again while dgrad multiplies. And
-    dgrad comes first, so that its scatter runs while wgrad multiplies; the layer before waits for dx, nobody for dW.
+    The gathered x is not kept, it would be n times what this rank has: it is gathered again while dgrad multiplies, or
+    with a wgrad that comes later. And dgrad comes first, so that its scatter runs while wgrad multiplies; the layer
+    before waits for dx, nobody for dW.
     """
 
     @staticmethod
@@ -68,7 +69,8 @@ class Column(torch.autograd.Function):
         values, scale, weight, weight_scale = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         group, product, x, matrix = ctx.group, ctx.product, Operand(values, scale), Operand(weight, weight_scale)
-        again = start_gather(x, group, after=dy) if ctx.sequence and need_dw else None
+        late = product.late and not torch.compiler.is_compiling()
+        again = start_gather(x, group, after=dy) if ctx.sequence and need_dw and not late else None
         given = product.gradient(dy, group, need_dw)
         dx = None
         if need_dx and ctx.sequence:
@@ -76,7 +78,8 @@ class Column(torch.autograd.Function):
         elif need_dx:
             dx = start_all_reduce(product.input_gradient(given, matrix), group)
         full = Operand(again.wait(), scale) if again else x
-        dw = product.give_weight_gradient(given, full, weight.dtype) if need_dw else None
+        afterwards = group if ctx.sequence and late else None
+        dw = product.give_weight_gradient(given, full, weight.dtype, afterwards) if need_dw else None
         db = dy.flatten(0, -2).sum(0) if need_db else None
         return dx.wait() if dx else None, dw, db, None, None, None
 
@@ -326,8 +329,11 @@ class ReplicatedLinear(_ParallelLinear):
         return replicated_linear(x, self.weight, self.bias, self.group, self.product)
 
 
-def hand_to(accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], modules: Iterable[nn.Module]) -> None:
-    """Have all parallel linears among these modules hand their weights' gradients to somebody who sums them.
+def hand_to(
+    accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], modules: Iterable[nn.Module], late: bool = False
+) -> None:
+    """Have all parallel linears among these modules hand their weights' gradients to somebody who sums them, at once or
+    later.
 
     A weight that several of them share is left to autograd, which hands in one gradient for all its uses.
     """
@@ -335,7 +341,7 @@ def hand_to(accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], mod
     uses = Counter(module.weight for module in linears)
     for module in linears:
         if uses[module.weight] == 1:
-            module.product = module.product.handing(partial(accept, module.weight))
+            module.product = module.product.handing(partial(accept, module.weight), late)
 
 
 def multiply_by(product: Product, modules: Iterable[nn.Module]) -> None:

@@ -13,7 +13,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -53,6 +53,8 @@ class Product(ABC):
 
     hand: Callable[[WeightGradient | Tensor], None] | None = None
     """The function that is given weight gradients, or their sums, instead of autograd, if any."""
+    late: bool = False
+    """Whether it lets them wait, and the messages that they alone need."""
 
     def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
         """Return what the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both.
@@ -102,18 +104,38 @@ class Product(ABC):
         gradient = self.weight_gradient(dy, x, dtype)
         _ = total.copy_(gradient) if first else total.add_(gradient)
 
-    def give_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
-        """Return dweight, or None where it has been handed on; the compiler leaves it to autograd."""
+    def give_weight_gradient(
+        self, dy: Operand, x: Operand, dtype: torch.dtype, group: Group | None = None
+    ) -> Tensor | None:
+        """Return dweight, or None where it has been handed on; the compiler leaves it to autograd.
+
+        ``group``: the ranks from which x is gathered once the gradient is asked for.
+        """
         if self.hand is None or torch.compiler.is_compiling():
             return self.weight_gradient(dy, x, dtype)
-        make, add = partial(self.weight_gradient, dy, x, dtype), partial(self.add_weight_gradient, dy, x, dtype)
-        self.hand(WeightGradient(make, add))
+        if group is None:
+            make, add = partial(self.weight_gradient, dy, x, dtype), partial(self.add_weight_gradient, dy, x, dtype)
+            self.hand(WeightGradient(make, add))
+            return None
+        start = cache(partial(start_gather, x, group))
+
+        def whole() -> Operand:
+            return Operand(start().wait(), x.scale)
+
+        self.hand(
+            WeightGradient(
+                lambda: self.weight_gradient(dy, whole(), dtype),
+                lambda total, first: self.add_weight_gradient(dy, whole(), dtype, total, first),
+                start,
+            )
+        )
         return None
 
-    def handing(self, hand: Callable[[WeightGradient | Tensor], None]) -> Self:
-        """Return a product that is the same, but hands weight gradients on."""
+    def handing(self, hand: Callable[[WeightGradient | Tensor], None], late: bool = False) -> Self:
+        """Return a product that is the same, but hands weight gradients on, to somebody who lets them wait or does
+        not."""
         other = copy(self)
-        other.hand = hand
+        other.hand, other.late = hand, late
         return other
 
 

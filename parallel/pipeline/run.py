@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -14,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megacore.parallel.enum_errors import check_choice
+from megacore.parallel.enum_errors import SPLIT_BACKWARD, check_choice
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.schedules import (
     SCHEDULES,
-    Action,
     Direction,
     Kind,
     Message,
@@ -31,7 +31,8 @@ from megacore.parallel.pipeline.schedules import (
 
 STEP: Mapping[Direction, int] = {FORWARD: 1, BACKWARD: -1}
 """The stages that each channel leads on, 1 or -1."""
-KINDS: Mapping[Direction, Kind] = {FORWARD: "F", BACKWARD: "B"}
+KINDS: Mapping[Direction, tuple[Kind, ...]] = {FORWARD: ("F",), BACKWARD: ("B", "I")}
+"""The kinds of actions that send on each channel."""
 OPPOSITE: Mapping[Direction, Direction] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 
 
@@ -41,6 +42,14 @@ class MicrobatchLike(Protocol):
     @property
     def activation(self) -> tuple[int, ...]:
         """Shape of the activations between stages: (tokens/tp, embed)."""
+        ...
+
+
+class WeightGradients(Protocol):
+    """Sums weight gradients, and lets those of a backward wait."""
+
+    def deferred(self) -> AbstractContextManager[Callable[[], None]]:
+        """Let the weight gradients of the backward in this block wait -> what computes and adds them, once."""
         ...
 
 
@@ -127,18 +136,22 @@ class Pipeline:
         chunks: This rank's, chunk by chunk: ``chunk(activations or None, microbatch) -> activations or loss``.
         dtype: The dtype of the activations between stages.
         schedule: A name from :data:`~parallel.pipeline.schedules.SCHEDULES`.
+        gradients: Lets weight gradients wait; needed by schedules whose backward is split.
 
     Raises:
-        ValueError: there is no such schedule.
+        ValueError: there is no such schedule, or nobody to let weight gradients wait.
     """
 
     mesh: Mesh
     chunks: Sequence[Callable[[Tensor | None, Any], Tensor]]
     dtype: torch.dtype
     schedule: str = "1f1b"
+    gradients: WeightGradients | None = None
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
+        if self.schedule in SPLIT_BACKWARD and self.gradients is None:
+            raise ValueError(f"schedule {self.schedule} splits the backward: give the `gradients` that wait")
         self.on: Any = torch.get_device_module(self.mesh.device)
         self.receiving = self.on.Stream()
 
@@ -219,6 +232,7 @@ class _Run:
         # (input, edge of the output) of each forward whose backward is still to come; the output itself is let go. It
         # has no edge where the first chunk trains nothing.
         self.alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
+        self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
         self.local: dict[tuple[Direction, Message], Tensor] = {}
         self.inboxes: dict[Direction, Inbox] = {}
         self.outboxes: dict[Direction, Outbox] = {}
@@ -226,10 +240,13 @@ class _Run:
             expected = arrivals(schedule, self.stage)
             for direction, step in STEP.items():
                 source, target = (self.stage - step) % self.stages, (self.stage + step) % self.stages
-                kind = KINDS[direction]
-                at = {action: position for position, action in enumerate(schedule[source])}
+                at = {
+                    (action.chunk, action.microbatch): position
+                    for position, action in enumerate(schedule[source])
+                    if action.kind in KINDS[direction]
+                }
                 sent_at = {
-                    message: at[Action(kind, self._neighbour(message.chunk, -step), message.microbatch)]
+                    message: at[self._neighbour(message.chunk, -step), message.microbatch]
                     for message in expected[direction]
                 }
                 asked_at = {
@@ -244,7 +261,7 @@ class _Run:
                 self.outboxes[direction] = Outbox(mesh.channel(direction, self.stage), mesh.peer(target), asked_at)
 
     def run(self, enter: Callable[[Kind], object]) -> Tensor:
-        step = {"F": self._forward, "B": self._backward}
+        step = {"F": self._forward, "B": self._backward, "I": self._input_gradients, "W": self._weight_gradients}
         self._make_room(0)
         self._ask()
         for position, action in enumerate(self.actions, 1):
@@ -292,6 +309,15 @@ class _Run:
         if x is not None:
             assert x.grad is not None  # each chunk's output depends on its input
             self._send(BACKWARD, chunk, m, x.grad)
+
+    def _input_gradients(self, chunk: int, m: int) -> None:
+        assert self.pipeline.gradients is not None
+        with self.pipeline.gradients.deferred() as self.waiting[chunk, m]:
+            self._backward(chunk, m)
+
+    @torch.no_grad()  # there is no backward around it that would say so
+    def _weight_gradients(self, chunk: int, m: int) -> None:
+        self.waiting.pop((chunk, m))()
 
     @property
     def _last(self) -> int:

@@ -7,20 +7,19 @@ and backward, so gradients are summed in the same order whichever schedule is ch
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from megacore.parallel.enum_errors import check_choice
-
-Kind = Literal["F", "B"]
+Kind = Literal["F", "B", "I", "W"]
 Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of one stage: run the forward ("F") or the backward ("B") of a chunk on a microbatch."""
+    """One step of one stage: run the forward ("F") or the backward ("B") of a chunk on a microbatch, or the two halves
+    of the backward: input gradients ("I"), for which the stage before waits, and weight gradients ("W")."""
 
     kind: Kind
     chunk: int
@@ -38,6 +37,16 @@ def F(chunk: int, microbatch: int) -> Action:
 def B(chunk: int, microbatch: int) -> Action:
     """Return the backward of a chunk on a microbatch."""
     return Action("B", chunk, microbatch)
+
+
+def I(chunk: int, microbatch: int) -> Action:  # noqa: E743
+    """Return the input gradients of a chunk on a microbatch."""
+    return Action("I", chunk, microbatch)
+
+
+def W(chunk: int, microbatch: int) -> Action:
+    """Return the weight gradients of a chunk on a microbatch."""
+    return Action("W", chunk, microbatch)
 
 
 Schedule = tuple[tuple[Action, ...], ...]  # the actions of each stage, in order
@@ -73,7 +82,7 @@ def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Schedule:
     Stage s first runs the stages - 1 - s forwards that the stages behind it need before the first gradient can come
     back, so it never keeps more than stages - s activations. Bubble (stages - 1) / microbatches, as GPipe's.
     """
-    _check_one_chunk(chunks)
+    _check_one_chunk(chunks, "1f1b", "interleaved")
     return interleaved(stages, chunks, microbatches)
 
 
@@ -101,26 +110,46 @@ def forward_only(stages: int, chunks: int, microbatches: int) -> Schedule:
     return (forwards,) * stages
 
 
+def zb_h1(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """Return ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B whose backward is split. One chunk a stage.
+
+    Stage s is s microbatches behind with weight gradients, so that all stages hold as many microbatches as the first
+    does: stages. Bubble (stages - 1) / (3 microbatches) where input and weight gradients take as long as a forward.
+    """
+    _check_one_chunk(chunks, "zb-h1", "zb-interleaved")
+    return zb_interleaved(stages, chunks, microbatches)
+
+
+def zb_interleaved(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """Return interleaved 1F1B whose backward is split: stage s is s chunks behind with weight gradients.
+
+    No stage holds more than the first one of ``interleaved`` does. Bubble (stages - 1) / (3 chunks * microbatches) from
+    ``stages`` microbatches on, where input and weight gradients take as long as a forward.
+    """
+    return tuple(_weights_behind(row, stage) for stage, row in enumerate(interleaved(stages, chunks, microbatches)))
+
+
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-interleaved": zb_interleaved,
 }
 
 
-def in_flight_bound(name: str, stages: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """Return the most activations (of one chunk and one microbatch each) that each stage keeps at once in a schedule.
-
-    The numbers are reached, not only respected: memory can be planned with them.
-    """
-    check_choice("schedule", name, SCHEDULES)
-    _check_sizes(stages, chunks, microbatches)
-    total = chunks * microbatches
-    if name == "gpipe":
-        return (total,) * stages
-    if name == "1f1b":
-        _check_one_chunk(chunks)
-    return tuple(min(warmup + 1, total) for warmup in _warmups(stages, chunks, microbatches))
+def _weights_behind(row: tuple[Action, ...], behind: int) -> tuple[Action, ...]:
+    """Return a row with split backwards, of which each weight gradient comes so many of them later."""
+    split, waiting = list[Action](), deque[Action]()
+    for action in row:
+        if action.kind == "F":
+            split.append(action)
+            continue
+        split.append(I(action.chunk, action.microbatch))
+        waiting.append(W(action.chunk, action.microbatch))
+        if len(waiting) > behind:
+            split.append(waiting.popleft())
+    return (*split, *waiting)
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
@@ -158,33 +187,68 @@ def _check_sizes(stages: int, chunks: int, microbatches: int) -> None:
             raise ValueError(f"a schedule cannot have {name}={size}: stages, chunks and microbatches start at 1")
 
 
-def _check_one_chunk(chunks: int) -> None:
+def _check_one_chunk(chunks: int, name: str, other: str) -> None:
     if chunks != 1:
-        raise ValueError(f"1f1b runs one chunk per stage, not chunks={chunks}: choose interleaved, or chunks=1")
+        raise ValueError(f"{name} runs one chunk per stage, not chunks={chunks}: choose {other}, or chunks=1")
 
 
 # -- the simulator
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What one chunk of a stage takes for one microbatch.
+
+    Args:
+        forward, inputs, weights: The times of its forward, of its input gradients and of its weight gradients; a
+            backward that is not split takes the last two together.
+        send: The time of a message from it to another stage.
+        kept: The bytes that its forward leaves for its input gradients.
+        waiting: The bytes that these leave for its weight gradients.
+    """
+
+    forward: float = 1.0
+    inputs: float = 1.0
+    weights: float = 1.0
+    send: float = 0.0
+    kept: float = 1
+    waiting: float = 1
+
+    def time(self, kind: Kind) -> float:
+        """Return the time of an action."""
+        return {"F": self.forward, "B": self.inputs + self.weights, "I": self.inputs, "W": self.weights}[kind]
+
+
+Costs = Sequence[Sequence[Cost]]
+"""Of each stage, those of each chunk."""
+
+
 class TimedAction(NamedTuple):
-    """An action and the time when it ran: [start, end), in the units of ``simulate``."""
+    """An action and the time when it ran: [start, end), in the units of the costs."""
 
     action: Action
     start: float
     end: float
 
 
+class Bytes(NamedTuple):
+    """What a stage holds: for input gradients to come, and for weight gradients to come."""
+
+    kept: float
+    waiting: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The times of a simulated schedule.
 
-    ``spans``: per stage, its actions in order with their times. ``total``: when the last one ended.
-    ``peak_in_flight``: per stage, the most forwards at once whose backward was still to come.
+    ``spans``: per stage, its actions in order with their times. ``total``: when the last one ended. ``peaks``: per
+    stage, what it holds after the action after which that is most; nothing where there is no backward.
     """
 
     spans: tuple[tuple[TimedAction, ...], ...]
     total: float
-    peak_in_flight: tuple[int, ...]
+    peaks: tuple[Bytes, ...]
 
     @property
     def bubble(self) -> float:
@@ -193,25 +257,32 @@ class Timeline:
         return (self.total * len(self.spans) - busy) / busy
 
 
-def dependencies(action: Action, stage: int, stages: int, chunks: int) -> tuple[tuple[int, Action], ...]:
-    """Return the (stage, action) pairs that must have ended before ``stage`` can run ``action``."""
+def dependencies(
+    action: Action, stage: int, stages: int, chunks: int, back: Kind = "B"
+) -> tuple[tuple[int, Action], ...]:
+    """Return the (stage, action) pairs that must have ended before ``stage`` can run ``action``; ``back`` is the kind
+    of action that gives input gradients."""
     chunk, m = action.chunk, action.microbatch
     virtual, last = chunk * stages + stage, chunks * stages - 1
     if action.kind == "F":
         return (((virtual - 1) % stages, F((virtual - 1) // stages, m)),) if virtual > 0 else ()
+    if action.kind == "W":
+        return ((stage, I(chunk, m)),)
     own = (stage, F(chunk, m))
-    return (own, ((virtual + 1) % stages, B((virtual + 1) // stages, m))) if virtual < last else (own,)
+    return (own, ((virtual + 1) % stages, Action(back, (virtual + 1) // stages, m))) if virtual < last else (own,)
 
 
-def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, hop: float = 0.0) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | Cost = Cost()) -> Timeline:
     """Run a schedule on paper, each stage strictly in its order and with unlimited buffers.
 
-    ``forward`` and ``backward`` are the times of one chunk on one microbatch, ``hop`` that of a message between two
-    stages. Raises ``ScheduleError`` if an action is missing or repeated (the sizes are the largest chunk and microbatch
-    that occur) and ``Deadlock``, with what every stage waits for, if the schedule cannot end.
+    ``costs`` are those of every chunk of every stage, or one for all. Raises ``ScheduleError`` if an action is missing
+    or repeated (the sizes are the largest chunk and microbatch that occur) and ``Deadlock``, with what every stage
+    waits for, if the schedule cannot end.
     """
     stages, chunks = len(schedule), _check_complete(schedule)
-    duration = {"F": forward, "B": backward}
+    if isinstance(costs, Cost):
+        costs = [[costs] * chunks] * stages
+    back = _back(schedule)
     end: dict[tuple[int, Action], float] = {}
     spans: list[list[TimedAction]] = [[] for _ in schedule]
     blocked: dict[tuple[int, Action], list[int]] = {}  # the stages that wait for this action
@@ -221,16 +292,16 @@ def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, ho
         row, done = schedule[stage], spans[stage]
         while len(done) < len(row):
             action = row[len(done)]
-            needed = dependencies(action, stage, stages, chunks)
+            needed = dependencies(action, stage, stages, chunks, back)
             missing = next((need for need in needed if need not in end), None)
             if missing is not None:
                 blocked.setdefault(missing, []).append(stage)
                 break
-            arrivals = (end[need] + (hop if need[0] != stage else 0.0) for need in needed)
-            start = max(arrivals, default=0.0)
-            if done:
-                start = max(start, done[-1].end)
-            done.append(TimedAction(action, start, start + duration[action.kind]))
+            start = done[-1].end if done else 0.0
+            for source, before in needed:
+                sent = costs[source][before.chunk].send if source != stage else 0.0
+                start = max(start, end[source, before] + sent)
+            done.append(TimedAction(action, start, start + costs[stage][action.chunk].time(action.kind)))
             end[stage, action] = done[-1].end
             ready.extend(blocked.pop((stage, action), ()))
     if blocked:
@@ -242,21 +313,27 @@ def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, ho
     return Timeline(
         spans=tuple(tuple(row) for row in spans),
         total=max(row[-1].end for row in spans),
-        peak_in_flight=tuple(_peak_in_flight(row) for row in schedule),
+        peaks=tuple(map(_peak, schedule, costs)),
     )
 
 
+def _back(schedule: Schedule) -> Kind:
+    """Return the kind of the actions of a schedule that give input gradients."""
+    return "I" if any(action.kind == "I" for action in schedule[0]) else "B"
+
+
 def _check_complete(schedule: Schedule) -> int:
-    """Return the number of chunks of a schedule in which every stage runs every forward once and all backwards or
-    none."""
+    """Return the number of chunks of a schedule in which every stage runs every forward once, and all backwards, whole
+    or split, or none."""
     actions = [action for row in schedule for action in row]
     if not actions:
         raise ScheduleError("the schedule is empty: it needs at least one stage with one action")
     chunks = 1 + max(action.chunk for action in actions)
     microbatches = 1 + max(action.microbatch for action in actions)
-    trains = any(action.kind == "B" for action in actions)
+    kinds = {action.kind for action in actions}
+    halves: set[Kind] = {"I", "W"} if kinds & {"I", "W"} else kinds & {"B"}
     pairs = [(chunk, m) for chunk in range(chunks) for m in range(microbatches)]
-    expected = {F(*pair) for pair in pairs} | ({B(*pair) for pair in pairs} if trains else set())
+    expected = {Action(kind, *pair) for pair in pairs for kind in {"F", *halves}}
     for stage, row in enumerate(schedule):
         found = set(row)
         for problem, culprits in (("lacks", expected - found), ("must not run", found - expected)):
@@ -271,13 +348,16 @@ def _check_complete(schedule: Schedule) -> int:
     return chunks
 
 
-def _peak_in_flight(row: tuple[Action, ...]) -> int:
+def _peak(row: tuple[Action, ...], costs: Sequence[Cost]) -> Bytes:
     if all(action.kind == "F" for action in row):
-        return 0
-    peak = current = 0
+        return Bytes(0, 0)
+    kept = waiting = 0.0
+    peak = Bytes(0, 0)
     for action in row:
-        current += 1 if action.kind == "F" else -1
-        peak = max(peak, current)
+        cost = costs[action.chunk]
+        kept += {"F": cost.kept, "W": 0}.get(action.kind, -cost.kept)
+        waiting += {"I": cost.waiting, "W": -cost.waiting}.get(action.kind, 0)
+        peak = max(peak, Bytes(kept, waiting), key=sum)
     return peak
 
 
@@ -328,7 +408,7 @@ def _sent(action: Action, stage: int, stages: int, last: int) -> Request | None:
     virtual = action.chunk * stages + stage
     if stages > 1 and action.kind == "F" and virtual < last:
         return Request("forward", Message((virtual + 1) // stages, action.microbatch))
-    if stages > 1 and action.kind == "B" and virtual > 0:
+    if stages > 1 and action.kind in ("B", "I") and virtual > 0:
         return Request("backward", Message((virtual - 1) // stages, action.microbatch))
     return None
 
@@ -369,12 +449,13 @@ def requests(schedule: Schedule) -> tuple[tuple[tuple[Request, ...], ...], ...]:
 
 
 def draw(schedule: Schedule) -> str:
-    """Return a text Gantt chart, one row per stage; a forward is one cell wide, a backward two, and dots are idle.
+    """Return a text Gantt chart, one row per stage; a forward is one cell wide, a backward two or, split, one and
+    one, and dots are idle.
 
     ``F3`` is the forward of microbatch 3; with several chunks ``F3b`` is that of chunk 1 (a, b, c, ...).
     """
     several = any(action.chunk for row in schedule for action in row)
-    timeline = simulate(schedule, forward=1.0, backward=2.0)
+    timeline = simulate(schedule)
     width = 1 + max(len(_label(span.action, several)) for row in timeline.spans for span in row)
     lines = []
     for stage, row in enumerate(timeline.spans):

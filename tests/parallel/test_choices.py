@@ -16,7 +16,6 @@ from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.pipeline.run import Pipeline
-from megacore.parallel.pipeline.schedules import in_flight_bound
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import Param, Schema
 
@@ -53,9 +52,8 @@ CASES: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: Pipeline(ONE, [], torch.float32, "1F1B"),
-        "schedule '1F1B' (choose from gpipe, 1f1b, interleaved)",
+        "schedule '1F1B' (choose from gpipe, 1f1b, interleaved, zb-h1, zb-interleaved)",
     ),
-    (lambda: in_flight_bound("zb", 2, 1, 4), "schedule 'zb' (choose from gpipe, 1f1b, interleaved)"),
     (lambda: MeshShape(tp=2).along(0, "tpp"), "dimension of the mesh 'tpp': did you mean 'tp'? (choose from pp, dp,"),
     (lambda: MeshShape(tp=2).ranks(TP=[0]), "dimension of the mesh 'TP' (choose from pp, dp, ep, cp, tp)"),
     (lambda: ONE.along("tpp"), "dimension of the mesh 'tpp': did you mean 'tp'?"),

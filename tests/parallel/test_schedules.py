@@ -4,32 +4,39 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
+from in_flight import ONE_CHUNK, in_flight
 
+from megacore.parallel.enum_errors import SPLIT_BACKWARD
 from megacore.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
     B,
+    Bytes,
+    Cost,
     Deadlock,
     F,
+    I,
     Message,
     Schedule,
     ScheduleError,
+    W,
     arrivals,
     draw,
     forward_only,
     gpipe,
-    in_flight_bound,
     interleaved,
     messages,
     one_f_one_b,
     simulate,
+    zb_h1,
+    zb_interleaved,
 )
 
 STAGES, CHUNKS, MICROBATCHES = range(1, 9), range(1, 5), range(1, 25)
 
 
 def sizes(name: str, stages: int) -> Iterator[tuple[int, int]]:
-    for chunks in CHUNKS if name != "1f1b" else (1,):
+    for chunks in CHUNKS if name not in ONE_CHUNK else (1,):
         for microbatches in MICROBATCHES:
             yield chunks, microbatches
 
@@ -49,13 +56,23 @@ def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, st
         case = f"{name}({stages}, {chunks}, {microbatches})"
         schedule = SCHEDULES[name](stages, chunks, microbatches)
         timeline = simulate(schedule)
-        everything = [(kind, c, m) for kind in "BF" for c in range(chunks) for m in range(microbatches)]
+        kinds = "FIW" if name in SPLIT_BACKWARD else "BF"
+        everything = [(kind, c, m) for kind in kinds for c in range(chunks) for m in range(microbatches)]
         for row in schedule:
             assert sorted((a.kind, a.chunk, a.microbatch) for a in row) == everything, case
-        assert timeline.peak_in_flight == in_flight_bound(name, stages, chunks, microbatches), case
+        held = in_flight(name, stages, chunks, microbatches)
+        assert tuple(map(sum, timeline.peaks)) == held, case
         # (p-1)/(v m) from p microbatches on; below, every chunk waits for the microbatches to come round
         idle = stages - 1 + (chunks - 1) * max(0, stages - microbatches)
-        assert timeline.bubble == pytest.approx(idle / (chunks * microbatches)), case
+        whole = idle / (chunks * microbatches)
+        if name not in SPLIT_BACKWARD:
+            assert timeline.bubble == pytest.approx(whole), case
+        elif microbatches >= stages:  # a third: what is idle is as long as a forward
+            assert timeline.bubble == pytest.approx(whole / 3), case
+        else:
+            assert timeline.bubble < whole, case
+        if name in SPLIT_BACKWARD:
+            assert max(held) <= in_flight("interleaved", stages, chunks, microbatches)[0], case
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -63,10 +80,10 @@ def test_microbatches_ascend_within_a_chunk_so_that_gradients_add_up_in_one_orde
     for stages in STAGES:
         for chunks, microbatches in sizes(name, stages):
             for row in SCHEDULES[name](stages, chunks, microbatches):
-                for kind in "FB":
+                for kind in "FBIW":
                     for chunk in range(chunks):
                         order = [a.microbatch for a in row if (a.kind, a.chunk) == (kind, chunk)]
-                        assert order == list(range(microbatches))
+                        assert order == sorted(order)
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
@@ -83,7 +100,7 @@ def test_fifo_channels_deliver_in_the_order_of_use(name: str, stages: int) -> No
                 virtual = action.chunk * stages + stage
                 if action.kind == "F" and virtual > 0:
                     assert queues["forward", stage].popleft() == (action.chunk, action.microbatch)
-                if action.kind == "B" and virtual < last:
+                if action.kind in "BI" and virtual < last:
                     assert queues["backward", stage].popleft() == (action.chunk, action.microbatch)
         assert not any(queues.values())
 
@@ -92,15 +109,17 @@ def test_fifo_channels_deliver_in_the_order_of_use(name: str, stages: int) -> No
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_action_starts_before_what_it_needs(name: str, stages: int) -> None:
     for chunks, microbatches in [(1, 1), (1, 5), (2, 3), (3, 7)]:
-        if name == "1f1b" and chunks > 1:
+        if name in ONE_CHUNK and chunks > 1:
             continue
-        timeline = simulate(SCHEDULES[name](stages, chunks, microbatches), forward=1.0, backward=3.0, hop=0.25)
+        cost = Cost(forward=1.0, inputs=1.75, weights=1.25, send=0.25)
+        timeline = simulate(SCHEDULES[name](stages, chunks, microbatches), cost)
         ends = {
             (a.kind, a.chunk * stages + stage, a.microbatch): end
             for stage, row in enumerate(timeline.spans)
             for a, _, end in row
         }
         hop = 0.25 if stages > 1 else 0.0
+        back = "I" if name in SPLIT_BACKWARD else "B"
         for stage, row in enumerate(timeline.spans):
             clock = 0.0
             for a, start, end in row:
@@ -108,13 +127,36 @@ def test_no_action_starts_before_what_it_needs(name: str, stages: int) -> None:
                 assert start >= clock
                 if a.kind == "F" and v > 0:
                     assert start >= ends["F", v - 1, m] + hop
-                if a.kind == "B":
+                if a.kind == back:
                     assert start >= ends["F", v, m]
                     if v < chunks * stages - 1:
-                        assert start >= ends["B", v + 1, m] + hop
-                assert end - start == (1.0 if a.kind == "F" else 3.0)
+                        assert start >= ends[back, v + 1, m] + hop
+                if a.kind == "W":
+                    assert start >= ends["I", v, m]
+                assert end - start == {"F": 1.0, "B": 3.0, "I": 1.75, "W": 1.25}[a.kind]
                 clock = end
         assert timeline.total == max(ends.values())
+
+
+def test_costs_are_those_of_each_stage_and_chunk() -> None:
+    """By hand: 1F1B of two microbatches on two stages, of which the second is slower, and its bytes of both kinds."""
+    costs = [[Cost(1, 1, 1, send=0.5, kept=4, waiting=10)], [Cost(2, 3, 1, send=1, kept=2, waiting=1)]]
+    whole = simulate(one_f_one_b(2, 1, 2), costs)
+    # F0 ends at 1, comes at 1.5; the second stage: F0 to 3.5, B0 to 7.5, F1 to 9.5, B1 to 13.5, comes at 14.5
+    assert (whole.total, whole.peaks) == (16.5, (Bytes(8, 0), Bytes(2, 0)))
+    split = simulate(zb_h1(2, 1, 2), costs)
+    # F0 to 3.5, I0 to 6.5, F1 to 8.5, I1 to 11.5: comes at 12.5; W0 and W1 until 13.5
+    assert (split.total, split.peaks) == (14.5, (Bytes(4, 10), Bytes(2, 1)))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (8, 16)])
+def test_with_full_recomputation_half_of_the_bubble_is_left(stages: int, microbatches: int) -> None:
+    """Input gradients then take two forwards; idle are as many: the forward and these, without weight gradients."""
+    again = Cost(1, 2, 1)
+    for chunks in (1, 2):
+        bubble = simulate(zb_interleaved(stages, chunks, microbatches), again).bubble
+        assert bubble == pytest.approx(2 * (stages - 1) / (4 * chunks * microbatches))
+        assert simulate(interleaved(stages, chunks, microbatches), again).bubble == pytest.approx(2 * bubble)
 
 
 def test_forward_only_keeps_nothing_and_waits_only_for_the_first_data() -> None:
@@ -122,7 +164,7 @@ def test_forward_only_keeps_nothing_and_waits_only_for_the_first_data() -> None:
         for chunks in CHUNKS:
             for microbatches in MICROBATCHES:
                 timeline = simulate(forward_only(stages, chunks, microbatches))
-                assert timeline.peak_in_flight == (0,) * stages
+                assert timeline.peaks == (Bytes(0, 0),) * stages
                 if microbatches >= stages:
                     assert timeline.total == chunks * microbatches + stages - 1
 
@@ -134,6 +176,19 @@ def test_one_f_one_b_by_hand() -> None:
     assert one_f_one_b(2, 1, 3) == (parse("F0 F1 B0 F2 B1 B2"), parse("F0 B0 F1 B1 F2 B2"))
     assert one_f_one_b(3, 1, 2) == (parse("F0 F1 B0 B1"), parse("F0 F1 B0 B1"), parse("F0 B0 F1 B1"))
     assert one_f_one_b(1, 1, 2) == (parse("F0 B0 F1 B1"),)
+
+
+def test_zb_h1_by_hand() -> None:
+    assert zb_h1(3, 1, 3) == (
+        parse("F0 F1 F2 I0 W0 I1 W1 I2 W2"),
+        parse("F0 F1 I0 F2 I1 W0 I2 W1 W2"),
+        parse("F0 I0 F1 I1 F2 I2 W0 W1 W2"),
+    )
+    assert zb_h1(1, 1, 2) == (parse("F0 I0 W0 F1 I1 W1"),)
+    assert zb_interleaved(2, 2, 2) == (
+        parse("F0a F1a F0b F1b I0b W0b I1b W1b I0a W0a I1a W1a"),
+        parse("F0a F1a F0b I0b F1b I1b W0b I0a W1b I1a W0a W1a"),
+    )
 
 
 def test_gpipe_by_hand() -> None:
@@ -216,6 +271,10 @@ def test_draw() -> None:
         "stage 0 | F0 F1 .  .  B0 -- .  B1 --",
         "stage 1 | .  F0 B0 -- F1 B1 -- .  .",
     ]
+    assert draw(zb_h1(2, 1, 2)).splitlines() == [
+        "stage 0 | F0 F1 .  I0 W0 I1 W1",
+        "stage 1 | .  F0 I0 F1 I1 W0 W1",
+    ]
     assert draw(interleaved(1, 2, 1)) == "stage 0 | F0a F0b B0b --- B0a ---"
 
 
@@ -254,6 +313,13 @@ def test_missing_repeated_and_foreign_actions_are_named() -> None:
         simulate((good[0] + (F(0, 0),), good[1]))
     with pytest.raises(ScheduleError, match=r"stage 0 must not run \['F\(0,-1\)'\]"):
         simulate((good[0] + (F(0, -1),), good[1]))
+    split = zb_h1(2, 1, 2)
+    with pytest.raises(ScheduleError, match=r"stage 1 lacks \['W\(0,1\)'\]"):
+        simulate((split[0], split[1][:-1]))
+    with pytest.raises(ScheduleError, match=r"stage 0 must not run \['B\(0,1\)'\]"):
+        simulate(((*split[0], B(0, 1)), split[1]))
+    with pytest.raises(Deadlock, match=r"stage 0 cannot run W\(0,0\) before stage 0 has run I\(0,0\)"):
+        simulate(((F(0, 0), W(0, 0), I(0, 0)),))
     with pytest.raises(ScheduleError, match="empty"):
         simulate(())
 
@@ -267,8 +333,6 @@ def test_sizes_must_be_positive(name: str) -> None:
 
 
 def test_errors_name_the_way_out() -> None:
-    for call in (lambda: one_f_one_b(2, 3, 4), lambda: in_flight_bound("1f1b", 2, 3, 4)):
-        with pytest.raises(ValueError, match="chunks=3: choose interleaved, or chunks=1"):
-            call()
-    with pytest.raises(ValueError, match=r"'zb' \(choose from gpipe, 1f1b, interleaved\)"):
-        in_flight_bound("zb", 2, 1, 4)
+    for build, other in ((one_f_one_b, "interleaved"), (zb_h1, "zb-interleaved")):
+        with pytest.raises(ValueError, match=f"chunks=3: choose {other}, or chunks=1"):
+            build(2, 3, 4)

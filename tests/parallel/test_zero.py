@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.gradients import reduce
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import Group, Mesh
-from megacore.parallel.parameters import Parameters
+from megacore.parallel.parameters import Parameters, WeightGradient
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import Param, Schema
 
@@ -34,39 +35,29 @@ class Times(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
-        self.split: SplitBackward | None = None
+        self.receive: Callable[[Tensor, WeightGradient], None] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x * self.weight if self.split is None else InputGradient.apply(x, self.weight, self.split)
+        y: Tensor = x * self.weight if self.receive is None else InputGradient.apply(x, self.weight, self.receive)
         return y
 
 
-@dataclass
-class SplitBackward:
-    """Computes weight gradients when it is told to, as zero bubble does (Qi et al. 2023, arXiv 2401.10241)."""
-
-    gradients: Gradients
-    waiting: list[Callable[[], None]] = field(default_factory=list)
-
-    def defer(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
-        self.gradients.defer(weight)
-        self.waiting.append(lambda: self.gradients.accept(weight, x * dy))
-
-    def compute(self, count: int) -> None:
-        for _ in range(count):
-            self.waiting.pop(0)()
-
-
 class InputGradient(torch.autograd.Function):
+    """Hands the weight gradient on, as linears do."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, split: SplitBackward) -> Tensor:
-        ctx.x, ctx.weight, ctx.split = x, weight, split
+    def forward(ctx: Any, x: Tensor, weight: Tensor, receive: Callable[[Tensor, WeightGradient], None]) -> Tensor:
+        ctx.x, ctx.weight, ctx.receive = x, weight, receive
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.split.defer(ctx.weight, ctx.x, dy)
-        return dy * ctx.weight, None, None
+        def add_to(total: Tensor, first: bool) -> None:
+            _ = total.copy_(ctx.x * dy) if first else total.add_(ctx.x * dy)
+
+        dx = dy * ctx.weight  # before the weight may go
+        ctx.receive(ctx.weight, WeightGradient(lambda: ctx.x * dy, add_to))
+        return dx, None, None
 
 
 class Fork(nn.Module):
@@ -100,23 +91,29 @@ def went_left(rank: int, step: int, microbatch: int) -> bool:
 
 
 def train(shard: ZeroShard, splits: bool = False) -> list[dict[str, Tensor]]:
-    """The summed gradients of each step. Where the backward ``splits``, ``last`` and ``again`` compute their weight
-    gradients when the next microbatch's backward is over; that of the other use of ``first`` comes from autograd."""
+    """The summed gradients of each step. Where the backward ``splits``, those of ``last`` are computed when the next
+    microbatch's backward is over; those of the others come from autograd."""
     mesh = Mesh.create(MeshShape(dp=2))
     weights = Parameters(Layout(SCHEMA, mesh.shape, (1,)), mesh, torch.float64)
     weights.initialise(0)
     model = Chain(weights)
     gradients = Gradients(weights, [model], torch.float64, shard, bucket_bytes=300)
-    split = SplitBackward(gradients)
-    model.last.split = model.again.split = split if splits else None
+    model.last.receive = gradients.receive if splits else None
     found = []
     for step in range(STEPS):
         gradients.begin(MICROBATCHES)
+        waiting = deque[Callable[[], None]]()
         for microbatch in range(MICROBATCHES):
             x = torch.full((5, 7), 1.0 + mesh.rank + 10 * microbatch, dtype=torch.float64)
-            model(x, went_left(mesh.rank, step, microbatch)).sum().backward()
-            split.compute(len(split.waiting) - 2)
-        split.compute(len(split.waiting))
+            loss = model(x, went_left(mesh.rank, step, microbatch)).sum()
+            with gradients.deferred() if splits else nullcontext(lambda: None) as compute:
+                loss.backward()
+            waiting.append(compute)
+            with torch.no_grad():
+                if len(waiting) > 1:
+                    waiting.popleft()()
+        with torch.no_grad():
+            waiting.pop()()
         gradients.finish()
         gradients.norm()
         whole = {name: torch.empty(5, 7, dtype=torch.float64) for name in NAMES}
@@ -188,7 +185,7 @@ def test_gradients_that_nobody_shares_can_be_handed_in(dtype: torch.dtype) -> No
     gradients = Gradients(weights, [nn.ParameterList(weights.values())], dtype)
     gradients.begin(2)
     for _ in range(2):
-        gradients.accept(weights["left"], torch.ones(5, 7))
+        gradients.receive(weights["left"], torch.ones(5, 7))
     gradients.finish()
     assert gradients.norm() == torch.tensor(4 * 35, dtype=dtype).sqrt()
     assert [part.gradient.unique().tolist() for part in gradients.parts] == [[0.0], [2.0], [0.0], [0.0]]
@@ -200,11 +197,11 @@ def test_a_gradient_too_many_is_an_error(shard: ZeroShard) -> None:
     weights = Parameters(Layout(SCHEMA, mesh.shape, (1,)), mesh, torch.float64)
     gradients = Gradients(weights, [nn.ParameterList(weights.values())], torch.float64, shard)
     gradients.begin(1)
-    gradients.accept(weights["left"], torch.ones(5, 7))
+    gradients.receive(weights["left"], torch.ones(5, 7))
     gradients.finish()
     assert gradients.norm() == 35**0.5
     with pytest.raises(RuntimeError, match=r"a gradient of left came after those of all microbatches"):
-        gradients.accept(weights["left"], torch.ones(5, 7))
+        gradients.receive(weights["left"], torch.ones(5, 7))
 
 
 @pytest.mark.parametrize("shard", RUNGS[1:])

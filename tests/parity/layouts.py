@@ -111,6 +111,13 @@ RUNS = [
     Run(MeshShape(pp=4, tp=2), layers=(1, 1, 2, 1)),
     Run(MeshShape(dp=2, ep=2, tp=2)),
 ]
+# Weight gradients by themselves, with everything that their operands depend on.
+SPLIT = [
+    Run(MeshShape(pp=2), schedule="zb-h1"),
+    Run(MeshShape(tp=2, pp=2), schedule="zb-h1"),
+    Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", shard="gradients"),
+    Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", shard="parameters"),
+]
 # A case of each family everywhere; the other cases on layouts of each kind.
 EVERYWHERE = (UNTIED, TIED_ENDS)
 ELSEWHERE = ("tp2-pp2-dp2", "tp4-pp2-v2", "tp4", "tp2-pp4", "pp4-dp2-v2", "tp4-dp2")
@@ -388,13 +395,14 @@ def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
     of_rank = case.sequences // mesh.data
     sizes_of_micro = (1, 2, 3, 4, 6, 8, 12)
     micro = rng.choice([n for n in sizes_of_micro if of_rank % n == 0 == n * case.length % (mesh.cp * mesh.tp)])
-    schedule = rng.choice(("1f1b", "gpipe", "interleaved") if mesh.pp > 1 else ("1f1b", "gpipe"))
+    pipelined = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-interleaved")
+    schedule = rng.choice(pipelined if mesh.pp > 1 else ("1f1b", "gpipe"))
     if case.coefficients.batch and micro < of_rank:
         schedule = "gpipe"  # the others begin the backward before all tokens are routed
     shard = rng.choice(RUNGS)
     return Run(
         mesh,
-        2 if schedule == "interleaved" else 1,
+        2 if schedule.endswith("interleaved") else 1,
         schedule,
         micro=micro,
         activations=Activations(rng.choice(("none", "selective", "full")), rng.random() < 0.2, rng.choice((None, 5))),
@@ -472,6 +480,7 @@ UNEVEN_OTHERS: list[Pair] = [
 def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     """Yield (one in how many has its turn, pairs)."""
     yield 12, [(case, run) for case in CASES for run in RUNS if case in EVERYWHERE or str(run) in ELSEWHERE]
+    yield 6, [(case, run) for case in (UNTIED, TIED) for run in SPLIT]
     yield 72, [(cases[at % 2], run) for cases in DRAWN for at, run in enumerate(OF_FAMILIES)]
     yield 3, [(case, OF_FAMILIES[at]) for case in BUILT for at in (0, 5)]
     yield 12, [(case, replace(run, shard=shard)) for case, run in LADDER for shard in SHARDED]

@@ -30,7 +30,7 @@ from megacore.models.stages import layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.balance import NONE, Coefficients, Loads
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import ContextBalance, ContextExchange, ZeroShard
+from megacore.parallel.enum_errors import SPLIT_BACKWARD, ContextBalance, ContextExchange, ZeroShard
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.labels import IGNORE, with_labels
 from megacore.parallel.layers.router import Router, scores_of
@@ -306,8 +306,10 @@ def measure(case: Case, run: Run) -> Measured:
     gradients = Gradients(
         model.parameters, model.chunks, torch.float64, run.shard, run.replicas, 20_000, run.offload_parameters
     )
+    if run.schedule in SPLIT_BACKWARD:
+        model.hand_weight_gradients(gradients.receive, late=True)
     optimizer = Recorded(gradients, lr=1e-2, clip=0.5, offload=run.offload)
-    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule)
+    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients)
     step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance)
     initial = snapshot(gradients)
     losses, norms, loads, buffers = [], [], list[Loads](), []

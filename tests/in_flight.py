@@ -1,0 +1,18 @@
+"""What a stage holds at most in each schedule, by hand: chunks of microbatches whose gradients are still to come."""
+
+from __future__ import annotations
+
+ONE_CHUNK = ("1f1b", "zb-h1")
+"""The schedules that take one chunk a stage."""
+
+
+def in_flight(name: str, stages: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    """Of each stage; the numbers are reached. Where the backward is split, stage s is s weight gradients behind."""
+    total, groups = chunks * microbatches, max(1, microbatches // stages)
+    largest = -(-microbatches // groups)
+    if name == "gpipe":
+        return (total,) * stages
+    ahead = [(chunks - 1) * largest + (1 + (chunks > 1)) * (stages - 1 - stage) for stage in range(stages)]
+    if name.startswith("zb-"):
+        ahead = [before + stage for stage, before in enumerate(ahead)]
+    return tuple(min(before + 1, total) for before in ahead)
