@@ -24,26 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Visit:
-    """A backward comes to a block: its place in its chunk, the bytes that those after it have kept, and the elements of
-    it and of those after it that are trained."""
+    """A backward comes to a block: its place in its chunk, the bytes that those after it have kept and have waiting,
+    and the elements of it and of those after it that are trained."""
 
     block: LayerCost
     which: Literal["last", "lower", "first"]
     freed: int
+    waiting: int
     learned: int
 
 
 def _visits(blocks: Sequence[LayerCost]) -> Iterator[Visit]:
-    seen, freed, learned = set[LayerCost](), 0, 0
+    seen, freed, waiting, learned = set[LayerCost](), 0, 0, 0
     reached = [block for block in reversed(blocks) if block.left]
     for number, block in enumerate(reached, 1):
         learned += block.learning
         if block not in seen:
-            yield Visit(block, "lower" if seen else "last", freed, learned)
+            yield Visit(block, "lower" if seen else "last", freed, waiting, learned)
         if number == len(reached) > 1:
-            yield Visit(block, "first", freed, learned)
+            yield Visit(block, "first", freed, waiting, learned)
         seen.add(block)
         freed += block.kept
+        waiting += block.waiting
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class ActivationMemory:
         width: Bytes of a parameter and of an activation.
         loss_chunk, mlp_chunk: Tokens whose logits, or feed-forward activations, exist at a time; None for all.
         imbalance: The rows of the fullest rank's experts over the mean of all ranks.
+        late: Whether weight gradients come later than input gradients.
     """
 
     model: ModelConfig
@@ -72,6 +75,7 @@ class ActivationMemory:
     loss_chunk: int | None
     mlp_chunk: int | None
     imbalance: float
+    late: bool
 
     @classmethod
     def of(cls, setting: Setting) -> ActivationMemory:
@@ -80,7 +84,7 @@ class ActivationMemory:
         inner = replace(mesh, pp=1, dp=1)
         return _activations(
             s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.widths.parameter,
-            s.device, s.packing, s.recompute, s.loss_chunk, s.mlp_chunk, s.imbalance,
+            s.device, s.packing, s.recompute, s.loss_chunk, s.mlp_chunk, s.imbalance, s.splits_backward,
         )  # fmt: skip
 
     @cached_property
@@ -91,7 +95,7 @@ class ActivationMemory:
     def _fake(self) -> FakeModel:
         from megacore.planning.measure import fake_model  # torch
 
-        return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, self.device)
+        return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, self.device, self.late)
 
     @cached_property
     def chunks(self) -> tuple[tuple[LayerCost, ...], ...]:
@@ -172,6 +176,11 @@ class ActivationMemory:
         and sin, and of the embedding."""
         blocks = [sum(block.kept for block in own) + _tables(own) for own in self.chunks]
         return blocks[0] + self.embedding.kept, *blocks[1:]
+
+    @cached_property
+    def waiting(self) -> tuple[int, ...]:
+        """The bytes that the blocks of each virtual stage have waiting for weight gradients that come later."""
+        return tuple(sum(block.waiting for block in own) for own in self.chunks)
 
 
 def _tables(blocks: Iterable[LayerCost]) -> int:

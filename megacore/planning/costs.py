@@ -93,6 +93,9 @@ class LayerCost:
         peak: The most that is there at once beside what is kept, in its forward or in its backward.
         left: Whether what comes out has a gradient: whether there is a backward.
         backward: The operations of its backward, with all that is computed again.
+        waiting: The bytes that its backward leaves where weight gradients come later.
+        late: The most that is there at once beside these while they come.
+        weights: The operations of weight gradients that come later; they are none of the backward's.
     """
 
     elements: int
@@ -103,3 +106,6 @@ class LayerCost:
     left: bool
     forward: OpCounts
     backward: OpCounts
+    waiting: int = 0
+    late: int = 0
+    weights: OpCounts = field(default_factory=OpCounts)

@@ -100,11 +100,24 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
         for each in _distinct(candidates, 3 * best):
             if len(again) >= best and again[best - 1].time.total <= each.time.total:
                 break  # a simulated pipeline is no faster than its formula
-            again.append(Candidate(each.setting, memory(each.setting), estimate(each.setting, cluster)))
+            settings = (each.setting, *_split(each.setting, cluster))
+            again.append(min((_simulated(one, cluster) for one in settings), key=lambda one: one.time.total))
             again.sort(key=lambda each: each.time.total)
     if not again and base.mlp_chunk is None and not cluster.narrow:  # each chunk would have a scale of its own
         return fit(replace(base, mlp_chunk=CHUNK), world, cluster, best)
     return tuple(again[:best])
+
+
+def _simulated(setting: Setting, cluster: Cluster) -> Candidate:
+    return Candidate(setting, memory(setting), estimate(setting, cluster))
+
+
+def _split(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
+    """Yield the setting whose weight gradients come later, if it has a pipeline and that fits."""
+    late = replace(setting, schedule="zb-interleaved" if setting.layout.chunks > 1 else "zb-h1")
+    room = cluster.device.memory * (1 - MARGIN)
+    if setting.layout.mesh.pp > 1 and late.may_split and all(peak <= room for peak in peaks(late)):
+        yield late
 
 
 def _candidates(base: Setting, world: int, cluster: Cluster) -> Iterator[Candidate]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +41,7 @@ from megacore.parallel.kernels.grouped import HostCounts
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.memory.recompute import Activations, Recompute, Runner, runner
 from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.parameters import WeightGradient
 from megacore.parallel.rank_sets import inner_ranks
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import SPLIT, Param
@@ -69,26 +70,30 @@ class FakeModel:
     Args:
         mesh: The mesh that its layers are split over: neither pp nor dp.
         width: Bytes of a parameter.
+        late: Whether weight gradients come later than input gradients.
     """
 
     def __init__(
-        self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, split: Splits, width: int, device: str
+        self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, split: Splits, width: int, device: str, late: bool
     ) -> None:
         self._fakes = FakeTensorMode() if device == "cpu" else None
         self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
         self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
-        self._made_of, self._split = (config, tuning, width, device), split
+        self._made_of, self._split = (config, tuning, width, device, late), split
         self._runners: dict[tuple[str, Recompute], Runner] = {}
         self.kinds: list[str] = []
         """The first layer that is like each layer."""
         layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
         if mesh.world > 1:  # layers that are alike on one rank are on all
-            self.kinds = fake_model(config, tuning, MeshShape(), tuple(SPLIT.items()), width, device).kinds
+            self.kinds = fake_model(config, tuning, MeshShape(), tuple(SPLIT.items()), width, device, late).kinds
             some = tuple(map(int, dict.fromkeys(self.kinds)))
             layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some)
         with self._without_numbers():
             model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
         (self._chunk,) = model.chunks
+        self._handed: deque[WeightGradient] = deque()
+        if late:
+            model.hand_weight_gradients(lambda _, gradient: self._take(gradient), late)
         for parameter in self._chunk.parameters():
             if parameter.requires_grad:  # the engine takes it, and lets go of autograd's
                 parameter.register_post_accumulate_grad_hook(_forget)
@@ -181,6 +186,8 @@ class FakeModel:
                 seen.peak = seen.live
                 end.backward()
                 most = max(most, seen.peak - before)
+            end, backward, waiting = None, seen.work(), (seen.live - before) * bool(self._handed)
+            late = self._weight_gradients(seen) - before - waiting if self._handed else 0
         return LayerCost(
             sum(parameter.numel() for parameter in parameters),
             sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -189,8 +196,26 @@ class FakeModel:
             most - kept,
             left,
             forward,
+            backward,
+            waiting,
+            late,
             seen.work(),
         )
+
+    def _take(self, gradient: WeightGradient | Tensor) -> None:
+        if isinstance(gradient, WeightGradient):
+            self._handed.append(gradient)
+
+    @torch.no_grad()
+    def _weight_gradients(self, seen: _Watch) -> int:
+        """Compute what waits, in the order of `Gradients.deferred` -> the most bytes there are meanwhile."""
+        seen.peak = seen.live
+        while self._handed:
+            gradient = self._handed.popleft()
+            if self._handed:
+                self._handed[0].start()
+            gradient.make()
+        return seen.peak
 
     def _microbatch(self, packing: Packing) -> Microbatch:
         tokens = packing.length * packing.sequences // self._mesh.shape.cp

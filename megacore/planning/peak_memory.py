@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from megacore.parallel.pipeline.schedules import SCHEDULES
@@ -26,7 +27,7 @@ class Memory:
         elements: Parameters on each.
         terms: {term of ``TERMS``: bytes on the device at the peak}.
         per_microbatch: Activations that one microbatch leaves in all chunks of the stage, logits included.
-        in_flight: The most chunks times microbatches at once whose backward is still to come.
+        in_flight: The most chunks times microbatches at once some of whose backward is still to come.
         peak_at: The point of the step at which the stage holds most.
     """
 
@@ -74,28 +75,39 @@ def loads(setting: Setting) -> tuple[Load, ...]:
     return tuple(found)
 
 
-@cache
-def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[frozenset[tuple[int, ...]], ...]:
-    """Return, per stage, what is in flight when a backward starts, as (its chunk, microbatches in flight of chunk 0, 1,
-    ...).
+class Crowd(NamedTuple):
+    """What a stage holds when a backward, or weight gradients, of a chunk start: microbatches of chunk 0, 1, ... whose
+    backward is still to come, and those of whose backward weight gradients are left."""
 
-    Left out are those of which another has at least as much of every chunk.
-    """
+    late: bool
+    chunk: int
+    alive: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+    def covers(self, other: Crowd) -> bool:
+        """Return whether it is another with at least as much of every chunk."""
+        own, others = self.alive + self.waiting, other.alive + other.waiting
+        return self[:2] == other[:2] and self != other and all(a >= b for a, b in zip(own, others, strict=True))
+
+
+@cache
+def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[frozenset[Crowd], ...]:
+    """Return the crowds of each stage, but for those of which another covers."""
     found = []
     for row in SCHEDULES[schedule](stages, chunks, microbatches):
-        alive, seen = [0] * chunks, set()
-        for action in row:
-            if action.kind == "F":
-                alive[action.chunk] += 1
+        alive, waiting, seen = [0] * chunks, [0] * chunks, set[Crowd]()
+        for kind, chunk in ((action.kind, action.chunk) for action in row):
+            if kind == "F":
+                alive[chunk] += 1
+                continue
+            seen.add(Crowd(kind == "W", chunk, tuple(alive), tuple(waiting)))
+            if kind == "W":
+                waiting[chunk] -= 1
             else:
-                seen.add((action.chunk, *alive))
-                alive[action.chunk] -= 1
-        found.append(frozenset(crowd for crowd in seen if not any(_covers(other, crowd) for other in seen - {crowd})))
+                alive[chunk] -= 1
+                waiting[chunk] += kind == "I"
+        found.append(frozenset(crowd for crowd in seen if not any(other.covers(crowd) for other in seen)))
     return tuple(found)
-
-
-def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return one[0] == other[0] and all(a >= b for a, b in zip(one, other, strict=True))
 
 
 def memory(setting: Setting) -> tuple[Memory, ...]:
@@ -106,9 +118,11 @@ def memory(setting: Setting) -> tuple[Memory, ...]:
 
 def peaks(setting: Setting) -> Iterator[int]:
     """Yield the bytes at the peaks of the stages, one after the other. Of those that are alike it is that of the first:
-    before each of its backwards it has run as many forwards of each chunk as the others, or more."""
+    before each of its backwards it has run as many forwards of each chunk as the others, or more. Where weight
+    gradients come later, the later a stage the more of them wait."""
     act, shares = ActivationMemory.of(setting), Shares.of(setting)
-    return (_stage(setting, act, stage, shares.stages[stage]).peak for stage in act.unlike)
+    stages = range(act.stages) if act.late else act.unlike
+    return (_stage(setting, act, stage, shares.stages[stage]).peak for stage in stages)
 
 
 @dataclass(frozen=True)
@@ -139,7 +153,7 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence
     kept = act.kept[stage :: layout.mesh.pp]
     flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
     if setting.offload_activations:
-        host += max(sum(n * k for n, k in zip(alive, kept, strict=True)) for _, *alive in flying)
+        host += max(sum(n * k for n, k in zip(crowd.alive, kept, strict=True)) for crowd in flying)
     last = stage == layout.mesh.pp - 1
     terms = {
         "parameters": everything.parameters,
@@ -160,46 +174,58 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence
         host,
         disk,
         sum(kept) + act.head.kept * last,
-        max(sum(alive) for _, *alive in flying),
+        max(sum(crowd.alive + crowd.waiting) for crowd in flying),
         worst.what,
     )
 
 
 def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence[ParameterShare]) -> list[_Moment]:
     """Return the start of every backward at the head, at the last block of each kind, at the first one and at the
-    embedding, for all that is in flight."""
+    embedding, and of weight gradients that come later, for all that is in flight."""
     layout, width = setting.layout, setting.widths.gradient
     last = layout.mesh.pp * layout.chunks - 1
     lazy = _lazy(shares, setting)
     split = _Sharing.of(setting, act, stage, shares)
     kept = [_on_device(setting, act, virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
     moments = []
-    for chunk, *alive in crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]:
+    flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
+    for weights, chunk, alive, waiting in flying:
         virtual = chunk * layout.mesh.pp + stage
-        own = kept[chunk]
+        own = 0 if weights else kept[chunk]
         # Only the last virtual stage has a head, and it is the last chunk of its stage.
-        heads = (alive[-1] - (virtual == last)) * (stage == layout.mesh.pp - 1)
+        here = stage == layout.mesh.pp - 1
+        heads = (alive[-1] - (virtual == last and not weights)) * here
         others = sum(n * size for n, size in zip(alive, kept, strict=True)) - own
-        logits = heads * act.head.kept if heads else 0
+        others += sum(n * size for n, size in zip(waiting, act.waiting[stage :: layout.mesh.pp], strict=True))
+        logits = (heads * act.head.kept if heads else 0) + waiting[-1] * here * act.head.waiting
+        if weights:
+            late = max(block.late for block in (*act.chunks[virtual], *[act.head] * (virtual == last)))
+            moments.append(_Moment("weight gradients of a chunk", others, logits, late + split.block))
+            continue
         learned = act.head.learning * width if virtual == last else 0
         if virtual == last:
             working = act.head.peak + split.head - learned * lazy
             gradients = learned if lazy else None
             moments.append(_Moment("backward of the head", others + own, logits + act.head.kept, working, gradients))
+            logits += act.head.waiting
         tied = act.tied if virtual == last else 0
         for visit in act.visits[virtual]:
             # At the first block all gradients are there; if they only come to be, less is there before.
             partly = learned + visit.learned * width if lazy and visit.which != "first" else None
             if lazy or visit.which != "first":
                 what, working = f"backward of a chunk's {visit.which} block", visit.block.peak + tied + split.block
-                moments.append(_Moment(what, others + own - visit.freed, logits, working, partly))
+                moments.append(_Moment(what, others + own - visit.freed + visit.waiting, logits, working, partly))
         if not act.chunks[virtual][-1].left:
             # Who runs the chunk holds what its first block was given.
             working = max(block.peak for block in act.chunks[virtual]) + setting.activation + split.block
             moments.append(_Moment("forward of a chunk", others, logits, working))
         if virtual == 0 and act.embedding.left:
             working = act.embedding.peak - act.embedding.learning * width * lazy + tied + split.embedding
-            moments.append(_Moment("backward of the embedding", others + act.embedding.kept, logits, working))
+            moments.append(
+                _Moment(
+                    "backward of the embedding", others + act.embedding.kept + act.waiting[virtual], logits, working
+                )
+            )
     widened = min(NORM_BLOCK, sum(part.trained for part in shares)) if setting.device == "cpu" else 0
     moments.append(_Moment("optimizer step", working=8 * widened))
     return moments

@@ -41,6 +41,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         tuning=tuning,
         context=config.context.over(mesh.cp, model.drops_attention),
         mlp_chunk=config.memory.mlp_chunk,
+        compiled=config.train.compile,
     )
 
 

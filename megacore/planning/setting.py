@@ -10,7 +10,7 @@ from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.budgets import BUCKET_BYTES
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import Moments, OptimizerOffload, Precision, Recompute, ZeroShard
+from megacore.parallel.enum_errors import SPLIT_BACKWARD, Moments, OptimizerOffload, Precision, Recompute, ZeroShard
 from megacore.parallel.weights.layout import Layout
 from megacore.planning.exchange import WHOLE, Packing
 
@@ -57,6 +57,7 @@ class Setting:
         context: The way in which cp, as large as that of the layout's mesh, shares out a microbatch.
         documents: The lengths of a microbatch's documents, which attention stays within; None: each row is one.
         blank: Sequences of a step that only fill the microbatches up, on all ranks.
+        compiled: Whether blocks are compiled.
     """
 
     model: ModelConfig
@@ -82,11 +83,23 @@ class Setting:
     documents: tuple[int, ...] | None = None
     mlp_chunk: int | None = None
     blank: int = 0
+    compiled: bool = False
 
     @property
     def frozen(self) -> frozenset[str]:
         """The tensors that are not trained, by their names."""
         return self.tuning.frozen(self.model.schema)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients come later than input gradients."""
+        return self.schedule in SPLIT_BACKWARD
+
+    @property
+    def may_split(self) -> bool:
+        """Whether a schedule may have them do so (`megacore.checks.rules`)."""
+        whole = self.loss_chunk is not None or self.mlp_chunk is not None
+        return not self.compiled and not (whole and self.shard in SHARDS[2:])
 
     @property
     def has_experts(self) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megacore.devices import PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
-from megacore.parallel.pipeline.schedules import SCHEDULES, simulate
+from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
@@ -202,6 +202,7 @@ class LayerCompute:
     Args:
         backward: Products of its backward: for the gradients of what is read, where one is asked for, and for those of
             the weights that are trained; twice as many operations if all is.
+        weights: Those of the backward that come later.
         again: Products that recomputation repeats.
         moved, moved_again: Bytes that lie between the products of a forward, and those of them that are made again.
         passes: Bytes that operators of our own read and write beside: forward, backward, and again.
@@ -210,6 +211,7 @@ class LayerCompute:
 
     forward: Products
     backward: Products
+    weights: Products
     again: Products
     moved: int
     moved_again: int
@@ -230,18 +232,21 @@ def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
     """Return the compute of a layer that costs ``unit`` and, without recomputation, ``plain``."""
     again = Counter(unit.backward.products) - Counter(plain.backward.products)
     made_again = plain.kept - unit.kept if unit.left else 0
-    ahead, back = unit.forward, plain.backward
+    ahead, back, late = unit.forward, plain.backward, Counter(plain.weights.products)
     passes = ahead.passes, back.passes, unit.backward.passes - back.passes
-    return LayerCompute(ahead.products, back.products, again, plain.kept, made_again, passes, narrow)
+    backward = Counter(back.products) + late
+    return LayerCompute(ahead.products, backward, late, again, plain.kept, made_again, passes, narrow)
 
 
 @dataclass(frozen=True)
 class _Seconds:
-    """The seconds of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
+    """The seconds of a rank for one microbatch: of a forward, its backward, what recomputation repeats, and what of the
+    backward comes later."""
 
     forward: float = 0.0
     backward: float = 0.0
     again: float = 0.0
+    late: float = 0.0
 
     @property
     def total(self) -> float:
@@ -249,25 +254,25 @@ class _Seconds:
 
     def plus(self, other: _Seconds, times: int = 1) -> _Seconds:
         forward, backward = self.forward + times * other.forward, self.backward + times * other.backward
-        return _Seconds(forward, backward, self.again + times * other.again)
+        return _Seconds(forward, backward, self.again + times * other.again, self.late + times * other.late)
 
 
 @lru_cache(maxsize=4096)
 def _seconds(cluster: Cluster, each: LayerCompute) -> _Seconds:
     tflops = cluster.tflops if each.narrow else cluster.wide_tflops
-    ahead, back, repeated = (
+    ahead, back, repeated, late = (
         sum(count * cluster.product_s(product, tflops) for product, count in part.items())
         + passes / cluster.device.bandwidth
-        for part, passes in zip((each.forward, each.backward, each.again), each.passes, strict=True)
+        for part, passes in zip((each.forward, each.backward, each.again, each.weights), (*each.passes, 0), strict=True)
     )
     # A third of the passes are the forward's.
     one = efficiency.PASSES / 3 / cluster.device.bandwidth
-    return _Seconds(ahead + one * each.moved, back + 2 * one * each.moved, repeated + one * each.moved_again)
+    return _Seconds(ahead + one * each.moved, back + 2 * one * each.moved, repeated + one * each.moved_again, late)
 
 
 def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Estimate:
-    """Estimate the time of a step. Where the pipeline is not simulated its bubble is (p-1)/(v m), which the simulator
-    confirms."""
+    """Estimate the time of a step. Where the pipeline is not simulated its bubble is (p-1)/(v m) of a forward and a
+    backward, less two weight gradients where these come later, which the simulator confirms."""
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
     act, shares = ActivationMemory.of(setting), Shares.of(setting)
@@ -279,10 +284,12 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     if pp == 1:
         idle = 0.0
     elif simulated and 2 * chunks * m <= PRECISE:
-        row = SCHEDULES[setting.schedule](pp, chunks, m)
-        idle = simulate(row, slowest.forward / chunks, slowest.backward / chunks, hop).total - busy
+        row, late = SCHEDULES[setting.schedule](pp, chunks, m), slowest.products.late
+        cost = Cost(slowest.forward / chunks, (slowest.backward - late) / chunks, late / chunks, hop)
+        idle = simulate(row, cost).total - busy
     else:
-        idle = busy * (pp - 1) / (chunks * m) + 2 * (pp - 1) * hop
+        waits = max(0.0, slowest.forward + slowest.backward - 2 * slowest.products.late)
+        idle = waits * (pp - 1) / chunks + 2 * (pp - 1) * hop
     data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in act.unlike)
     moved = max(sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in act.unlike)
     away = 2 * m * moved if setting.offload_activations else 0

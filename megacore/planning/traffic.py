@@ -59,7 +59,7 @@ def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Tra
     """Yield the messages of the layers themselves."""
     counts = Counter[tuple[Collective, str]]()
     for unit, number in act.stage(stage).items():
-        for when, work in (("forward", unit.forward), ("backward", unit.backward)):
+        for when, work in (("forward", unit.forward), ("backward", unit.backward), ("backward", unit.weights)):
             for message, count in work.messages.items():
                 what = HEADS if message.axis == "cp" else TOKENS
                 counts[message, f"{what}, {when}"] += count * number * setting.microbatches
