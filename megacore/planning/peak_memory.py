@@ -200,7 +200,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
         logits = (heads * act.head.kept if heads else 0) + waiting[-1] * here * act.head.waiting
         if weights:
             late = max(block.late for block in (*act.chunks[virtual], *[act.head] * (virtual == last)))
-            moments.append(_Moment("weight gradients of a chunk", others, logits, late + split.block))
+            moments.append(_Moment("weight gradients of a chunk", others, logits, late + split.block - split.gathered))
             continue
         learned = act.head.learning * width if virtual == last else 0
         if virtual == last:
@@ -212,8 +212,11 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
         for visit in act.visits[virtual]:
             # At the first block all gradients are there; if they only come to be, less is there before.
             partly = learned + visit.learned * width if lazy and visit.which != "first" else None
-            if lazy or visit.which != "first":
-                what, working = f"backward of a chunk's {visit.which} block", visit.block.peak + tied + split.block
+            if lazy or act.late or visit.which != "first":  # what waits may be more than what was kept
+                what, working = (
+                    f"backward of a chunk's {visit.which} block",
+                    visit.block.peak + tied + split.block - split.filling * act.late,
+                )
                 moments.append(_Moment(what, others + own - visit.freed + visit.waiting, logits, working, partly))
         if not act.chunks[virtual][-1].left:
             # Who runs the chunk holds what its first block was given.
@@ -249,11 +252,14 @@ def _lazy(shares: Sequence[ParameterShare], setting: Setting) -> bool:
 @dataclass(frozen=True)
 class _Sharing:
     """The buffers of split gradients and parameters while they are whole (`gradients.zero`): at the head, in a block,
-    at the embedding."""
+    at the embedding. Of those in a block, the bucket that fills, which input gradients alone have none of, and the
+    parameters, which weight gradients alone have none of."""
 
     head: int = 0
     block: int = 0
     embedding: int = 0
+    filling: int = 0
+    gathered: int = 0
 
     @classmethod
     def of(cls, setting: Setting, act: ActivationMemory, stage: int, shares: Sequence[ParameterShare]) -> _Sharing:
@@ -269,20 +275,24 @@ class _Sharing:
             shared = sum(part.trained for part in shares) - sum(part.trained for part in alone)
             own = sum(part.trained for part in alone)
             most = setting.bucket_bytes // widths.gradient
-            sums = ((1 + REDUCE_SCATTERS) * min(most, shared) + min(most, own)) * widths.gradient
-            return cls(head, sums, embedding + sums)
-        unit = sums = 0
+            filling = min(most, shared) * widths.gradient
+            sums = (1 + REDUCE_SCATTERS) * filling + min(most, own) * widths.gradient
+            return cls(head, sums, embedding + sums, filling)
+        unit = sums = filling = 0
         for layer, block in act.layers_of(stage).items():
             here = [part for part in alone if part.param.layers is None or layer in part.param.layers]
             own = sum(part.trained // part.tensors for part in here)
             there = 0 if setting.offload_parameters else sum(part.elements // part.tensors for part in here)
             unit = max(unit, block.elements - there)
+            filling = max(filling, block.learning - own)
             sums = max(sums, (1 + REDUCE_SCATTERS) * (block.learning - own) + own)
         unit, sums = unit * widths.parameter, sums * widths.gradient
         return cls(
             last.elements * widths.parameter + head + unit,
             2 * unit + sums,
             first.elements * widths.parameter + embedding + unit + sums,
+            filling * widths.gradient,
+            2 * unit,
         )
 
 

@@ -151,8 +151,10 @@ class Run:
         self.gradients = Gradients(
             self.model.parameters, self.model.chunks, wide, case.shard, case.replicas, case.bucket_bytes
         )
+        if setting.splits_backward:
+            self.model.hand_weight_gradients(self.gradients.receive, late=True)
         self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters)
-        pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule)
+        pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule, self.gradients)
         self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer)
 
     def step(self) -> None:
@@ -301,6 +303,20 @@ OF_FOUR = [
     Case(MeshShape(tp=4), recompute="full"),
     Case(MeshShape(dp=4), shard="parameters"),
 ]
+# Small vocabularies, so that what waits for weight gradients decides.
+SPLIT = Case(MeshShape(pp=2), vocab=64, microbatches=4, schedule="zb-h1")
+SPLIT_OF_TWO = [
+    *(replace(SPLIT, recompute=recompute) for recompute in get_args(Recompute)),
+    replace(SPLIT, schedule="zb-interleaved", chunks=2, precision="fp32"),
+    replace(SPLIT, vocab=8000),
+    replace(SPLIT, family="mixtral"),
+]
+SPLIT_OF_FOUR = [
+    replace(SPLIT, mesh=MeshShape(pp=2, tp=2)),
+    *(replace(SPLIT, mesh=MeshShape(pp=2, dp=2), shard=shard, bucket_bytes=1 << 19) for shard in SHARDS[2:]),
+    replace(SPLIT, mesh=MeshShape(pp=4), recompute="full"),
+    replace(SPLIT, mesh=MeshShape(pp=2, ep=2), family="mixtral"),
+]
 TUNED_ONE = [
     *(Case(precision=kind, tuning=tuning) for kind in ("bf16", "fp32") for tuning in TUNINGS),
     *(Case(recompute=recompute, tuning=tuning) for recompute in ("selective", "full") for tuning in TUNINGS),
@@ -423,6 +439,8 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("one", 1, OF_ONE, {PEAK}, 6),
     ("two", 2, OF_TWO, {PEAK}, 6),
     ("four", 4, OF_FOUR, {PEAK}, 6),
+    ("split-two", 2, SPLIT_OF_TWO, {PEAK}, 6),
+    ("split-four", 4, SPLIT_OF_FOUR, {PEAK}, 6),
     ("tuned-one", 1, TUNED_ONE, {PEAK}, 6),
     ("tuned-two", 2, TUNED_TWO, {PEAK}, 6),
     ("tuned-four", 4, TUNED_FOUR, {PEAK}, 6),
