@@ -315,9 +315,9 @@ class _Run:
         with self.pipeline.gradients.deferred() as self.waiting[chunk, m]:
             self._backward(chunk, m)
 
-    @torch.no_grad()  # there is no backward around it that would say so
     def _weight_gradients(self, chunk: int, m: int) -> None:
-        self.waiting.pop((chunk, m))()
+        with torch.no_grad():  # there is no backward around it that would say so
+            self.waiting.pop((chunk, m))()
 
     @property
     def _last(self) -> int:

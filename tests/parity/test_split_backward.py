@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from extended_family import extended
 from layouts import ALL, RUNGS, STARVED, TIED, UNTIED
-from oracle import Case, Run, deep, measured
+from operators import Operators
+from oracle import Case, Run, deep, measured, microbatches, model_of
 from pool import Pool
+from torch.utils.flop_counter import FlopCounterMode
 
+from megacore.parallel.enum_errors import SPLIT_BACKWARD
+from megacore.parallel.gradients.buckets import Bucket
+from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.gradients.zero import FlatParameters
 from megacore.parallel.memory.recompute import Activations
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
 
 WHOLE = {"zb-h1": "1f1b", "zb-interleaved": "interleaved"}
@@ -37,12 +47,15 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got - want).max(initial=0) / max(np.abs(want).max(initial=0), 1e-300))
 
 
+def whole_of(run: Run) -> Run:
+    return replace(run, schedule=WHOLE[run.schedule])
+
+
 def computed(case: Case, run: Run) -> tuple[Any, Any]:
     """What a rank has of the run, and of the same with whole backwards."""
     with extended():
         case = deep(case, run.mesh.pp * run.chunks + 1)
-    split = measured(case, run)
-    return split, measured(case, Run(**(vars(run) | {"schedule": WHOLE[run.schedule]})))
+    return measured(case, run), measured(case, whole_of(run))
 
 
 @pytest.mark.parametrize(("case", "run"), cases())
@@ -52,3 +65,89 @@ def test_a_split_backward_has_the_numbers_of_a_whole_one(pool: Pool, case: Case,
         assert split.gradients.keys() == whole.gradients.keys()
         for name, gradient in whole.gradients.items():
             assert relative(split.gradients[name], gradient) < 1e-12, name
+
+
+# -- what it takes
+
+
+def backwards(case: Case, run: Run) -> tuple[Gradients, Any]:
+    """The gradients of a rank, and what runs all backwards of a step."""
+    mesh = Mesh.create(run.mesh)
+    with extended():
+        model = model_of(case, run, mesh)
+        batch = microbatches(case, run, 0, mesh)
+    gradients = Gradients(model.parameters, model.chunks, torch.float64, run.shard)
+    model.hand_weight_gradients(gradients.receive, late=run.schedule in SPLIT_BACKWARD)
+    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients)
+
+    def step() -> None:
+        gradients.begin(len(batch))
+        pipeline.train(batch, torch.ones(()))
+        gradients.finish()
+
+    return gradients, step
+
+
+def work(case: Case, run: Run) -> list[tuple[int, int]]:
+    """(messages, operations of products) of a step with split backwards and with whole ones."""
+    found = []
+    for each in (run, whole_of(run)):
+        _, step = backwards(case, each)
+        products = FlopCounterMode(display=False)
+        with Operators(lambda operator, _, __: operator.namespace == "c10d") as messages, products:
+            step()
+        found.append((messages.found, products.get_total_flops()))
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("case", "mesh", "recompute"),
+    [(TIED, MeshShape(tp=2), "none"), (STARVED, MeshShape(ep=2), "full")],
+    ids=["tp", "ep-full"],
+)
+def test_each_message_is_sent_and_each_product_computed_once(
+    pool: Pool, case: Case, mesh: MeshShape, recompute: Any
+) -> None:
+    """What serves weight gradients alone is sent with them, and blocks are computed again once."""
+    run = Run(mesh, schedule="zb-h1", micro=2, activations=Activations(recompute), shard="parameters")
+    for split, whole in pool.run(2, work, case, run):
+        assert split == whole and min(split) > 0
+
+
+def held(case: Case, run: Run) -> list[tuple[int, int, int]]:
+    """Bytes at once of parameters that are gathered and of whole gradients, with split backwards and with whole ones;
+    and those of the largest unit."""
+    found = []
+    for each in (run, whole_of(run)):
+        gradients, step = backwards(case, each)
+        flats, most = list(gradients.values.values()), [0, 0]
+
+        def look(flats: list[FlatParameters] = flats, most: list[int] = most, of: Gradients = gradients) -> None:
+            there = sum(flat.values.untyped_storage().size() for flat in flats)
+            most[:] = max(most[0], there), max(most[1], sum(b.full.nbytes for b in of.buckets if b.full is not None))
+
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in ((FlatParameters, "gather_anew"), (Bucket, "add")):
+                patch.setattr(owner, name, looking(getattr(owner, name), look))
+            step()
+        found.append((*most, max(flat.flat.numel for flat in flats) * 8))
+    return found
+
+
+def looking(method: Any, look: Any) -> Any:
+    def looked(*arguments: Any) -> None:
+        method(*arguments)
+        look()
+
+    return looked
+
+
+@pytest.mark.quick
+def test_peaks_of_zero_3_are_those_of_whole_backwards_and_a_unit(pool: Pool) -> None:
+    """Of four microbatches on two stages of four blocks; between I and W nothing is gathered, and nothing summed."""
+    case = UNTIED.with_layers(8)
+    run = Run(MeshShape(pp=2, dp=2), schedule="zb-h1", shard="parameters")
+    for split, whole in pool.run(4, held, replace(case, sequences=8), run):
+        assert split[0] <= whole[0] + whole[2] and split[1] <= whole[1] + whole[2]
+        assert max(split[:2]) < 4 * split[2]
