@@ -204,6 +204,13 @@ CASES: Mapping[str, Case] = {
     "gpipe, last": Case("mesh.pp=2 pipeline.schedule=gpipe", rank=1),
     "interleaved, first": Case("mesh.pp=2 pipeline.schedule=interleaved pipeline.chunks=2"),
     "interleaved, last": Case("mesh.pp=2 pipeline.schedule=interleaved pipeline.chunks=2", rank=1),
+    "zb-h1, first": Case("mesh.pp=2 pipeline.schedule=zb-h1"),
+    "zb-h1, tp, last": Case("mesh.pp=2 mesh.tp=2 pipeline.schedule=zb-h1", rank=2),
+    "zb-h1, fp8, full": Case("mesh.pp=2 pipeline.schedule=zb-h1 train.precision=fp8 memory.recompute=full"),
+    "zb-interleaved, parameters": Case(
+        "mesh.pp=2 mesh.dp=2 pipeline.schedule=zb-interleaved pipeline.chunks=2 zero.shard=parameters", rank=2
+    ),
+    "zb-h1, experts, ep": Case(f"{EXPERTS} mesh.ep=2 mesh.pp=2 pipeline.schedule=zb-h1"),
     "tp, pp, dp, optimizer": Case("mesh.tp=2 mesh.pp=2 mesh.dp=2 zero.shard=optimizer"),
 }
 """Runs of which one rank is traced; the recipe has nothing but what is said."""
