@@ -131,7 +131,7 @@ def held(case: Case, run: Run) -> list[tuple[int, int, int]]:
             for owner, name in ((FlatParameters, "gather_anew"), (Bucket, "add")):
                 patch.setattr(owner, name, looking(getattr(owner, name), look))
             step()
-        found.append((*most, max(flat.flat.numel for flat in flats) * 8))
+        found.append((most[0], most[1], max(flat.flat.numel for flat in flats) * 8))
     return found
 
 
