@@ -59,9 +59,11 @@ def run(recipe: str, overrides: list[str]) -> tuple[Result, int]:
         (2, DROPS, ["mesh.dp=2", "zero.shard=parameters"]),
         (4, None, ["mesh.tp=2", "mesh.cp=2"]),
         (4, None, ["mesh.dp=2", "mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"]),
+        (2, None, ["mesh.pp=2", "pipeline.schedule=zb-h1"]),
+        (4, None, ["mesh.dp=2", "mesh.pp=2", "pipeline.schedule=zb-h1", "zero.shard=parameters"]),
         (4, EXPERTS, ["mesh.dp=2", "mesh.ep=2", "experts.sequence_balance=0.1", "experts.z_loss=0.1"]),
     ],
-    ids=["one", "dp2", "zero-1", "zero-2", "zero-3", "tp2-cp2", "pp2-dp2", "ep2-dp2"],
+    ids=["one", "dp2", "zero-1", "zero-2", "zero-3", "tp2-cp2", "pp2-dp2", "zb", "zb-zero-3", "ep2-dp2"],
 )
 def test_it_leaves_no_trace(
     pool: Pool, tmp_path: Path, world: int, model: dict[str, object] | None, overrides: list[str]
