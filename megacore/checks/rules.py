@@ -515,9 +515,9 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _mlp_chunk, _offload, _positions, _tokens,
-    _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device, _fp16, _moments, _fp8, _async_tp, _held_out,
-    _tuning, _balances, _experts, _batch_balance, _adapters, _one_start, _repetition, _export,
+    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _mlp_chunk, _offload, _positions,
+    _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device, _fp16, _moments, _fp8,
+    _async_tp, _held_out, _tuning, _balances, _experts, _batch_balance, _adapters, _one_start, _repetition, _export,
 )  # fmt: skip
 
 
