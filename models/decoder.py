@@ -196,7 +196,7 @@ class Head(nn.Module):
             )
         if self.losses.function is not None:
             mine = (each.chunk(self.group.size)[self.group.index] for each in (inputs[0], labels, inputs[1]))
-            products = column_linear(self.norm(x), self.weight, self.bias, self.group)
+            products = column_linear(self.norm(x), self.weight, self.bias, self.group, product=self.product)
             how = self.losses.function, self.group, self.vocab, self.finish
             return token_loss(products, LossTokens.of(*mine), *how)
         objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)
