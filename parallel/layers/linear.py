@@ -74,7 +74,7 @@ class Column(torch.autograd.Function):
         given = product.gradient(dy, group, need_dw)
         dx = None
         if need_dx and ctx.sequence:
-            dx = product.input_gradient_scatter(given, matrix, group, alone=not need_dw)
+            dx = product.input_gradient_scatter(given, matrix, group, alone=not need_dw or late)
         elif need_dx:
             dx = start_all_reduce(product.input_gradient(given, matrix), group)
         full = Operand(again.wait(), scale) if again else x
