@@ -45,6 +45,8 @@ class DecoderConfig(ModelConfig):
     defaults: ClassVar[Mapping[str, Any]] = {}
     # {another name that a file may have for a field: the field}
     spellings: ClassVar[Mapping[str, str]] = {}
+    # {a field: the name that transformers saves it by, where that is another}
+    saved: ClassVar[Mapping[str, str]] = {}
     # The field that holds what norms add.
     eps: ClassVar[str] = "rms_norm_eps"
     # How its config.json says a rope.
@@ -146,19 +148,25 @@ class DecoderConfig(ModelConfig):
         """Do as the base class; of the rope, what the fields do not name stays
         (:func:`models.rope_config.override`)."""
         # Where a field is named, by whatever name, none of its names stays.
-        named = cls._respelled(fields).keys() & {*cls.spellings.values()}
-        kept = {name: value for name, value in base.items() if cls.spellings.get(name, name) not in named}
+        spellings = cls._spellings()
+        named = cls._respelled(fields).keys() & {*spellings.values()}
+        kept = {name: value for name, value in base.items() if spellings.get(name, name) not in named}
         return rope_config.override(kept, fields, cls.rope_convention)
 
     @classmethod
     def _respelled(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config with one name for each field."""
-        return {cls.spellings.get(name, name): value for name, value in config.items()}
+        spellings = cls._spellings()
+        return {spellings.get(name, name): value for name, value in config.items()}
+
+    @classmethod
+    def _spellings(cls) -> dict[str, str]:
+        return {**cls.spellings, **{other: name for name, other in cls.saved.items()}}
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read({**cls.defaults, **cls._respelled(config)})
-        for other, name in cls.spellings.items():
+        for other, name in cls._spellings().items():
             if other in config and config.get(name, config[other]) != config[other]:
                 problems.append(f"{name} is {config[name]!r}, and {other} is {config[other]!r}: they are one field")
         problems += cls._derive(values)
@@ -194,11 +202,12 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def _consumed(cls) -> set[str]:
-        return {*cls.rope_convention.keys, *cls.spellings}
+        return {*cls.rope_convention.keys, *cls._spellings()}
 
     def _write(self) -> dict[str, Any]:
         unwritten = {"rope_parameters", *self.derived}
-        plain = {name: value for name, value in super()._write().items() if name not in unwritten}
+        written = super()._write().items()
+        plain = {self.saved.get(name, name): value for name, value in written if name not in unwritten}
         return plain | rope_config.to_hugging_face(self.rope_parameters, convention=self.rope_convention)
 
 

@@ -5,8 +5,8 @@ A family says in ``axes`` which of its fields hold the sizes of ``experts``, ``r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar
 
@@ -36,11 +36,27 @@ class MoEConfig(DecoderConfig):
         """The rule by which a layer's experts are chosen and weighed."""
         return Routing(experts=self.sizes["experts"], top_k=self.num_experts_per_tok)
 
+    @property
+    def sparse_layers(self) -> Collection[int]:
+        """The layers that have experts."""
+        return range(self.num_hidden_layers)
+
+    def feed_forward(self, t: Table, experts: Rows, *, bias: bool = False) -> Rows:
+        """Return the rows of the experts in the layers that have some, and in the others of a network, with biases or
+        without."""
+        every, sparse = {*range(self.num_hidden_layers)}, {*self.sparse_layers}
+        dense = in_layers(every - sparse, t.gated_mlp(bias=bias))
+        return experts if sparse == every else in_layers(sparse, experts) + dense
+
     def anatomy_of(self, **own: Any) -> Anatomy:
         return super().anatomy_of(**({"routing": self.routing} | own))
 
     def problems(self) -> list[str]:
-        return super().problems() + list(self.routing.problems())
+        found = super().problems() + list(self.routing.problems())
+        if self.num_hidden_layers > limits.LAYERS:
+            # Which have experts, is listed.
+            found.append(f"num_hidden_layers is {self.num_hidden_layers}: it may be up to {limits.LAYERS}")
+        return found
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -66,19 +82,11 @@ class SparseConfig(MoEConfig):
 
     @property
     def sparse_layers(self) -> list[int]:
-        """The layers that have experts."""
         dense, step = {*self.mlp_only_layers}, self.decoder_sparse_step
         return [layer for layer in range(self.num_hidden_layers) if (layer + 1) % step == 0 and layer not in dense]
 
-    def feed_forward(self, t: Table, experts: Rows) -> Rows:
-        """Return the rows of the experts in the layers that have some, and of a network in the others."""
-        every, sparse = {*range(self.num_hidden_layers)}, {*self.sparse_layers}
-        return experts if sparse == every else in_layers(sparse, experts) + in_layers(every - sparse, t.gated_mlp())
-
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "decoder_sparse_step")
-        if self.num_hidden_layers > limits.LAYERS:
-            found.append(f"num_hidden_layers is {self.num_hidden_layers}: it may be up to {limits.LAYERS}")
         if not found and not self.sparse_layers:
             found.append("decoder_sparse_step and mlp_only_layers leave no layer with experts")
         return found
@@ -95,3 +103,142 @@ class SparseConfig(MoEConfig):
         step = rng.randint(1, min(2, layers))
         dense = [layer for layer in range(step, layers) if rng.random() < 0.3]  # of those before, the last has experts
         return drawn | {"moe_intermediate_size": 6, "decoder_sparse_step": step, "mlp_only_layers": dense}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertConfig(MoEConfig):
+    """Experts behind some layers without, beside one that every token goes to, as DeepSeek has them."""
+
+    axes: ClassVar[Mapping[str, str]] = {
+        **DecoderConfig.axes,
+        "experts": "n_routed_experts",
+        "routes": "n_routed_experts",
+        "expert_mlp": "moe_intermediate_size",
+        "shared_mlp": "shared_intermediate_size",
+    }
+    # Hugging Face's name of what corrects the choice of experts, where something does.
+    correction: ClassVar[str] = ""
+
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    routed_scaling_factor: float
+    first_k_dense_replace: int
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Hidden features of the expert that every token goes to."""
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    def experts(self, t: Table) -> Rows:
+        """Return the rows of the experts, and of the one that every token goes to."""
+        return t.experts(correction=self.correction) + t.shared_expert()
+
+    @property
+    def sparse_layers(self) -> Collection[int]:
+        return range(self.first_k_dense_replace, self.num_hidden_layers)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp) | {
+            "moe_intermediate_size": rng.choice((6, 11)),
+            "n_shared_experts": rng.choice((1, 2)),
+            "routed_scaling_factor": rng.choice((1.0, 2.5)),
+            "first_k_dense_replace": rng.choice((0, 1)),
+        }
+        return {name: value for name, value in drawn.items() if name not in cls.fixed}
+
+    @staticmethod
+    def draw_groups(rng: Random, drawn: Mapping[str, Any]) -> dict[str, Any]:
+        """Draw groups of the experts that were drawn, two to a group at least."""
+        experts, chosen = drawn["n_routed_experts"], drawn["num_experts_per_tok"]
+        fitting = [(n, kept) for n, kept in ((1, 1), (2, 1), (2, 2), (4, 2)) if 2 * n <= experts]
+        groups, kept = rng.choice([(n, kept) for n, kept in fitting if kept * (experts // n) >= chosen])
+        return {"n_group": groups, "topk_group": kept}
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.first_k_dense_replace < 0:
+            found.append(f"first_k_dense_replace is {self.first_k_dense_replace}: it must be at least 0")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidConfig(SharedExpertConfig):
+    """Experts that are chosen by sigmoids, in groups, with a correction that keeps them balanced, as DeepSeek-V3 has
+    them."""
+
+    correction: ClassVar[str] = "mlp.gate.e_score_correction_bias"
+    # Layers that are not read are not there: who looked for them would find nothing.
+    written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
+
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    # Layers behind the model that predict further tokens: their tensors are told, and left where they are.
+    num_nextn_predict_layers: int = field(default=0, compare=False)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            experts=self.n_routed_experts,
+            top_k=self.num_experts_per_tok,
+            score="sigmoid",
+            normalised=self.norm_topk_prob,
+            epsilon=1e-20,
+            factor=self.routed_scaling_factor,
+            groups=self.n_group,
+            kept_groups=self.topk_group,
+            group_score="top2",
+        )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return tuple(f"model.layers.{self.num_hidden_layers + i}." for i in range(self.num_nextn_predict_layers))
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | cls.draw_groups(rng, drawn)
+
+    def problems(self) -> list[str]:
+        found, further = super().problems(), self.num_nextn_predict_layers
+        if not 0 <= further <= limits.LAYERS:
+            found.append(f"num_nextn_predict_layers is {further}: it must be from 0 to {limits.LAYERS}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypedLayersConfig(SigmoidConfig):
+    """Which layers have experts, ``mlp_layer_types`` may say: ``dense`` or ``sparse`` for each."""
+
+    # None becomes what first_k_dense_replace says.
+    mlp_layer_types: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mlp_layer_types is None and self.num_hidden_layers <= limits.LAYERS:
+            kinds = (
+                "dense" if layer < self.first_k_dense_replace else "sparse" for layer in range(self.num_hidden_layers)
+            )
+            object.__setattr__(self, "mlp_layer_types", tuple(kinds))
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        return [layer for layer, kind in enumerate(self.mlp_layer_types or ()) if kind == "sparse"]
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        kinds = rng.choice((None, [rng.choice(("dense", "sparse")) for _ in range(layers)]))
+        return drawn | {"mlp_layer_types": kinds}
+
+    def problems(self) -> list[str]:
+        found, kinds = super().problems(), self.mlp_layer_types or ()
+        if unknown := sorted({*kinds} - {"dense", "sparse"}):
+            found.append(f"mlp_layer_types names {', '.join(unknown)}: only dense and sparse are supported")
+        if len(kinds) != self.num_hidden_layers <= limits.LAYERS:
+            found.append(
+                f"mlp_layer_types names {len(kinds)} layers, and num_hidden_layers is {self.num_hidden_layers}: "
+                "give as many, or null"
+            )
+        return found

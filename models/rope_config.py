@@ -325,6 +325,8 @@ def to_hugging_face(
     top: dict[str, Any] = {}
     if convention.original_max_position_embeddings is not None and _ORIGINAL in stored:
         top = {_ORIGINAL: stored[_ORIGINAL]}  # there transformers would take the class's default for it
+    if convention.partial_rotary_factor == rope.partial_rotary_factor == 1:
+        stored.pop("partial_rotary_factor")  # as their class says whole heads
     if spelling == "rope_parameters":
         return top | {"rope_parameters": {"rope_type": rope.rope_type} | stored}
     beside = _BESIDE[:1] if isinstance(rope, ProportionalRope) else _BESIDE
@@ -408,7 +410,7 @@ def draw(
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": original,
         },
-        "proportional": {"partial_rotary_factor": 0.5},
+        "proportional": {"partial_rotary_factor": 0.5, "factor": 1.0},
     }
     return {"rope_type": rope_type, "rope_theta": rng.choice((10.0, 1e4)), **own.get(rope_type, {}), **part}
 

@@ -198,6 +198,7 @@ class Table:
         down: str = "mlp.experts.{experts}.down_proj",
         router: str = "mlp.gate",
         correction: str = "",
+        of_correction: str = "routes",
         held: tuple[str, str] = ("mlp.experts", "mlp.gate"),
     ) -> Rows:
         """Gated experts and their router, as Qwen3's ``mlp`` has them.
@@ -206,13 +207,14 @@ class Table:
             hf, down: Hugging Face's names of what goes into an expert's hidden features, and of what comes out of them.
             router: Its name of the router.
             correction: Its name of what is added to the scores that choose; empty: nothing is.
+            of_correction: The sentence of that.
             held: The names of transformers for the modules of the experts and of the router in memory.
         """
-        hidden = "experts (gate: expert_mlp + up: expert_mlp)"
+        hidden, corrects = "experts (gate: expert_mlp + up: expert_mlp)", "layers.{layer}.mlp.router.correction"
         return (
             *self.linear("mlp.router", "routes", "embed", router, held=f"{held[1]}.weight"),
             *(
-                [Param("layers.{layer}.mlp.router.correction", "routes", f"{self.layer}.{correction}", buffer=True)]
+                [Param(corrects, of_correction, f"{self.layer}.{correction}", buffer=True, vector=True)]
                 if correction
                 else []
             ),
@@ -222,13 +224,13 @@ class Table:
             ),
         )
 
-    def shared_expert(self, hf: str = "mlp.shared_experts", gate: str = "") -> Rows:
+    def shared_expert(self, hf: str = "mlp.shared_experts", gate: str = "", *, bias: bool = False) -> Rows:
         """Return an expert that every token goes to, of this name, and what weighs it, of another; empty: nothing
         does."""
         inner = "(gate: shared_mlp + up: shared_mlp)"
         return (
-            *self.linear("mlp.shared.up", inner, "embed", f"{hf}.{{gate,up}}_proj"),
-            *self.linear("mlp.shared.down", "embed", "shared_mlp", f"{hf}.down_proj", ends=True),
+            *self.linear("mlp.shared.up", inner, "embed", f"{hf}.{{gate,up}}_proj", bias=bias),
+            *self.linear("mlp.shared.down", "embed", "shared_mlp", f"{hf}.down_proj", bias=bias, ends=True),
             *(self.linear("mlp.shared_gate", "one", "embed", gate) if gate else ()),
         )
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models import rope_config
-from megacore.models.anatomy import Anatomy
-from megacore.models.config import positive
-from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.models.experts_config import MoEConfig
-from megacore.models.rope_config import YarnRope
-from megacore.models.weight_rows import in_layers
-from megacore.parallel import limits
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig, SharedExpertConfig
+from megacore.models.latent_config import LatentConfig
+from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekConfig(MoEConfig):
+class DeepseekConfig(LatentConfig, SharedExpertConfig):
     """The families of DeepSeek have this in common; fields carry their Hugging Face names."""
 
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {
@@ -30,138 +24,10 @@ class DeepseekConfig(MoEConfig):
         "pretraining_tp",
         "seq_aux",
     }
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "qk_head_dim"})
-    axes: ClassVar[Mapping[str, str]] = {
-        **DecoderConfig.axes,
-        "head": "qk_head_dim",
-        "rest": "qk_nope_head_dim",
-        "value": "v_head_dim",
-        "kv_latent": "kv_lora_rank",
-        "experts": "n_routed_experts",
-        "routes": "n_routed_experts",
-        "expert_mlp": "moe_intermediate_size",
-        "shared_mlp": "shared_intermediate_size",
-    }
-    # Hugging Face's name of what corrects the choice of experts, where something does.
-    correction: ClassVar[str] = ""
+    axes: ClassVar[Mapping[str, str]] = {**SharedExpertConfig.axes, **LatentConfig.axes}
 
-    qk_head_dim: int
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    q_lora_rank: int | None = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    moe_intermediate_size: int
-    n_routed_experts: int
-    n_shared_experts: int
-    routed_scaling_factor: float
-    first_k_dense_replace: int
-
-    @property
-    def shared_intermediate_size(self) -> int:
-        """Hidden features of the expert that every token goes to."""
-        return self.n_shared_experts * self.moe_intermediate_size
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        latent = {} if self.q_lora_rank is None else {"q_latent": self.q_lora_rank}
-        return {**super().sizes, **latent, "two": 2, "half": self.qk_rope_head_dim // 2}
-
-    @property
-    def pairs(self) -> bool:
-        """Whether dimensions 2 i and 2 i + 1 turn together on disk."""
-        return True
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(
-            rotary_head=self.qk_rope_head_dim,
-            attention_scale=_scale(self),
-        )
-
-    def params(self) -> tuple[Param, ...]:
-        t, dense = self.table(), min(self.first_k_dense_replace, self.num_hidden_layers)
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.latent_attention(latent_queries=self.q_lora_rank is not None, bias=self.attention_bias, pairs=self.pairs),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            in_layers(range(dense), t.gated_mlp()),
-            in_layers(range(dense, self.num_hidden_layers), t.experts(correction=self.correction) + t.shared_expert()),
-            tied=self.tie_word_embeddings,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        still, rotary = rng.choice((2, 6)), rng.choice((4, 6, 8))
-        rope = rope_config.draw(rng, rotary, positions, cls.rope_convention)
-        if rope["rope_type"] == "yarn":
-            # Of which the first is of the rotation, and the second of the scores as well.
-            rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": rng.choice((0.7, 1.3))}
-        return drawn | {
-            "num_key_value_heads": drawn["num_attention_heads"],
-            "q_lora_rank": rng.choice((None, 6, 9)),
-            "kv_lora_rank": rng.choice((6, 8)),
-            "qk_nope_head_dim": still,
-            "qk_rope_head_dim": rotary,
-            "v_head_dim": rng.choice((3, 5, still + rotary)),
-            "rope_parameters": rope,
-            "moe_intermediate_size": rng.choice((6, 11)),
-            "n_shared_experts": rng.choice((1, 2)),
-            "routed_scaling_factor": rng.choice((1.0, 2.5)),
-            "first_k_dense_replace": rng.choice((0, 1)),
-        }
-
-    @staticmethod
-    def draw_groups(rng: Random, drawn: Mapping[str, Any]) -> dict[str, Any]:
-        """Draw groups of the experts that were drawn, two to a group at least."""
-        experts, chosen = drawn["n_routed_experts"], drawn["num_experts_per_tok"]
-        fitting = [(n, kept) for n, kept in ((1, 1), (2, 1), (2, 2), (4, 2)) if 2 * n <= experts]
-        groups, kept = rng.choice([(n, kept) for n, kept in fitting if kept * (experts // n) >= chosen])
-        return {"n_group": groups, "topk_group": kept}
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.q_lora_rank is not None:
-            found += positive(self, "q_lora_rank")
-        if self.num_key_value_heads != self.num_attention_heads:
-            found.append(
-                f"num_key_value_heads is {self.num_key_value_heads}: every head has keys and values of its own, "
-                f"so it must be num_attention_heads ({self.num_attention_heads})"
-            )
-        if self.v_head_dim > self.qk_head_dim:
-            found.append(
-                f"v_head_dim is {self.v_head_dim}: it may be up to {self.qk_head_dim}, qk_nope_head_dim + "
-                "qk_rope_head_dim"
-            )
-        if self.num_hidden_layers > limits.LAYERS:
-            # Which have experts, is listed.
-            found.append(f"it has {self.num_hidden_layers} layers, and may have up to {limits.LAYERS}")
-        if self.first_k_dense_replace < 0:
-            found.append(f"first_k_dense_replace is {self.first_k_dense_replace}: it must be at least 0")
-        return found
-
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> list[str]:
-        rotary, still = (
-            values.setdefault(name, getattr(cls, name)) for name in ("qk_rope_head_dim", "qk_nope_head_dim")
-        )
-        if isinstance(rotary, int) and isinstance(still, int):
-            values["head_dim"], values["qk_head_dim"] = rotary, rotary + still
-        if values.get("num_key_value_heads") is None:
-            values["num_key_value_heads"] = values.get("num_attention_heads")
-        return []
-
-
-def _scale(config: DeepseekConfig) -> float | None:
-    """Return the scale of scores, of which yarn's ``mscale_all_dim`` is a part."""
-    rope = config.rope_parameters
-    if not isinstance(rope, YarnRope) or not rope.mscale_all_dim or rope.factor <= 1:
-        return None
-    factor = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
-    return config.qk_head_dim**-0.5 * factor * factor
+    def network(self, t: Table) -> Rows:
+        return self.feed_forward(t, self.experts(t))
 
 
 _METHODS = ("greedy", "group_limited_greedy")

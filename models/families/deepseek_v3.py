@@ -5,23 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.decoder_config import shape
+from megacore.models.experts_config import SigmoidConfig
 from megacore.models.families.deepseek_v2 import DeepseekConfig
-from megacore.parallel import limits
-from megacore.parallel.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Config(DeepseekConfig):
+class DeepseekV3Config(DeepseekConfig, SigmoidConfig):
     family: ClassVar[str] = "deepseek_v3"
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-    # Layers that are not read are not there: who looked for them would find nothing.
-    written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
-    correction: ClassVar[str] = "mlp.gate.e_score_correction_bias"
 
     moe_intermediate_size: int = 2048
     n_routed_experts: int = 256
@@ -31,43 +26,12 @@ class DeepseekV3Config(DeepseekConfig):
     first_k_dense_replace: int = 3
     n_group: int = 8
     topk_group: int = 4
-    norm_topk_prob: bool = True
     rope_interleave: bool = True
-    # Layers behind the model that predict further tokens: their tensors are told, and left where they are.
     num_nextn_predict_layers: int = field(default=1, compare=False)
-
-    @property
-    def routing(self) -> Routing:
-        return Routing(
-            experts=self.n_routed_experts,
-            top_k=self.num_experts_per_tok,
-            score="sigmoid",
-            normalised=self.norm_topk_prob,
-            epsilon=1e-20,
-            factor=self.routed_scaling_factor,
-            groups=self.n_group,
-            kept_groups=self.topk_group,
-            group_score="top2",
-        )
 
     @property
     def pairs(self) -> bool:
         return self.rope_interleave
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return tuple(f"model.layers.{self.num_hidden_layers + i}." for i in range(self.num_nextn_predict_layers))
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | cls.draw_groups(rng, drawn)
-
-    def problems(self) -> list[str]:
-        found, further = super().problems(), self.num_nextn_predict_layers
-        if not 0 <= further <= limits.LAYERS:
-            found.append(f"num_nextn_predict_layers is {further}: it must be from 0 to {limits.LAYERS}")
-        return found
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

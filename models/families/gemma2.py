@@ -45,16 +45,21 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
         """Return the norms of queries and keys."""
         return ()
 
+    def norms_of_outputs(self, t: Table) -> tuple[Rows, Rows]:
+        """Return the norms of what attention and the feed-forward network give."""
+        return t.norm("attn_out_norm", "post_attention_layernorm"), t.norm("mlp_out_norm", "post_feedforward_layernorm")
+
     def params(self) -> tuple[Param, ...]:
         t = self.table(norm_mean=0.0)
+        of_attention, of_mlp = self.norms_of_outputs(t)
         return t.model(
             t.norm("attn_norm", "input_layernorm"),
             t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
             self.norms_of_heads(t),
-            t.norm("attn_out_norm", "post_attention_layernorm"),
+            of_attention,
             t.norm("mlp_norm", "pre_feedforward_layernorm"),
             t.gated_mlp(),
-            t.norm("mlp_out_norm", "post_feedforward_layernorm"),
+            of_mlp,
             tied=self.tie_word_embeddings,
         )
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from megacore.models.anatomy import ACTIVATIONS, DRAWN, Anatomy, LayerAttention
 from megacore.models.config import ModelConfig, positive, probabilities
-from megacore.models.weight_rows import HEADS, QKV_EACH, Table
+from megacore.models.weight_rows import HEADS, QKV_EACH, Rows, Table
 from megacore.parallel.weights.schema import Param
 
 
@@ -102,6 +102,17 @@ class Gpt2Config(ModelConfig):
             embedding_dropout=self.embd_pdrop,
         )
 
+    def block(self, t: Table) -> tuple[Rows, ...]:
+        """Return the rows of a block."""
+        return (
+            t.norm("attn_norm", "ln_1"),
+            t.linear("attn.qkv", QKV_EACH, "embed", "attn.c_attn", bias=True, stored=f"embed {QKV_EACH}"),
+            t.linear("attn.out", "embed", HEADS, "attn.c_proj", bias=True, stored=f"{HEADS} embed", ends=True),
+            t.norm("mlp_norm", "ln_2"),
+            t.linear("mlp.up", "mlp", "embed", "mlp.c_fc", bias=True, stored="embed mlp"),
+            t.linear("mlp.down", "embed", "mlp", "mlp.c_proj", bias=True, stored="mlp embed", ends=True),
+        )
+
     def params(self) -> tuple[Param, ...]:
         std = self.initializer_range
         t = Table(
@@ -112,12 +123,7 @@ class Gpt2Config(ModelConfig):
             norm_bias=True,
         )
         embed, *others = t.model(
-            t.norm("attn_norm", "ln_1"),
-            t.linear("attn.qkv", QKV_EACH, "embed", "attn.c_attn", bias=True, stored=f"embed {QKV_EACH}"),
-            t.linear("attn.out", "embed", HEADS, "attn.c_proj", bias=True, stored=f"{HEADS} embed", ends=True),
-            t.norm("mlp_norm", "ln_2"),
-            t.linear("mlp.up", "mlp", "embed", "mlp.c_fc", bias=True, stored="embed mlp"),
-            t.linear("mlp.down", "embed", "mlp", "mlp.c_proj", bias=True, stored="mlp embed", ends=True),
+            *self.block(t),
             tied=self.tie_word_embeddings,
             embed="transformer.wte",
             norm="transformer.ln_f",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import GRANITE3, Multipliers
+from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
 
@@ -32,6 +33,10 @@ class GraniteMoeConfig(MoEConfig, Multipliers):
     def routing(self) -> Routing:
         return replace(super().routing, weigh="chosen")
 
+    def shared(self, t: Table) -> Rows:
+        """Return the rows of an expert that every token goes to."""
+        return ()
+
     def params(self) -> tuple[Param, ...]:
         t = self.table()
         return t.model(
@@ -44,6 +49,7 @@ class GraniteMoeConfig(MoEConfig, Multipliers):
                 router="block_sparse_moe.router.layer",
                 held=("block_sparse_moe.experts", "block_sparse_moe.router"),
             ),
+            self.shared(t),
             tied=self.tie_word_embeddings,
         )
 

@@ -26,8 +26,8 @@ class Router(nn.Module):
         weight: [routes, embed].
         routing: The rule by which experts are chosen and weighed.
         bias: [routes], added to the logits.
-        correction: [routes], added to the scores by which experts are chosen, not to those that weigh them; it gets no
-            gradient.
+        correction: [routes] or [1, routes], added to the scores by which experts are chosen, not to those that weigh
+            them; it gets no gradient.
     """
 
     def __init__(

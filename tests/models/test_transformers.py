@@ -80,13 +80,17 @@ def theirs_of(config: PretrainedConfig, seed: int) -> PreTrainedModel:
             buffer.normal_(0.0, 0.3)
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or ".ln_" in name else 0.0, 0.3)
+            if not parameter.requires_grad:
+                parameter.copy_(parameter.float())  # as buffers are, which it is here
     return model
 
 
 def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Those that are saved with the weights, such as what corrects a router's choice."""
+    """Those that are saved with the weights, such as what corrects a router's choice, a parameter of some that gets no
+    gradient."""
     kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    still = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept} | still
 
 
 def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Arrays:

@@ -1,0 +1,108 @@
+"""ERNIE-4.5 21B and 300B (Baidu 2025): experts chosen by corrected scores, in every so many layers, and shared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.config import positive
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.families.ernie4_5 import Ernie4_5Config
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
+    family: ClassVar[str] = "ernie4_5_moe"
+    architecture: ClassVar[str] = "Ernie4_5_MoeForCausalLM"
+    harmless: ClassVar[frozenset[str]] = (
+        MoEConfig.harmless | Ernie4_5Config.harmless | {"moe_capacity", "num_nextn_predict_layers"}
+    )
+    fixed: ClassVar[Mapping[str, Any]] = {"moe_gate": "topk", "moe_norm_min": 1e-12, "moe_use_aux_free": True}
+    # Layers that are not read are not there: who looked for them would find nothing.
+    written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
+    saved: ClassVar[Mapping[str, str]] = {"num_experts_per_tok": "moe_k"}
+    spellings: ClassVar[Mapping[str, str]] = {"num_experts": "moe_num_experts"}
+    axes: ClassVar[Mapping[str, str]] = {
+        **Ernie4_5Config.axes,
+        "experts": "moe_num_experts",
+        "routes": "moe_num_experts",
+        "expert_mlp": "moe_intermediate_size",
+    }
+
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = True
+    moe_intermediate_size: int = 1536
+    num_experts_per_tok: int = 6
+    moe_num_experts: int = 64
+    moe_num_shared_experts: int = 2
+    moe_layer_start_index: int = 1
+    # The last layer that may have experts; -1: the last of all.
+    moe_layer_end_index: int = -1
+    moe_layer_interval: int = 1
+
+    def __post_init__(self) -> None:
+        if self.moe_layer_end_index == -1:
+            object.__setattr__(self, "moe_layer_end_index", self.num_hidden_layers - 1)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        shared = self.moe_num_shared_experts * self.moe_intermediate_size
+        return {**super().sizes, "one": 1, **({"shared_mlp": shared} if shared > 0 else {})}
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return ("model.mtp_",)
+
+    @property
+    def routing(self) -> Routing:
+        return replace(super().routing, normalised=True)
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        layers, every = range(self.num_hidden_layers), self.moe_layer_interval
+        first, last = self.moe_layer_start_index, self.moe_layer_end_index
+        return [i for i in layers if (i + 1) % every == 0 and first <= i <= last]
+
+    def params(self) -> tuple[Param, ...]:
+        t, bias = self.table(), self.use_bias
+        experts = t.experts(correction="mlp.moe_statics.e_score_correction_bias", of_correction="one routes")
+        shared = t.shared_expert(bias=bias) if self.moe_num_shared_experts else ()
+        block = self.block(t, self.feed_forward(t, experts + shared, bias=bias))
+        return t.model(*block, tied=self.tie_word_embeddings, head_bias=bias)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {
+            "moe_intermediate_size": rng.choice((6, 11)),
+            "moe_num_shared_experts": rng.choice((0, 1, 2)),
+            "moe_layer_start_index": rng.choice((0, 1)),
+            "moe_layer_end_index": rng.choice((-1, layers - 2)),
+            "moe_layer_interval": rng.choice((1, 2)),
+        }
+
+    def problems(self) -> list[str]:
+        found = super().problems() + positive(self, "moe_layer_interval")
+        if self.moe_num_shared_experts < 0:
+            found.append(f"moe_num_shared_experts is {self.moe_num_shared_experts}: it must be at least 0")
+        return found
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "ernie4_5_moe-tiny": shape(64, 96, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    | {"moe_intermediate_size": 32, "moe_num_experts": 16, "moe_k": 4},
+    "ernie-4.5-21b-a3b": shape(2560, 12288, 28, 20) | {"vocab_size": 103424, "max_position_embeddings": 131072},
+    "ernie-4.5-300b-a47b": shape(8192, 28672, 54, 64)
+    | {"vocab_size": 103424, "max_position_embeddings": 131072, "num_key_value_heads": 8, "moe_k": 8}
+    | {"moe_intermediate_size": 3584, "moe_num_shared_experts": 0, "moe_layer_start_index": 3}
+    | {"tie_word_embeddings": False},
+}
+
+PARAMETERS: Mapping[str, int] = {}

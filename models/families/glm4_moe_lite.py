@@ -1,0 +1,44 @@
+"""GLM-4.7-Flash (Z.ai 2026): latent attention and experts as DeepSeek-V3 has them, in layers that are named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import TypedLayersConfig
+from megacore.models.families.deepseek_v3 import DeepseekV3Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeLiteConfig(DeepseekV3Config, TypedLayersConfig):
+    family: ClassVar[str] = "glm4_moe_lite"
+    architecture: ClassVar[str] = "Glm4MoeLiteForCausalLM"
+    # The class takes one layer without experts where mlp_layer_types says nothing, whatever stands here.
+    fixed: ClassVar[Mapping[str, Any]] = {**DeepseekV3Config.fixed, "first_k_dense_replace": 1}
+
+    rms_norm_eps: float = 1e-5
+    q_lora_rank: int | None = 768
+    qk_nope_head_dim: int = 192
+    v_head_dim: int = 256
+    moe_intermediate_size: int = 1536
+    n_routed_experts: int = 64
+    num_experts_per_tok: int = 4
+    routed_scaling_factor: float = 1.8
+    first_k_dense_replace: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "glm4_moe_lite-tiny": shape(64, 96, 4, 4)
+    | {"vocab_size": 512, "max_position_embeddings": 1024, "q_lora_rank": 48, "kv_lora_rank": 32}
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    | {"moe_intermediate_size": 32, "n_routed_experts": 16},
+    "glm-4.7-flash": shape(2048, 10240, 47, 20)
+    | {"vocab_size": 154880, "max_position_embeddings": 202752}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+}
+
+PARAMETERS: Mapping[str, int] = {}

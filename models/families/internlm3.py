@@ -1,0 +1,48 @@
+"""InternLM3 8B (InternLM Team 2025): LLaMA, whose class transformers takes, with one field for all biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.decoder_config import shape
+from megacore.models.families.llama import LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternLM3Config(LlamaConfig):
+    family: ClassVar[str] = "internlm3"
+    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
+    spellings: ClassVar[Mapping[str, str]] = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 128}
+
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 2
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        # The class takes no other: a multiple of the heads.
+        drawn["hidden_size"] = drawn["num_attention_heads"] * rng.choice((3, 5))
+        return drawn | {"mlp_bias": drawn["attention_bias"]}
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.attention_bias != self.mlp_bias:
+            found.append(
+                f"qkv_bias is {self.attention_bias}, and bias is {self.mlp_bias}: the class takes one for both"
+            )
+        return found
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "internlm3-tiny": shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
+    "internlm3-8b": shape(4096, 10240, 48, 32)
+    | {"vocab_size": 128512, "max_position_embeddings": 32768}
+    | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e7, "factor": 6.0}},
+}
+
+PARAMETERS: Mapping[str, int] = {}

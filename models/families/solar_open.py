@@ -1,0 +1,54 @@
+"""Solar Open 100B (Upstage 2025): experts in every layer, chosen as DeepSeek-V3's are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import SigmoidConfig
+from megacore.models.rope_config import Convention
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolarOpenConfig(SigmoidConfig):
+    family: ClassVar[str] = "solar_open"
+    architecture: ClassVar[str] = "SolarOpenForCausalLM"
+    fixed: ClassVar[Mapping[str, Any]] = {"first_k_dense_replace": 0, "use_qk_norm": False}
+    # No layer is without experts: the size of such a network is of nothing.
+    derived: ClassVar[frozenset[str]] = frozenset({"intermediate_size"})
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
+    axes: ClassVar[Mapping[str, str]] = {axis: name for axis, name in SigmoidConfig.axes.items() if axis != "mlp"}
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
+
+    intermediate_size: int = 0
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    moe_intermediate_size: int = 1280
+    n_routed_experts: int = 128
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 0
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            self.experts(t),
+            tied=self.tie_word_embeddings,
+        )
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "solar_open-tiny": shape(64, 0, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    | {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    "solar-open-100b": shape(4096, 0, 48, 64) | {"vocab_size": 196608, "max_position_embeddings": 131072},
+}
+
+PARAMETERS: Mapping[str, int] = {}

@@ -1,0 +1,121 @@
+"""The config of families with latent attention, as DeepSeek-V2 has it (arXiv 2405.04434). No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models import rope_config
+from megacore.models.anatomy import Anatomy
+from megacore.models.config import positive
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.rope_config import YarnRope
+from megacore.models.weight_rows import Rows, Table
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "qk_head_dim"})
+    axes: ClassVar[Mapping[str, str]] = {
+        **DecoderConfig.axes,
+        "head": "qk_head_dim",
+        "rest": "qk_nope_head_dim",
+        "value": "v_head_dim",
+        "kv_latent": "kv_lora_rank",
+    }
+
+    qk_head_dim: int
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    q_lora_rank: int | None = 1536
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        latent = {} if self.q_lora_rank is None else {"q_latent": self.q_lora_rank}
+        return {**super().sizes, **latent, "two": 2, "half": self.qk_rope_head_dim // 2}
+
+    @property
+    def pairs(self) -> bool:
+        """Whether dimensions 2 i and 2 i + 1 turn together on disk."""
+        return True
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        return super().anatomy_of(rotary_head=self.qk_rope_head_dim, attention_scale=_scale(self), **own)
+
+    def network(self, t: Table) -> Rows:
+        """Return the rows of the feed-forward networks."""
+        return t.gated_mlp()
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.latent_attention(latent_queries=self.q_lora_rank is not None, bias=self.attention_bias, pairs=self.pairs),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            self.network(t),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        still, rotary = rng.choice((2, 6)), rng.choice((4, 6, 8))
+        rope = rope_config.draw(rng, rotary, positions, cls.rope_convention)
+        if rope["rope_type"] == "yarn":
+            # Of which the first is of the rotation, and the second of the scores as well.
+            rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": rng.choice((0.7, 1.3))}
+        return drawn | {
+            "num_key_value_heads": drawn["num_attention_heads"],
+            "q_lora_rank": rng.choice((None, 6, 9)),
+            "kv_lora_rank": rng.choice((6, 8)),
+            "qk_nope_head_dim": still,
+            "qk_rope_head_dim": rotary,
+            "v_head_dim": rng.choice((3, 5, still + rotary)),
+            "rope_parameters": rope,
+        }
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.q_lora_rank is not None:
+            found += positive(self, "q_lora_rank")
+        if self.num_key_value_heads != self.num_attention_heads:
+            found.append(
+                f"num_key_value_heads is {self.num_key_value_heads}: every head has keys and values of its own, "
+                f"so it must be num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.v_head_dim > self.qk_head_dim:
+            found.append(
+                f"v_head_dim is {self.v_head_dim}: it may be up to {self.qk_head_dim}, qk_nope_head_dim + "
+                "qk_rope_head_dim"
+            )
+        return found
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        rotary, still = (
+            values.setdefault(name, getattr(cls, name)) for name in ("qk_rope_head_dim", "qk_nope_head_dim")
+        )
+        if isinstance(rotary, int) and isinstance(still, int):
+            values["head_dim"], values["qk_head_dim"] = rotary, rotary + still
+        if values.get("num_key_value_heads") is None:
+            values["num_key_value_heads"] = values.get("num_attention_heads")
+        return []
+
+
+def _scale(config: LatentConfig) -> float | None:
+    """Return the scale of scores, of which yarn's ``mscale_all_dim`` is a part."""
+    rope = config.rope_parameters
+    if not isinstance(rope, YarnRope) or not rope.mscale_all_dim or rope.factor <= 1:
+        return None
+    factor = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    return config.qk_head_dim**-0.5 * factor * factor
