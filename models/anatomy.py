@@ -61,6 +61,8 @@ class Anatomy:
         norm_eps: Added to the mean square or the variance.
         latent_norm_eps: The same of the norms of latents.
         norm_offset: Added to the weights of norms, in fp32 at least.
+        norms_after_rope: Whether heads are normalised after they have rotated, not before.
+        plain_norms: Those norms without weights that there are, by the names that their weights would have.
         activation: That of the feed-forward network, by Hugging Face's name; of a gated one also another of
             :data:`GATES`.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
@@ -76,6 +78,7 @@ class Anatomy:
         attention_dropout: Probability of dropping an attention weight.
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.
+        position_offset: The row of the learned positions where a sequence begins.
         padding_idx: The token whose embedding gets no gradient from being looked up.
         routing: The rule by which experts are chosen, where layers have some.
     """
@@ -87,6 +90,8 @@ class Anatomy:
     norm_eps: float
     latent_norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    norms_after_rope: bool = False
+    plain_norms: frozenset[str] = frozenset()
     activation: str = "silu"
     parallel: bool = False
     attention_scale: float | None = None
@@ -100,6 +105,7 @@ class Anatomy:
     attention_dropout: float = 0.0
     branch_dropout: float = 0.0
     embedding_dropout: float = 0.0
+    position_offset: int = 0
     padding_idx: int | None = None
     routing: Routing | None = None
 

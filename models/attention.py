@@ -72,9 +72,9 @@ class MultiHeadAttention(Attention):
 
     Args:
         parameters, name, rope, scoring: Those of :class:`Attention`; the prefix is also that of ``.qkv``.
-        norms: The norms of queries and of keys, [tokens, heads, head] -> same, before they rotate; None: there are
-            none.
+        norms: The norms of queries and of keys, [tokens, heads, head] -> same; None: there are none.
         limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
+        norms_after_rope: Whether those norms are of heads that have rotated.
     """
 
     def __init__(
@@ -85,13 +85,14 @@ class MultiHeadAttention(Attention):
         scoring: Scoring,
         norms: Sequence[nn.Module] | None = None,
         limit: float | None = None,
+        norms_after_rope: bool = False,
     ) -> None:
         shard = parameters.shards[f"{name}.qkv.weight"]
         rows, head = shard.shape[0], shard.sizes["head"]
         kv = shard.piece("v").numel // shard.sizes["embed"] // head
         heads = rows // head - 2 * kv
         super().__init__(parameters, name, rope, scoring, heads=heads, kv=kv, head=head, value=head)
-        self.limit = limit
+        self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")
         self.norms = None if norms is None else nn.ModuleList(norms)
         self._split_and_rotate = kernels.split_and_rotate(parameters.mesh.device)
@@ -101,11 +102,16 @@ class MultiHeadAttention(Attention):
         if self.norms is None and self.limit is None and rotation is not None:
             return self._split_and_rotate(qkv, *rotation, self.heads, self.kv)
         q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
-        if self.norms is not None:
-            of_queries, of_keys = self.norms
-            q, k = of_queries(q), of_keys(k)
+        if not self.norms_after_rope:
+            q, k = self._normalised(q, k)
         if self.limit is not None:
             q, k, v = (x.clamp(-self.limit, self.limit) for x in (q, k, v))
         if rotation is not None:
             q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)
-        return q, k, v
+        return (*self._normalised(q, k), v) if self.norms_after_rope else (q, k, v)
+
+    def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.norms is None:
+            return q, k
+        of_queries, of_keys = self.norms
+        return of_queries(q), of_keys(k)

@@ -14,7 +14,7 @@ from megacore.parallel.enum_errors import check_choice
 from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.layers.chunked import in_chunks
 from megacore.parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from megacore.parallel.layers.norm import LayerNorm, RMSNorm
+from megacore.parallel.layers.norm import LayerNorm, PlainNorm, RMSNorm
 from megacore.parallel.parameters import Parameters
 
 
@@ -121,7 +121,7 @@ def activation_after(parameters: Parameters, name: str, activation: str) -> Acti
     return Activation(kernels.gated(function, parameters.mesh.device) if is_gated else FUNCTIONS[function].of)
 
 
-CHEAP = (RMSNorm, LayerNorm, Activation)
+CHEAP = (RMSNorm, LayerNorm, PlainNorm, Activation)
 """Modules whose outputs take less to compute again than to keep."""
 
 

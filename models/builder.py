@@ -39,7 +39,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         norms = {
             place: norm(anatomy, p, f"{name}.{place}")
             for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
-            if f"{name}.{place}.weight" in p
+            if f"{name}.{place}.weight" in p or place in anatomy.plain_norms
         }
         kind = ParallelBlock if anatomy.parallel else Block
         branches = attend(anatomy, p, layer), feed(anatomy, p, layer)
@@ -47,7 +47,15 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
     def embedding() -> nn.Module:
         if "positions.weight" in p:
-            return PositionEmbedding(p, "embed.weight", "positions.weight", vocab, anatomy.embedding_dropout)
+            return PositionEmbedding(
+                p,
+                "embed.weight",
+                "positions.weight",
+                vocab,
+                anatomy.padding_idx,
+                anatomy.position_offset,
+                anatomy.embedding_dropout,
+            )
         return TokenEmbedding(
             p,
             "embed.weight",
@@ -98,10 +106,10 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
         return LatentAttention(parameters, name, own.rope, scoring, of_latent)
     norms = (
         [norm(anatomy, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
-        if (f"{name}.q_norm.weight" in parameters)
+        if f"{name}.q_norm.weight" in parameters or "attn.q_norm" in anatomy.plain_norms
         else None
     )
-    return MultiHeadAttention(parameters, name, own.rope, scoring, norms, anatomy.qkv_limit)
+    return MultiHeadAttention(parameters, name, own.rope, scoring, norms, anatomy.qkv_limit, anatomy.norms_after_rope)
 
 
 def feed(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
@@ -120,12 +128,15 @@ def norm(anatomy: Anatomy, parameters: Parameters, name: str, eps: float | None 
     """Return the norm of ``name.weight`` and, where it is declared, ``name.bias``; ``eps`` where it is not that of all
     norms.
 
-    One whose weights are those of ``(heads head)`` in one dimension is taken over the heads of all tp ranks.
+    One that has no weight is of ``anatomy.plain_norms``. One whose weights are those of ``(heads head)`` in one
+    dimension is taken over the heads of all tp ranks.
     """
-    from megacore.parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
+    from megacore.parallel.layers.norm import LayerNorm, PlainNorm, RMSNorm, SplitRMSNorm
 
-    mesh, weight = parameters.mesh, parameters[f"{name}.weight"]
     eps = anatomy.norm_eps if eps is None else eps
+    if f"{name}.weight" not in parameters:
+        return PlainNorm(anatomy.norm, eps)
+    mesh, weight = parameters.mesh, parameters[f"{name}.weight"]
     sentence = parameters.shards[f"{name}.weight"].param.sentence
     if len(sentence.dims) == 1 and len(sentence.axes) > 1:
         return SplitRMSNorm(weight, eps, mesh)

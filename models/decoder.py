@@ -131,18 +131,36 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """microbatch -> [tokens/tp, embed]: tokens plus learned positions, each rank's own."""
+    """microbatch -> [tokens/tp, embed]: tokens plus learned positions, each rank's own.
 
-    def __init__(self, parameters: Parameters, tokens: str, positions: str, vocab: int, dropout: float) -> None:
+    Args:
+        parameters: This rank's.
+        tokens, positions: The names of the two tables.
+        vocab: Size of the vocabulary without padding.
+        padding_idx: The token whose embedding gets no gradient from being looked up.
+        offset: The row of the positions where a sequence begins.
+        dropout: Probability of dropping an element of the sum.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        tokens: str,
+        positions: str,
+        vocab: int,
+        padding_idx: int | None,
+        offset: int,
+        dropout: float,
+    ) -> None:
         super().__init__()
-        self.tokens = VocabParallelEmbedding.of(parameters[tokens], vocab, parameters.mesh)
-        self.positions = parameters[positions]
+        self.tokens = VocabParallelEmbedding.of(parameters[tokens], vocab, parameters.mesh, padding_idx)
+        self.positions, self.offset = parameters[positions], offset
         self.dropout = nn.Dropout(dropout)
         self.group = parameters.mesh.tp
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         own = microbatch.positions.chunk(self.group.size)[self.group.index]
-        return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own, self.positions))
+        return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own + self.offset, self.positions))
 
 
 class Head(nn.Module):

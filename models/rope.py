@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.models.rope_config import (
+    AlphaRope,
     DefaultRope,
     DynamicRope,
     LinearRope,
@@ -43,6 +44,9 @@ def inverse_frequencies(rope: Rope, head_dim: int, sequence_length: int) -> tupl
             return 1.0 / _positions_per_radian(rope.rope_theta, dims), 1.0
         case LinearRope():
             return 1.0 / _positions_per_radian(rope.rope_theta, dims) / rope.factor, 1.0
+        case AlphaRope():
+            base = rope.rope_theta * rope.alpha ** (dims / (dims - 2))
+            return 1.0 / _positions_per_radian(base, dims), 1.0
         case DynamicRope():
             return 1.0 / _positions_per_radian(_dynamic_base(rope, dims, sequence_length), dims), 1.0
         case YarnRope():

@@ -104,6 +104,27 @@ class DynamicRope(Rope):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AlphaRope(Rope):
+    """NTK-aware scaling of the base by a number, ``alpha``, which Hunyuan's files say as "dynamic". Its other numbers
+    are of the files, and of no meaning."""
+
+    rope_type = "dynamic"
+
+    alpha: float
+    factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def problems(self, head_dim: int) -> list[str]:
+        found = super().problems(head_dim) + _outside(self, "alpha", above=0)
+        if not found and self.turning(head_dim) < 4:
+            found.append(f"head_dim {head_dim} is too small for alpha: choose 4 or more")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
     """YaRN (Peng et al. 2023, arXiv 2309.00071): interpolates the slow dimensions, keeps the fast ones, ramps between.
 
@@ -235,6 +256,7 @@ class Convention:
         pairs: Whether the family's class takes a part of a head as it stands, which then must be even; the others take
             one dimension more where it is odd.
         rope_types: Types by other names, {"su": "longrope"} (Phi-3).
+        own_types: Types that mean something else in this family (Hunyuan).
     """
 
     rope_theta: float = 10000.0
@@ -246,6 +268,7 @@ class Convention:
     scaled: bool = True
     pairs: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
+    own_types: Mapping[str, type[Rope]] = field(default_factory=dict)
 
     @property
     def beside(self) -> dict[str, str]:
@@ -282,7 +305,7 @@ def from_hugging_face(config: Mapping[str, Any], convention: Convention = PLAIN)
     if isinstance(rope_type, str):
         rope_type = convention.rope_types.get(rope_type, rope_type)
     check_choice("rope_type", rope_type, ROPE_TYPES)
-    kind = ROPE_TYPES[rope_type]
+    kind = convention.own_types.get(rope_type, ROPE_TYPES[rope_type])
     stored = convention.stored(kind)
 
     length = config.get("max_position_embeddings")

@@ -243,14 +243,14 @@ class Table:
         head: str = "lm_head",
         head_bias: bool = False,
     ) -> Rows:
-        """Return the whole table: the embedding, the rows of a block, the final norm, and the head unless it is
-        tied."""
+        """Return the whole table: the embedding, the rows of a block, the final norm unless it has no name, and the
+        head unless it is tied."""
         last_norm = Param("norm.weight", "embed", f"{norm}.weight", at="last", mean=self.norm_mean)
         return (
             Param("embed.weight", "vocab embed", f"{embed}.weight", at="first last" if tied else "first", std=self.std),
             *(param for rows in block for param in rows),
-            last_norm,
-            *([Param("norm.bias", "embed", f"{norm}.bias", at="last")] if self.norm_bias else []),
+            *([last_norm] if norm else []),
+            *([Param("norm.bias", "embed", f"{norm}.bias", at="last")] if norm and self.norm_bias else []),
             *([] if tied else [Param("head.weight", "vocab embed", f"{head}.weight", at="last", std=self.std)]),
             *([Param("head.bias", "vocab", f"{head}.bias", at="last")] if head_bias else []),
         )

@@ -83,7 +83,7 @@ def _of_table(schema: Schema) -> Iterator[str]:
     names = {param.name.removeprefix("layers.{layer}."): param for param in schema.params}
     if min(schema.sizes.get(axis, schema.sizes["heads"]) for axis in ("kv", "groups")) < schema.sizes["heads"]:
         yield "shared keys and values"
-    if "attn_norm.weight" not in names:
+    if "attn_norm.weight" not in names and "attn_out_norm.weight" in names:
         yield "norms after the branches"
     elif "attn_out_norm.weight" in names:
         yield "norms before and after the branches"
@@ -117,6 +117,10 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
         limited = f" out of {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
         sigmoid = " by sigmoids" if routing.score == "sigmoid" else ""
         yield f"top {routing.top_k} of {routing.experts} experts{limited}{sigmoid}"
+    if anatomy.plain_norms:
+        yield "norms without weights"
+    if anatomy.norms_after_rope:
+        yield "norms of heads after the rope"
     if anatomy.norm_offset:
         yield f"norms of {anatomy.norm_offset:g} + w"
     if anatomy.activation != "silu":

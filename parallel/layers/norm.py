@@ -10,9 +10,10 @@ weight's dtype, where bf16 has no room for what was learned. In fp32 and wider t
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -86,6 +87,23 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.bias, self.eps)
+
+
+class PlainNorm(nn.Module):
+    """Norm of the last dimension without a weight (OLMo). x: [..., n] -> same, in fp32 at least.
+
+    Args:
+        kind: Root mean square norm, or layer norm.
+        eps: Added to the mean square or the variance.
+    """
+
+    def __init__(self, kind: Literal["rms", "layer"], eps: float) -> None:
+        super().__init__()
+        self.norm, self.eps = F.rms_norm if kind == "rms" else F.layer_norm, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(_wide(x), x.shape[-1:], eps=self.eps)
+        return y.to(x.dtype)
 
 
 class SplitRMSNorm(nn.Module):

@@ -74,7 +74,7 @@ def theirs_of(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     for module in model.modules():
         # Rotary frequencies are rounded to float32, here and there.
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.float())
+            setattr(module, name, buffer.float() if buffer.is_floating_point() else buffer)
     with torch.no_grad():
         for buffer in saved_buffers(model).values():
             buffer.normal_(0.0, 0.3)

@@ -1,0 +1,133 @@
+"""GPT-Neo (Black et al. 2021): GPT-2 of which every other layer has a window, and whose scores are not scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
+from megacore.models.config import positive, probabilities
+from megacore.models.decoder_config import shape
+from megacore.models.learned_positions import LearnedPositionsConfig
+from megacore.models.weight_rows import HEADS, QKV_EACH
+from megacore.parallel import limits
+from megacore.parallel.weights.schema import Param
+
+_KINDS = {"global": FULL, "local": SLIDING}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptNeoConfig(LearnedPositionsConfig):
+    family: ClassVar[str] = "gpt_neo"
+    architecture: ClassVar[str] = "GPTNeoForCausalLM"
+    eps: ClassVar[str] = "layer_norm_epsilon"
+    base_model_prefix: ClassVar[str] = "transformer"
+    tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
+    positions: ClassVar[str] = "transformer.wpe"
+    # The causal mask and its fill value.
+    ignored: ClassVar[tuple[str, ...]] = tuple(
+        f"transformer.h.{{layer}}.attn.attention.{name}" for name in ("bias", "masked_bias")
+    )
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {"classifier_dropout", "gradient_checkpointing", "pad_token_id"}
+        | {f"summary_{of}" for of in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")}
+    )
+    saved: ClassVar[Mapping[str, str]] = {
+        "hidden_act": "activation_function",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+    }
+
+    hidden_act: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = True
+    resid_dropout: float = 0.0
+    embed_dropout: float = 0.0
+    window_size: int = 256
+    attention_layers: tuple[str, ...]
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(
+            layers=by_kind([_KINDS[kind] for kind in self.attention_layers], self.window_size),
+            attention_scale=1.0,
+            branch_dropout=self.resid_dropout,
+            embedding_dropout=self.embed_dropout,
+            padding_idx=None,
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        t, attention = self.table(layer="transformer.h.{layer}", norm_bias=True), "attn.attention"
+        rows = t.model(
+            t.norm("attn_norm", "ln_1"),
+            t.linear("attn.qkv", QKV_EACH, "embed", f"{attention}.{{q,k,v}}_proj"),
+            t.linear("attn.out", "embed", HEADS, f"{attention}.out_proj", bias=True, ends=True),
+            t.norm("mlp_norm", "ln_2"),
+            t.plain_mlp("c_fc", "c_proj", bias=True),
+            tied=self.tie_word_embeddings,
+            embed="transformer.wte",
+            norm="transformer.ln_f",
+        )
+        return self.with_positions(rows)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        drawn |= {"window_size": rng.choice((2, 3, positions)), "intermediate_size": rng.choice((None, 14, 31))}
+        drawn |= {"attention_types": _types([rng.choice((*_KINDS,)) for _ in range(layers)])}
+        return {cls.saved.get(name, name): value for name, value in drawn.items()}
+
+    def problems(self) -> list[str]:
+        found = super().problems() + positive(self, "window_size")
+        found += probabilities(self, "resid_dropout", "embed_dropout")
+        if unknown := sorted({*self.attention_layers} - _KINDS.keys()):
+            found.append(f"attention_types names {', '.join(unknown)}: only {', '.join(_KINDS)} are supported")
+        if len(self.attention_layers) != self.num_hidden_layers:
+            found.append(
+                f"attention_types names {len(self.attention_layers)} layers, and num_layers is "
+                f"{self.num_hidden_layers}: give as many"
+            )
+        return found
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        values, problems = super()._read(config)
+        types = config.get("attention_types") or [[["global", "local"], 12]]
+        try:
+            if sum(len(kinds) * times for kinds, times in types) > limits.LAYERS:
+                raise ValueError
+            values["attention_layers"] = tuple(str(kind) for kinds, times in types for kind in [*kinds] * times)
+        except (TypeError, ValueError):
+            problems.append(f"attention_types is {types!r}: it must be pairs of kinds and how many times they come")
+        if values.get("intermediate_size") is None and isinstance(values.get("hidden_size"), int):
+            values["intermediate_size"] = 4 * values["hidden_size"]
+        return values, problems
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return {*super()._consumed(), "attention_types"}
+
+    def _write(self) -> dict[str, Any]:
+        return super()._write() | {"attention_types": _types([*self.attention_layers])}
+
+
+def _types(kinds: list[str]) -> list[Any]:
+    """Return the ``attention_types`` of the layers: what repeats, and how many times."""
+    layers = len(kinds)
+    every = next(n for n in range(1, layers + 1) if layers % n == 0 and kinds == kinds[:n] * (layers // n))
+    return [[kinds[:every], layers // every]]
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gpt_neo-tiny": shape(64, 256, 4, 4)
+    | {"vocab_size": 512, "max_position_embeddings": 512, "attention_types": [[["global", "local"], 2]]},
+    "gpt-neo-125m": shape(768, 3072, 12, 12)
+    | {"vocab_size": 50257, "max_position_embeddings": 2048, "attention_types": [[["global", "local"], 6]]},
+    "gpt-neo-1.3b": shape(2048, 8192, 24, 16) | {"vocab_size": 50257, "max_position_embeddings": 2048},
+    "gpt-neo-2.7b": shape(2560, 10240, 32, 20)
+    | {"vocab_size": 50257, "max_position_embeddings": 2048, "attention_types": [[["global", "local"], 16]]},
+}
+
+PARAMETERS: Mapping[str, int] = {}

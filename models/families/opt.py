@@ -1,0 +1,98 @@
+"""OPT 125M to 66B (Zhang et al. 2022, arXiv 2205.01068): GPT-2 with relus, and two rows before the first position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import Anatomy
+from megacore.models.config import probabilities
+from megacore.models.decoder_config import shape
+from megacore.models.learned_positions import LearnedPositionsConfig
+from megacore.models.weight_rows import HEADS, QKV_EACH
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptConfig(LearnedPositionsConfig):
+    family: ClassVar[str] = "opt"
+    architecture: ClassVar[str] = "OPTForCausalLM"
+    eps: ClassVar[str] = "norm_eps"
+    norm_eps: ClassVar[float] = 1e-5
+    tied: ClassVar[tuple[str, str]] = ("model.decoder.embed_tokens.weight", "lm_head.weight")
+    positions: ClassVar[str] = "model.decoder.embed_positions"
+    saved: ClassVar[Mapping[str, str]] = {
+        "hidden_act": "activation_function",
+        "initializer_range": "init_std",
+        "intermediate_size": "ffn_dim",
+    }
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "_remove_final_layer_norm": False,
+        "do_layer_norm_before": True,
+        "layer_norm_elementwise_affine": True,
+        "layerdrop": 0.0,
+    }
+
+    hidden_act: str = "relu"
+    pad_token_id: int | None = 1
+    tie_word_embeddings: bool = True
+    dropout: float = 0.1
+    enable_bias: bool = True
+    word_embed_proj_dim: int
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, "position": self.max_position_embeddings + 2}
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(branch_dropout=self.dropout, position_offset=2)
+
+    def params(self) -> tuple[Param, ...]:
+        t, bias = self.table(layer="model.decoder.layers.{layer}", norm_bias=True), self.enable_bias
+        rows = t.model(
+            t.norm("attn_norm", "self_attn_layer_norm"),
+            t.linear("attn.qkv", QKV_EACH, "embed", "self_attn.{q,k,v}_proj", bias=bias),
+            t.linear("attn.out", "embed", HEADS, "self_attn.out_proj", bias=bias, ends=True),
+            t.norm("mlp_norm", "final_layer_norm"),
+            t.linear("mlp.up", "mlp", "embed", "fc1", bias=bias),
+            t.linear("mlp.down", "embed", "mlp", "fc2", bias=bias, ends=True),
+            tied=self.tie_word_embeddings,
+            embed="model.decoder.embed_tokens",
+            norm="model.decoder.final_layer_norm",
+        )
+        return self.with_positions(rows)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return {cls.saved.get(name, name): value for name, value in drawn.items()} | {"dropout": 0.0}
+
+    def problems(self) -> list[str]:
+        found = super().problems() + probabilities(self, "dropout")
+        if self.word_embed_proj_dim != self.hidden_size:
+            found.append(
+                f"word_embed_proj_dim is {self.word_embed_proj_dim}: it must be hidden_size, {self.hidden_size}"
+            )
+        return found
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        if values.get("word_embed_proj_dim") is None and "hidden_size" in values:
+            values["word_embed_proj_dim"] = values["hidden_size"]
+        return super()._derive(values)
+
+
+_EACH = {"vocab_size": 50272, "max_position_embeddings": 2048}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "opt-tiny": shape(64, 256, 4, 4) | {"vocab_size": 512, "max_position_embeddings": 512},
+    "opt-125m": _EACH | shape(768, 3072, 12, 12),
+    "opt-1.3b": _EACH | shape(2048, 8192, 24, 32),
+    "opt-6.7b": _EACH | shape(4096, 16384, 32, 32),
+    "opt-66b": _EACH | shape(9216, 36864, 64, 72),
+}
+
+PARAMETERS: Mapping[str, int] = {}

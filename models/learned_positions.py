@@ -1,0 +1,46 @@
+"""The config of families with learned positions and no rope, whose heads share no keys and values. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.weight_rows import Rows
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedPositionsConfig(DecoderConfig):
+    """Fields carry their Hugging Face names, or those of ``saved``."""
+
+    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads", "rope_parameters"})
+    axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "position": "max_position_embeddings"}
+    # Hugging Face's name of the positions.
+    positions: ClassVar[str]
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        made = super().anatomy_of(norm="layer", **own)
+        return replace(made, ropes={}, layers=tuple(replace(layer, rope=None) for layer in made.layers))
+
+    def with_positions(self, rows: Rows) -> Rows:
+        """Return a table with the positions behind the embedding of tokens."""
+        embed, *others = rows
+        weight = Param("positions.weight", "position embed", f"{self.positions}.weight", std=self.initializer_range)
+        return embed, weight, *others
+
+    def rope_problems(self) -> list[str]:
+        return []
+
+    @classmethod
+    def _read_ropes(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def readable(cls) -> set[str]:
+        return super().readable() - cls.rope_convention.keys
+
+    def _write(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._write().items() if name not in self.rope_convention.keys}
