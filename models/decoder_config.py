@@ -65,6 +65,9 @@ class DecoderConfig(ModelConfig):
     attention_dropout: float = 0.0
     rope_parameters: Rope = field(default_factory=DefaultRope)
 
+    def __post_init__(self) -> None:
+        """Fill in what a null stands for."""
+
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         heads, head_dim = tp * rng.choice((1, 2, 3)), rng.choice((4, 6, 8))

@@ -221,6 +221,7 @@ class TypedLayersConfig(SigmoidConfig):
                 "dense" if layer < self.first_k_dense_replace else "sparse" for layer in range(self.num_hidden_layers)
             )
             object.__setattr__(self, "mlp_layer_types", tuple(kinds))
+        super().__post_init__()
 
     @property
     def sparse_layers(self) -> list[int]:

@@ -28,6 +28,7 @@ class WindowedConfig(DecoderConfig):
         if self.layer_types is None and self.num_hidden_layers <= limits.LAYERS:
             kinds = (SLIDING if self.slides(layer) else FULL for layer in range(self.num_hidden_layers))
             object.__setattr__(self, "layer_types", tuple(kinds))
+        super().__post_init__()
 
     @abstractmethod
     def slides(self, layer: int) -> bool:

@@ -49,6 +49,7 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
     def __post_init__(self) -> None:
         if self.moe_layer_end_index == -1:
             object.__setattr__(self, "moe_layer_end_index", self.num_hidden_layers - 1)
+        super().__post_init__()
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -385,7 +385,7 @@ def test_flops_per_token_against_a_formula_by_hand(preset: str) -> None:
         assert flops_per_token(config, sequence) == by_hand(config.to_hugging_face(), sequence)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(7)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:

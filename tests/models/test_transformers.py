@@ -112,7 +112,7 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
     assert error <= TOLERANCE, f"{what} is off by {error:.1e}"
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(7)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_logits_and_gradients(name: str, seed: int) -> None:
     same_numbers(name, of_transformers(section(name, seed)), seed)
