@@ -124,6 +124,8 @@ class ModelConfig(ABC):
     fixed: ClassVar[Mapping[str, Any]] = {}
     # What is said of all that is written, whatever was read.
     written: ClassVar[Mapping[str, Any]] = {}
+    # {a field: the name that transformers saves it by, where that is another}
+    saved: ClassVar[Mapping[str, str]] = {}
     # Hugging Face's tensors: what their names start with (and a dot), unless the base model was saved by itself; the
     # embedding and the head, which are one tensor where they are tied; what older versions left that is no weight.
     base_model_prefix: ClassVar[str]
@@ -207,9 +209,9 @@ class ModelConfig(ABC):
         for name in cls.unknown(config):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-        problems += [f"field {name!r} is missing" for name in missing if name not in values]
+        problems += [f"field {cls.saved.get(name, name)!r} is missing" for name in missing if name not in values]
         problems += [
-            f"{field.name} is {values[field.name]!r}, which is not of type {field.type}"
+            f"{cls.saved.get(field.name, field.name)} is {values[field.name]!r}, which is not of type {field.type}"
             for field in fields(cls)
             if field.name in values and not _is_of(values[field.name], str(field.type))
         ]

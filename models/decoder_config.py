@@ -45,8 +45,6 @@ class DecoderConfig(ModelConfig):
     defaults: ClassVar[Mapping[str, Any]] = {}
     # {another name that a file may have for a field: the field}
     spellings: ClassVar[Mapping[str, str]] = {}
-    # {a field: the name that transformers saves it by, where that is another}
-    saved: ClassVar[Mapping[str, str]] = {}
     # The field that holds what norms add.
     eps: ClassVar[str] = "rms_norm_eps"
     # How its config.json says a rope.

@@ -111,7 +111,7 @@ class AlphaRope(Rope):
     rope_type = "dynamic"
 
     alpha: float
-    factor: float | None = None
+    factor: float
     beta_fast: float | None = None
     beta_slow: float | None = None
     mscale: float | None = None

@@ -94,6 +94,8 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     wide = {"hidden_size": 32} if convention.partial_rotary_factor == 0.25 else {}
     # Of latents each head has keys and values of its own.
     own = {"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in known else {}
+    # Which layers have windows, GPT-Neo says of all.
+    own |= {"attention_types": [[["local"], fields.get("num_hidden_layers", SMALL["num_hidden_layers"])]]}
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
 

@@ -60,4 +60,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"dots.llm1": 142_774_373_888}

@@ -61,4 +61,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 103424, "max_position_embeddings": 131072, "head_dim": 128},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"ernie-4.5-0.3b": 360_748_032}

@@ -106,4 +106,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"tie_word_embeddings": False},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"ernie-4.5-21b-a3b": 21_825_436_160, "ernie-4.5-300b-a47b": 299_484_160_000}

@@ -58,4 +58,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"k-exaone-236b-a23b": 236_571_150_336}

@@ -53,4 +53,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "flexolmo-7x7b": shape(4096, 11008, 32, 32) | {"vocab_size": 100352, "max_position_embeddings": 4096},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"flexolmo-7x7b": 33_270_665_216}

@@ -58,4 +58,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"glm-4.5-air": 106_852_245_504, "glm-4.5": 352_797_814_784}

@@ -41,4 +41,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"glm-4.7-flash": 29_943_390_976}

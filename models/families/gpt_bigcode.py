@@ -60,4 +60,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"n_inner": 24576},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"santacoder": 1_124_886_528, "starcoder": 15_517_456_384}

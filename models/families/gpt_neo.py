@@ -76,7 +76,7 @@ class GptNeoConfig(LearnedPositionsConfig):
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         drawn |= {"window_size": rng.choice((2, 3, positions)), "intermediate_size": rng.choice((None, 14, 31))}
-        drawn |= {"attention_types": _types([rng.choice((*_KINDS,)) for _ in range(layers)])}
+        drawn |= {"attention_types": [[[rng.choice((*_KINDS,))], 1] for _ in range(layers)]}
         return {cls.saved.get(name, name): value for name, value in drawn.items()}
 
     def problems(self) -> list[str]:
@@ -114,10 +114,10 @@ class GptNeoConfig(LearnedPositionsConfig):
 
 
 def _types(kinds: list[str]) -> list[Any]:
-    """Return the ``attention_types`` of the layers: what repeats, and how many times."""
+    """Return the ``attention_types`` of the layers: what repeats, and how many times; or each layer by itself."""
     layers = len(kinds)
     every = next(n for n in range(1, layers + 1) if layers % n == 0 and kinds == kinds[:n] * (layers // n))
-    return [[kinds[:every], layers // every]]
+    return [[[kind], 1] for kind in kinds] if every == layers else [[kinds[:every], layers // every]]
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -130,4 +130,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 50257, "max_position_embeddings": 2048, "attention_types": [[["global", "local"], 16]]},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {
+    "gpt-neo-125m": 125_198_592,
+    "gpt-neo-1.3b": 1_315_575_808,
+    "gpt-neo-2.7b": 2_651_307_520,
+}

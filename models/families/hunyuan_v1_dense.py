@@ -55,7 +55,7 @@ class HunYuanDenseV1Config(DecoderConfig):
         return drawn
 
 
-_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0}
+_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_dense-tiny": shape(64, 176, 4, 4)
@@ -65,4 +65,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"tie_word_embeddings": True, "rope_parameters": _ROPE},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"hunyuan-7b": 7_504_568_320}

@@ -55,7 +55,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "hunyuan-a13b": shape(4096, 3072, 32, 32)
     | {"vocab_size": 128167, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}
     | {"num_experts": 64, "moe_topk": 8, "tie_word_embeddings": True}
-    | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0}},
+    | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"hunyuan-a13b": 80_393_183_232}

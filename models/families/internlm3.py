@@ -45,4 +45,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e7, "factor": 6.0}},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"internlm3-8b": 8_804_241_408}

@@ -54,4 +54,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "jais-2-8b": _JAIS2 | shape(3328, 26624, 32, 26),
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"jais-2-8b": 8_090_401_280}

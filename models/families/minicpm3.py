@@ -74,4 +74,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "minicpm3-4b": shape(2560, 6400, 62, 40) | {"vocab_size": 73448, "max_position_embeddings": 32768},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"minicpm3-4b": 4_073_875_968}

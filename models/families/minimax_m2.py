@@ -96,4 +96,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 200064, "head_dim": 128, "rotary_dim": 64, "max_position_embeddings": 196608},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"minimax-m2": 228_689_748_992}

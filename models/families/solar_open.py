@@ -51,4 +51,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "solar-open-100b": shape(4096, 0, 48, 64) | {"vocab_size": 196608, "max_position_embeddings": 131072},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"solar-open-100b": 102_651_793_408}

@@ -28,4 +28,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 256000, "num_key_value_heads": 1, "max_position_embeddings": 1024, "sliding_window": 512},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"vaultgemma-1b": 992_734_848}

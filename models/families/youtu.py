@@ -40,4 +40,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1.6e6}},
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"youtu-llm-2b": 1_961_560_064}

@@ -116,7 +116,7 @@ def test_their_config_comes_and_goes(case: str) -> None:
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id"))  # which nobody knows
     if ours.family in NULL_ENDS:
         fields |= {token: getattr(kind(), token) for token in ("bos_token_id", "eos_token_id")}
-    for size in ("head_dim", "num_key_value_heads"):
+    for size in ("head_dim", "intermediate_size", "num_key_value_heads"):
         if fields.get(size, 0) is None:
             del fields[size]  # what it is then, we say
     if "num_nextn_predict_layers" in fields:

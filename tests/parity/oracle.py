@@ -93,6 +93,7 @@ class Case:
     def with_layers(self, layers: int) -> Case:
         """The same case with another number of layers."""
         field = self.config.axes["layer"]
+        field = self.config.saved.get(field, field)
         before = self.model[field]
         # What a config lists for each layer is cut, or repeated.
         lists = {name: each for name, each in self.model.items() if isinstance(each, list) and len(each) == before}
