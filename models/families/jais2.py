@@ -45,13 +45,8 @@ class Jais2Config(DecoderConfig):
         return drawn | given
 
 
-_JAIS2 = {"vocab_size": 150272, "max_position_embeddings": 8192} | {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}
-}
-
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "jais2-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    "jais-2-8b": _JAIS2 | shape(3328, 26624, 32, 26),
 }
 
-PARAMETERS: Mapping[str, int] = {"jais-2-8b": 8_090_401_280}
+PARAMETERS: Mapping[str, int] = {}

@@ -71,7 +71,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "minicpm3-tiny": shape(64, 176, 4, 4)
     | {"vocab_size": 512, "max_position_embeddings": 1024, "q_lora_rank": 48, "kv_lora_rank": 32}
     | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "dim_model_base": 32},
-    "minicpm3-4b": shape(2560, 6400, 62, 40) | {"vocab_size": 73448, "max_position_embeddings": 32768},
 }
 
-PARAMETERS: Mapping[str, int] = {"minicpm3-4b": 4_073_875_968}
+PARAMETERS: Mapping[str, int] = {}

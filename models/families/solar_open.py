@@ -48,7 +48,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "solar_open-tiny": shape(64, 0, 4, 4)
     | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
     | {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4},
-    "solar-open-100b": shape(4096, 0, 48, 64) | {"vocab_size": 196608, "max_position_embeddings": 131072},
 }
 
-PARAMETERS: Mapping[str, int] = {"solar-open-100b": 102_651_793_408}
+PARAMETERS: Mapping[str, int] = {}

@@ -24,8 +24,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "vaultgemma-tiny": shape(64, 176, 4, 4)
     | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
     | {"max_position_embeddings": 512, "sliding_window": 128},
-    "vaultgemma-1b": shape(1152, 6912, 26, 4)
-    | {"vocab_size": 256000, "num_key_value_heads": 1, "max_position_embeddings": 1024, "sliding_window": 512},
 }
 
-PARAMETERS: Mapping[str, int] = {"vaultgemma-1b": 992_734_848}
+PARAMETERS: Mapping[str, int] = {}
