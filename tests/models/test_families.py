@@ -461,6 +461,23 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
     ("olmoe", {"clip_qkv": 0}, "clip_qkv is 0: it must be above 0, or null"),
     ("olmoe", {"head_dim": 3}, "head_dim is 3: OlmoeForCausalLM takes"),
+    ("ernie4_5", {"attention_dropout": 0.1}, "attention_dropout is 0.1: Ernie4_5ForCausalLM takes 0.0"),
+    (
+        "exaone_moe",
+        {"mlp_layer_types": ["dense"]},
+        "mlp_layer_types names 1 layers, and num_hidden_layers is 3: give as",
+    ),
+    (
+        "exaone_moe",
+        {"mlp_layer_types": ["sparse", "dense", "rare"]},
+        "mlp_layer_types names rare: only dense and sparse",
+    ),
+    ("gpt_neo", {"attention_types": [[["global"], 2]]}, "attention_types names 2 layers, and num_layers is 3: give as"),
+    ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=True would change the maths"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' would change the maths"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False would change the maths"),
+    ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim is 8: it must be hidden_size, 16"),
+    ("opt", {"rope_parameters": {"rope_type": "default"}}, "unknown field 'rope_parameters'"),
     ("granitemoe", {"logits_scaling": 0}, "logits_scaling is 0"),
     ("granitemoe", {"num_local_experts": None}, "num_local_experts is None, which is not of type int"),
 ]
