@@ -88,11 +88,7 @@ def run(command: ModuleType, source: Path, target: Path, *more: str) -> None:
     assert command.main([str(source), str(target), *more]) == 0
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=8))
-=======
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=7))
->>>>>>> c52ed4d (The zoo's page says what is not carried; draws by day scale with the families)
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=13))
 def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     section, seen = SECTIONS[family][number], set()
 
@@ -172,11 +168,7 @@ def test_what_travels_with_a_model_is_copied_byte_for_byte(tmp_path: Path) -> No
         assert kept == TRAVELS
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=12))
-=======
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=15))
->>>>>>> c52ed4d (The zoo's page says what is not carried; draws by day scale with the families)
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=20))
 def test_any_chain_of_layouts_with_optimizer_state(
     family: str, number: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
