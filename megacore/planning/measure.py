@@ -333,7 +333,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, body, multiplies = _operator(op)
+        name, body, _ = _operator(op)
         if name in _EXCHANGES:
             with self:
                 return self._exchange(op, args, kwargs)
@@ -344,12 +344,9 @@ class _Watch(TorchDispatchMode):
             self._inside = False
             return out
         out = _called(op, args, kwargs)
-        if multiplies:
-            product, count = multiplies(_arguments(op, args, kwargs))
-            # A gradient of each factor in an attention's backward.
-            self._ops.products[replace(product, attention=True) if self._inside else product] += count * (
-                2 if "backward" in name else 1
-            )
+        if multiplied := product(op, args, kwargs):
+            found, count = multiplied
+            self._ops.products[replace(found, attention=True) if self._inside else found] += count
             self.started += 1
         elif self._inside and not op.is_view and "empty" not in name:
             moved = _tensors((args, *kwargs.values(), out))
@@ -382,8 +379,8 @@ class _Watch(TorchDispatchMode):
         back = "backward" in op._schema.name
         exchange = KeyExchange(given["window"], width * k.itemsize, back * width * k.itemsize, (1 + back) * flops)
         self._ops.exchanges[exchange] += 1
-        product = MatMul(1, work.busiest, q.shape[-1] + v.shape[-1], heads, _name(q), True)
-        self._ops.products[product] += 1 + back
+        scores = MatMul(1, work.busiest, q.shape[-1] + v.shape[-1], heads, _name(q), True)
+        self._ops.products[scores] += 1 + back
         self.started += 1
         return (_exchanged_back if back else _exchanged)(q, k, v, width, work)
 
@@ -416,6 +413,15 @@ def _operator(op: Any) -> tuple[str, Callable[..., Any] | None, Callable[..., tu
         body and body._init_fn,
         next((own for like, own in _MULTIPLY.items() if re.fullmatch(like, plain)), None),
     )
+
+
+def product(op: Any, args: Any, kwargs: Any) -> tuple[MatMul, int] | None:
+    """Return what an operator multiplies, and how often; None if it does not."""
+    name, _, multiplies = _operator(op)
+    if multiplies is None:
+        return None
+    found, count = multiplies(_arguments(op, args, kwargs))
+    return found, count * (2 if "backward" in name else 1)  # a gradient of each factor in an attention's
 
 
 @cache
@@ -616,10 +622,16 @@ _KINDS = {
     "gather": ALL_GATHER,
     "reduce": ALL_REDUCE,
     "all_to_all": ALL_TO_ALL,
+    "alltoall": ALL_TO_ALL,
     "send": SEND,
     "recv": "",
 }
 """{in the name of a process group's method: what it does}."""
+
+
+def kind_of(name: str) -> str | None:
+    """Return what a process group's method or operator does; None if it is none of these."""
+    return next((kind for word, kind in _KINDS.items() if word in name.replace("allreduce", "reduce")), None)
 
 
 class _SilentMesh(Mesh):
@@ -670,7 +682,7 @@ class _SilentGroup:
         return len(self.ranks)
 
     def __getattr__(self, name: str) -> Callable[..., _Sent]:
-        kind = next((kind for word, kind in _KINDS.items() if word in name.replace("allreduce", "reduce")), None)
+        kind = kind_of(name)
         if kind is None:
             raise AttributeError(name)
         return lambda *arguments, **options: _Sent(self, kind, arguments)

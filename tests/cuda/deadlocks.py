@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from orders import HOST, Entry, Launch, Message, Record, Step, Wait
+from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, StepStart, Wait
 
 Model = Literal["free", "serial", "queue"]
 MODELS: Sequence[Model] = get_args(Model)
@@ -36,7 +36,7 @@ class _Rank:
     """A host that reads its log, and a device that does what it has been told."""
 
     def __init__(self, log: Sequence[Entry], model: Model) -> None:
-        self._log = [each for each in log if isinstance(each, Launch | Record | Wait)]
+        self._log = [each for each in log if isinstance(each, Launch | RecordEvent | Wait)]
         self._next = 0
         self._model = model
         self._queued: dict[str, int] = {}
@@ -51,7 +51,7 @@ class _Rank:
         before = self._next
         while self._next < len(self._log):
             entry = self._log[self._next]
-            if isinstance(entry, Record):
+            if isinstance(entry, RecordEvent):
                 self._events[entry.event] = entry.stream, self._queued.get(entry.stream, 0)
             elif isinstance(entry, Wait) and entry.stream == HOST:
                 if not self._is_done(self._events.get(entry.event, ("", 0))):
@@ -123,7 +123,7 @@ class _Come:
     def __init__(self, present: Collection[int]) -> None:
         self._present, self._there = present, dict[str, dict[int, str]]()
 
-    def at(self, rank: int, message: Message) -> bool:
+    def at(self, rank: int, message: NcclMessage) -> bool:
         """A rank has come to a message -> whether that is new."""
         new = False
         for key, _ in message.parts:
@@ -132,12 +132,12 @@ class _Come:
             there[rank] = message.what
         return new
 
-    def all_there(self, message: Message) -> bool:
+    def all_there(self, message: NcclMessage) -> bool:
         return all(
             not self._away(key, ranks) and len({*self._there[key].values()}) == 1 for key, ranks in message.parts
         )
 
-    def missing(self, message: Message) -> str:
+    def missing(self, message: NcclMessage) -> str:
         said = []
         for key, ranks in message.parts:
             there = self._there.get(key, {})
@@ -186,7 +186,7 @@ class Swap:
 
 def swaps(log: Sequence[Entry]) -> list[Swap]:
     """Return all that there are in the last step of a log."""
-    start = max((number for number, entry in enumerate(log) if isinstance(entry, Step)), default=0)
+    start = max((number for number, entry in enumerate(log) if isinstance(entry, StepStart)), default=0)
     messages = [n for n, entry in enumerate(log) if n >= start and isinstance(entry, Launch) and entry.message]
     return [Swap(a, b) for a, b in pairwise(messages) if _communicator(log[a]) != _communicator(log[b])]
 
@@ -209,7 +209,7 @@ def _block(log: Sequence[Entry], launch: int) -> tuple[int, int]:
     if entry.work is None:
         return launch, launch + 1
     start = launch
-    while not isinstance(log[start], Record):
+    while not isinstance(log[start], RecordEvent):
         start -= 1
     return start, launch + 2
 

@@ -10,105 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-HOST = "host"
-"""The host, where a stream is expected: it reads and writes pinned memory."""
+from megacore.planning.trace.log import (
+    HOST,
+    Allocate,
+    Entry,
+    Free,
+    Launch,
+    MemorySpan,
+    RecordEvent,
+    RecordStream,
+    StepStart,
+    Wait,
+)
 
-
-class Span(NamedTuple):
-    """Bytes of a memory; all of it by default."""
-
-    memory: int
-    start: int = 0
-    stop: int = 1 << 62
-
-
-@dataclass(frozen=True)
-class Message:
-    """What other ranks take part in.
-
-    Args:
-        communicator: The name of NCCL's.
-        parts: (key, ranks) of what it is done with: once all of these ranks have come to the key.
-        what: What all of them must have in common.
-    """
-
-    communicator: str
-    parts: Sequence[tuple[str, Sequence[int]]]
-    what: str
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel or a copy; on the stream :data:`HOST`, what the host does with pinned memory.
-
-    Args:
-        stream: The stream that it runs on.
-        name: That of the operator.
-        place: Who launches it.
-        reads, writes: What it uses.
-        message: What it is of a message.
-        work: The event of torch's ``Work``, which holds on to the memories until somebody waits for it, or it is done.
-    """
-
-    stream: str
-    name: str
-    place: str
-    reads: Sequence[Span] = ()
-    writes: Sequence[Span] = ()
-    message: Message | None = None
-    work: int | None = None
-
-
-@dataclass(frozen=True)
-class Record:
-    """An event is recorded on a stream; by our code if there is a place."""
-
-    event: int
-    stream: str
-    place: str = ""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A stream, or the host, waits for an event; because our code says so if there is a place."""
-
-    stream: str
-    event: int
-    place: str = ""
-
-
-@dataclass(frozen=True)
-class Allocate:
-    """A stream is given memory, which what was launched there before may have used until now."""
-
-    memory: int
-    stream: str
-
-
-@dataclass(frozen=True)
-class Keep:
-    """The memory is not given to anybody before what a stream has to do by then is done: ``record_stream``."""
-
-    memory: int
-    stream: str
-    place: str = ""
-
-
-@dataclass(frozen=True)
-class Free:
-    """Nobody has the memory any more, and its stream may be given it again."""
-
-    memory: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of the training begins."""
-
-
-Entry = Launch | Record | Wait | Allocate | Keep | Free | Step
 Clock = dict[str, int]
 
 
@@ -208,14 +124,14 @@ class Run:
         match entry:
             case Launch():
                 self._launch(entry)
-            case Record():
+            case RecordEvent():
                 self._clocks.record(entry.event, entry.stream)
             case Wait():
                 self._clocks.wait(entry.stream, entry.event)
             case Allocate():
                 born = self._clocks.at.get(entry.stream, 0)
                 self._memories[entry.memory] = _Memory(entry.stream, born)
-            case Keep():
+            case RecordStream():
                 self._memories[entry.memory].kept.add(entry.stream)
             case Free():
                 self._free(self._memories.pop(entry.memory))
@@ -232,7 +148,7 @@ class Run:
             else:
                 memory.read[start, stop, launch.stream] = _Use(at, launch)
 
-    def _is_ordered(self, memory: _Memory, launch: Launch, span: Span) -> None:
+    def _is_ordered(self, memory: _Memory, launch: Launch, span: MemorySpan) -> None:
         def unknown(uses: Mapping[Any, _Use]) -> Iterator[Launch]:
             for (start, stop, *_), use in uses.items():
                 overlaps = start < span.stop and span.start < stop
@@ -264,7 +180,7 @@ class Run:
         self.found[text] = None
 
 
-def _within(key: Sequence[Any], span: Span) -> bool:
+def _within(key: Sequence[Any], span: MemorySpan) -> bool:
     return bool(span.start <= key[0] and key[1] <= span.stop)
 
 
@@ -290,25 +206,25 @@ class LeftOut:
             before tell as much, "nobody" where the log ends.
     """
 
-    entry: Wait | Record | Keep
+    entry: Wait | RecordEvent | RecordStream
     caught: Sequence[str]
     covers: frozenset[str]
 
 
 def left_out(log: Sequence[Entry], step: int) -> Iterator[LeftOut]:
     """Yield what comes of leaving out, one at a time, each that may be left out in a step, the first being 1."""
-    starts = [number for number, entry in enumerate(log) if isinstance(entry, Step)]
+    starts = [number for number, entry in enumerate(log) if isinstance(entry, StepStart)]
     stop = starts[step] if step < len(starts) else len(log)
     for number in range(starts[step - 1], stop):
         entry = log[number]
-        if isinstance(entry, Wait | Record | Keep) and entry.place:
+        if isinstance(entry, Wait | RecordEvent | RecordStream) and entry.place:
             run = Run(log, {number})
             yield LeftOut(entry, list(run.found), frozenset() if run.found else _covers(log, number, run))
 
 
 def _covers(log: Sequence[Entry], number: int, run: Run) -> frozenset[str]:
     entry, covers = log[number], run.covers
-    if isinstance(entry, Record):
+    if isinstance(entry, RecordEvent):
         covers = Run(log, set(_waits_for(log, number, entry.event))).covers
     return frozenset(
         "nobody" if cover is None else BEFORE if cover == number else _who(log, cover)
@@ -320,7 +236,7 @@ def _waits_for(log: Sequence[Entry], number: int, event: int) -> Iterator[int]:
     """Yield the waits for what a record has recorded."""
     for later in range(number + 1, len(log)):
         entry = log[later]
-        if isinstance(entry, Record) and entry.event == event:
+        if isinstance(entry, RecordEvent) and entry.event == event:
             return
         if isinstance(entry, Wait) and entry.event == event:
             yield later

@@ -15,29 +15,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock, patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import fake_cuda
 import numpy as np
 import torch
-from fake_cuda import DEVICE, Gpu, Watch
 
 from megacore.config import Config
-from megacore.control import Control
 from megacore.data.batches import Batch
-from megacore.models.registry import configure
 from megacore.parallel.labels import IGNORE
-from megacore.parallel.mesh import Mesh
+from megacore.planning.trace import fake_cuda
+from megacore.planning.trace.fake_cuda import DeviceWatch, Gpu
+from megacore.planning.trace.rank_steps import Allowed, run_steps
 from megacore.recipe import load
-from megacore.store.io.direct import aligned_memory
-from megacore.training import build
-from megacore.training.callbacks import shard_checksums
-from megacore.training.check import Setup
-from megacore.training.resume import Start
 from megacore.training.trainer import Trainer
 
 READS: Mapping[str, Any] = {
@@ -238,7 +229,7 @@ def launches(case: Case) -> Launches:
     """Trace two steps of a run, of which the second counts, and one of a run with a block more in each chunk.
 
     Raises:
-        Fault: a step waits for the device; also errors of torch, where tensors are on different ones.
+        TraceFault: a step waits for the device; also errors of torch, where tensors are on different ones.
     """
     (first, second), chunks = trace(case, 2)
     (deeper,), _ = trace(replace(case, layers=case.layers + 1), 1)
@@ -250,7 +241,7 @@ def launches(case: Case) -> Launches:
 
 def trace(
     case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trainer: None, gpu: Gpu | None = None
-) -> tuple[list[Watch], int]:
+) -> tuple[list[DeviceWatch], int]:
     """(what each of some steps did, chunks on the rank).
 
     Args:
@@ -259,28 +250,11 @@ def trace(
         fault: Does something to the run before.
         gpu: What plays the streams.
     """
-    gpu = gpu or Gpu()
     config = _config(case)
-    world = ranks(case)
-    watches = []
     torch._dynamo.reset()  # it compiles the same code for a few cases alone
-    with tempfile.TemporaryDirectory() as folder, fake_cuda.fake_cuda(world, case.rank, gpu):
-        config = replace(config, out=folder)
-        config = replace(config, memory=replace(config.memory, offload_folder=folder)) if _in_file(config) else config
-        trainer = _trainer(config, Mesh.create(config.mesh.shape(world), DEVICE))
-        fault(trainer)
-        with patch.object(shard_checksums, "_seconds_per_byte", lambda device: 1e-30):  # all are watched in each step
-            trainer.call("on_start")
-        for trainer.step in range(1, steps + 1):
-            batches = list(_batches(case, config))
-            with gpu.watch(READS, DOWNLOADS, ONCE if trainer.step == 1 else frozenset()) as watch:
-                # As Trainer._steps does it between two records.
-                trainer.call("on_step_begin")
-                trainer._commit(trainer.train_step.backward(trainer.upload(batches, trainer.step), trainer.enter))
-                trainer._agree()
-            watches.append(watch)
-        trainer.call("on_error", RuntimeError())
-    return watches, config.pipeline.chunks
+    batches = [list(_batches(case, config))] * steps
+    allowed = Allowed(READS, DOWNLOADS, ONCE, frozenset())
+    return run_steps(config, ranks(case), case.rank, batches, gpu or Gpu(), allowed, fault), config.pipeline.chunks
 
 
 def ranks(case: Case) -> int:
@@ -302,23 +276,6 @@ def _config(case: Case) -> Config:
     layers = case.layers * config.pipeline.chunks * config.mesh.pp
     key = "n_layer" if config.model.get("family") == "gpt2" else "num_hidden_layers"
     return replace(config, model=config.model | {key: layers})
-
-
-def _in_file(config: Config) -> bool:
-    return config.memory.offload_optimizer == "file"
-
-
-def _trainer(config: Config, mesh: Mesh) -> Trainer:
-    """As a rank makes it, but for data, checkpoints and initial values."""
-    corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], batches=lambda *arguments: MagicMock())
-    setup = Setup(config, configure(config.model), corpora, Start())
-    with (
-        patch.object(build, "load_initial_state", lambda *arguments: None),
-        patch.object(build, "Saver", lambda *arguments: Mock(news=lambda: (False, False))),
-        # What the buffer of a file holds does not matter, but that there is memory for it does.
-        patch.object(torch.Tensor, "numpy", lambda tensor: aligned_memory(tensor.nbytes)),
-    ):
-        return build.trainer_of(setup, mesh, Control.create(Mesh.single()))
 
 
 def _batches(case: Case, config: Config) -> Iterator[Batch]:

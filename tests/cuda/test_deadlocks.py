@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 import steps
 from deadlocks import MODELS, Model, has_circle, stuck, swapped, swaps
-from orders import HOST, Allocate, Entry, Free, Launch, Message, Record, Wait
-from simulated_gpu import SimulatedGpu
 from steps import CASES, Case
+from test_orders import AHEAD
 from test_trace import in_a_process, pytestmark
+
+from megacore.planning.trace.log import HOST, Allocate, Entry, Free, Launch, NcclMessage, RecordEvent, Wait
+from megacore.planning.trace.simulated_gpu import SimulatedGpu
 
 __all__ = ["pytestmark"]
 
@@ -27,7 +29,7 @@ def logs_of(case: Case, ranks: Sequence[int]) -> dict[int, list[Entry]]:
     """{rank: what it asks of its GPU in two steps}."""
     logs: dict[int, list[Entry]] = {}
     for rank in ranks:
-        gpu = SimulatedGpu()
+        gpu = SimulatedGpu(AHEAD)
         steps.trace(replace(case, rank=rank), 2, gpu=gpu)
         logs[rank] = [each for each in gpu.log if not isinstance(each, Allocate | Free)]
     return logs
@@ -82,11 +84,11 @@ def test_all_ranks_of_all_layouts_end(part: int) -> None:
 
 
 def _message(name: str, what: str = "all_reduce") -> list[Entry]:
-    message = Message(name, [(f"{name} #1", (0, 1))], what)
+    message = NcclMessage(name, [(f"{name} #1", (0, 1))], what)
     start, end = sum(map(ord, name)), -sum(map(ord, name))
     stream = f"nccl {name}"
     launch = Launch(stream, "all_reduce", "here", message=message, work=end)
-    return [Record(start, "main"), Wait(stream, start), launch, Record(end, stream)]
+    return [RecordEvent(start, "main"), Wait(stream, start), launch, RecordEvent(end, stream)]
 
 
 def _wait(name: str, stream: str = "main") -> Wait:

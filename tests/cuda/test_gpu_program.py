@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import fake_cuda
 import pytest
 import torch
 from test_trace import in_a_process, pytestmark
@@ -18,6 +17,7 @@ from benchmarks.gpu import correctness
 from benchmarks.gpu.rows import Machine
 from benchmarks.gpu_first import SECTIONS
 from megacore import hardware
+from megacore.planning.trace import fake_cuda
 
 __all__ = ["pytestmark"]
 
@@ -42,7 +42,7 @@ def sections(names: Sequence[str]) -> dict[str, Any]:
             machine = Machine.of("cuda", True, Path(tempfile.mkdtemp()))
         for name in names:
             try:
-                with fake_cuda.Watch(reads, downloads, _Everywhere()):
+                with fake_cuda.DeviceWatch(reads, downloads, _Everywhere()):
                     found[name] = [(row.what, row.note) for row in SECTIONS[name].rows(machine)]
             except Exception:
                 found[name] = traceback.format_exc()
@@ -74,7 +74,7 @@ def waiting(names: Sequence[str]) -> dict[str, str]:
             _, step = correctness.live(run, device, Path())
             step([correctness.microbatch(run, 0, device)], correctness.LR)
             try:
-                with fake_cuda.Watch({}, {"parallel/memory/offload.py:HostMemory.send"}):
+                with fake_cuda.DeviceWatch({}, {"parallel/memory/offload.py:HostMemory.send"}):
                     step([correctness.microbatch(run, 1, device)], correctness.LR)
                 found[name] = ""
             except Exception as error:

@@ -15,8 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import steps
-from orders import BEFORE, HOST, Allocate, Entry, Free, Keep, Launch, Record, Span, Wait, findings, left_out
-from simulated_gpu import SimulatedGpu, stored
+from orders import BEFORE, findings, left_out
 from steps import CASES, Case
 from test_trace import NAMES, in_a_process, pytestmark
 from torch import Tensor
@@ -25,16 +24,20 @@ from megacore.parallel.gradients.zero import FlatParameters
 from megacore.parallel.kernels.choice import has_triton
 from megacore.parallel.memory.offload import HostMemory
 from megacore.parallel.pipeline.run import _Run
+from megacore.planning.trace.log import HOST, Allocate, Entry, Free, Launch, MemorySpan, RecordEvent, RecordStream, Wait
+from megacore.planning.trace.simulated_gpu import SimulatedGpu, stored
 
 __all__ = ["pytestmark"]
 
+AHEAD = 16 << 10
+"""Bytes of activations that may be on their way, so that those of a tiny model have to wait for each other."""
 DRAWN = 3
 PARTS = 4
 
 
 def log_of(case: Case, count: int) -> list[Entry]:
     """What a rank asks of its GPU in some steps; offloaded states take several windows."""
-    gpu = SimulatedGpu()
+    gpu = SimulatedGpu(AHEAD)
     steps.trace(replace(case, overrides=f"{case.overrides} memory.offload_buffer=1"), count, gpu=gpu)
     gpu.let_go()
     return gpu.log
@@ -97,17 +100,17 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     "Wait parallel/pipeline/run.py:Outbox.reached": ["parallel/pipeline/run.py:Outbox.reached"],
     "Wait parallel/pipeline/run.py:_Run._make_room": [BEFORE, "parallel/pipeline/run.py:_Run._make_room"],
     # Several activations leave, or come, before the memory of one is used.
-    "Record parallel/memory/offload.py:HostMemory.send": [BEFORE, "parallel/memory/offload.py:HostMemory.settle"],
+    "RecordEvent parallel/memory/offload.py:HostMemory.send": [BEFORE, "parallel/memory/offload.py:HostMemory.settle"],
     "Wait parallel/memory/offload.py:HostMemory.fetch": [BEFORE],
     "Wait parallel/memory/offload.py:HostMemory.send": ["parallel/memory/offload.py:HostMemory.send"],
     "Wait parallel/memory/offload.py:HostMemory.settle": [BEFORE, "parallel/memory/offload.py:HostMemory.settle"],
     "Wait parallel/memory/offload.py:_Parcel.open": [BEFORE, "parallel/memory/offload.py:_Parcel.open"],
     # The gather comes after the copy, and is waited for itself.
-    "Record parallel/gradients/shard_stores.py:OnHost.gather": [BEFORE],
+    "RecordEvent parallel/gradients/shard_stores.py:OnHost.gather": [BEFORE],
     "Wait parallel/gradients/shard_stores.py:OnHost.gather": [BEFORE],
     "Wait parallel/gradients/shard_stores.py:OnHost.gather.<locals>.finish": [BEFORE],
     # The host, which updates the states, waits itself.
-    "Record megacore/training/states/offload.py:OffloadedStore._update": [
+    "RecordEvent megacore/training/states/offload.py:OffloadedStore._update": [
         BEFORE,
         "megacore/training/states/offload.py:OffloadedStore._send",
         "megacore/training/states/windows.py:WindowStore._bring",
@@ -176,7 +179,7 @@ def test_all_waits_that_are_left_out_are_caught(part: int) -> None:
 # -- that it can fail: the rules, one by one
 
 
-ALL = Span(1)
+ALL = MemorySpan(1)
 
 
 def _orders(*between: Entry, second: str = "beside", writes: bool = True) -> list[str]:
@@ -187,13 +190,15 @@ def _orders(*between: Entry, second: str = "beside", writes: bool = True) -> lis
 
 
 def test_what_another_stream_uses_has_been_waited_for() -> None:
-    ordered = (Record(1, "main"), Wait("beside", 1))
+    ordered = (RecordEvent(1, "main"), Wait("beside", 1))
     assert _orders(*ordered) == _orders(*ordered, writes=False) == _orders(second="main") == []
     assert _orders() == ["use of b on beside writes what fill of a writes on main, in no order"]
     assert _orders(writes=False) == ["use of b on beside reads what fill of a writes on main, in no order"]
-    assert _orders(Wait("beside", 1), Record(1, "main")), "before it is recorded, there is nothing to wait for"
-    assert _orders(Record(1, "other"), Wait("beside", 1)), "of another stream"
-    assert not _orders(Record(1, "main"), Wait("other", 1), Record(2, "other"), Wait("beside", 2)), "through another"
+    assert _orders(Wait("beside", 1), RecordEvent(1, "main")), "before it is recorded, there is nothing to wait for"
+    assert _orders(RecordEvent(1, "other"), Wait("beside", 1)), "of another stream"
+    assert not _orders(RecordEvent(1, "main"), Wait("other", 1), RecordEvent(2, "other"), Wait("beside", 2)), (
+        "through another"
+    )
 
 
 def test_who_only_reads_needs_no_order_but_who_writes_then_does() -> None:
@@ -206,20 +211,20 @@ def test_who_only_reads_needs_no_order_but_who_writes_then_does() -> None:
 
 
 def test_who_uses_other_bytes_needs_no_order() -> None:
-    log: list[Entry] = [Allocate(1, "main"), Launch("main", "fill", "a", writes=(Span(1, 0, 8),))]
-    assert findings([*log, Launch("beside", "fill", "b", writes=(Span(1, 8, 16),))]) == []
-    assert findings([*log, Launch("beside", "fill", "b", writes=(Span(1, 7, 16),))])
-    log += [Record(1, "main"), Wait("beside", 1), Launch("beside", "fill", "b", writes=(Span(1, 0, 4),))]
-    assert findings([*log, Launch("main", "look", "c", reads=(Span(1, 4, 8),))]) == []
-    assert findings([*log, Launch("main", "look", "c", reads=(Span(1, 3, 8),))])
-    assert findings([*log, Launch("other", "look", "c", reads=(Span(1, 4, 8),))])
+    log: list[Entry] = [Allocate(1, "main"), Launch("main", "fill", "a", writes=(MemorySpan(1, 0, 8),))]
+    assert findings([*log, Launch("beside", "fill", "b", writes=(MemorySpan(1, 8, 16),))]) == []
+    assert findings([*log, Launch("beside", "fill", "b", writes=(MemorySpan(1, 7, 16),))])
+    log += [RecordEvent(1, "main"), Wait("beside", 1), Launch("beside", "fill", "b", writes=(MemorySpan(1, 0, 4),))]
+    assert findings([*log, Launch("main", "look", "c", reads=(MemorySpan(1, 4, 8),))]) == []
+    assert findings([*log, Launch("main", "look", "c", reads=(MemorySpan(1, 3, 8),))])
+    assert findings([*log, Launch("other", "look", "c", reads=(MemorySpan(1, 4, 8),))])
 
 
 def test_the_host_waits_before_it_uses_pinned_memory_and_what_it_launches_comes_after_it() -> None:
     copy = Launch("out", "copy_", "send", writes=(ALL,))
     update = Launch(HOST, "adamw", "update", reads=(ALL,), writes=(ALL,))
     back = Launch("up", "copy_", "back", reads=(ALL,))
-    waits: list[Entry] = [Record(1, "out"), Wait(HOST, 1)]
+    waits: list[Entry] = [RecordEvent(1, "out"), Wait(HOST, 1)]
     assert findings([Allocate(1, HOST), copy, *waits, update, back, Free(1)]) == []
     assert findings([Allocate(1, HOST), copy, update, back]) == [
         "adamw of update on host writes what copy_ of send writes on out, in no order"
@@ -229,17 +234,17 @@ def test_the_host_waits_before_it_uses_pinned_memory_and_what_it_launches_comes_
 def test_memory_of_another_stream_is_used_after_that_has_come_so_far() -> None:
     log: list[Entry] = [Launch("main", "work", "a"), Allocate(1, "main")]
     copy = Launch("in", "copy_", "fetch", writes=(ALL,))
-    assert findings([*log, Record(1, "main"), Wait("in", 1), copy]) == []
+    assert findings([*log, RecordEvent(1, "main"), Wait("in", 1), copy]) == []
     assert findings([*log, copy]) == [
         "copy_ of fetch on in uses memory that main has been given, before what used it there has ended"
     ]
 
 
 def test_memory_is_let_go_after_other_streams_have_done_with_it() -> None:
-    log: list[Entry] = [Allocate(1, "main"), Launch("out", "copy_", "send", reads=(ALL,)), Record(1, "out")]
+    log: list[Entry] = [Allocate(1, "main"), Launch("out", "copy_", "send", reads=(ALL,)), RecordEvent(1, "out")]
     assert findings([*log, Wait("main", 1), Free(1)]) == []
     assert findings([*log, Wait(HOST, 1), Free(1)]) == []
-    assert findings([*log, Keep(1, "out"), Free(1)]) == []
+    assert findings([*log, RecordStream(1, "out"), Free(1)]) == []
     assert findings([*log, Free(1)]) == ["memory of main is free again while copy_ of send may use it on out"]
 
 

@@ -13,12 +13,12 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from fake_cuda import DEVICE, Watch, fake_cuda, pretend
 from pool import TIMEOUT_S, forkserver
 
 from megacore.control import Control
 from megacore.models.registry import configure
 from megacore.parallel.mesh import Mesh
+from megacore.planning.trace.fake_cuda import DEVICE, DeviceWatch, fake_cuda, pretend
 from megacore.recipe import load
 from megacore.training import build
 from megacore.training.check import Setup
@@ -119,7 +119,7 @@ def traced(world: int, overrides: Sequence[str]) -> list[str]:
                 read(*arguments)
 
             run.train_step.optimizer.read_weight = noted
-            with Watch({}, COPIES) as watch:
+            with DeviceWatch({}, COPIES) as watch:
                 snapshot.take()
                 update = run.train_step.optimizer.store.update
                 with patch.object(run.train_step.optimizer.store, "update", lambda *_: streams.did.append("update")):

@@ -51,7 +51,7 @@ def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _serve(answers: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    import fake_cuda
+    from megacore.planning.trace import fake_cuda
 
     torch.set_num_threads(1)
     fake_cuda.pretend()

@@ -4,7 +4,7 @@ A fake tensor has a shape, a dtype and a device, and no numbers. A CPU build of 
 training step on them, backward included; streams, events, pinned memory and messages are played. What it cannot see:
 the order of streams, NCCL, which attention kernel runs in the end, numbers.
 
-It is for a process of its own, as torch believes in the GPU from then on.
+It is for a process of its own, as torch believes in the GPU from then on; on Linux, with libraries of torch for CPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megacore.parallel.kernels.choice import has_triton
 
-ROOT = Path(__file__).parents[2]
+TOP = Path(__file__).parents[3]
+"""Where our packages lie: a checkout, or where they are installed."""
+OURS = frozenset({"megacore", "parallel", "models", "tools", "launch", "benchmarks", "tests"})
 DEVICE = torch.device("cuda", 0)
 
 aten = torch.ops.aten
@@ -148,9 +150,11 @@ class Gpu:
         """(where, name, what stands in for it) of what else it takes part in."""
         return ()
 
-    def watch(self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()) -> Watch:
+    def watch(
+        self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()
+    ) -> DeviceWatch:
         """Return the watch over a step on it."""
-        return Watch(reads, downloads, waits)
+        return DeviceWatch(reads, downloads, waits)
 
 
 def _pin(tensor: Tensor) -> Tensor:
@@ -201,7 +205,7 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> No
     """A Triton kernel is launched: counted, as operators are, but there is nothing that it could run on."""
     name = kernel.fn.__name__
     if any(isinstance(x, Tensor) and not _on_device(x) for x in arguments):
-        raise Fault(f"{place()} gives {name} a tensor of the host")
+        raise TraceFault(f"{place()} gives {name} a tensor of the host")
     for watch in _watching if programs else ():
         watch.kernel(kernel, arguments)
 
@@ -242,14 +246,14 @@ def fake_cuda(world: int = 1, rank: int = 0, gpu: Gpu | None = None) -> Iterator
             dist.destroy_process_group()
 
 
-class Fault(AssertionError):
+class TraceFault(AssertionError):
     """What a step must not do, and which function of ours does it."""
 
 
-_watching: list[Watch] = []
+_watching: list[DeviceWatch] = []
 
 
-class Watch(TorchDispatchMode):
+class DeviceWatch(TorchDispatchMode):
     """Counts what reaches the device, and refuses what makes the host wait for it.
 
     Args:
@@ -307,23 +311,23 @@ class Watch(TorchDispatchMode):
             with unset_fake_temporarily():  # what the host computes from numbers that it has
                 return op(*args, **kwargs)
         if any(x.is_meta for x in given):
-            raise Fault(f"{place()} has a tensor that does not know its device any more")
+            raise TraceFault(f"{place()} has a tensor that does not know its device any more")
         if op is aten._local_scalar_dense.default:
             if not _on_device(args[0]):  # nobody waits for what the host has, and zeros are as good as any
                 return 0
             if (where := place()) not in self._reads:
-                raise Fault(f"{where} asks the device for a number, and the host waits for it")
+                raise TraceFault(f"{where} asks the device for a number, and the host waits for it")
             return self._reads[where]
         try:
             with _holding_no_storage() if op._schema.name == "aten::set_" else nullcontext():
                 # Below an operator of our own a mode takes no tensors with numbers to the device.
                 out = op(*tree_map_only(Tensor, _fake, args), **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise Fault(f"{place()}: the host waits for {error.func}") from error
+            raise TraceFault(f"{place()}: the host waits for {error.func}") from error
         if op in (aten.copy_.default, aten._to_copy.default):
             self._copy(name, *((args[1], args[0]) if op is aten.copy_.default else (args[0], out)), kwargs, args)
         elif any(map(_on_device, given)) and any(x.device.type == "cpu" and x.dim() for x in given):
-            raise Fault(f"{place()} gives {name} a tensor of the host beside one of the device")
+            raise TraceFault(f"{place()} gives {name} a tensor of the host beside one of the device")
         elif _works(op, name) and any(_on_device(x) and x.numel() for x in tree_leaves(out)):
             self.launches[name] += 1
         return out
@@ -345,12 +349,12 @@ class Watch(TorchDispatchMode):
         where = place()
         host = source if devices[0] == "cpu" else target
         if devices[0] == "cuda" and where not in self._downloads:
-            raise Fault(f"{where} copies a tensor {tuple(source.shape)} to the host")
+            raise TraceFault(f"{where} copies a tensor {tuple(source.shape)} to the host")
         asynchronous = kwargs.get("non_blocking", False) or (name == "copy_" and args[2:] == (True,))
         pinned = getattr(host.untyped_storage(), "pinned", False)
         if not (asynchronous and pinned) and where not in self._waits:
             how = "from memory that is not pinned" if asynchronous else "without non_blocking"
-            raise Fault(f"{where} copies a tensor {tuple(source.shape)} {how}: the host waits")
+            raise TraceFault(f"{where} copies a tensor {tuple(source.shape)} {how}: the host waits")
         (self.uploads if devices[0] == "cpu" else self.downloaded)[where] += 1
 
 
@@ -406,7 +410,9 @@ def place(beyond: Container[str] = frozenset()) -> str:
 @cache
 def _file(path: str) -> str | None:
     """A file of ours, named from the top, where links lead to; None for others, and for those that play."""
-    if not path.startswith(f"{ROOT}/") or "site-packages" in path:
+    if not path.startswith(f"{TOP}/"):
         return None
-    file = str(Path(path).resolve().relative_to(ROOT.resolve()))
-    return None if file in ("tests/cuda/fake_cuda.py", "tests/cuda/simulated_gpu.py") else file
+    inner = Path(path).relative_to(TOP).parts
+    if inner[0] not in OURS or inner[:3] == ("megacore", "planning", "trace"):
+        return None
+    return "/".join(inner[1:] if inner[0] == "megacore" and inner[1] in OURS else inner)

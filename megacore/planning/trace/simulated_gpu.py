@@ -1,7 +1,7 @@
 """A GPU that is simulated as far as order goes: streams, events, the caching allocator, NCCL's streams.
 
-What a step on :mod:`fake_cuda` asks of it becomes a log (:mod:`orders`), in which nothing has a duration: a host that
-is far ahead of a device that may be anywhere. As torch does it:
+What a step on :mod:`megacore.planning.trace.fake_cuda` asks of it becomes a log (:mod:`megacore.planning.trace.log`),
+in which nothing has a duration: a host that is far ahead of a device that may be anywhere. As torch does it:
 
 - an asynchronous message runs on a stream of its communicator, after what its caller's stream has to do by then; its
   ``Work`` holds on to the tensors until it is waited for. A message to one rank alone has a communicator for the pair;
@@ -13,33 +13,48 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
+import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fake_cuda import _FREE, Gpu, Watch, _on_device, place
-from orders import HOST, Allocate, Entry, Free, Keep, Launch, Message, Record, Span, Step, Wait
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from megacore.parallel.memory.offload import HostMemory
+from megacore.planning.costs import SEND
+from megacore.planning.measure import kind_of, product
+from megacore.planning.trace.fake_cuda import _FREE, DeviceWatch, Gpu, _on_device, place
+from megacore.planning.trace.log import (
+    HOST,
+    Allocate,
+    Entry,
+    Free,
+    Launch,
+    MemorySpan,
+    NcclMessage,
+    RecordEvent,
+    RecordStream,
+    StepStart,
+    Wait,
+)
 
 aten = torch.ops.aten
 
 MAIN = "main"
 """The stream that is current where nobody says otherwise."""
-AHEAD = 16 << 10
-"""Bytes of activations that may be on their way, so that those of a tiny model have to wait for each other."""
 PASSING_ON = frozenset({"parallel/collectives.py"})
 """Files whose callers are meant by the place of a wait."""
 
 
-class Stream:
+class SimulatedStream:
     """torch.cuda.Stream, of one simulated GPU."""
 
     gpu: SimulatedGpu
@@ -47,13 +62,13 @@ class Stream:
     def __init__(self, *arguments: object, name: str = "", **options: object) -> None:
         self.name = name or self.gpu.next_name("stream")
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: SimulatedStream) -> None:
         self.gpu.wait(self.name, self.gpu.record(other.name), _place())
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: SimulatedEvent) -> None:
         self.gpu.wait(self.name, event.number, _place())
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
         event = event or self.gpu.Event()
         event.record(self)
         return event
@@ -65,7 +80,7 @@ class Stream:
         return False
 
 
-class Event:
+class SimulatedEvent:
     """torch.cuda.Event, of one simulated GPU: it never says that it has happened."""
 
     gpu: SimulatedGpu
@@ -73,10 +88,10 @@ class Event:
     def __init__(self, *arguments: object, **options: object) -> None:
         self.number = self.gpu.next_event()
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: SimulatedStream | None = None) -> None:
         self.gpu.record((stream or self.gpu.current_stream()).name, self.number, _place())
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: SimulatedStream | None = None) -> None:
         self.gpu.wait((stream or self.gpu.current_stream()).name, self.number, _place())
 
     def synchronize(self) -> None:
@@ -89,18 +104,25 @@ class Event:
 class SimulatedGpu(Gpu):
     """Streams, events, memory and messages of a rank, which it writes down.
 
+    Args:
+        ahead: Bytes of activations that may be on their way to the host; those of a run by default.
+
     Attributes:
         log: What the rank has asked for, one thing after the other.
+        live, peak: Bytes of the device that somebody has now, and the most since the last step began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: int | None = None) -> None:
         self.log: list[Entry] = []
-        self.Stream = type("Stream", (Stream,), {"gpu": self})
-        self.Event = type("Event", (Event,), {"gpu": self})
+        self.live = self.peak = 0
+        self._ahead = ahead
+        self.Stream = type("Stream", (SimulatedStream,), {"gpu": self})
+        self.Event = type("Event", (SimulatedEvent,), {"gpu": self})
         self._names, self._events, self._memories = Counter[str](), 0, 0
-        self._current: list[Stream] = [self.Stream(name=MAIN)]
+        self._current: list[SimulatedStream] = [self.Stream(name=MAIN)]
         # What is weakly held keeps its address, so that no other storage has it.
         self._known: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._sizes: dict[int, tuple[int, object]] = {}
         self._abroad: dict[int, int] = {}
         self._works: dict[int, tuple[Any, int, Sequence[Tensor]]] = {}
         self._started: dict[int, tuple[int, Sequence[Tensor]]] = {}
@@ -115,11 +137,11 @@ class SimulatedGpu(Gpu):
         self._events += 1
         return self._events
 
-    def current_stream(self, device: object = None) -> Stream:
+    def current_stream(self, device: object = None) -> SimulatedStream:
         return self._current[-1]
 
     @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: SimulatedStream | None) -> Iterator[None]:
         self._current.append(stream or self._current[-1])
         try:
             yield
@@ -127,9 +149,9 @@ class SimulatedGpu(Gpu):
             self._current.pop()
 
     def record(self, stream: str, event: int | None = None, where: str = "") -> int:
-        """Record an event, a new one by default -> its number."""
+        """RecordEvent an event, a new one by default -> its number."""
         event = self.next_event() if event is None else event
-        self.log.append(Record(event, stream, where))
+        self.log.append(RecordEvent(event, stream, where))
         return event
 
     def wait(self, stream: str, event: int, where: str = "") -> None:
@@ -144,11 +166,14 @@ class SimulatedGpu(Gpu):
             (dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)),
             (torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
             (torch.Tensor, "record_stream", self._keep),
-            (HostMemory.__init__, "__defaults__", (AHEAD,)),
+            *([(HostMemory.__init__, "__defaults__", (self._ahead,))] if self._ahead is not None else []),
         )
 
-    def watch(self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()) -> Watch:
-        self.log.append(Step())
+    def watch(
+        self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()
+    ) -> DeviceWatch:
+        self.log.append(StepStart())
+        self.peak = self.live
         return _Recording(self, reads, downloads, waits)
 
     # -- memory
@@ -159,14 +184,27 @@ class SimulatedGpu(Gpu):
         if storage._cdata not in self._known:
             owner = HOST if tensor.device.type == "cpu" else owner
             self._known[storage._cdata] = StorageWeakRef(storage), self._allocate(owner), owner
+            if owner != HOST:
+                self._count(storage, storage.nbytes())
         return self._known[storage._cdata][1]
 
-    def _span(self, tensor: Tensor) -> Span:
+    def _count(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Count the bytes of a storage from now on until nobody has it."""
+        key = storage._cdata
+        self._forget(key)
+        self._sizes[key] = size, weakref.KeyedRef(storage, lambda gone: self._forget(gone.key), key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, (0, None))[0]
+
+    def _span(self, tensor: Tensor) -> MemorySpan:
         """The bytes of a tensor, and those between them."""
         start = tensor.storage_offset()
         stop = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         size, memory = tensor.itemsize, self.memory(tensor, self.current_stream().name)
-        return Span(memory, int(start) * size, int(stop if tensor.numel() else start) * size)
+        return MemorySpan(memory, int(start) * size, int(stop if tensor.numel() else start) * size)
 
     def _allocate(self, owner: str) -> int:
         self._memories += 1
@@ -190,8 +228,9 @@ class SimulatedGpu(Gpu):
         name: str,
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-        message: Message | None = None,
+        message: NcclMessage | None = None,
         work: int | None = None,
+        **costs: Any,
     ) -> None:
         """Note that something is launched; what is new of its memory has been given to the current stream."""
         read, written = (tuple(dict.fromkeys(map(self._span, each))) for each in (reads, writes))
@@ -202,10 +241,10 @@ class SimulatedGpu(Gpu):
             _, number, owner = self._known[address]
             if owner not in (stream, HOST):
                 self._abroad[address] = number
-        self.log.append(Launch(stream, name, place(), read, written, message, work))
+        self.log.append(Launch(stream, name, place(), read, written, message, work, **costs))
 
-    def _keep(self, tensor: Tensor, stream: Stream) -> None:
-        self.log.append(Keep(self.memory(tensor), stream.name, _place()))
+    def _keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
+        self.log.append(RecordStream(self.memory(tensor), stream.name, _place()))
 
     def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -213,9 +252,11 @@ class SimulatedGpu(Gpu):
             if address in self._known and storage.device.type != "cpu":
                 self._abroad.pop(address, None)
                 self.log.append(Free(self._known.pop(address)[1]))
+                self._forget(address)
             if size and storage.device.type != "cpu":
                 owner = self.current_stream().name
                 self._known[address] = StorageWeakRef(storage), self._allocate(owner), owner
+                self._count(storage, size)
             return resize(storage, size)
 
         return resized
@@ -243,9 +284,20 @@ class SimulatedGpu(Gpu):
         writes += [x for x in outs if x.untyped_storage()._cdata not in old]
         for x in outs:
             self.memory(x, self.current_stream().name)
-        self.launch(stream, name, ins, writes, self._symmetric(op, given))
+        crosses = len({x.device.type for x in tree_leaves((args, out)) if isinstance(x, Tensor)}) > 1
+        moved = out.nbytes if crosses else _moved(name, ins, outs)
+        self.launch(
+            stream,
+            name,
+            ins,
+            writes,
+            self._symmetric(op, given),
+            moved=moved,
+            product=product(op, args, kwargs),
+            crosses=crosses,
+        )
 
-    def _symmetric(self, op: Any, given: Mapping[str, Any]) -> Message | None:
+    def _symmetric(self, op: Any, given: Mapping[str, Any]) -> NcclMessage | None:
         """What ranks do with memory of each other, in the stream of the caller."""
         if op.namespace != "symm_mem":
             return None
@@ -258,7 +310,10 @@ class SimulatedGpu(Gpu):
         tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
         writes = [x for name, x in tensors.items() if name in stored(kernel)]
         assert writes, f"it does not show where {kernel.fn.__name__} stores"
-        self.launch(self.current_stream().name, kernel.fn.__name__, list(tensors.values()), writes)
+        given = list(tensors.values())
+        self.launch(
+            self.current_stream().name, kernel.fn.__name__, given, writes, moved=sum(_touched(x) for x in given)
+        )
 
     # -- messages
 
@@ -287,10 +342,12 @@ class SimulatedGpu(Gpu):
                 self._batch.append((name, group, reads, writes, *way))
                 return
             communicator = f"{group.group_name} {min(way)}-{max(way)}"
-            sent = Message(communicator, [self._pair(communicator, group, *way)], _what(name, tensors))
+            sent = _sized(
+                NcclMessage(communicator, [self._pair(communicator, group, *way)], _what(name, tensors)), name, tensors
+            )
         else:
             what = _what(name, [] if name == "alltoall_base_" else [*reads, *writes])
-            sent = self._collective(group.group_name, group, what)
+            sent = _sized(self._collective(group.group_name, group, what), name, [*reads, *writes])
         if given.get("async_op", True):
             event, held = self._beside(name, reads, writes, sent)
             self._works[id(made)] = made, event, held
@@ -305,14 +362,14 @@ class SimulatedGpu(Gpu):
             return
         group = _group(given["group_name"])
         what = _what(name, [] if name == "all_to_all_single" else [given["input"], out])
-        sent = self._collective(group.group_name, group, what)
+        sent = _sized(self._collective(group.group_name, group, what), name, [given["input"], out])
         self.memory(out, self.current_stream().name)
         self._started[out.untyped_storage()._cdata] = self._beside(name, [given["input"]], [out], sent)
 
-    def _collective(self, communicator: str, group: dist.ProcessGroup, what: str) -> Message:
+    def _collective(self, communicator: str, group: dist.ProcessGroup, what: str) -> NcclMessage:
         self._sent[communicator] += 1
         key = f"{communicator} #{self._sent[communicator]}"
-        return Message(communicator, [(key, tuple(dist.get_process_group_ranks(group)))], what)
+        return NcclMessage(communicator, [(key, tuple(dist.get_process_group_ranks(group)))], what)
 
     def _pair(self, communicator: str, group: Any, source: int, target: int) -> tuple[str, tuple[int, ...]]:
         key = f"{communicator} {source}>{target}"
@@ -321,7 +378,7 @@ class SimulatedGpu(Gpu):
         return f"{key} #{self._sent[key]}", (ranks[source], ranks[target])
 
     def _beside(
-        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], message: Message
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], message: NcclMessage
     ) -> tuple[int, Sequence[Tensor]]:
         """Launch a message on its communicator's stream -> the event after which it is done, and what it holds."""
         stream, event = f"nccl {message.communicator}", self.next_event()
@@ -351,7 +408,9 @@ class SimulatedGpu(Gpu):
             name = str(group.group_name)
             parts = [self._pair(name, group, source, target) for _, _, _, _, source, target in batch]
             reads, writes = [x for each in batch for x in each[2]], [x for each in batch for x in each[3]]
-            event, held = self._beside("batch", reads, writes, Message(name, parts, "batch"))
+            both = max(reads, writes, key=lambda side: sum(x.nbytes for x in side))
+            size = sum(x.nbytes for x in both)
+            event, held = self._beside("batch", reads, writes, NcclMessage(name, parts, "batch", SEND, size))
             for work in works:
                 self._works[id(work)] = work, event, held
             return works
@@ -359,7 +418,7 @@ class SimulatedGpu(Gpu):
         return sent
 
 
-class _Recording(Watch):
+class _Recording(DeviceWatch):
     """A watch that hands on what it sees; compiled code as the operators that it is made of."""
 
     def __init__(
@@ -395,16 +454,42 @@ def _is_watched(x: object) -> bool:
     return isinstance(x, Tensor) and (_on_device(x) or getattr(x.untyped_storage(), "pinned", False))
 
 
-def _without(span: Span, own: Span) -> Iterator[Span]:
+def _without(span: MemorySpan, own: MemorySpan) -> Iterator[MemorySpan]:
     """Yield the parts of a span beside another one."""
     if own.memory != span.memory:
         yield span
         return
     yield from (
-        Span(span.memory, start, stop)
+        MemorySpan(span.memory, start, stop)
         for start, stop in ((span.start, own.start), (own.stop, span.stop))
         if start < stop
     )
+
+
+def _sized(message: NcclMessage, name: str, tensors: Sequence[Tensor]) -> NcclMessage:
+    return replace(message, kind=kind_of(name) or SEND, size=max(x.nbytes for x in tensors))
+
+
+_ROWS = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operators that read of a table what they give alone."""
+_INTO_ROWS = frozenset({"index_add_", "index_copy_", "index_put_", "scatter_add_"})
+"""Operators that change of a table the rows of what they are given alone."""
+
+
+def _moved(name: str, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> int:
+    """Return the bytes that an operator reads and writes."""
+    if name in _ROWS:
+        return 2 * sum(map(_touched, outs))
+    if name in _INTO_ROWS:
+        return 3 * sum(map(_touched, ins[1:]))
+    different = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in (*ins, *outs)}
+    changed = sum(_touched(x) for x in outs if any(x is each for each in ins))  # read and written
+    return changed + sum(map(_touched, different.values()))
+
+
+def _touched(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; those that it has several times count once."""
+    return tensor.itemsize * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
 
 
 def _bound(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
