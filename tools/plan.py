@@ -2,7 +2,7 @@
 
 With --fit it searches instead: layouts, rungs, recomputation and micro-batches that fit the devices with the recipe's
 model and global batch, estimated fastest first. With --goodput it says what faults leave of the time at each level of
-protection.
+protection. With --trace it runs a rank of each stage on a simulated GPU, by shapes alone, and says what a step takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megacore.planning.step_time import Cluster
 from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
-from megacore.tools import folders, plan_goodput
+from megacore.tools import folders, plan_goodput, plan_trace
 from megacore.tools.plan_goodput import above_0
 from megacore.tools.tables import table
 
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     search.add_argument("--nodes", type=folders.count, metavar="N", help="of the devices (1)")
     search.add_argument("--best", type=folders.count, default=5, metavar="N", help="how many to print (5)")
     plan_goodput.add_options(parser)
+    plan_trace.add_options(parser)
     given = parser.add_argument_group("instead of the table's numbers")
     given.add_argument("--peak-tflops", type=above_0, metavar="X", help="of one device in the recipe's precision")
     given.add_argument("--memory-gb", type=above_0, metavar="X", help="of one device")
@@ -101,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = cluster_of(name, config.train.precision, arguments.peak_tflops, given)
     if (idle := plan_goodput.given(arguments)) and not (arguments.goodput and not arguments.fit):
         raise ConfigError([f"{', '.join(idle)} belong to --goodput: give that, and no --fit, or leave them out"])
+    plan_trace.check(arguments)
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
         base = replace(setting_of(alone(config), configure(config.model), 1, "cuda"), imbalance=arguments.imbalance)
@@ -111,6 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan.of(
         config, cluster, name == CPU, arguments.world, (total, per_node), arguments.imbalance, arguments.documents
     )
+    if arguments.trace:
+        say(plan_trace.run(arguments, config, plan, name))
+        return 0
     outlook = plan_goodput.Outlook.of(arguments, config, plan) if arguments.goodput else None
     if arguments.json:
         say_data(plan_goodput.as_data(outlook) if outlook else plan.as_data(), indent=2)

@@ -15,6 +15,14 @@ PASSES = 8.5
 backward: norms, activation functions, rope and residual adds."""
 CAST_BYTES = 3
 """The bytes moved for each element of a factor of a product in fp8: it is read in bf16 and written."""
+MEMORY = 0.85
+"""Share of the memory's bandwidth that a kernel of one pass reaches: an assumption; plain copies are generally known to
+reach about 90 % on an H100, and norms and reductions less."""
+KERNEL_S = 2e-6
+"""Seconds that a kernel takes however little it does: an assumption."""
+LAUNCH_S = 7e-6
+"""Seconds of the host for each launch of eager Python, with its share of autograd and of the modules around it: an
+assumption; a bare launch is generally known to take about 4 us, an operator of torch 5 to 10."""
 LINKS = 0.8
 """Share of a link's bandwidth that a ring reaches."""
 START_S, HOP_S, NODE_HOP_S = 8.4e-6, 3.4e-6, 14e-6

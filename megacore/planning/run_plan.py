@@ -103,7 +103,7 @@ class Plan:
     ) -> Plan:
         """Return the plan of a recipe; the other arguments, and the errors, are those of :func:`plan`."""
         model, world = configure(config.model), world or config.mesh.model_ranks * (config.mesh.dp or 1)
-        if found := _problems(config, world, model):
+        if found := problems_on_paper(config, world, model):
             raise ConfigError(found)
         setting = replace(setting_of(config, model, world, "cpu" if on_cpus else "cuda"), imbalance=imbalance)
         setting, microbatches = with_documents(setting, documents, config.data.seed)
@@ -185,7 +185,7 @@ def with_documents(setting: Setting, corpus: str | None, seed: int) -> tuple[Set
     return replace(setting, documents=middle), microbatches
 
 
-def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
+def problems_on_paper(config: Config, world: int, model: ModelConfig) -> list[str]:
     """Return the problems of the numbers; where data and models lie and what this machine has does not matter here."""
     named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
     if config.lora is not None:

@@ -54,12 +54,18 @@ class Cluster:
         return self.tflops > self.wide_tflops
 
     def product_s(self, product: efficiency.MatMul, tflops: float) -> float:
-        """Return the seconds of a product on a device whose products could reach so many TFLOP/s."""
+        """Return the seconds of a product on a device whose products could reach so many TFLOP/s, with what casts its
+        factors to fp8."""
+        narrow = tflops > self.wide_tflops and not product.attention
+        cast = efficiency.CAST_BYTES * narrow * product.k * (product.m + product.n)
+        return self.multiplied_s(product, tflops) + cast / self.device.bandwidth
+
+    def multiplied_s(self, product: efficiency.MatMul, tflops: float) -> float:
+        """Return the seconds of a product alone."""
         if product.attention:
             return product.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION)
-        cast = efficiency.CAST_BYTES * (tflops > self.wide_tflops) * product.k * (product.m + product.n)
         reached = self.device.reach * efficiency.reached(product, self.device.half)
-        return product.flops / (tflops * 1e12 * reached) + cast / self.device.bandwidth
+        return product.flops / (tflops * 1e12 * reached)
 
     def bandwidth(self, mesh: MeshShape, axis: str, kind: str = ALL_REDUCE, ranks: int | None = None) -> float:
         """Return the bandwidth of a ring along some dimensions, or of an all-to-all, bytes/s for each rank; of some

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import re
 import textwrap
 import weakref
 from collections import Counter
@@ -285,7 +286,7 @@ class SimulatedGpu(Gpu):
         for x in outs:
             self.memory(x, self.current_stream().name)
         crosses = len({x.device.type for x in tree_leaves((args, out)) if isinstance(x, Tensor)}) > 1
-        moved = out.nbytes if crosses else _moved(name, ins, outs)
+        moved = outs[0].nbytes if crosses else _moved(name, ins, writes)
         self.launch(
             stream,
             name,
@@ -476,15 +477,22 @@ _INTO_ROWS = frozenset({"index_add_", "index_copy_", "index_put_", "scatter_add_
 """Operators that change of a table the rows of what they are given alone."""
 
 
-def _moved(name: str, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> int:
+_OVER = frozenset({"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"})
+"""Operators that do not read what they write over."""
+
+
+def _moved(name: str, ins: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
     """Return the bytes that an operator reads and writes."""
     if name in _ROWS:
-        return 2 * sum(map(_touched, outs))
+        return 2 * sum(map(_touched, writes))
     if name in _INTO_ROWS:
         return 3 * sum(map(_touched, ins[1:]))
-    different = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in (*ins, *outs)}
-    changed = sum(_touched(x) for x in outs if any(x is each for each in ins))  # read and written
-    return changed + sum(map(_touched, different.values()))
+    read = [x for x in ins if name not in _OVER or not any(x is each for each in writes)]
+    return sum(_touched(x) for some in (read, writes) for x in {_lies(x): x for x in some}.values())
+
+
+def _lies(x: Tensor) -> object:
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
 def _touched(tensor: Tensor) -> int:
@@ -523,7 +531,7 @@ def stored(kernel: Any) -> frozenset[str]:
                     made.setdefault(target, set()).update(_summands(value))
         addresses = set[str]()
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.store":
+            if isinstance(node, ast.Call) and re.match(r"tl\.(store$|atomic_)", ast.unparse(node.func)):
                 addresses |= _summands(node.args[0])
         while more := {each for name in addresses for each in made.get(name, ())} - addresses:
             addresses |= more

@@ -1,0 +1,140 @@
+"""`megacore plan --trace`: a step on simulated GPUs as tables, and as a file for https://ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megacore.config import Config
+from megacore.planning import efficiency
+from megacore.planning.run_plan import CPU, Plan
+from megacore.planning.step_time import Cluster
+from megacore.planning.trace.run import KINDS, StepTrace, trace
+from megacore.planning.trace.timeline import Timeline
+from megacore.recipe import ConfigError
+from megacore.store.tensor_files.publish import replace_file
+from megacore.tools.tables import table
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a trace."""
+    parser.add_argument("--trace", action="store_true", help="run a step on simulated GPUs, by shapes alone")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="with --trace: write its timeline, a Chrome trace"
+    )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse what a trace does not go with.
+
+    Raises:
+        ConfigError: there is some of it.
+    """
+    if arguments.perfetto and not arguments.trace:
+        raise ConfigError(["--perfetto belongs to --trace: give that, or leave it out"])
+    if not arguments.trace:
+        return
+    others = {
+        "--fit": arguments.fit,
+        "--goodput": arguments.goodput,
+        "--documents": arguments.documents,
+        "--imbalance": arguments.imbalance != 1,
+        f"--gpu {CPU}": arguments.gpu == CPU,
+    }
+    if found := [name for name, given in others.items() if given]:
+        raise ConfigError([f"--trace does not go with {', '.join(found)}: leave one of them out"])
+
+
+def run(arguments: argparse.Namespace, config: Config, plan: Plan, name: str) -> str:
+    """Trace a step -> what is to be printed."""
+    found = trace(config, plan.cluster, arguments.world)
+    if arguments.perfetto:
+        replace_file(arguments.perfetto, json.dumps(chrome_trace(found.timeline)).encode())
+    if arguments.json:
+        return json.dumps(found.as_data() | {"planned_seconds": plan.time.total}, indent=2)
+    return "\n\n".join(["\n".join(_headline(found, plan, name)), stages(found), messages(found), assumed(plan.cluster)])
+
+
+def _headline(found: StepTrace, plan: Plan, name: str) -> Iterator[str]:
+    mesh, (every, *traced) = plan.setting.layout.mesh, found.microbatches
+    sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS if mesh[dim] > 1) or "one rank"
+    yield f"Simulated, not measured: {plan.setting.model.family} on {mesh.world} x {name} as {sizes}"
+    yield (
+        f"  a step of {every} microbatches: {found.seconds:,.3f} s ({plan.time.total:,.3f} s by the plan), "
+        f"MFU {found.mfu:.1%}, {found.tokens / found.seconds:,.0f} tokens/s"
+    )
+    if every not in traced:
+        yield f"  traced: steps of {traced[0]} and {traced[1]} microbatches; the others are like those"
+
+
+def stages(found: StepTrace) -> str:
+    """Return a table of the seconds of a rank of each stage."""
+    head = ("stage", "launches", *KINDS, "exposed", "host gaps", "waits", "GB at peak")
+    rows = [
+        (
+            str(stage),
+            f"{each.launches:,.0f}",
+            *(f"{getattr(each, kind):,.3f}" for kind in (*KINDS, "exposed", "host", "waits")),
+            f"{each.peak / 1e9:,.2f}",
+        )
+        for stage, each in enumerate(found.stages)
+    ]
+    return "A rank of each stage, seconds of a step; exposed: messages go, and no kernel runs\n" + table(head, rows)
+
+
+def messages(found: StepTrace) -> str:
+    """Return a table of the messages by axis."""
+    if not found.messages:
+        return "No messages"
+    head = ("axis", "messages of", "number", "MB each", "s", "exposed s")
+    rows = [
+        (
+            axis,
+            kind,
+            f"{each.count:,.0f}",
+            f"{each.size / each.count / 1e6:,.2f}",
+            f"{each.seconds:,.3f}",
+            f"{each.exposed:,.3f}",
+        )
+        for (axis, kind), each in sorted(found.messages.items())
+    ]
+    return "Messages of the rank that has most of them\n" + table(head, rows)
+
+
+def assumed(cluster: Cluster) -> str:
+    """Return what the seconds rest on."""
+    device = cluster.device
+    return (
+        f"Assumed: large products reach {device.reach:.0%} of {cluster.tflops:,.0f} TFLOP/s, attention "
+        f"{efficiency.ATTENTION:.0%},\n  memory {efficiency.MEMORY:.0%} of {device.bandwidth / 1e12:.2f} TB/s, links "
+        f"{efficiency.LINKS:.0%}; kernels beside messages run at {cluster.overlap:.0%} in a node, "
+        f"{cluster.overlap_between:.0%}\n  between nodes; a launch of eager Python takes "
+        f"{efficiency.LAUNCH_S * 1e6:.0f} us. Not traced: train.compile, recovery.checksums."
+    )
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline in the format of Chrome's traces: a process for each rank, a track for each of its streams."""
+    events: list[dict[str, Any]] = []
+    for rank, ran in timeline.ran.items():
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}, simulated"}})
+        tracks = {stream: number for number, stream in enumerate(dict.fromkeys(each.launch.stream for each in ran))}
+        for stream, number in tracks.items():
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": stream}})
+        for each in ran:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": each.launch.name,
+                    "cat": each.kind,
+                    "pid": rank,
+                    "tid": tracks[each.launch.stream],
+                    "ts": each.start * 1e6,
+                    "dur": each.seconds * 1e6,
+                    "args": {"place": each.launch.place, "bytes": each.launch.moved, "axis": each.axis},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
