@@ -13,7 +13,7 @@ from megacore.planning import efficiency
 from megacore.planning.run_plan import CPU, Plan
 from megacore.planning.step_time import Cluster
 from megacore.planning.trace.run import KINDS, StepTrace, trace
-from megacore.planning.trace.timeline import Timeline
+from megacore.planning.trace.timeline import StepTimeline
 from megacore.recipe import ConfigError
 from megacore.store.tensor_files.publish import replace_file
 from megacore.tools.tables import table
@@ -116,7 +116,7 @@ def assumed(cluster: Cluster) -> str:
     )
 
 
-def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+def chrome_trace(timeline: StepTimeline) -> dict[str, Any]:
     """Return a timeline in the format of Chrome's traces: a process for each rank, a track for each of its streams."""
     events: list[dict[str, Any]] = []
     for rank, ran in timeline.ran.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import steps
@@ -15,7 +15,9 @@ from test_orders import AHEAD
 from test_trace import in_a_process, pytestmark
 
 from megacore.planning.trace.log import HOST, Allocate, Entry, Free, Launch, NcclMessage, RecordEvent, Wait
+from megacore.planning.trace.run import trace_ranks
 from megacore.planning.trace.simulated_gpu import SimulatedGpu
+from megacore.recipe import load
 
 __all__ = ["pytestmark"]
 
@@ -78,6 +80,26 @@ def test_ranks_of_a_run_with_experts_end_and_their_messages_are_in_one_order() -
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_ranks_of_all_layouts_end(part: int) -> None:
     check(LAYOUTS[part::PARTS])
+
+
+LARGE = "model.preset=llama-3.1-70b mesh.tp=8 mesh.pp=4 mesh.dp=2 pipeline.schedule=interleaved pipeline.chunks=5"
+
+
+@pytest.mark.grid
+def test_a_rank_of_each_stage_of_70b_on_64_gpus_ends() -> None:
+    """At its real size, in steps of four and of eight microbatches; one of two messages changed over is found."""
+    config = load({}, ["data.train=none", "data.sequence_length=8192", "recovery.checksums=0", *LARGE.split()])
+    traced = trace_ranks(config, 64, range(0, 64, 16), (4, 8))
+    logs = {rank: [entry for log in each.logs for entry in log] for rank, each in traced.items()}
+    for model in MODELS:
+        assert stuck(logs, model) == [], model
+    between = [each for each in swaps(logs[16]) if {"send", "recv_"} <= {_name(logs[16][n]) for n in astuple(each)}]
+    assert stuck({**logs, 16: swapped(logs[16], between[0])}, "serial")
+
+
+def _name(entry: Entry) -> str:
+    assert isinstance(entry, Launch)
+    return entry.name
 
 
 # -- that it can fail

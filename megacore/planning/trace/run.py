@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
+from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from megacore.planning.costs import ALL_REDUCE
 from megacore.planning.run_plan import problems_on_paper
 from megacore.planning.step_time import Cluster
 from megacore.planning.trace.log import Entry, Launch, RecordEvent, StepStart, Wait
-from megacore.planning.trace.timeline import Costs, Interval, Timeline, beside, covered, length, play
+from megacore.planning.trace.timeline import Costs, Interval, StepTimeline, beside, covered, length, play
 from megacore.recipe import ConfigError
 
 KINDS = ("products", "attention", "memory", "copies")
@@ -93,7 +94,7 @@ class StepTrace:
     microbatches: tuple[int, int, int]
     stages: tuple[StageTrace, ...]
     messages: Mapping[tuple[str, str], MessageTrace]
-    timeline: Timeline
+    timeline: StepTimeline
 
     def as_data(self) -> dict[str, Any]:
         return {
@@ -121,7 +122,7 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
     microbatches = -(-config.batch.global_size // (config.batch.micro_size * mesh.data))
     counts = _counts(microbatches, mesh.pp)
     ranks = [mesh.rank(Coordinates(pp=stage)) for stage in range(mesh.pp)]
-    traced = _in_processes(_plain(config), world, ranks, counts)
+    traced = trace_ranks(_plain(config), world, ranks, counts)
     costs = Costs(cluster, mesh)
     steps = [play({rank: each.logs[step] for rank, each in traced.items()}, costs) for step in range(len(counts))]
 
@@ -185,7 +186,7 @@ def _times(intervals: Sequence[Interval]) -> list[tuple[float, float]]:
     return covered([(each.start, each.end) for each in intervals])
 
 
-def _stage(traced: TracedRank, step: Timeline, rank: int) -> StageTrace:
+def _stage(traced: TracedRank, step: StepTimeline, rank: int) -> StageTrace:
     ran = step.ran[rank]
     messages, kernels, busy = (
         _times([each for each in ran if each.kind in kinds]) for kinds in (("messages",), KINDS, ("messages", *KINDS))
@@ -201,7 +202,7 @@ def _stage(traced: TracedRank, step: Timeline, rank: int) -> StageTrace:
     return StageTrace(len(ran), **shares, exposed=exposed, host=by_host, waits=waits, peak=traced.peak)
 
 
-def _of_axes(step: Timeline, rank: int) -> dict[tuple[str, str], MessageTrace]:
+def _of_axes(step: StepTimeline, rank: int) -> dict[tuple[str, str], MessageTrace]:
     kernels = _times([each for each in step.ran[rank] if each.kind != "messages"])
     alike = defaultdict[tuple[str, str], list[Interval]](list)
     for each in step.ran[rank]:
@@ -215,7 +216,9 @@ def _of_axes(step: Timeline, rank: int) -> dict[tuple[str, str], MessageTrace]:
     return found
 
 
-def _messages(steps: Sequence[Timeline], along: Callable[[float, float], float]) -> dict[tuple[str, str], MessageTrace]:
+def _messages(
+    steps: Sequence[StepTimeline], along: Callable[[float, float], float]
+) -> dict[tuple[str, str], MessageTrace]:
     most: dict[tuple[str, str], MessageTrace] = {}
     for rank in steps[1].ran:
         small, large = (_of_axes(step, rank) for step in steps)
@@ -236,8 +239,13 @@ class TracedRank:
     peak: int
 
 
-def _in_processes(config: Config, world: int, ranks: Sequence[int], counts: Sequence[int]) -> dict[int, TracedRank]:
-    """Have some ranks run steps of so many microbatches, in a process for each CPU: torch believes in GPUs there."""
+def trace_ranks(config: Config, world: int, ranks: Sequence[int], counts: Sequence[int]) -> dict[int, TracedRank]:
+    """Have some ranks run steps of so many microbatches, in a process for each CPU: torch believes in GPUs there.
+
+    Raises:
+        ConfigError: this is not Linux.
+        RuntimeError: a rank has failed.
+    """
     if sys.platform != "linux":
         raise ConfigError(["--trace has torch believe in GPUs, which is known for Linux alone: run it there"])
     context = multiprocessing.get_context("spawn")
@@ -277,7 +285,7 @@ def _serve(answers: Connection, config: Config, world: int, ranks: Sequence[int]
 
         torch.set_num_threads(1)
         fake_cuda.pretend()
-        with open(os.devnull, "a") as nobody, redirect_stdout(nobody), redirect_stderr(nobody):  # what a run tells
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # what a run tells of itself
             found = {rank: trace_rank(config, world, rank, counts) for rank in ranks}
         answers.send(found)
     except Exception:

@@ -195,7 +195,7 @@ class _Player:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """What runs when on each rank that was traced: {rank: in the order of starts}."""
 
     ran: Mapping[int, Sequence[Interval]]
@@ -206,7 +206,7 @@ class Timeline:
         return max((each.end for ran in self.ran.values() for each in ran), default=0.0)
 
 
-def play(logs: Mapping[int, Sequence[Entry]], costs: Costs) -> Timeline:
+def play(logs: Mapping[int, Sequence[Entry]], costs: Costs) -> StepTimeline:
     """Play a step of some ranks; ranks that are left out come to their messages as soon as those that are there.
 
     Raises:
@@ -230,7 +230,7 @@ def play(logs: Mapping[int, Sequence[Entry]], costs: Costs) -> Timeline:
         players[rank].run(stream, start)
     if stuck := [rank for rank, player in players.items() if player.waits()]:
         raise RuntimeError(f"ranks {', '.join(map(str, stuck))} of the trace wait for ever: please report the recipe")
-    return Timeline({rank: player.ran for rank, player in players.items()})
+    return StepTimeline({rank: player.ran for rank, player in players.items()})
 
 
 def _starts(

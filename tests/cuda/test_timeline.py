@@ -1,0 +1,163 @@
+"""Logs of ranks in time, and `megacore plan --trace`: what runs when, what is exposed, and that the plan says the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_trace import in_a_process, pytestmark
+
+from megacore.devices import DEVICES
+from megacore.parallel.weights.layout import MeshShape
+from megacore.planning import efficiency
+from megacore.planning.costs import ALL_GATHER, MatMul
+from megacore.planning.run_plan import cluster_of, plan
+from megacore.planning.step_time import Cluster
+from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, Wait
+from megacore.planning.trace.run import TracedRank, _stage, trace_rank
+from megacore.planning.trace.timeline import Costs, StepTimeline, beside, covered, length, play
+from megacore.recipe import load
+from megacore.tools.main import main
+
+__all__ = ["pytestmark"]
+
+H100 = Cluster(DEVICES["h100-80"], 989.4)
+COSTS = Costs(H100, MeshShape(dp=2))
+MS = int(H100.device.bandwidth * efficiency.MEMORY * 1e-3)
+"""Bytes that take a kernel a millisecond."""
+START, HOST_S = efficiency.KERNEL_S, efficiency.LAUNCH_S
+
+
+def kernel(stream: str = "main", moved: int = MS) -> Launch:
+    return Launch(stream, "use", "here", moved=moved)
+
+
+def gather(key: str = "a #1", size: int = 360_000_000) -> Launch:
+    return Launch("nccl", "gather", "here", message=NcclMessage("a", [(key, (0, 1))], "", ALL_GATHER, size))
+
+
+def times(timeline: StepTimeline, rank: int = 0) -> list[tuple[float, float]]:
+    return [(each.start, each.end) for each in timeline.ran[rank]]
+
+
+def near(values: Sequence[tuple[float, float]]) -> list[object]:
+    return [pytest.approx(each, rel=1e-9) for each in values]
+
+
+def test_what_is_on_a_stream_runs_in_turn_and_no_sooner_than_it_is_launched() -> None:
+    one, ms = HOST_S, 1e-3 + START
+    assert times(play({0: [kernel(), kernel()]}, COSTS)) == near([(one, one + ms), (one + ms, one + 2 * ms)])
+    assert times(play({0: [kernel(moved=0)] * 2}, COSTS)) == near([(one, one + START), (2 * one, 2 * one + START)])
+
+
+def test_streams_run_beside_each_other_unless_one_waits_for_an_event() -> None:
+    ordered: list[Entry] = [kernel(), RecordEvent(1, "main"), Wait("beside", 1), kernel("beside")]
+    (_, first), (second, _) = times(play({0: ordered}, COSTS))
+    assert second == first
+    (_, first), (second, _) = times(play({0: [ordered[0], ordered[3]]}, COSTS))
+    assert second == pytest.approx(2 * HOST_S) and second < first
+    host: list[Entry] = [kernel(), RecordEvent(1, "main"), Wait(HOST, 1), kernel("beside")]
+    (_, first), (second, _) = times(play({0: host}, COSTS))
+    assert second == pytest.approx(first + 2 * HOST_S), "what the host waits for, and then launches"
+
+
+def test_a_message_begins_when_the_last_rank_has_come() -> None:
+    late: list[Entry] = [kernel("nccl"), gather()]
+    both = play({0: [gather()], 1: late}, COSTS)
+    assert times(both, 0)[0] == times(both, 1)[1]
+    assert times(both, 0)[0][0] == pytest.approx(HOST_S + 1e-3 + START)
+    assert times(play({0: [gather()]}, COSTS))[0][0] == HOST_S, "the other one is not there"
+    link = H100.device.link * efficiency.LINKS
+    assert length(times(both, 0)) == pytest.approx(360e6 / 2 / link + efficiency.ring_s(1, 0))
+    with pytest.raises(RuntimeError, match=r"ranks 0, 1 .* wait for ever"):
+        play({0: [gather()], 1: [gather("b #1")]}, COSTS)
+
+
+def test_kernels_beside_a_message_are_slower() -> None:
+    message, beside_it = times(play({0: [gather(), kernel(moved=3 * MS)]}, COSTS))
+    lost = (message[1] - beside_it[0]) * (1 - H100.overlap)
+    assert beside_it[1] - beside_it[0] == pytest.approx(3e-3 + START + lost)
+    far = Costs(replace(H100, device=replace(H100.device, per_node=1)), MeshShape(dp=2))
+    message, beside_it = times(play({0: [gather(size=36_000_000), kernel(moved=3 * MS)]}, far))
+    assert beside_it[1] - beside_it[0] == pytest.approx(3e-3 + START + (message[1] - beside_it[0]) * 0.3)
+
+
+def test_what_kernels_cost() -> None:
+    product = MatMul(8192, 4096, 4096)
+    assert COSTS.kernel(Launch("main", "mm", "", product=(product, 2))) == (
+        pytest.approx(2 * H100.multiplied_s(product, 989.4)),
+        "products",
+    )
+    assert COSTS.kernel(Launch("main", "copy_", "", moved=64_000_000, crosses=True)) == (1e-3, "copies")
+    assert (
+        COSTS.kernel(Launch("main", "attention", "", product=(replace(product, attention=True), 1)))[1] == "attention"
+    )
+    narrow, fp8 = replace(product, dtype="float8_e4m3fn"), Costs(replace(H100, tflops=1978.9), MeshShape())
+    assert fp8.kernel(Launch("main", "mm", "", product=(narrow, 1)))[0] == pytest.approx(
+        fp8.kernel(Launch("main", "mm", "", product=(product, 1)))[0] / 2, rel=1e-3
+    )
+
+
+def test_a_stage_is_made_of_its_kernels_exposed_messages_gaps_and_waits() -> None:
+    log: list[Entry] = [gather(), Wait("main", 1), kernel(), RecordEvent(2, "main"), Wait(HOST, 2), kernel(moved=0)]
+    step = play({0: log, 1: [gather(), kernel("nccl", 9 * MS)]}, COSTS)
+    own = _stage(TracedRank((), 7), step, 0)
+    assert own.launches == 3 and own.peak == 7
+    assert own.own + own.waits == pytest.approx(step.seconds)
+    message, *kernels = times(step)
+    assert own.memory == pytest.approx(length(kernels))
+    assert own.exposed == pytest.approx(length([message]) - beside(covered([message]), covered(kernels)))
+    assert own.host == pytest.approx(3 * HOST_S) and own.waits > 6e-3
+
+
+def linear(overrides: Sequence[str]) -> list[float]:
+    """Seconds of steps of 1, 2 and 5 microbatches."""
+    config = load({}, ["model.preset=llama-tiny", "data.train=none", "data.sequence_length=64", *overrides])
+    traced = trace_rank(config, 1, 0, (1, 2, 5))
+    costs = Costs(cluster_of("h100-80", "bf16", None, {}), MeshShape())
+    return [play({0: log}, costs).seconds for log in traced.logs]
+
+
+def test_microbatches_after_the_first_are_alike() -> None:
+    one, two, five = in_a_process(linear, ["recovery.checksums=0"])
+    assert five == pytest.approx(two + 3 * (two - one), rel=0.01)
+
+
+def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two layers at their real size, over two ranks; what is printed fits 100 columns, and the file has it all."""
+    small = ["model.num_hidden_layers=2", "mesh.dp=2", "zero.shard=parameters", "batch.global_size=8"]
+    file = tmp_path / "trace.json"
+    assert main(["plan", "llama-3.2-1b", *small, "--trace", "--perfetto", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Simulated, not measured: llama on 2 x h100-80 as dp=2\n")
+    assert max(map(len, said.splitlines())) <= 100
+    found = re.search(r"of 4 microbatches: ([\d.]+) s \(([\d.]+) s by the plan\)", said)
+    assert found and float(found[1]) == pytest.approx(float(found[2]), rel=0.1)
+    planned = plan("llama-3.2-1b", small)
+    row = re.search(r"^ +0 .* ([\d.]+)$", said, re.M)
+    assert row and float(row[1]) == pytest.approx(planned["memory"][0]["peak"] / 1e9, rel=0.05)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {"all-gather", "reduce-scatter"} <= set(re.findall(r"all-gather|reduce-scatter", said))
+    assert {each["args"]["name"] for each in events if each["ph"] == "M"} > {"rank 0, simulated", "main"}
+    ran = [each for each in events if each["ph"] == "X"]
+    assert {each["cat"] for each in ran} >= {"products", "attention", "memory", "messages"}
+    assert all(each["dur"] > 0 and each["ts"] >= 0 for each in ran)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--perfetto", "x.json"], "--perfetto belongs to --trace"),
+        (["--trace", "--goodput"], "--trace does not go with --goodput"),
+        (["--trace", "--fit", "GPU=h200"], "--trace does not go with --fit"),
+        (["--trace", "--gpu", "cpu"], "--trace does not go with --gpu cpu"),
+        (["--trace", "mesh.tp=2", "mesh.dp=4", "train.async_tp=true"], "train.async_tp is not traced"),
+    ],
+)
+def test_what_a_trace_does_not_go_with(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3.2-1b", *options]) == 2
+    assert said in capsys.readouterr().err
