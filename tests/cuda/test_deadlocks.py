@@ -15,7 +15,7 @@ from test_orders import AHEAD
 from test_trace import in_a_process, pytestmark
 
 from megacore.planning.trace.log import HOST, Allocate, Entry, Free, Launch, NcclMessage, RecordEvent, Wait
-from megacore.planning.trace.run import trace_ranks
+from megacore.planning.trace.run import between_records, trace_ranks
 from megacore.planning.trace.simulated_gpu import SimulatedGpu
 from megacore.recipe import load
 
@@ -88,8 +88,8 @@ LARGE = "model.preset=llama-3.1-70b mesh.tp=8 mesh.pp=4 mesh.dp=2 pipeline.sched
 @pytest.mark.grid
 def test_a_rank_of_each_stage_of_70b_on_64_gpus_ends() -> None:
     """At its real size, in steps of four and of eight microbatches; one of two messages changed over is found."""
-    config = load({}, ["data.train=none", "data.sequence_length=8192", "recovery.checksums=0", *LARGE.split()])
-    traced = trace_ranks(config, 64, range(0, 64, 16), (4, 8))
+    config = load({}, ["data.train=none", "data.sequence_length=8192", *LARGE.split()])
+    traced = trace_ranks(between_records(config), 64, range(0, 64, 16), (4, 8))
     logs = {rank: [entry for log in each.logs for entry in log] for rank, each in traced.items()}
     for model in MODELS:
         assert stuck(logs, model) == [], model

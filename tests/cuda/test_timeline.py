@@ -1,4 +1,4 @@
-"""Logs of ranks in time, and `megacore plan --trace`: what runs when, what is exposed, and that the plan says the same."""
+"""Logs of ranks in time, and `megacore plan --trace`: what runs when, what is exposed, and what the plan says of it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megacore.planning.costs import ALL_GATHER, MatMul
 from megacore.planning.run_plan import cluster_of, plan
 from megacore.planning.step_time import Cluster
 from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, Wait
-from megacore.planning.trace.run import TracedRank, _stage, trace_rank
+from megacore.planning.trace.run import TracedRank, _stage, between_records, trace, trace_rank
 from megacore.planning.trace.timeline import Costs, StepTimeline, beside, covered, length, play
-from megacore.recipe import load
+from megacore.recipe import ConfigError, load
 from megacore.tools.main import main
 
 __all__ = ["pytestmark"]
@@ -117,13 +117,13 @@ def test_a_stage_is_made_of_its_kernels_exposed_messages_gaps_and_waits() -> Non
 def linear(overrides: Sequence[str]) -> list[float]:
     """Seconds of steps of 1, 2 and 5 microbatches."""
     config = load({}, ["model.preset=llama-tiny", "data.train=none", "data.sequence_length=64", *overrides])
-    traced = trace_rank(config, 1, 0, (1, 2, 5))
+    traced = trace_rank(between_records(config), 1, 0, (1, 1, 2, 5))
     costs = Costs(cluster_of("h100-80", "bf16", None, {}), MeshShape())
-    return [play({0: log}, costs).seconds for log in traced.logs]
+    return [play({0: log}, costs).seconds for log in traced.logs[1:]]
 
 
 def test_microbatches_after_the_first_are_alike() -> None:
-    one, two, five = in_a_process(linear, ["recovery.checksums=0"])
+    one, two, five = in_a_process(linear, ["model.num_hidden_layers=1"])
     assert five == pytest.approx(two + 3 * (two - one), rel=0.01)
 
 
@@ -155,9 +155,13 @@ def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--trace", "--goodput"], "--trace does not go with --goodput"),
         (["--trace", "--fit", "GPU=h200"], "--trace does not go with --fit"),
         (["--trace", "--gpu", "cpu"], "--trace does not go with --gpu cpu"),
-        (["--trace", "mesh.tp=2", "mesh.dp=4", "train.async_tp=true"], "train.async_tp is not traced"),
     ],
 )
 def test_what_a_trace_does_not_go_with(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.2-1b", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_products_and_messages_in_one_kernel_have_no_cost() -> None:
+    with pytest.raises(ConfigError, match=r"train\.async_tp is not traced"):
+        trace(load("llama-3.2-1b", ["mesh.tp=2", "mesh.dp=4", "train.async_tp=true"]), H100)

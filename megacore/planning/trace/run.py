@@ -122,9 +122,11 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
     microbatches = -(-config.batch.global_size // (config.batch.micro_size * mesh.data))
     counts = _counts(microbatches, mesh.pp)
     ranks = [mesh.rank(Coordinates(pp=stage)) for stage in range(mesh.pp)]
-    traced = trace_ranks(_plain(config), world, ranks, counts)
+    # The first step makes what is made once.
+    sizes = (min(microbatches, mesh.pp), *sorted({*counts}))
+    traced = trace_ranks(between_records(config), world, ranks, sizes)
     costs = Costs(cluster, mesh)
-    steps = [play({rank: each.logs[step] for rank, each in traced.items()}, costs) for step in range(len(counts))]
+    steps = [play({rank: each.logs[step] for rank, each in traced.items()}, costs) for step in (-2, -1)]
 
     def along(small: float, large: float) -> float:
         """Return what a step of all microbatches has, of one of the first and one of the second number."""
@@ -153,9 +155,15 @@ def _counts(microbatches: int, pp: int) -> tuple[int, int]:
     return min(microbatches, first), min(microbatches, second)
 
 
-def _plain(config: Config) -> Config:
-    """Return the recipe without what is not traced: the compiler, and checksums, which take the share that they may."""
-    return replace(config, train=replace(config.train, compile=False), recovery=replace(config.recovery, checksums=0.0))
+def between_records(config: Config) -> Config:
+    """Return the recipe for steps between two records, without the compiler and without checksums: these take the share
+    of the time that they may."""
+    return replace(
+        config,
+        train=replace(config.train, compile=False),
+        recovery=replace(config.recovery, checksums=0.0),
+        log=replace(config.log, every=10**6),
+    )
 
 
 def _unknown(config: Config) -> list[str]:
