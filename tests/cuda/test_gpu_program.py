@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,18 +18,12 @@ from benchmarks.gpu.rows import Machine
 from benchmarks.gpu_first import SECTIONS
 from megacore import hardware
 from megacore.planning.trace import fake_cuda
+from megacore.planning.trace.rank_steps import Everywhere
 
 __all__ = ["pytestmark"]
 
 NUMBERS = ("correctness", "repeats", "pretraining", "sanitizer")
 """Sections that read numbers, which fake tensors have not."""
-
-
-class _Everywhere(Container[str]):
-    """While it builds its models the program may wait for copies to the device."""
-
-    def __contains__(self, place: object) -> bool:
-        return True
 
 
 def sections(names: Sequence[str]) -> dict[str, Any]:
@@ -42,7 +36,7 @@ def sections(names: Sequence[str]) -> dict[str, Any]:
             machine = Machine.of("cuda", True, Path(tempfile.mkdtemp()))
         for name in names:
             try:
-                with fake_cuda.DeviceWatch(reads, downloads, _Everywhere()):
+                with fake_cuda.DeviceWatch(reads, downloads, Everywhere()):
                     found[name] = [(row.what, row.note) for row in SECTIONS[name].rows(machine)]
             except Exception:
                 found[name] = traceback.format_exc()
