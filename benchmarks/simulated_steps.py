@@ -1,7 +1,7 @@
 """Steps of whole runs on simulated GPUs, with nothing measured: the table of docs/performance.md, and with other names
 some of its rows.
 
-    python benchmarks/simulated_steps.py                    # all, in about four minutes on two cores
+    python benchmarks/simulated_steps.py                    # all
     python benchmarks/simulated_steps.py "8B, tp=8"
 """
 
@@ -64,7 +64,7 @@ def main() -> None:
                 f"{planned.fullest.peak / 1e9:,.1f}",
             )
         )
-        print(f"traced: {name}", file=sys.stderr, flush=True)
+        print(*rows[-1], sep=", ", file=sys.stderr, flush=True)
     head = ("", "s", "plan, s", "MFU", "exposed", "host gaps", "waits", "launches", "GB", "plan, GB")
     print(f"Simulated, not measured: steps on {GPU}, the slowest stage, launches of a microbatch")
     print(table(head, rows))

@@ -150,8 +150,8 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
 
 
 def _counts(microbatches: int, pp: int) -> tuple[int, int]:
-    """Return the microbatches of the two steps to trace: a pipeline is filled and drained in either of them."""
-    first, second = (1, 2) if pp == 1 else (2 * pp, 3 * pp)
+    """Return the microbatches of the two steps to trace: enough to fill a pipeline, and twice as many."""
+    first, second = pp, 2 * pp
     return min(microbatches, first), min(microbatches, second)
 
 
