@@ -160,7 +160,8 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         own = microbatch.positions.chunk(self.group.size)[self.group.index]
-        return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own + self.offset, self.positions))
+        own = own + self.offset if self.offset else own
+        return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own, self.positions))
 
 
 class Head(nn.Module):
@@ -207,12 +208,9 @@ class Head(nn.Module):
             return self.finish(column_linear(self.norm(x), self.weight, self.bias, self.group))
         if wanted is not None:
             own = wanted.chunk(self.group.size)[self.group.index]
-            x, labels, inputs = (
-                all_gather(x, self.group).index_select(0, own),
-                labels[wanted],
-                [i[wanted] for i in inputs],
-            )
+            x, labels = all_gather(x, self.group).index_select(0, own), labels[wanted]
         if self.losses.function is not None:
+            inputs = inputs if wanted is None else [each[wanted] for each in inputs]
             mine = (each.chunk(self.group.size)[self.group.index] for each in (inputs[0], labels, inputs[1]))
             products = column_linear(self.norm(x), self.weight, self.bias, self.group, product=self.product)
             how = self.losses.function, self.group, self.vocab, self.finish
