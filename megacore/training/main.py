@@ -141,6 +141,7 @@ def train(
         TypeError: a method of a callback does not take what it is called with.
         NonFinite, SaveError, StoreError: the run has ended, on all ranks.
     """
+    check_methods(callbacks)
     return _run(_with(load(recipe, overrides), model, data, loss), (), callbacks)
 
 
@@ -163,6 +164,7 @@ def finetune(
         init: The Hugging Face folder or checkpoint to start from: checkpoint.init.
         export: The Hugging Face folder to make of the last checkpoint: checkpoint.export.
     """
+    check_methods(callbacks)
     options = {"init": init, "export": export}
     given = [f"checkpoint.{name}={value}" for name, value in options.items() if value is not None]
     return _run(_with(load(recipe, [*overrides, *given]), model, data, loss), (), callbacks, finetunes=True)
@@ -180,7 +182,6 @@ def _with(config: Config, model: type[ModelConfig] | None, data: object, loss: T
 def _run(
     recipe: Recipe, overrides: Sequence[str], callbacks: Sequence[Callback], finetunes: bool = False
 ) -> FinishedRun:
-    check_methods(callbacks)
     here = RankPlace.of_environment()
     setup = checked(recipe, overrides, here, finetunes)
     own = callbacks_of(setup.config)

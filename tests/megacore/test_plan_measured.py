@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import count
 from typing import Any, Literal, get_args
 
 import pytest
@@ -66,8 +65,11 @@ def small(name: str, vocab: int) -> dict[str, Any]:
     """What a family of the registry draws, in these sizes, with the first seed whose rope fits them."""
     config = family(name).config
     derived = getattr(config, "derived", ())
-    sizes = {field: SIZES[axis] for axis, field in config.axes.items() if axis in SIZES and field not in derived}
-    for seed in count(ROTATION):
+    axes = {axis: config.saved.get(field, field) for axis, field in config.axes.items() if field not in derived}
+    sizes = {field: SIZES[axis] for axis, field in axes.items() if axis in SIZES}
+    if "kv_latent" in axes:  # each head has keys of its own
+        sizes[axes["kv"]] = SIZES["heads"]
+    for seed in range(ROTATION, ROTATION + 1000):
         own = drawn(name, seed, layers=SIZES["layer"], vocab=vocab, positions=1024) | sizes
         if own.get("sliding_window"):
             own["sliding_window"] = WINDOW
@@ -76,7 +78,7 @@ def small(name: str, vocab: int) -> dict[str, Any]:
         except ModelConfigError:
             continue
         return own
-    raise AssertionError("there is no end of seeds")
+    raise AssertionError(f"no seed gives {name} such sizes")
 
 
 ALONE = MeshShape()

@@ -74,7 +74,7 @@ def test_options_of_goodput_are_not_passed_over(capsys: pytest.CaptureFixture[st
         assert "--away, --picture belong to --goodput: give that, and no --fit" in shown.err and not shown.out
     assert not Path(picture).exists()
     assert main([*SPLIT, "--picture", picture]) == 0
-    assert f"drawn: {picture}" in capsys.readouterr().err and Path(picture).exists()
+    assert f"{picture}: a picture, " in capsys.readouterr().err and Path(picture).exists()
 
 
 @pytest.mark.parametrize(
