@@ -20,6 +20,7 @@ from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedDataset
 from megacore.data.samples import Samples, split_documents
 from megacore.recipe import load
+from megacore.store.io.errors import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.tools.status import RunState
 from megacore.training import main
@@ -200,3 +201,12 @@ def test_a_signal_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
     with losses(5, 4):  # and none after step 6
         assert made.fit() == 6
     assert list(checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))) == [4, 6]
+
+
+def test_evaluations_that_are_none_are_said(tmp_path: Path) -> None:
+    recipe, given = write_recipe(tmp_path), [f"out={tmp_path / 'run'}", "train.steps=3", "checkpoint.at_end=true"]
+    engine.train(recipe, given)
+    trainer = engine.path_of(tmp_path / "run", 3) / "trainer.json"
+    trainer.write_text(json.dumps(json.loads(trainer.read_text()) | {"evaluations": [["a"]]}))
+    with pytest.raises(StoreError, match="evaluations are no pairs of a step and a loss"):
+        engine.train(recipe, [*given, "train.steps=4", "checkpoint.resume=auto"])

@@ -12,6 +12,8 @@ import torch
 from megacore.checkpoints import EVALUATIONS
 from megacore.config import Config
 from megacore.data.batches import Batches
+from megacore.store.io.errors import StoreError
+from megacore.store.weight_folders.checkpoint import TRAINER
 from megacore.training.step import evaluate
 from megacore.training.trainer import Callback, Trainer
 
@@ -45,8 +47,13 @@ class Evaluation(Callback):
         return step if loss < math.inf else None
 
     def on_resume(self, run: Trainer, document: Mapping[str, Any]) -> None:
-        for step, loss in document.get(EVALUATIONS, []):
-            self._known.append((step, math.inf if loss is None else loss))
+        try:
+            known = [(int(step), math.inf if loss is None else float(loss)) for step, loss in document[EVALUATIONS]]
+        except KeyError:  # there was none
+            known = []
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"{TRAINER}: {EVALUATIONS} are no pairs of a step and a loss ({error})") from None
+        self._known += known
         self._end_without_better(run)
 
     def on_rewind(self, run: Trainer) -> None:
