@@ -153,9 +153,9 @@ class CorpusConfig:
     """A token file or a file of examples, and its weight in the blend."""
 
     path: str
-    """NAME of the pair NAME.bin, NAME.idx, or examples: a file (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow), a
-    folder of such files, or a data set of the hub (`OWNER/NAME@REVISION`); or a data set of your own by its import
-    path, `package.module:name` (see docs/extending.md)."""
+    """NAME of the pair NAME.bin, NAME.idx, or examples: a file (.jsonl, .json, both with .gz or .zst, .parquet,
+    .arrow), a folder of such files, or a data set of the hub (`OWNER/NAME@REVISION`); or a data set of your own by
+    its import path, `package.module:name` (see docs/extending.md)."""
     weight: Float = 1.0
     """Its share of the blend, relative to the others'; above 0."""
     least: Int = 0
@@ -191,8 +191,22 @@ EXAMPLE_KEYS = (
     *("instruction", "output", "input", "prompt", "text", "role", "content", "from", "value"),
 )
 """The keys of examples that are read, which `data.map` gives others for."""
-EXAMPLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+EXAMPLES = (
+    *(f"{name}{packed}" for name in (".jsonl", ".json") for packed in ("", ".gz", ".zst")),
+    ".parquet",
+    ".arrow",
+)
 """The endings of the names of files of examples."""
+ABOUT_DATA = (
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    *("corpus.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+)
+"""The names of files that have such an ending, and tell of data that are beside them."""
+
+
+def has_examples(name: str) -> bool:
+    """Return whether a file in a folder, by its name, is one of examples."""
+    return name.endswith(EXAMPLES) and os.path.basename(name) not in ABOUT_DATA
 
 
 def _as_corpora(value: object) -> object:

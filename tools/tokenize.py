@@ -43,8 +43,12 @@ def sample(stage: Stage, text_key: str) -> Iterator[str]:
         chosen.add(index)
         left -= sizes[index]
     for index, piece in enumerate(stage.pieces()):
-        if index in chosen:
-            yield from (found for found in text.documents(piece, text_key) if isinstance(found, str))
+        left = SAMPLE  # of a compressed piece, whose text may be many times that
+        for part in text.blocks(piece) if index in chosen else ():
+            yield from (found for found in text.documents(part, text_key) if isinstance(found, str))
+            left -= part.work
+            if left <= 0:
+                break
 
 
 @dataclass(frozen=True)
@@ -170,10 +174,9 @@ def _encode_into(stage: Stage, options: Options, made: Provenance, total: int) -
     size = (total if stop is None else min(stop, total)) - start
     progress = stage.progress or StageProgress(made, 0, 0, size, Extent(), Tally.zero(tokenizer.vocabulary), end)
     tally, pieces, finished = progress.tally, progress.pieces, progress.size
-    left = islice(stage.pieces(start, stop), pieces, None)
-    tasks = (
-        EncodeTask(group, stage.folder, options.text_key, end) for group in grouped(left, lambda piece: piece.size)
-    )
+    parts = (part for piece in stage.pieces(start, stop) for part in text.blocks(piece))
+    left = grouped(islice(parts, pieces, None), lambda part: part.work)
+    tasks = (EncodeTask(group, stage.folder, options.text_key, end) for group in left)
     with (
         stage.pair(tokenizer.vocabulary, progress.extent) as pair,
         closing(with_progress(encode, tasks, options.workers, size, "tokenize", finished)) as results,
@@ -193,7 +196,11 @@ def _encode_into(stage: Stage, options: Options, made: Provenance, total: int) -
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "inputs", nargs="+", type=Path, metavar="INPUT", help=f"a file or folder of {' '.join(text.SUFFIXES)} files"
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="INPUT",
+        help=f"a file or folder of {' '.join(text.SUFFIXES)} files, or a .json file",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the token files go")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
@@ -206,7 +213,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=_positive, default=os.cpu_count(), metavar="W", help="processes (%(default)s)"
     )
     parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="of the text in .jsonl and .parquet files (%(default)s)"
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="of the text in rows of .jsonl, .json and .parquet files (%(default)s)",
     )
     parser.add_argument(
         "--append-eod",

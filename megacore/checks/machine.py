@@ -10,7 +10,7 @@ from pathlib import Path
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.checks.rules import range_problems
-from megacore.config import EXAMPLES, RANGES, Config, CorpusConfig
+from megacore.config import EXAMPLES, RANGES, Config, CorpusConfig, has_examples
 from megacore.run_lock import held, holder
 from megacore.say import brief
 from megacore.store.io import hub
@@ -54,7 +54,7 @@ def _missing(corpus: CorpusConfig) -> Iterator[str]:
     if corpus.is_imported:
         return
     path = Path(corpus.path)
-    if corpus.hub_name is not None or any(name.endswith(EXAMPLES) for _, _, names in os.walk(path) for name in names):
+    if corpus.hub_name is not None or any(has_examples(name) for _, _, names in os.walk(path) for name in names):
         return  # what they hold is looked at later
     ends = ("",) if corpus.has_examples else (".bin", ".idx")
     missing = [f"{path}{end}" for end in ends if not Path(f"{path}{end}").is_file()]

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 
-from megacore.config import EXAMPLES, Config, CorpusConfig
+from megacore.config import EXAMPLES, Config, CorpusConfig, has_examples
 from megacore.data.examples import ExampleFiles
 from megacore.data.text import InputError, snapshot, without_link
 from megacore.say import brief
@@ -89,7 +89,7 @@ def _listing(corpus: CorpusConfig) -> list[str]:
         found = list(hub.files_of(name))
     except StoreError:
         found = list(_walk(hub.fetch(name, _CARD)))
-    return sorted(file for file in found if file.endswith(EXAMPLES))
+    return sorted(filter(has_examples, found))
 
 
 def _walk(folder: Path) -> Iterator[str]:
@@ -99,7 +99,7 @@ def _walk(folder: Path) -> Iterator[str]:
         inside = Path(home)
         saved = _saved(inside) if STATE in names else None
         for name in sorted(names):
-            if name.endswith(EXAMPLES) and not name.startswith(".") and (saved is None or name in saved):
+            if has_examples(name) and not name.startswith(".") and (saved is None or name in saved):
                 yield str((inside / name).relative_to(folder))
         if saved and (missing := saved - {*names}):
             raise InputError(f"{inside} is not whole: {STATE} names {brief(sorted(missing)[0])}, which is not there")

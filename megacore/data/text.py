@@ -1,7 +1,8 @@
-"""Documents in files: a whole text file, a line of .jsonl or a row of a table, found and read in pieces.
+"""Documents in files: a whole text file, a line of .jsonl, an element of a .json array or a row of a table, found and
+read in pieces.
 
-A .jsonl file may be compressed (.jsonl.gz, .jsonl.zst) where its rows are read. A table is a .parquet file, or an
-.arrow file, as `datasets` saves it.
+A .jsonl or .json file may be compressed (.jsonl.gz, .json.zst). A table is a .parquet file, or an .arrow file, as
+`datasets` saves it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import json
 import mmap
 import os
+import re
 import struct
 import sys
 import zlib
@@ -26,10 +28,17 @@ from megacore.say import err
 from megacore.store.io.files import leaves, open_file
 
 WHOLE = (".txt", ".md", ".py")
-SUFFIXES = (*WHOLE, ".jsonl", ".parquet")
+SUFFIXES = (*WHOLE, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+"""The endings of the names of files that are taken from folders of text."""
+NAMED = (*SUFFIXES, ".json", ".json.gz", ".json.zst")
+"""The endings of files that are taken where they are named: a .json in a folder may be anything."""
 PACKED = {".gz": "gunzip", ".zst": "unzstd"}
 """{the ending of a compressed file: what unpacks it}."""
+STREAMED = (*PACKED, ".json")
+"""The endings of files that can be read from their beginning alone."""
 LINES = 4 * 2**20  # bytes of a piece of a .jsonl file
+_SEPARATOR = re.compile(r"(?:\xef\xbb\xbf)?[ \t\r\n]*([\[,\]])[ \t\r\n]*")
+"""The text between two elements of a JSON array, or before the first one; a character is a byte."""
 
 
 class InputError(ValueError):
@@ -44,7 +53,7 @@ class FileRange:
     """A part of the input that is read at once: a text file, the lines of a .jsonl file that begin in bytes [start,
     stop), for a .parquet file row group `start`, or the batches in bytes [start, stop) of an .arrow file. `size` is its
     length in bytes, those of the file where it is compressed; `row` the number of its first row; `lines` those of a
-    compressed file, each with the byte that it begins at, where they have been read."""
+    streamed file, or its elements, each with the byte that it begins at, where they have been read."""
 
     path: Path
     start: int
@@ -61,8 +70,8 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Fault:
-    """A document that could not be read; in a .jsonl file it begins at byte `line_at`, in a table it is row `row`,
-    counted from 0."""
+    """A document that could not be read; in a .jsonl or .json file it begins at byte `line_at`, in a table it is row
+    `row`, counted from 0."""
 
     path: Path
     reason: str
@@ -83,8 +92,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Record:
-    """A line of a .jsonl file that begins at byte `line_at`, or row `row` of a table: an object with these values, of
-    about `size` bytes."""
+    """A line of a .jsonl file or an element of a .json file that begins at byte `line_at`, or row `row` of a table: an
+    object with these values, of about `size` bytes."""
 
     values: Mapping[str, Any]
     path: Path
@@ -109,8 +118,8 @@ def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> Iterator[
     for given in inputs:
         if not given.exists():
             raise InputError(f"{given} does not exist")
-        if given.is_file() and given.suffix not in SUFFIXES:
-            raise InputError(f"{given} is not of a known type: {types}")
+        if given.is_file() and not given.name.endswith(NAMED):
+            raise InputError(f"{given} is not of a known type: {' '.join(NAMED)}")
         root, found, left, example = given.resolve(), 0, 0, Path()
         for file in _walk(given, exclude) if given.is_dir() else [given]:
             link = file.is_symlink()
@@ -141,7 +150,7 @@ def without_link(path: Path) -> Path:
 
 def _walks(folder: Path, file: Path, exclude: Sequence[str]) -> bool:
     """Return whether a walk of the folder comes upon the file, neither of whose paths has links."""
-    if folder not in file.parents or file.suffix not in SUFFIXES:
+    if folder not in file.parents or not file.name.endswith(SUFFIXES):
         return False
     return not any(_passed_over(name, exclude) for name in file.relative_to(folder).parts)
 
@@ -156,7 +165,7 @@ def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
             continue
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(Path(entry.path), exclude)
-        elif entry.is_file() and Path(entry.name).suffix in SUFFIXES:
+        elif entry.is_file() and entry.name.endswith(SUFFIXES):
             yield Path(entry.path)
 
 
@@ -167,7 +176,7 @@ def cut(path: Path) -> list[FileRange]:
         return [FileRange(path, 0, size, size)]
     if path.suffix == ".jsonl":
         return [FileRange(path, at, min(at + LINES, size), min(LINES, size - at)) for at in range(0, size, LINES)]
-    if path.suffix in PACKED:
+    if path.suffix in STREAMED:
         return [FileRange(path, 0, sys.maxsize, size)]
     if path.suffix == ".arrow":
         return list(_arrow_pieces(path))
@@ -184,16 +193,17 @@ def cut(path: Path) -> list[FileRange]:
 
 
 def blocks(piece: FileRange) -> Iterator[FileRange]:
-    """Yield a piece in parts that are small: the lines of a compressed file, some at a time, else the piece itself.
+    """Yield a piece in parts that are small: the lines or elements of a streamed file, some at a time, else the piece
+    itself.
 
     InputError as of :func:`rows`.
     """
-    if piece.path.suffix not in PACKED:
+    if piece.path.suffix not in STREAMED or piece.lines:
         yield piece
         return
     lines, held, done = list[tuple[int, bytes]](), 0, 0
     with _open(piece.path) as (raw, file), _packed_errors(piece.path):
-        for at, line in _lines(piece, file):
+        for at, line in _elements(piece.path, file) if _is_array(piece.path, file) else _lines(piece, file):
             lines.append((at, line))
             held += len(line)
             if held >= LINES:
@@ -257,10 +267,10 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
 
 
 def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault]:
-    """Yield the objects that the lines of a piece of a .jsonl file, or the rows of one of a table, hold; or why that is
-    nothing. Of a table, all columns are read, or one.
+    """Yield the objects that the lines of a piece of a .jsonl file, the elements of a .json file or the rows of a table
+    hold; or why that is nothing. Of a table, all columns are read, or one.
 
-    Empty lines are passed over. InputError if a compressed file is damaged, or a table has no such column.
+    Empty lines are passed over. InputError if a compressed file or an array is damaged, or a table has no such column.
     """
     if piece.path.suffix in (".parquet", ".arrow"):
         yield from _table_rows(piece, column)
@@ -272,10 +282,11 @@ def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault
 
 
 def _all_lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
-    if piece.path.suffix not in PACKED:
+    if piece.path.suffix not in STREAMED:
         with _open(piece.path) as (_, file):
             yield from _lines(piece, file)
-    for block in blocks(piece) if piece.path.suffix in PACKED else ():
+        return
+    for block in blocks(piece):
         yield from block.lines
 
 
@@ -427,6 +438,42 @@ def _lines(piece: FileRange, file: io.BufferedReader) -> Iterator[tuple[int, byt
         inside = not line.endswith(b"\n")
         if at > most:
             raise InputError(_too_much(piece.path))
+
+
+def _is_array(path: Path, file: io.BufferedReader) -> bool:
+    """Return whether a file that is named as JSON has an array, rather than an object on each line."""
+    return ".json" in path.suffixes and file.peek().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _elements(path: Path, file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+    """Yield the beginning of each element of a JSON array, and the element: no more is held than the longest of them.
+
+    InputError if it is no array, an element is longer than `limits.LINE`, or the file unpacks to more than text does.
+    """
+    scan = json.JSONDecoder().raw_decode
+    most = _unpacked(path) if path.suffix in PACKED else sys.maxsize
+    text, begin, at, mark = "", 0, 0, "["  # text begins at byte `begin`; its characters are bytes
+    while True:
+        found = _SEPARATOR.match(text, at)
+        if found and found[1] == "]" and mark == ",":
+            return
+        try:
+            if found is None or found[1] != mark:
+                raise json.JSONDecodeError(f"no {mark}", text, at)
+            end = scan(text, found.end())[1]
+        except RecursionError:
+            raise InputError(f"{path} is nested too deeply, at byte {begin + at}") from None
+        except ValueError as error:
+            more = b"" if len(text) - at > limits.LINE else file.read(max(LINES, len(text) - at))
+            if not more:
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+                raise InputError(f"{path} is no JSON array of objects: {reason}, at byte {begin + at}") from None
+            begin, text, at = begin + at, text[at:] + more.decode("latin-1"), 0
+            if begin > most:
+                raise InputError(_too_much(path)) from None
+            continue
+        yield begin + found.end(), text[found.end() : end].encode("latin-1")
+        at, mark = end, ","
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from megacore.launcher.temporary_folder import compiled, temporary_folder
 from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
 from megacore.resources import gpus
-from megacore.say import err, outlive, say
+from megacore.say import brief, err, outlive, say
 from megacore.store.io.strict_json import StoreError
 
 if TYPE_CHECKING:  # which imports much
@@ -238,16 +238,31 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str], bool]
     names = [name for name in OPTIONS if name != "export" or command == "finetune"]
     parser = argparse.ArgumentParser(prog=f"megacore {command}", allow_abbrev=False)
     parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the recipe")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="of the recipe")
     for name in names:
         metavar = METAVARS.get(name, "FOLDER")
         parser.add_argument(f"--{name}", metavar=metavar, help=f"{OPTIONS[name]}: checkpoint.{name}={metavar}")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, say what would be done, and start and write nothing"
     )
+    known = ("-h", "--help", "--dry-run", *(f"--{name}" for name in names))
+    for each in given:
+        option = each.partition("=")[0]
+        if option.startswith("-") and option not in known:
+            parser.error(f"there is no option {brief(option)}{_meant(each, known)}")
     parsed = vars(parser.parse_intermixed_args(given))
     options = [f"checkpoint.{name}={parsed[name]}" for name in names if parsed[name] is not None]
     return parsed["recipe"], [*parsed["overrides"], *options], parsed["dry_run"]
+
+
+def _meant(option: str, known: Sequence[str]) -> str:
+    """Return what may have been meant by an option that there is none of."""
+    import difflib
+
+    if "." in option:
+        return f": keys of the recipe have no dashes before them ({brief(option.lstrip('-'))})"
+    alike = difflib.get_close_matches(option[:100], known, n=1)
+    return f": did you mean {alike[0]}?" if alike else ""
 
 
 def _several(least: int, most: int) -> tuple[int, tuple[str, int]]:

@@ -310,7 +310,7 @@ BAD = [
     bad("data.train=corpus/txet", "no corpus/txet.bin and no corpus/txet.idx", "megacore tokenize"),
     bad("data.train=corpus/half", "no corpus/half.idx", "megacore tokenize"),
     bad("data.train=corpus/text.bin", "name the prefix, corpus/text"),
-    bad("data.train=notes/facts.json", "notes/facts.json is neither a token file", ".jsonl.zst, .parquet or .arrow"),
+    bad("data.train=notes/facts.csv", "notes/facts.csv is neither a token file", ".json.zst, .parquet or .arrow"),
     bad("data.train=corpus", "corpus is a folder: name one of corpus/text"),
     bad("data.train=notes", "notes is a folder: token files are a pair", "megacore tokenize"),
     *(bad(f"data.train={name}", f"data.train: there is no {name}") for name in ("x.jsonl", "x.parquet", "x.jsonl.gz")),
@@ -360,7 +360,14 @@ BAD = [
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with one corpus, half of another, a run, and what is none of them."""
-    for name in ("corpus/text.bin", "corpus/text.idx", "corpus/half.bin", "done/metrics.jsonl", "notes/facts.json"):
+    for name in (
+        "corpus/text.bin",
+        "corpus/text.idx",
+        "corpus/half.bin",
+        "corpus/corpus.json",
+        "done/metrics.jsonl",
+        "notes/facts.csv",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)

@@ -296,6 +296,10 @@ def lines(rows: Sequence[Row] = ROWS) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+def array(rows: Sequence[Row] = ROWS) -> bytes:
+    return b"[" + b" ,\n".join(lines(rows).splitlines()) + b"\n]\n"
+
+
 def zstandard(data: bytes) -> bytes:
     pyarrow = pytest.importorskip("pyarrow")
     return bytes(pyarrow.Codec("zstd").compress(data, asbytes=True))
@@ -322,6 +326,10 @@ KINDS: Mapping[str, Callable[[], bytes]] = {
     "a.jsonl": lines,
     "a.jsonl.gz": lambda: gzip.compress(lines()),
     "a.jsonl.zst": lambda: zstandard(lines()[:1000]) + zstandard(lines()[1000:]),
+    "a.json": array,
+    "b.json": lambda: b"\xef\xbb\xbf " + array(),
+    "c.json": lines,
+    "a.json.gz": lambda: gzip.compress(array()),
     "a.parquet": table,
     "a.arrow": stream,
     "b.arrow": lambda: stream(how="new_file"),
@@ -342,7 +350,7 @@ def test_all_kinds_of_files_are_the_same_rows(tmp_path: Path, monkeypatch: pytes
         assert sum(part.size for part in parts) == sum(piece.size for piece in text.cut(path))
     row = found[25]
     assert isinstance(row, text.Record)
-    where = "line 26" if ".jsonl" in name else "row 25"
+    where = "line 26" if ".json" in name else "row 25"
     assert str(row.fault("why")) == f"{path}, {where}: why"
 
 
@@ -350,6 +358,11 @@ BAD: Mapping[str, tuple[str, Callable[[], bytes], str]] = {
     "zst-truncated": ("a.jsonl.zst", lambda: zstandard(lines())[:-5], "is no whole zstandard file"),
     "zst-garbage": ("a.jsonl.zst", lambda: bytes(99), "is no whole zstandard file"),
     "zst-bomb": ("a.jsonl.zst", lambda: zstandard(b"\n" * 10**7), "unpacks to more than 100 times its size, .*unzstd"),
+    "json-truncated": ("a.json", lambda: array()[:-900], "is no JSON array of objects: .*, at byte "),
+    "json-cut": ("a.json", lambda: array()[:-3], "is no JSON array of objects: no ,, at byte "),
+    "json-long": ("a.json", lambda: b'[{"a": "' + bytes(5000), "is no JSON array of objects: "),
+    "json-empty": ("a.json", lambda: b"[]", "is no JSON array of objects: "),
+    "json-deep": ("a.json", lambda: b"[" * 10**5, "is nested too deeply, at byte "),
     "arrow-truncated": ("a.arrow", lambda: stream()[:-900], "is no arrow file that can be read"),
     "arrow-garbage": ("a.arrow", lambda: bytes(99), "is no arrow file that can be read"),
     "arrow-empty": ("a.arrow", lambda: b"", "is no arrow file that can be read"),
@@ -406,7 +419,7 @@ def test_splits_are_known_by_names(tmp_path: Path) -> None:
         chosen(b)
     assert chosen(b, "main/train") == chosen(b, "main/train.jsonl") == ["main/train.jsonl"]
     assert chosen(b, key="validation") == ["other/dev/1.jsonl"]
-    c = write(tmp_path / "c", **{"chats.jsonl": b"", "README.md": b"", ".hidden.jsonl": b""})
+    c = write(tmp_path / "c", **{"chats.jsonl": b"", "README.md": b"", ".hidden.jsonl": b"", "dataset_infos.json": b""})
     assert chosen(c) == ["chats.jsonl"]
     with pytest.raises(InputError, match="c has no split tran among chats"):
         chosen(c, data_split="tran")

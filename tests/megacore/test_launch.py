@@ -159,7 +159,9 @@ def test_options_become_overrides(command: str, given: list[str], overrides: lis
         ([], "usage: megacore train"),
         (["r.yaml", "--resume"], "argument --resume: expected one argument"),
         (["--resume", "auto"], "required: recipe"),
-        (["r.yaml", "--export", "x"], "unrecognized arguments: --export"),
+        (["r.yaml", "--export", "x"], "there is no option --export"),
+        (["--resum=auto"], "there is no option --resum: did you mean --resume?"),
+        (["r.yaml", "--mesh.tp=2"], "keys of the recipe have no dashes before them (mesh.tp=2)"),
     ],
 )
 def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], given: list[str], told: str) -> None:

@@ -1,5 +1,6 @@
 """`megacore tokenize`: from files to tokens that read back as the text, or an error that names the place."""
 
+import gzip
 import json
 import os
 import re
@@ -174,7 +175,8 @@ def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained,
     (source / "b" / "deep" / "n.jsonl").write_text('{"text": "n0"}\n\n{"text": ""}\n{"text": "n1", "id": 3}')
     table = pyarrow.table({"id": range(5), "text": [f"p{i}" for i in range(5)]})
     parquet.write_table(table, source / "p.parquet", row_group_size=2)
-    for ignored in (".hidden/x.txt", "node_modules/x.txt", "b/x.csv", "skip_me.txt"):
+    (source / "q.jsonl.gz").write_bytes(gzip.compress(b'{"text": "q0"}\n{"text": "q1"}'))
+    for ignored in ("b/config.json", ".hidden/x.txt", "node_modules/x.txt", "b/x.csv", "skip_me.txt"):
         (source / ignored).write_text("ignored")
     (source / "empty.txt").touch()
     (source / "link.txt").symlink_to(source / "a.txt")
@@ -182,8 +184,10 @@ def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained,
     (source / "b" / "late.txt").write_text("late")
     status, out = tokenize(source, trained, "--exclude", "node_modules", "--exclude", "skip_*")
     assert status == 0
-    assert read(out) == ["a\r\n", "n0", "n1", "late", "m = 1", "p0", "p1", "p2", "p3", "p4", "z"]
+    assert read(out) == ["a\r\n", "n0", "n1", "late", "m = 1", "p0", "p1", "p2", "p3", "p4", "q0", "q1", "z"]
     assert Corpus.read(out).empty == 2
+    (tmp_path / "named.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
+    assert read(tokenize(tmp_path / "named.json", trained, "--name", "n", "--overwrite")[1], "n") == ["one", "two"]
 
 
 def test_the_bytes_do_not_depend_on_the_workers(tmp_path, monkeypatch):
@@ -306,7 +310,7 @@ def test_bad_inputs_are_named(tmp_path, trained, capsys):
     (tmp_path / "empty.txt").touch()
     for source, message in {
         "none": "none does not exist",
-        "a.csv": "a.csv is not of a known type: .txt .md .py .jsonl .parquet",
+        "a.csv": "a.csv is not of a known type: .txt .md .py .jsonl .jsonl.gz",
         "folder": "folder has no file of a known type",
         "empty.txt": "no text in the input: 1 documents are empty and 0 unreadable",
     }.items():
@@ -388,6 +392,8 @@ def lines(tmp_path, monkeypatch) -> Path:
     (source / "a.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * (i % 5)}) + "\n" for i in range(40)))
     for name in "bcd":
         (source / f"{name}.txt").write_text(name * 50)
+    packed = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(40))
+    (source / "c.jsonl.gz").write_bytes(gzip.compress(packed.encode()))
     (source / "empty.txt").touch()
     return source
 
@@ -436,7 +442,8 @@ def test_a_resume_makes_the_bytes_of_an_undisturbed_run(lines, trained, monkeypa
     monkeypatch.setattr(text, "documents", documents)
     assert tokenize(lines, trained, *more, "--resume")[0] == 0
     assert contents(out) == contents(whole) and [*out.glob(".*")] == []
-    assert len(done) < len([piece for file in text.find_files([lines]) for piece in text.cut(file)])
+    pieces = [piece for file in text.find_files([lines]) for piece in text.cut(file)]
+    assert len(done) < len([part for piece in pieces for part in text.blocks(piece)])
 
 
 def test_what_a_kill_leaves_is_gone_on_with(lines, trained):
