@@ -8,6 +8,9 @@ from typing import Any
 
 from megacore.store.tensor_files.publish import replace_file
 
+FORMATS = (".png", ".svg")
+"""The endings of pictures that can be made."""
+
 
 def pyplot() -> Any:
     """Return matplotlib's pyplot, which needs no screen."""
@@ -20,8 +23,8 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, picture: Path) -> None:
-    """Write a figure as a PNG, and close it."""
+    """Write a figure in the format that the name ends in, a PNG by default, and close it."""
     drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
+    figure.savefig(drawn, format=picture.suffix[1:] if picture.suffix in FORMATS else "png", dpi=120)
     pyplot().close(figure)
     replace_file(picture, drawn.getvalue())

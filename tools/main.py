@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "config": ("megacore.tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
     "models": ("megacore.tools.models", "the families and presets that there are, and what is special of each"),
     "context": ("megacore.tools.context", "which rank of cp holds, computes and sends what of given documents"),
+    "schedule": ("megacore.tools.schedule", "what the stages of a pipeline do when, the bubble, and what they hold"),
     "plan": ("megacore.tools.plan", "memory, network traffic and time of a recipe, and what fits a cluster"),
 }
 """{command: (module with ``main(argv) -> exit status``, what it does)}."""

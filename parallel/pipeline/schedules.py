@@ -242,13 +242,22 @@ class Bytes(NamedTuple):
 class Timeline:
     """The times of a simulated schedule.
 
-    ``spans``: per stage, its actions in order with their times. ``total``: when the last one ended. ``peaks``: per
-    stage, what it holds after the action after which that is most; nothing where there is no backward.
+    ``spans``: per stage, its actions in order with their times. ``held``: per stage, what it holds after each of them;
+    nothing where there is no backward.
     """
 
     spans: tuple[tuple[TimedAction, ...], ...]
-    total: float
-    peaks: tuple[Bytes, ...]
+    held: tuple[tuple[Bytes, ...], ...]
+
+    @property
+    def total(self) -> float:
+        """The time when the last action ended."""
+        return max(row[-1].end for row in self.spans)
+
+    @property
+    def peaks(self) -> tuple[Bytes, ...]:
+        """The most that each stage holds after an action."""
+        return tuple(max(row, key=sum) for row in self.held)
 
     @property
     def bubble(self) -> float:
@@ -310,11 +319,7 @@ def simulate(schedule: Schedule, costs: Costs | Cost = Cost()) -> Timeline:
             f"stage {s} cannot run {schedule[s][len(spans[s])]!r} before stage {t} has run {a!r}" for s, (t, a) in waits
         ]
         raise Deadlock("the schedule deadlocks: " + "; ".join(lines))
-    return Timeline(
-        spans=tuple(tuple(row) for row in spans),
-        total=max(row[-1].end for row in spans),
-        peaks=tuple(map(_peak, schedule, costs)),
-    )
+    return Timeline(tuple(map(tuple, spans)), tuple(map(_held, schedule, costs)))
 
 
 def _back(schedule: Schedule) -> Kind:
@@ -348,17 +353,18 @@ def _check_complete(schedule: Schedule) -> int:
     return chunks
 
 
-def _peak(row: tuple[Action, ...], costs: Sequence[Cost]) -> Bytes:
+def _held(row: tuple[Action, ...], costs: Sequence[Cost]) -> tuple[Bytes, ...]:
+    """Return what a stage holds after each of its actions."""
     if all(action.kind == "F" for action in row):
-        return Bytes(0, 0)
+        return (Bytes(0, 0),) * len(row)
     kept = waiting = 0.0
-    peak = Bytes(0, 0)
+    held = list[Bytes]()
     for action in row:
         cost = costs[action.chunk]
         kept += {"F": cost.kept, "W": 0}.get(action.kind, -cost.kept)
         waiting += {"I": cost.waiting, "W": -cost.waiting}.get(action.kind, 0)
-        peak = max(peak, Bytes(kept, waiting), key=sum)
-    return peak
+        held.append(Bytes(kept, waiting))
+    return tuple(held)
 
 
 # -- the communication plan

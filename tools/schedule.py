@@ -1,0 +1,146 @@
+"""`megacore schedule`: what the stages of a pipeline do when: the bubble of each schedule, and what its stages hold.
+
+Times are counted in forwards of a whole stage, what is held in what such a forward of one microbatch leaves. Those of a
+recipe on a cluster are told by `megacore plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Kind, Schedule, Timeline, draw, simulate
+from megacore.pictures import FORMATS, pyplot, save
+from megacore.say import err, say
+from megacore.tools import folders
+from megacore.tools.tables import table
+
+_COLORS: Mapping[Kind, str] = {"F": "#4878d0", "B": "#956cb4", "I": "#6acc64", "W": "#ee854a"}
+_WIDEST = 200
+"""Characters of a line up to which a schedule is drawn in the terminal."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    about, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(prog="megacore schedule", description=about, epilog=more)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(SCHEDULES)}; all that fit by default")
+    parser.add_argument("--stages", type=folders.count, required=True, metavar="P", help="pipeline stages")
+    parser.add_argument("--microbatches", type=folders.count, required=True, metavar="M", help="of a step")
+    parser.add_argument("--chunks", type=folders.count, default=1, metavar="V", help="of each stage (1)")
+    parser.add_argument(
+        "--times",
+        type=_times,
+        default=(1.0, 1.0, 1.0),
+        metavar="F,I,W",
+        help="of a forward, of input gradients and of weight gradients (1,1,1); 1,2,1 recomputes in full",
+    )
+    parser.add_argument("--send", type=_time, default=0.0, metavar="X", help="time of a message between stages (0)")
+    parser.add_argument("--picture", type=_picture, metavar="FILE", help=f"draw it: {', '.join(FORMATS)}")
+    try:
+        return _run(parser.parse_args(argv))
+    except (ValueError, OSError) as error:
+        err(error)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    stages, chunks, microbatches = arguments.stages, arguments.chunks, arguments.microbatches
+    if unknown := [name for name in arguments.names if name not in SCHEDULES]:
+        raise ValueError(f"there is no schedule {unknown[0]}: choose from {', '.join(SCHEDULES)}")
+    made, refused = dict[str, Schedule](), list[str]()
+    for name in arguments.names or SCHEDULES:
+        try:
+            made[name] = SCHEDULES[name](stages, chunks, microbatches)
+        except ValueError as error:
+            refused.append(str(error))
+    if arguments.names and refused:
+        raise ValueError("\n".join(refused))
+    forward, inputs, weights = (time / chunks for time in arguments.times)
+    cost = Cost(forward, inputs, weights, arguments.send, kept=1 / chunks, waiting=1 / chunks)
+    timelines = {name: simulate(schedule, cost) for name, schedule in made.items()}
+    if len(made) == 1 and cost == Cost(1 / chunks, 1 / chunks, 1 / chunks, 0.0, 1 / chunks, 1 / chunks):
+        (drawn,) = map(draw, made.values())
+        if max(map(len, drawn.splitlines())) <= _WIDEST:
+            say(f"{drawn}\n")
+    head = "schedule", "time", "bubble", "held by the first stage", "by the last", "for W at most"
+    say(table(head, [_row(name, timeline) for name, timeline in timelines.items()]))
+    if refused:
+        say("\n" + "\n".join(refused))
+    if arguments.picture:
+        _draw(timelines, arguments.picture)
+        folders.drawn(arguments.picture)
+    return 0
+
+
+def _row(name: str, timeline: Timeline) -> tuple[str, ...]:
+    first, *_, last = map(sum, (*timeline.peaks[:1], *timeline.peaks))
+    waiting = max(held.waiting for row in timeline.held for held in row)
+    bubble = f"{100 * timeline.bubble:.1f}%"
+    return name, f"{timeline.total:.2f}", bubble, f"{first:.2f}", f"{last:.2f}", f"{waiting:.2f}"
+
+
+def _draw(timelines: Mapping[str, Timeline], picture: Path) -> None:
+    """Draw what the stages do, a panel for each schedule, and below it what each of them holds."""
+    plots, stages = pyplot(), len(next(iter(timelines.values())).spans)
+    heights = [height for _ in timelines for height in (max(1.0, 0.32 * stages), 0.9)]
+    longest = max(timeline.total for timeline in timelines.values())
+    figure, axes = plots.subplots(
+        len(heights),
+        1,
+        sharex=True,
+        figsize=(12, 0.7 + 1.15 * sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+    )
+    for (name, timeline), above, below in zip(timelines.items(), axes[::2], axes[1::2], strict=True):
+        chunks = 1 + max(span.action.chunk for span in timeline.spans[0])
+        for stage, row in enumerate(timeline.spans):
+            for action, start, end in row:
+                shade = 1 - 0.6 * action.chunk / chunks
+                above.barh(stage, end - start, left=start, color=_COLORS[action.kind], alpha=shade, edgecolor="white")
+                if (end - start) / longest > 0.012:
+                    above.text((start + end) / 2, stage, action.microbatch, ha="center", va="center", fontsize=7)
+        for stage in sorted({0, stages - 1}):
+            ends = [0.0, *(span.end for span in timeline.spans[stage])]
+            below.step(ends, [0.0, *map(sum, timeline.held[stage])], where="post", label=f"stage {stage}")
+        above.set(title=f"{name}: bubble {100 * timeline.bubble:.1f} %", ylabel="stage", yticks=range(stages))
+        above.invert_yaxis()
+        below.set(ylabel="held", ylim=(0, None), xlim=(0, longest))
+        below.legend(loc="lower center", fontsize=7, frameon=False, ncols=2)
+    figure.align_ylabels()
+    axes[-1].set_xlabel("time, in forwards of a stage")
+    legend = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+    there = {span.action.kind for timeline in timelines.values() for row in timeline.spans for span in row}
+    bars = [plots.Rectangle((0, 0), 1, 1, color=_COLORS[kind]) for kind in _COLORS if kind in there]
+    names = [legend[kind] for kind in _COLORS if kind in there]
+    figure.legend(bars, names, loc="outside upper right", ncols=len(bars), frameon=False, fontsize=8)
+    save(figure, picture)
+
+
+def _times(text: str) -> tuple[float, ...]:
+    found = tuple(map(_time, text.split(",")))
+    if len(found) != 3 or min(found) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not F,I,W, three numbers above 0")
+    return found
+
+
+def _time(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return found
+
+
+def _picture(text: str) -> Path:
+    if (path := Path(text)).suffix not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no name that ends in {' or '.join(FORMATS)}")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
