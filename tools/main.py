@@ -18,6 +18,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "tokenize": ("megacore.tools.tokenize", "turn text into token files"),
     "merge-tokens": ("megacore.tools.merge_tokens", "make one token file of the parts that several nodes tokenized"),
     "convert": ("megacore.tools.convert", "convert between Hugging Face folders and checkpoints"),
+    "import": (
+        "megacore.tools.import_recipe",
+        "make a recipe of a config of DeepSpeed, accelerate, axolotl or Megatron-LM",
+    ),
     "upcycle": ("megacore.tools.upcycle", "make a dense model one with experts that has its loss"),
     "reshard": ("megacore.tools.reshard", "change the layout of a checkpoint, optimizer state and all"),
     "inspect": ("megacore.tools.inspect", "show what a folder holds, compare two, find damage"),
@@ -40,7 +44,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "preprocess": "tokenize",
     "chat": "generate",
     "export": "convert",
-    "import": "convert",
 }
 """{what other projects call a command: ours}."""
 CLOSED_PIPE = 128 + signal.SIGPIPE

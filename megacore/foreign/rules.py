@@ -1,0 +1,172 @@
+"""Rules that say what becomes of a key of another project's config, and the account of a whole config. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megacore.say import brief
+
+Given = Mapping[str, Any]
+"""{key, with dots between its parts: value}."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a key.
+
+    Args:
+        keys: The keys of a recipe that it becomes, with their values.
+        remark: What is to be known of it: why it becomes none, or how ours differs.
+        refused: Whether it would change the run, and there is nothing like it here.
+    """
+
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    remark: str = ""
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class ForeignConfig:
+    """What a rule sees besides its value: all keys, and the number of devices, where it is known."""
+
+    given: Given
+    gpus: int | None = None
+
+
+Rule = Callable[[Any, ForeignConfig], Verdict]
+
+
+def to(key: str, made: Callable[[Any], Any] | Mapping[Any, Any] | None = None, remark: str = "") -> Rule:
+    """Return a rule: the value goes to a key of ours, made into another one by a function or a table."""
+
+    def rule(value: Any, config: ForeignConfig) -> Verdict:
+        try:
+            found = value if made is None else made[value] if isinstance(made, Mapping) else made(value)
+        except (KeyError, TypeError, ValueError):
+            known = f": only {', '.join(map(str, made))} are" if isinstance(made, Mapping) else ""
+            return Verdict(remark=f"{brief(value)} is not known here{known}", refused=True)
+        return Verdict({key: found}, remark)
+
+    return rule
+
+
+def where(values: Mapping[Any, Mapping[str, Any]], why: str) -> Rule:
+    """Return a rule: each of these values becomes some keys, or none; others are refused, with the reason."""
+
+    def rule(value: Any, config: ForeignConfig) -> Verdict:
+        try:
+            return Verdict(values[value], "" if values[value] else "so here too")
+        except (KeyError, TypeError):
+            return Verdict(remark=why, refused=True)
+
+    return rule
+
+
+def only(*values: Any, why: str) -> Rule:
+    """Return a rule: these values say what is so here anyway; others are refused, with the reason."""
+    return where({value: {} for value in values}, why)
+
+
+def off(why: str) -> Rule:
+    """Return a rule: nothing like it is here, which is refused unless it is off."""
+    return only(False, None, 0, "", "no", "none", why=why)
+
+
+def without(why: str) -> Rule:
+    """Return a rule: the key has no meaning here."""
+    return lambda value, config: Verdict(remark=why)
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project whose configs are read.
+
+    Args:
+        rules: {key, or a pattern of keys: its rule}; a key itself goes before patterns, and these in their order.
+        defaults: The values of keys that are left out, where they are others than ours, by all keys.
+    """
+
+    name: str
+    rules: Mapping[str, Rule]
+    defaults: Callable[[Given], Given] = lambda given: {}
+
+    def rule(self, key: str) -> Rule | None:
+        """Return the rule of a key; None where it is unknown."""
+        named = next((rule for pattern, rule in self.rules.items() if fnmatchcase(key, pattern)), None)
+        return self.rules.get(key, named)
+
+
+@dataclass(frozen=True)
+class AccountRow:
+    """A key of theirs, its value, and what becomes of it; ``given``: it stands in the config."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+    given: bool = True
+
+
+def account(project: Project, given: Given, gpus: int | None = None) -> list[AccountRow]:
+    """Return what becomes of each key of a config, and of what it leaves out."""
+    config, rows, taken = ForeignConfig(given, gpus), list[AccountRow](), dict[str, tuple[str, Any]]()
+    left_out = {key: value for key, value in project.defaults(given).items() if key not in given}
+    for key, value in {**given, **left_out}.items():
+        rule = project.rule(key)
+        verdict = Verdict(remark="unknown here", refused=True) if rule is None else rule(value, config)
+        for ours, made in verdict.keys.items():
+            other, before = taken.setdefault(ours, (key, made))
+            if before != made:
+                why = f"{other} makes {ours} {brief(before)}, and this {brief(made)}"
+                verdict = Verdict(remark=why, refused=True)
+        rows.append(AccountRow(key, value, verdict, key in given))
+    return rows
+
+
+def recipe_of(rows: list[AccountRow]) -> dict[str, Any]:
+    """Return the recipe that the rows come to."""
+    tree = dict[str, Any]()
+    for row in rows:
+        for key, value in row.verdict.keys.items():
+            *sections, name = key.split(".")
+            inside = tree
+            for section in sections:
+                inside = inside.setdefault(section, {})
+            inside[name] = value
+    return tree
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key with dots, value) of nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def batch(global_size: str | None, micro_size: str, parallel: tuple[str, ...]) -> Rule:
+    """Return the rule of the number of microbatches that are added up, from the names of the keys beside it.
+
+    Args:
+        parallel: The keys of the ranks that share a microbatch.
+    """
+
+    def rule(value: Any, config: ForeignConfig) -> Verdict:
+        given = config.given
+        if global_size is not None and isinstance(given.get(global_size), int):
+            return Verdict(remark="follows from the batch and the ranks")
+        micro = given.get(micro_size, 1)
+        if not isinstance(value, int) or not isinstance(micro, int):
+            return Verdict(remark="set batch.global_size and batch.micro_size")
+        if config.gpus is None:
+            size = f"{micro} x {value} x their replicas"
+            return Verdict(remark=f"batch.global_size is {size}: give their number of GPUs, --gpus N", refused=True)
+        replicas = config.gpus
+        for key in parallel:
+            replicas //= given.get(key, 1)
+        return Verdict({"batch.global_size": micro * value * replicas})
+
+    return rule
