@@ -54,10 +54,7 @@ def opened(
     path: Path, adapters: bool = False, told: bool = True, ignored_fields: Sequence[str] = ()
 ) -> SafetensorsFolder:
     """Open a folder as :func:`~megacore.store.conversions.formats.open_folder` does, and say what of it is taken.
-
-    Raises:
-        StoreError: likewise.
-    """
+    Raises StoreError: likewise."""
     folder = open_folder(path, adapters, ignored_fields=ignored_fields)
     if told:
         tell(path, folder)
@@ -156,11 +153,7 @@ def _in_options(text: str, arguments: argparse.Namespace) -> str:
 
 
 def lines(path: Path) -> list[str]:
-    """Return the prompts in a file, one on each line.
-
-    Raises:
-        StoreError: there are none.
-    """
+    """Return the prompts in a file, one on each line. Raises StoreError: there are none."""
     try:
         found = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:

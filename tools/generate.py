@@ -66,11 +66,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Prompts, Decoding]:
-    """Return the prompts, and how they are answered.
-
-    Raises:
-        StoreError: everything that is wrong with them.
-    """
+    """Return the prompts, and how they are answered. Raises StoreError: everything that is wrong with them."""
     texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
     if not texts:
         raise StoreError("there is no prompt: give --prompt TEXT, or --prompts FILE with one on each line")
@@ -83,11 +79,8 @@ def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Promp
 
 
 class Page:
-    """The answers in the order of the prompts, the first that has not ended as it grows.
-
-    Args:
-        echo: Whether each stands behind its prompt.
-    """
+    """The answers in the order of the prompts, the first that has not ended as it grows. ``echo``: whether each stands
+    behind its prompt."""
 
     def __init__(self, answers: Sequence[Answer], shown: bool, echo: bool) -> None:
         self._answers, self._shown, self._echo, self._at = answers, shown, echo, 0

@@ -116,11 +116,7 @@ def _show_tokens(prefixes: Sequence[Path], arguments: argparse.Namespace) -> int
 
 def tokens(prefix: Path) -> dict[str, Any]:
     """Return the facts about a token file; ``corpus`` is what `megacore tokenize` has written beside it, None of
-    another origin.
-
-    Raises:
-        StoreError: it is damaged.
-    """
+    another origin. Raises StoreError: it is damaged."""
     try:
         dataset, known = IndexedDataset(prefix), Corpus.beside(prefix)
     except ValueError as error:

@@ -82,11 +82,7 @@ def given(arguments: argparse.Namespace) -> list[str]:
 
 
 def above_0(text: str) -> float:
-    """Return the number that an option gives.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none, or not above 0.
-    """
+    """Return the number that an option gives. Raises argparse.ArgumentTypeError: it is none, or not above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -138,11 +134,8 @@ class Outlook:
         config: Config,
         plan: Plan,
     ) -> Outlook:
-        """Return the outlook of a recipe and its plan, by the options of :func:`add_options`.
-
-        Raises:
-            ConfigError: the run named has had no fault after which it went on.
-        """
+        """Return the outlook of a recipe and its plan, by the options of :func:`add_options`. Raises ConfigError: the
+        run named has had no fault after which it went on."""
         per_node, beside = plan.cluster.device.per_node, plan.overheads
         if arguments.faults:
             node_s = DAY_S / (arguments.faults / 100) / per_node  # any of its devices

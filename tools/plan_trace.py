@@ -28,11 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse what a trace does not go with.
-
-    Raises:
-        ConfigError: there is some of it.
-    """
+    """Refuse what a trace does not go with. Raises ConfigError: there is some of it."""
     if arguments.perfetto and not arguments.trace:
         raise ConfigError(["--perfetto belongs to --trace: give that, or leave it out"])
     if not arguments.trace:

@@ -107,10 +107,7 @@ class ModelRun:
         cls, arguments: argparse.Namespace, prepare: Callable[[WeightFolder], Prepared]
     ) -> tuple[ModelRun, Prepared]:
         """Return the run that arguments of :func:`add_model` and :func:`add_mesh` ask for, and what is prepared for it.
-
-        Raises:
-            StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank).
-        """
+        Raises StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank)."""
         with agreed(RankPlace.of_environment()):
             setup = ModelSetup.check(
                 arguments.folder,

@@ -43,11 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def workers_of(text: str) -> int | tuple[int, int]:
-    """Return a number of machines, or the least and the most.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return a number of machines, or the least and the most. Raises ConfigError: it is neither."""
     parts = text.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts) or int(parts[0]) > int(parts[-1]):
         raise ConfigError([f"--workers ({text}): give a number, or the least and the most (2:8)"])

@@ -56,11 +56,8 @@ class RunState:
 
     @classmethod
     def of(cls, out: Path) -> RunState:
-        """Read the state of a run from its folder.
-
-        Raises:
-            StoreError: there is no run, or one of its files on a disk cannot be read.
-        """
+        """Read the state of a run from its folder. Raises StoreError: there is no run, or one of its files on a disk
+        cannot be read."""
         path, recipe = out / metrics.METRICS, _recipe(out)
         saved, unlisted = dict[int, Path](), ""
         try:

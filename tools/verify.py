@@ -93,14 +93,8 @@ def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair
 
 def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int) -> list[list[int]]:
     """Return the token ids of the texts; of :data:`TEXTS` if there are none, or random ids where there is no tokenizer.
-
-    Args:
-        most: Longer prompts are cut.
-        multiple: Prompts are repeated up to a multiple of it: ranks of tp and cp share their tokens evenly.
-
-    Raises:
-        StoreError: the texts cannot be encoded.
-    """
+    ``most``: longer prompts are cut; ``multiple``: prompts are repeated up to a multiple of it: ranks of tp and cp
+    share their tokens evenly. Raises StoreError: the texts cannot be encoded."""
     path, config = folder.path, folder.config
     most = min(most, config.max_positions or most)
     longest = most // multiple * multiple

@@ -47,11 +47,8 @@ def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on:
     """Return the example in a row, whatever its format.
 
     Messages after the assistant's last are left out, as nothing of them is learned, unless all tokens count. A chat is
-    several passages where the template rewrites what is past: each counted turn stands in one of them, once, behind
-    the text that the assistant is given when it generates that turn.
-
-    Raises:
-        BadExample: it is none.
+    several passages where the template rewrites what is past: each counted turn stands in one of them, once, behind the
+    text that the assistant is given when it generates that turn. Raises BadExample: it is none.
     """
     said = example(row)
     if said.messages:

@@ -50,17 +50,10 @@ class Corpora:
 
     @classmethod
     def open(cls, config: Config, model: ModelFiles | None = None, checked: bool = False) -> Corpora:
-        """Map the token files and split them; of files of examples, those that are made for ``model``.
-
-        Args:
-            model: The files that prepare examples.
-            checked: Whether another process of this machine reads the indexes of the token files, so that this one
-                need not.
-
-        Raises:
-            ValueError: a file is damaged, or too short for one sample; examples are bad, or the model's tokenizer or
-                template does not serve.
-        """
+        """Map the token files and split them; of files of examples, those that are made for ``model``. ``model``: the
+        files that prepare examples; ``checked``: whether another process of this machine reads the indexes of the token
+        files, so that this one need not. Raises ValueError: a file is damaged, or too short for one sample; examples
+        are bad, or the model's tokenizer or template does not serve."""
         data, remarks = config.data, list[str]()
 
         def opened(corpus: CorpusConfig) -> _TokenFile | _ExampleFile | own_rows.OwnRows:

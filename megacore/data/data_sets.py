@@ -34,14 +34,9 @@ _LISTED = 20  # names in a message
 
 def resolved(config: Config, begun: Sequence[str] = ()) -> Config:
     """Return a config whose data sets of the hub are named with their commits, and whose sets all name their splits.
-
-    Args:
-        begun: The paths of the data that the run began with, if it goes on: a data set stays at its commit.
-
-    Raises:
-        InputError: a set has no such split, or it is not clear which.
-        StoreError: as of :func:`megacore.store.io.hub.fetch`.
-    """
+    ``begun``: the paths of the data that the run began with, if it goes on: a data set stays at its commit. Raises
+    InputError: a set has no such split, or it is not clear which; StoreError: as of
+    :func:`megacore.store.io.hub.fetch`."""
     known = [HubName.parse(path, "dataset") for path in begun]
     before = {name.repository: name for name in known if name is not None and name.is_pinned}
 
@@ -60,10 +55,7 @@ def resolved(config: Config, begun: Sequence[str] = ()) -> Config:
 
 def files_of(config: Config, corpus: CorpusConfig) -> ExampleFiles:
     """Return the files of a corpus of a resolved config. Those of the hub are fetched, unless they are in its cache.
-
-    Raises:
-        InputError, StoreError: as of :func:`resolved`.
-    """
+    Raises InputError, StoreError: as of :func:`resolved`."""
     if not corpus.is_set:
         return ExampleFiles(corpus.path, [without_link(Path(corpus.path))], config.data.map)
     split = corpus.split or "*"

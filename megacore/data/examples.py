@@ -114,11 +114,7 @@ class ExampleFiles:
         return [piece for file in self.files for piece in text.cut(file)]
 
     def look(self, bad_lines: str) -> None:
-        """Look at the first rows, which takes no tokenizer.
-
-        Raises:
-            InputError: they are none to be trained on.
-        """
+        """Look at the first rows, which takes no tokenizer. Raises InputError: they are none to be trained on."""
         facts, size = Facts(), 0
         rows = (row for piece in self.pieces() for row in recognized(text.rows(piece), self.keys))
         for row in islice(rows, LOOKED_AT):
@@ -186,11 +182,8 @@ class Preparation:
 
     def examples(self) -> Examples:
         """Return the examples prepared before, or now: by the first process that comes, while others wait for it.
-
-        Raises:
-            InputError: lines are bad, or the tokenizer or its template do not serve.
-            StoreError: the folder cannot be written.
-        """
+        Raises InputError: lines are bad, or the tokenizer or its template do not serve; StoreError: the folder cannot
+        be written."""
         target = self.folder / f"{re.split('[.@]', Path(self.source.name).name)[0]}-{self.fingerprint()}"
         if target.is_symlink():
             raise InputError(f"{target} is a link, and what is prepared lies in the run's own folder: remove it")

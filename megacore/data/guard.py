@@ -45,14 +45,11 @@ class Guard:
 
     The process is a fork, so that what is imported here need not be imported again. It is safe beside other threads
     while what it serves uses none of their locks; it serves tokenizers, and never torch. It ends with this object, and
-    with this process.
+    with this process. Raises GuardError: it cannot be made within the limits of time and memory.
 
     Args:
         make: Makes the object there.
         passes: Errors, made of a message alone, that are raised here as they are there; all others become a GuardError.
-
-    Raises:
-        GuardError: it cannot be made within the limits of time and memory.
     """
 
     def __init__(self, make: Callable[[], object], passes: tuple[type[Exception], ...] = ()) -> None:
@@ -66,11 +63,8 @@ class Guard:
         self._answer()
 
     def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the object, and return its result.
-
-        Raises:
-            GuardError: it fails, or takes too much time or memory; or the process has ended before.
-        """
+        """Call a method of the object, and return its result. Raises GuardError: it fails, or takes too much time or
+        memory; or the process has ended before."""
         try:
             self._connection.send((method, arguments))
         except OSError as error:

@@ -39,10 +39,7 @@ class OwnRows(Protocol):
 
 def opened(config: Config, corpus: CorpusConfig) -> OwnRows:
     """Return the data set at an import path: what is there, or what a class or function there makes of the config.
-
-    Raises:
-        ValueError: it is none, or its first row is none.
-    """
+    Raises ValueError: it is none, or its first row is none."""
     name, found = corpus.path, imported(corpus.path)
     if isinstance(found, type) or (not hasattr(found, "__getitem__") and not hasattr(found, "__iter__")):
         if not callable(found):
@@ -63,11 +60,8 @@ def opened(config: Config, corpus: CorpusConfig) -> OwnRows:
 
 def sample_of(row: Any, length: int, where: str) -> Sample:
     """row: up to length + 1 token ids, or a mapping with them as ``input_ids`` and, optional, ``labels`` (IGNORE where
-    a token is not to be predicted) and ``documents`` (0, 1, ... of each token) -> the sample, padded at its end.
-
-    Raises:
-        TokenError: it is no such row.
-    """
+    a token is not to be predicted) and ``documents`` (0, 1, ... of each token) -> the sample, padded at its end. Raises
+    TokenError: it is no such row."""
     given = row if isinstance(row, Mapping) else {"input_ids": row}
     if unknown := given.keys() - {"input_ids", "labels", "documents"}:
         raise TokenError(f"{where} has {', '.join(sorted(map(str, unknown)))}: a row has input_ids, labels, documents")
@@ -144,11 +138,8 @@ class StreamedRows:
     """A data set that is iterated, over and over, as every rank does: of what it gives each takes its own rows.
 
     To go back it begins again, or at a state: where there are ``state_dict`` and ``load_state_dict``, ``iter()`` after
-    the latter goes on with the row behind that state. States are JSON. ValueError if it cannot go back.
-
-    Args:
-        rows: The data set.
-        every: Rows between states.
+    the latter goes on with the row behind that state. States are JSON. ValueError if it cannot go back. ``rows``: the
+    data set; ``every``: rows between states.
     """
 
     def __init__(self, rows: Any, length: int, every: int, name: str) -> None:

@@ -10,11 +10,7 @@ from megacore.store.io.strict_json import StoreError, short
 
 
 def tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a folder.
-
-    Raises:
-        StoreError: whatever its files lead to.
-    """
+    """Return the tokenizer of a folder. Raises StoreError: whatever its files lead to."""
     from transformers import AutoTokenizer
 
     found = _load(AutoTokenizer, folder)
@@ -29,11 +25,7 @@ def tokenizer(folder: Path) -> Any:
 
 
 def model(folder: Path, **options: Any) -> Any:
-    """Return the model of a folder.
-
-    Raises:
-        StoreError: whatever its files lead to.
-    """
+    """Return the model of a folder. Raises StoreError: whatever its files lead to."""
     from transformers import AutoModelForCausalLM
 
     # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.

@@ -35,11 +35,8 @@ class Prompts:
     def of(
         cls, folder: WeightFolder, given: Sequence[str], *, chat: bool = False, system: str | None = None
     ) -> Prompts:
-        """Return some texts as the model reads them; chat, system: as of :func:`megacore.generate`.
-
-        Raises:
-            StoreError: everything that is wrong with them.
-        """
+        """Return some texts as the model reads them; chat, system: as of :func:`megacore.generate`. Raises StoreError:
+        everything that is wrong with them."""
         if not given:
             raise StoreError("there is no prompt")
         if system is not None and not chat:

@@ -77,11 +77,8 @@ class EvaluationSetup:
         self, model: Model, watched: Callable[[Iterable[Document]], Iterable[Document]] = iter
     ) -> dict[str, Any]:
         """Return what ``megacore evaluate --json`` prints, the same on every rank of the model's mesh, which all call
-        this; ``watched``: shows the documents go by.
-
-        Raises:
-            StoreError: no document has a token to predict, or one cannot be read.
-        """
+        this; ``watched``: shows the documents go by. Raises StoreError: no document has a token to predict, or one
+        cannot be read."""
         from megacore.inference import perplexity
 
         windows = perplexity.Windows(self.sequence_length, self.stride, self.by_position)

@@ -43,11 +43,8 @@ class DocumentFiles:
     count: TrainOn
 
     def documents(self) -> Iterator[Document]:
-        """Yield all documents, in the order of the paths.
-
-        Raises:
-            StoreError: something cannot be read, or is no document.
-        """
+        """Yield all documents, in the order of the paths. Raises StoreError: something cannot be read, or is no
+        document."""
         try:
             for path in self.paths:
                 yield from self._of_tokens(path) if is_tokens(path) else self._of_files(path)

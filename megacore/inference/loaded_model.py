@@ -76,11 +76,8 @@ class ModelSetup:
         return self.shape.world > 1 and not self.here.launched
 
     def load(self) -> LoadedModel:
-        """Load this rank's part; all ranks of the mesh do so.
-
-        Raises:
-            StoreError: this process is alone, and the mesh takes several; or the weights cannot be read, on all ranks.
-        """
+        """Load this rank's part; all ranks of the mesh do so. Raises StoreError: this process is alone, and the mesh
+        takes several; or the weights cannot be read, on all ranks."""
         if self.lacks_ranks:
             world = self.shape.world
             raise StoreError(

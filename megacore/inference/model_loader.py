@@ -37,7 +37,9 @@ def model_from(
 ) -> Model:
     """Return this rank's part of the model, dropout off, filled one tensor at a time.
 
-    On the number of stages that a checkpoint has, its layers lie as they do there.
+    On the number of stages that a checkpoint has, its layers lie as they do there. Raises DamageError: a checkpoint's
+    bytes are not those that were written; on every rank, as all others; StoreError: the adapters were trained on other
+    weights than the base's, a rank cannot read its part, or some have found a newer checkpoint of a run than others.
 
     Args:
         whole: Its weights; adapters are computed beside those of their base.
@@ -47,11 +49,6 @@ def model_from(
         split: The dimensions of the mesh that split an axis; None for those of a checkpoint that has the same ep and
             tp, and the usual ones elsewhere.
         exchange: The way in which queries meet the keys of other ranks of cp.
-
-    Raises:
-        DamageError: a checkpoint's bytes are not those that were written; on every rank, as all others.
-        StoreError: the adapters were trained on other weights than the base's, a rank cannot read its part, or some
-            have found a newer checkpoint of a run than others.
     """
     control = Control.create(mesh)
     if len(paths := {*control.exchange(str(whole.path))}) > 1:

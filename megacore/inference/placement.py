@@ -23,14 +23,8 @@ def check_mesh(
     config: ModelConfig, mesh: MeshShape, here: RankPlace, etp: int = 1, exchange: ContextExchange = "auto"
 ) -> None:
     """Check that a model can be split over a mesh, and that torchrun has started as many processes as that takes.
-
-    Args:
-        etp: Parts of each expert.
-        exchange: The way in which queries meet the keys of other ranks of cp.
-
-    Raises:
-        StoreError: all reasons why not.
-    """
+    ``etp``: parts of each expert; ``exchange``: the way in which queries meet the keys of other ranks of cp. Raises
+    StoreError: all reasons why not."""
     problems, layers = mesh_problems(config.sizes, mesh, etp), config.sizes["layer"]
     problems += context_problems(config, mesh, exchange)
     if mesh.pp > layers:
@@ -57,14 +51,8 @@ def context_problems(config: ModelConfig, mesh: MeshShape, exchange: ContextExch
 
 
 def device_kind(wanted: str, here: RankPlace, processes: int) -> str:
-    """Return the kind of device, cpu or cuda, that each of the processes is to use.
-
-    Args:
-        wanted: Either of them, or "auto" for GPUs if there are enough.
-
-    Raises:
-        StoreError: there are too few GPUs, or there is no such kind.
-    """
+    """Return the kind of device, cpu or cuda, that each of the processes is to use. ``wanted``: either of them, or
+    "auto" for GPUs if there are enough. Raises StoreError: there are too few GPUs, or there is no such kind."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise StoreError(f"`device={wanted}`: choose auto, cpu or cuda")
     there = gpus()

@@ -29,11 +29,7 @@ class Texts:
 
     @classmethod
     def of(cls, folder: WeightFolder) -> Texts:
-        """Load it.
-
-        Raises:
-            StoreError: there is none, or it cannot be used.
-        """
+        """Load it. Raises StoreError: there is none, or it cannot be used."""
         import_transformers()
         try:
             with files_of(folder).folder() as files:
@@ -60,11 +56,8 @@ class Texts:
         return ids
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a conversation up to where the answer begins.
-
-        Raises:
-            StoreError: there is no chat template, or it does not take these messages.
-        """
+        """Return the tokens of a conversation up to where the answer begins. Raises StoreError: there is no chat
+        template, or it does not take these messages."""
         ids: list[int] | None = self._ask("chat", messages, fails="the chat template does not take the messages")
         if ids is None:
             raise StoreError(f"{self.folder.path} has no chat template: it is no chat model; leave out --chat")
@@ -77,10 +70,7 @@ class Texts:
 
     def stops(self) -> frozenset[int]:
         """Return the tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
-
-        Raises:
-            StoreError: they are no ids of the model's tokens.
-        """
+        Raises StoreError: they are no ids of the model's tokens."""
         file = self.folder.companions().get(GENERATION)
         given = parse_json(file.read(), file.path) if file else {}
         raw = files_of(self.folder).config

@@ -53,11 +53,7 @@ another order of the same sums does not."""
 
 @dataclass(frozen=True)
 class Pair:
-    """A checkpoint and a folder of the same model.
-
-    Raises:
-        StoreError: they cannot be of the same model.
-    """
+    """A checkpoint and a folder of the same model. Raises StoreError: they cannot be of the same model."""
 
     checkpoint: SafetensorsFolder
     folder: SafetensorsFolder
@@ -84,11 +80,8 @@ class Pair:
 
 
 def mesh_shape(checkpoint: SafetensorsFolder, world: int, cp: int = 1) -> MeshShape:
-    """Return the mesh for so many processes: of one, or the checkpoint's own layout, once or several times.
-
-    Raises:
-        StoreError: it takes another number of processes.
-    """
+    """Return the mesh for so many processes: of one, or the checkpoint's own layout, once or several times. Raises
+    StoreError: it takes another number of processes."""
     if world == cp == 1:
         return MeshShape()
     mesh = replace(checkpoint.layout.mesh, cp=cp)
@@ -171,10 +164,8 @@ def verify(
     """Compare both; every rank of the mesh calls this, and all get the same report.
 
     The ranks share out the tensors, with so many threads each, and one of the last stage computes what transformers
-    does. The mesh is that of :func:`mesh_shape`, and the length of each prompt is a multiple of tp x cp.
-
-    Raises:
-        StoreError: transformers cannot load the folder (on one rank).
+    does. The mesh is that of :func:`mesh_shape`, and the length of each prompt is a multiple of tp x cp. Raises
+    StoreError: transformers cannot load the folder (on one rank).
     """
     control = Control.create(mesh)
     groups = {param.name: ComparedParameter(param.name) for param in pair.checkpoint.config.schema.params}
@@ -282,11 +273,7 @@ def parallel_model(pair: Pair, mesh: Mesh, exchange: ContextExchange = "auto") -
 
 
 def transformers_model(pair: Pair) -> nn.Module:
-    """Return the folder's model, in float32.
-
-    Raises:
-        StoreError: transformers cannot load it.
-    """
+    """Return the folder's model, in float32. Raises StoreError: transformers cannot load it."""
     schema, dtypes = pair.folder.config.schema, pair.dtypes()
     model: nn.Module = pretrained.model(pair.folder.path, dtype=torch.float32)
     model.eval()

@@ -65,12 +65,9 @@ class KeyExchange:
 
 @dataclass(eq=False)
 class OpCounts:
-    """The operations of a part: {what: how often}; the products of the exchanges are among the others.
-
-    Args:
-        passes: Bytes that operators of our own read and write beside their products: where no kernel does all of an
-            attention, its scores pass through memory.
-    """
+    """The operations of a part: {what: how often}; the products of the exchanges are among the others. ``passes``:
+    bytes that operators of our own read and write beside their products: where no kernel does all of an attention, its
+    scores pass through memory."""
 
     products: Counter[MatMul] = field(default_factory=Counter)
     messages: Counter[Collective] = field(default_factory=Counter)

@@ -33,11 +33,8 @@ def overrides_of_nodes(
     config: Config, model: ModelConfig, least: int, most: int, processes: int
 ) -> Mapping[int, list[str]]:
     """Return {number of nodes: the overrides by which a recipe fits them}; each names all keys that any of them has, so
-    that it can follow on any other. Each node has so many processes.
-
-    Raises:
-        ConfigError: all numbers that no layout fits; or all that is wrong with the recipe on any number.
-    """
+    that it can follow on any other. Each node has so many processes. Raises ConfigError: all numbers that no layout
+    fits; or all that is wrong with the recipe on any number."""
     counts = range(least, most + 1)
     plain = [_problems(next(_replicas(config, n * processes)), model, n * processes, processes) for n in counts]
     if anyway := [each for each in plain[0] if all(each in others for others in plain)]:

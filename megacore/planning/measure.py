@@ -65,13 +65,9 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class FakeModel:
-    """A rank's model in one chunk, without numbers: of layers that are alike the first one.
-
-    Args:
-        mesh: The mesh that its layers are split over: neither pp nor dp.
-        width: Bytes of a parameter.
-        late: Whether weight gradients come later than input gradients.
-    """
+    """A rank's model in one chunk, without numbers: of layers that are alike the first one. ``mesh``: the mesh that its
+    layers are split over: neither pp nor dp; ``width``: bytes of a parameter; ``late``: whether weight gradients come
+    later than input gradients."""
 
     def __init__(
         self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, split: Splits, width: int, device: str, late: bool
@@ -489,11 +485,7 @@ def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _told(argument: Any) -> object:
-    """Return an argument of an operator as a key.
-
-    Raises:
-        TypeError: it is a tensor with numbers.
-    """
+    """Return an argument of an operator as a key. Raises TypeError: it is a tensor with numbers."""
     if isinstance(argument, Tensor):
         if not argument.is_meta:
             raise TypeError

@@ -19,12 +19,8 @@ DRAWN = 32
 
 def drawn(corpus: str, length: int, micro_size: int, seed: int) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of the documents of each of some microbatches, the first ones that training would have of the
-    token file with the prefix ``corpus``; ``seed`` is that of the order of samples.
-
-    Raises:
-        ValueError: the file is damaged, or too short for one sample.
-        FileNotFoundError: there is none.
-    """
+    token file with the prefix ``corpus``; ``seed`` is that of the order of samples. Raises ValueError: the file is
+    damaged, or too short for one sample; FileNotFoundError: there is none."""
     source, _ = parts(IndexedDataset(Path(corpus)), length, seed, 0.0, corpus)
     batches = Batches(source, DRAWN * micro_size, micro_size, 0, 1, separate_documents=True)
     return tuple(batch.documents or () for batch in batches.microbatches(0))

@@ -64,11 +64,8 @@ def plan(
 
 
 def cluster_of(name: str, precision: str, tflops: float | None, changed: Mapping[str, float]) -> Cluster:
-    """Return devices of the table or of a file, or CPUs, some of whose fields are others.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """Return devices of the table or of a file, or CPUs, some of whose fields are others. Raises ConfigError: there is
+    no such device."""
     try:
         device = SMALL_CPU if name == CPU else device_of(name)
     except ValueError as error:

@@ -197,14 +197,9 @@ BEFORE = "waits before it"
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A wait, an event or a ``record_stream`` that is left out of a log.
-
-    Args:
-        entry: The entry.
-        caught: What is not ordered then.
-        covers: Who orders it after all, where that is nothing: the places of later waits, :data:`BEFORE` where those
-            before tell as much, "nobody" where the log ends.
-    """
+    """A wait, an event or a ``record_stream`` that is left out of a log. ``entry``: the entry; ``caught``: what is not
+    ordered then; ``covers``: who orders it after all, where that is nothing: the places of later waits, :data:`BEFORE`
+    where those before tell as much, "nobody" where the log ends."""
 
     entry: Wait | RecordEvent | RecordStream
     caught: Sequence[str]

@@ -226,11 +226,8 @@ class Launches:
 
 
 def launches(case: Case) -> Launches:
-    """Trace two steps of a run, of which the second counts, and one of a run with a block more in each chunk.
-
-    Raises:
-        TraceFault: a step waits for the device; also errors of torch, where tensors are on different ones.
-    """
+    """Trace two steps of a run, of which the second counts, and one of a run with a block more in each chunk. Raises
+    TraceFault: a step waits for the device; also errors of torch, where tensors are on different ones."""
     (first, second), chunks = trace(case, 2)
     (deeper,), _ = trace(replace(case, layers=case.layers + 1), 1)
     block, rest = divmod(deeper.launches.total() - first.launches.total(), chunks)

@@ -47,13 +47,8 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake, and who should see it.
-
-    Args:
-        name: In words.
-        edits: That make it.
-        tests: One of them must fail, by the end of its dotted name as a place, with ``[parameters]`` or all of them.
-    """
+    """A mistake, and who should see it. ``name``: in words; ``edits``: that make it; ``tests``: one of them must fail,
+    by the end of its dotted name as a place, with ``[parameters]`` or all of them."""
 
     name: str
     edits: tuple[Edit, ...]
@@ -77,11 +72,7 @@ class Definition:
 
 
 def find(name: str, folders: tuple[str, ...] = PACKAGES) -> Definition:
-    """The one definition whose dotted name ends so.
-
-    Raises:
-        Stale: there is none, or more than one.
-    """
+    """The one definition whose dotted name ends so. Raises Stale: there is none, or more than one."""
     found = [each for each in _definitions(folders) if f".{each.name}".endswith(f".{name}")]
     if len(found) != 1:
         names = " and ".join(each.name for each in found) or "nothing"
@@ -121,11 +112,8 @@ def node_id(test: str) -> str:
 
 
 def edited(source: str, inside: tuple[str, ...], edit: Edit) -> str:
-    """The source with the edit, made anew from what it says: its comments are gone.
-
-    Raises:
-        Stale: what is to be changed is not there exactly once.
-    """
+    """The source with the edit, made anew from what it says: its comments are gone. Raises Stale: what is to be changed
+    is not there exactly once."""
     tree = ast.parse(source)
     (place,) = (node for names, node in _walk(tree) if names == inside)
     before, after = ast.parse(edit.before).body, ast.parse(edit.after).body
@@ -177,11 +165,8 @@ def sound(file: str) -> str:
 
 
 def seeded(fault: Fault, root: Path = ROOT) -> dict[str, str]:
-    """{file: its source with the fault}, of the tree or of a copy.
-
-    Raises:
-        Stale: a place, or what it should say, is not there exactly once.
-    """
+    """{file: its source with the fault}, of the tree or of a copy. Raises Stale: a place, or what it should say, is not
+    there exactly once."""
     made: dict[str, str] = {}
     for edit in fault.edits:
         place = find(edit.place)
@@ -253,11 +238,8 @@ def _write(folder: Path, sources: Mapping[str, str]) -> None:
 
 
 def check(faults: Sequence[Fault]) -> int:
-    """Seed each fault, print the table -> how many survive.
-
-    Raises:
-        Stale: faults cannot be seeded, or their tests fail without them; once all others are in the table.
-    """
+    """Seed each fault, print the table -> how many survive. Raises Stale: faults cannot be seeded, or their tests fail
+    without them; once all others are in the table."""
     survived, stale = 0, list[Stale]()
     with copied({file for fault in faults for file in seeded(fault)}) as folder:
         start = time.perf_counter()

@@ -55,10 +55,8 @@ def pretend() -> None:
     Autograd and the dispatcher ask two C++ objects that a build without CUDA lacks. For the first, a device's guard,
     torch has a stand-in for fake tensors, which it puts where a guard counts no devices: so there must be a guard. The
     second, the hooks, says whether there is CUDA. Both get a table of methods that return 0; of the hooks, the one that
-    says so, which is found by trying, returns 1.
-
-    Raises:
-        RuntimeError: there is a GPU, or this torch is made in another way.
+    says so, which is found by trying, returns 1. Raises RuntimeError: there is a GPU, or this torch is made in another
+    way.
     """
     if torch.cuda.is_available():
         raise RuntimeError("there is a GPU: fake ones are for machines without")
@@ -394,10 +392,7 @@ def _on_device(x: object) -> bool:
 
 def place(beyond: Container[str] = frozenset()) -> str:
     """The function of ours that is being run, as ``file:function``; ``autograd`` where that runs torch's own.
-
-    Args:
-        beyond: Files of which whoever calls them is meant.
-    """
+    ``beyond``: files of which whoever calls them is meant."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = _file(frame.f_code.co_filename)

@@ -109,12 +109,9 @@ class StepTrace:
 
 
 def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTrace:
-    """Trace a step of a recipe on ranks of a cluster of GPUs; this machine needs none.
-
-    Raises:
-        ConfigError: all that is wrong with the recipe, or what a trace does not know.
-        RuntimeError: a traced rank has failed, or some would wait for ever.
-    """
+    """Trace a step of a recipe on ranks of a cluster of GPUs; this machine needs none. Raises ConfigError: all that is
+    wrong with the recipe, or what a trace does not know; RuntimeError: a traced rank has failed, or some would wait for
+    ever."""
     model, world = configure(config.model), world or config.mesh.model_ranks * (config.mesh.dp or 1)
     if found := [*problems_on_paper(config, world, model), *_unknown(config)]:
         raise ConfigError(found)
@@ -249,11 +246,7 @@ class TracedRank:
 
 def trace_ranks(config: Config, world: int, ranks: Sequence[int], counts: Sequence[int]) -> dict[int, TracedRank]:
     """Have some ranks run steps of so many microbatches, in a process for each CPU: torch believes in GPUs there.
-
-    Raises:
-        ConfigError: this is not Linux.
-        RuntimeError: a rank has failed.
-    """
+    Raises ConfigError: this is not Linux; RuntimeError: a rank has failed."""
     if sys.platform != "linux":
         raise ConfigError(["--trace has torch believe in GPUs, which is known for Linux alone: run it there"])
     context = multiprocessing.get_context("spawn")

@@ -51,12 +51,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Costs:
-    """How long things take.
-
-    Args:
-        cluster: The devices.
-        mesh: The ranks.
-    """
+    """How long things take. ``cluster``: the devices; ``mesh``: the ranks."""
 
     cluster: Cluster
     mesh: MeshShape
@@ -207,11 +202,8 @@ class StepTimeline:
 
 
 def play(logs: Mapping[int, Sequence[Entry]], costs: Costs) -> StepTimeline:
-    """Play a step of some ranks; ranks that are left out come to their messages as soon as those that are there.
-
-    Raises:
-        RuntimeError: some wait for ever.
-    """
+    """Play a step of some ranks; ranks that are left out come to their messages as soon as those that are there. Raises
+    RuntimeError: some wait for ever."""
     players = {rank: _Player(log, costs) for rank, log in logs.items()}
     come: dict[str, dict[int, float]] = {}
     while True:

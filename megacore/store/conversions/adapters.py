@@ -40,11 +40,7 @@ _ROWS = 1 << 22
 
 
 def adapters_of(checkpoint: WeightFolder) -> Adapters:
-    """Return the adapters of a checkpoint, with the model that they belong to.
-
-    Raises:
-        StoreError: it holds a model.
-    """
+    """Return the adapters of a checkpoint, with the model that they belong to. Raises StoreError: it holds a model."""
     adapters = checkpoint.index.adapters
     if adapters is None:
         raise StoreError(f"{checkpoint.path} holds a model and no adapters: export it by --to hf")
@@ -56,11 +52,8 @@ _OF_TRAINING = ("drop", "initializer_range")
 
 
 def check_model(checkpoint: WeightFolder, base: WeightFolder) -> None:
-    """Compare a model, but for its weights, with the one that the adapters were trained on.
-
-    Raises:
-        StoreError: its sizes or its config differ, or the checkpoint holds a model.
-    """
+    """Compare a model, but for its weights, with the one that the adapters were trained on. Raises StoreError: its
+    sizes or its config differ, or the checkpoint holds a model."""
     adapters = adapters_of(checkpoint)
     ours, theirs = checkpoint.config.schema, base.schema
     if ours.sizes != theirs.sizes or ours.pieces != theirs.pieces:
@@ -77,11 +70,8 @@ def check_model(checkpoint: WeightFolder, base: WeightFolder) -> None:
 
 
 def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) -> None:
-    """Compare the fingerprint of a model's weights with that of those that the adapters were trained on.
-
-    Raises:
-        StoreError: they are others.
-    """
+    """Compare the fingerprint of a model's weights with that of those that the adapters were trained on. Raises
+    StoreError: they are others."""
     adapters = adapters_of(checkpoint)
     if fingerprint != adapters.fingerprint:
         raise StoreError(
@@ -102,11 +92,8 @@ class AdaptedFolder(WeightFolder):
 
     @classmethod
     def of(cls, own: SafetensorsFolder, base: SafetensorsFolder) -> AdaptedFolder:
-        """Open the two, if they belong together as far as can be known without reading the weights.
-
-        Raises:
-            StoreError: as :func:`check_model`.
-        """
+        """Open the two, if they belong together as far as can be known without reading the weights. Raises StoreError:
+        as :func:`check_model`."""
         check_model(own, base)
         index = replace(base.index, states=("weights",), adapters=own.index.adapters)
         return cls(own.path, index, own, base=base)
@@ -144,11 +131,8 @@ class AdaptedFolder(WeightFolder):
 
 
 def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
-    """Return a folder of adapters as the peft library saves them.
-
-    Raises:
-        StoreError: the checkpoint holds none, no single config describes them, or peft would load them wrongly.
-    """
+    """Return a folder of adapters as the peft library saves them. Raises StoreError: the checkpoint holds none, no
+    single config describes them, or peft would load them wrongly."""
     adapters, schema = adapters_of(checkpoint), checkpoint.schema
     made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
     files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
@@ -224,30 +208,21 @@ def merged(
     checkpoint: WeightFolder, base: SafetensorsFolder, max_shard_bytes: int, dtype: str | None = None
 ) -> FolderPlan:
     """Return a Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
-
-    Raises:
-        StoreError: the checkpoint holds no adapters, or those of a model of another shape or config.
-    """
+    Raises StoreError: the checkpoint holds no adapters, or those of a model of another shape or config."""
     check_model(checkpoint, base)
     return to_hugging_face(MergedFolder(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
 
 
 def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: OnBytes = silent) -> None:
-    """Read all weights of a model, and compare them with those that the adapters were trained on.
-
-    Raises:
-        StoreError: they are others.
-    """
+    """Read all weights of a model, and compare them with those that the adapters were trained on. Raises StoreError:
+    they are others."""
     check_fingerprint(checkpoint, base.path, combined(fingerprints(base, "weights", jobs, progress)))
 
 
 @dataclass(frozen=True)
 class MergedFolder(WeightFolder):
-    """The weights of a model as they are with adapters.
-
-    Args:
-        wanted: The dtype of merged weights; None for that of the base.
-    """
+    """The weights of a model as they are with adapters. ``wanted``: the dtype of merged weights; None for that of the
+    base."""
 
     adapters: WeightFolder
     wanted: str | None

@@ -36,13 +36,9 @@ class StateFiles:
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """The contents of a folder that is to be written.
-
-    Args:
-        states: {state: its files}.
-        texts: (fingerprints of each file) -> {path: content} of the small files.
-        reader: Opens such a folder, StoreError if it is none: asked before the folder is published.
-    """
+    """The contents of a folder that is to be written. ``states``: {state: its files}; ``texts``: (fingerprints of each
+    file) -> {path: content} of the small files; ``reader``: opens such a folder, StoreError if it is none: asked before
+    the folder is published."""
 
     kind: str
     schema: Schema
@@ -62,12 +58,8 @@ class FolderPlan:
         return copied + sum(file.size for file in self.files)
 
     def write(self, target: Path, jobs: int, progress: Callable[[int], object] = lambda written: None) -> None:
-        """Make the folder.
-
-        Raises:
-            StoreError: it exists, there is no room, or what was written is not what the source was or is not what we
-                would read; nothing is left.
-        """
+        """Make the folder. Raises StoreError: it exists, there is no room, or what was written is not what the source
+        was or is not what we would read; nothing is left."""
         with publish(target, self.size) as folder:
             fingerprints = write(folder, self.files, self.schema, jobs, progress)
             for state, part in self.states.items():
@@ -97,11 +89,8 @@ class FolderPlan:
 
 
 def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> FolderPlan:
-    """Plan a checkpoint of all that a folder holds, in a layout.
-
-    Raises:
-        StoreError: pieces that are stored together have different dtypes.
-    """
+    """Plan a checkpoint of all that a folder holds, in a layout. Raises StoreError: pieces that are stored together
+    have different dtypes."""
     layout = on_disk(layout)
     raw = source.raw if dtype is None else hugging_face_files.with_dtype(source.raw, dtype)
     made, trainer = replace(source.index, raw=raw, layout=layout, files={}), source.trainer_json()
@@ -131,11 +120,8 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
 
 
 def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> FolderPlan:
-    """Plan a Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
-
-    Raises:
-        StoreError: as :func:`to_checkpoint`.
-    """
+    """Plan a Hugging Face folder of a folder's weights and companions; fp32 masters are not used. Raises StoreError: as
+    :func:`to_checkpoint`."""
     schema = source.config.schema
     targets = hugging_face_files.named(schema, source.raw)
     made = {t.stored.name: t for t in tensors(schema, source, "weights", targets, dtype)}
@@ -153,10 +139,7 @@ def tensors(
     schema: Schema, source: WeightFolder, state: str, targets: Iterable[Stored], dtype: str | None
 ) -> Iterator[Tensor]:
     """Yield the targets with what fills them of a state, in the dtype that is asked for or, as buffers, in their own.
-
-    Raises:
-        StoreError: pieces that are stored together have different dtypes.
-    """
+    Raises StoreError: pieces that are stored together have different dtypes."""
     planned, dtypes = list(plan(schema, source.stored(state), targets)), dict[str, set[str]]()
     for target, copies in planned:
         dtypes.setdefault(whole_name(schema, target), set()).update(source.dtype(state, copy.source) for copy in copies)

@@ -68,11 +68,8 @@ def convert(
 def open_source(
     source: str | Path, to: str, base: str | Path | None = None, ignored_fields: Sequence[str] = ()
 ) -> tuple[SafetensorsFolder, SafetensorsFolder | None]:
-    """Open what is to be converted to a format -> the folder, and the model that its adapters are merged into.
-
-    Raises:
-        StoreError: there is no such folder, or none that becomes what is asked for.
-    """
+    """Open what is to be converted to a format -> the folder, and the model that its adapters are merged into. Raises
+    StoreError: there is no such folder, or none that becomes what is asked for."""
     if to not in ("megacore", "hf", "peft"):
         raise StoreError(f"`to={to}`: choose megacore, hf or peft")
     # Adapters without their model are refused where a model is needed, in words that tell how to merge them.

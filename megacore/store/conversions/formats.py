@@ -21,17 +21,14 @@ from megacore.store.weight_folders.index import INDEX, STATES, VersionError
 def open_folder(
     path: Path, adapters: bool = False, checked: bool = False, ignored_fields: Sequence[str] = ()
 ) -> SafetensorsFolder:
-    """Open a checkpoint of ours, or a Hugging Face folder.
+    """Open a checkpoint of ours, or a Hugging Face folder. Raises DamageError: it is a checkpoint that cannot be
+    opened; StoreError: it is neither, or holds adapters.
 
     Args:
         path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint. Where there is none, a
             name of the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, which is fetched.
         adapters: Whether a checkpoint of adapters will do, which is no model by itself.
         checked: Whether another process checks the tensor files of a checkpoint.
-
-    Raises:
-        DamageError: it is a checkpoint that cannot be opened.
-        StoreError: it is neither, or holds adapters.
     """
     if (name := HubName.of(path)) is not None:
         folder = fetched(name, ignored_fields)
@@ -63,14 +60,12 @@ def open_folder(
 
 
 def open_model(path: Path, base: Path | None = None) -> WeightFolder:
-    """Open a model, or adapters with theirs.
+    """Open a model, or adapters with theirs. Raises StoreError: something is missing or damaged, the two do not belong
+    together, or there is nothing to adapt.
 
     Args:
         path: A checkpoint or a Hugging Face folder.
         base: The model of adapters; None for the one that they name.
-
-    Raises:
-        StoreError: something is missing or damaged, the two do not belong together, or there is nothing to adapt.
     """
     folder = open_folder(path, adapters=True)
     held = folder.index.adapters

@@ -163,11 +163,8 @@ def make_folder(
     dry_run: bool = False,
     progress: Progress = unseen,
 ) -> MadeFolder:
-    """Write what is planned of a source, with so many threads (None: two per core) -> what was made.
-
-    Raises:
-        StoreError: as :meth:`FolderPlan.write`, or the target lies in the source.
-    """
+    """Write what is planned of a source, with so many threads (None: two per core) -> what was made. Raises StoreError:
+    as :meth:`FolderPlan.write`, or the target lies in the source."""
     check_beside(source, target)
     if not dry_run:
         with progress(plan.size, target.name) as done:
@@ -177,21 +174,14 @@ def make_folder(
 
 
 def check_beside(source: Path, target: Path) -> None:
-    """Check that a target does not lie in its source.
-
-    Raises:
-        StoreError: it does.
-    """
+    """Check that a target does not lie in its source. Raises StoreError: it does."""
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise StoreError(f"{target} lies in {source}, which is only read: choose a folder beside it")
 
 
 def threads(jobs: int | None) -> int:
-    """Return the number of threads to read and write with; None: two per core.
-
-    Raises:
-        StoreError: there would be none.
-    """
+    """Return the number of threads to read and write with; None: two per core. Raises StoreError: there would be
+    none."""
     if low := below_1(jobs=jobs):
         raise StoreError(*low)
     # Half of the time a thread waits for the disk.

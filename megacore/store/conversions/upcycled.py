@@ -50,11 +50,7 @@ class UpcycledFolder(WeightFolder):
 
     @classmethod
     def of(cls, dense: SafetensorsFolder, way: Upcycling, seed: int, wanted: str | None = None) -> UpcycledFolder:
-        """Read a folder so; arguments as above.
-
-        Raises:
-            StoreError: its tensors hold parts of slices.
-        """
+        """Read a folder so; arguments as above. Raises StoreError: its tensors hold parts of slices."""
         index = Index(way.raw, layout_of(way.config, MeshShape()), ("weights",), None, {})
         made = cls(dense.path, index, dense=dense, way=way, seed=seed, wanted=wanted)
         for stored in dense.stored():

@@ -71,11 +71,8 @@ class DirectFile:
 
 
 class WriteWindow:
-    """Memory through which one thread writes pieces of files: those that adjoin go together.
-
-    Args:
-        size: Bytes of the largest usual piece; beside it there is room for what is too little to be written before it.
-    """
+    """Memory through which one thread writes pieces of files: those that adjoin go together. ``size``: bytes of the
+    largest usual piece; beside it there is room for what is too little to be written before it."""
 
     def __init__(self, size: int) -> None:
         self._memory = aligned_memory(size + LEAST + 2 * ALIGNMENT)
@@ -84,14 +81,8 @@ class WriteWindow:
         self._base = self._first = self._end = 0
 
     def take(self, write: Callable[[Bytes, int], object], offset: int, size: int) -> Bytes:
-        """Return the memory of a piece, which the caller fills before the next call.
-
-        Args:
-            write: Writes bytes to a place in the file; the same for pieces of one file.
-
-        Raises:
-            OSError: what was there could not be written.
-        """
+        """Return the memory of a piece, which the caller fills before the next call. ``write``: writes bytes to a place
+        in the file; the same for pieces of one file. Raises OSError: what was there could not be written."""
         if write != self._write or offset != self._end:
             self.flush()
             self._write, self._base, self._first, self._end = write, offset - offset % ALIGNMENT, offset, offset

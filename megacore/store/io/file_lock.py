@@ -17,12 +17,8 @@ class NoLocks(StoreError):
 
 def hold(path: Path) -> FileIO | None:
     """Lock a file, made if it is not there; None while someone else holds it. To hold it is to own what it stands for:
-    who opened it before it was renamed or removed does not.
-
-    Raises:
-        FileNotFoundError: the file or its folder has just gone.
-        NoLocks: its filesystem has none.
-    """
+    who opened it before it was renamed or removed does not. Raises FileNotFoundError: the file or its folder has just
+    gone; NoLocks: its filesystem has none."""
     lock = open_lock(path)
     try:
         if flock(lock, fcntl.LOCK_EX) and is_at(lock, path):
@@ -40,11 +36,7 @@ def is_at(lock: FileIO, path: Path) -> bool:
 
 
 def flock(lock: FileIO | BufferedReader | BufferedWriter, kind: int) -> bool:
-    """Take a lock of this kind -> whether it is now held.
-
-    Raises:
-        NoLocks: its filesystem has none.
-    """
+    """Take a lock of this kind -> whether it is now held. Raises NoLocks: its filesystem has none."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -28,16 +28,13 @@ _SHARED = re.compile("([0-9a-f]{2})/\\1[0-9a-f]{62}")
 
 
 def open_file(path: Path, root: Path | None = None) -> BufferedReader:
-    """Open a regular file for reading.
+    """Open a regular file for reading. Raises OSError: it is not there or no file, or its links lead out, so that
+    whoever made the folder would have us read what is not theirs.
 
     Args:
         root: The folder of whoever made it, which its links may not leave; None where the user has
             named the file. The hub's cache counts as one: there, files in ``snapshots/REVISION`` are links to those in
             ``blobs`` of the repository, which may be links to those that all repositories share.
-
-    Raises:
-        OSError: it is not there or no file, or its links lead out, so that whoever made the folder would have us read
-            what is not theirs.
     """
     if isinstance(path, ObjectPath):
         return path.open()
@@ -107,14 +104,7 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[BufferedWriter]:
     """Open a file to write into, which takes its name at the end: under it stands what was there, or all of the new
-    one.
-
-    Args:
-        path: Its name; a link of this name is replaced, not followed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    one. ``path``: its name; a link of this name is replaced, not followed. Raises OSError: it cannot be written."""
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)  # what a kill has left
     with open(new, "xb") as file:
@@ -131,11 +121,8 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BufferedWriter]:
 
 
 def append(path: Path) -> BufferedWriter:
-    """Open a file of ours to add to, which is made if it is not there.
-
-    Raises:
-        OSError: its name is taken by a link, by what is no file, or by a file of somebody else or of two names.
-    """
+    """Open a file of ours to add to, which is made if it is not there. Raises OSError: its name is taken by a link, by
+    what is no file, or by a file of somebody else or of two names."""
     file = FileIO(path, "a", opener=lambda name, flags: _opened(path, flags))
     status = os.fstat(file.fileno())
     if status.st_uid != os.geteuid() or status.st_nlink != 1:
@@ -154,9 +141,6 @@ def ends_within_a_line(path: Path) -> bool:
 
 
 def open_lock(path: Path) -> FileIO:
-    """Open a file to lock, which is made if it is not there.
-
-    Raises:
-        OSError: its name is taken by a link or by what is no file, or its folder has just gone.
-    """
+    """Open a file to lock, which is made if it is not there. Raises OSError: its name is taken by a link or by what is
+    no file, or its folder has just gone."""
     return FileIO(path, "r+", opener=lambda name, flags: _opened(path, flags | os.O_CREAT))

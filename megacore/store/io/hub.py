@@ -72,14 +72,9 @@ def fetch(name: HubName, patterns: Sequence[str], shown: bool = False, cached: b
     """Bring the files of a repository that match patterns into the hub's cache, those that are not there yet -> the
     folder that has them, which bears the hash of the commit.
 
-    Where the hub cannot be asked, what the cache has of the revision will do, if it is all of these files.
-
-    Args:
-        shown: Whether progress is shown, if somebody watches.
-        cached: Whether only the cache is looked at.
-
-    Raises:
-        StoreError: there is no such repository or revision, it is not for this user, or it cannot be fetched.
+    Where the hub cannot be asked, what the cache has of the revision will do, if it is all of these files. ``shown``:
+    whether progress is shown, if somebody watches; ``cached``: whether only the cache is looked at. Raises StoreError:
+    there is no such repository or revision, it is not for this user, or it cannot be fetched.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -120,11 +115,8 @@ def push_problems(text: str) -> Iterator[str]:
 
 def push(repository: str, folder: Path) -> str:
     """Upload a folder to a repository of the hub, which is made, private, where there is none -> the address of the
-    commit. Files that are there already are not sent again.
-
-    Raises:
-        StoreError: it is not uploaded; it stays as it is, and the message has the command that uploads it.
-    """
+    commit. Files that are there already are not sent again. Raises StoreError: it is not uploaded; it stays as it is,
+    and the message has the command that uploads it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -157,11 +149,7 @@ def license_of(name: HubName) -> str | None:
 
 
 def files_of(name: HubName) -> Mapping[str, int]:
-    """Return {file: bytes} of a repository, which the hub is asked for.
-
-    Raises:
-        StoreError: as :func:`fetch`.
-    """
+    """Return {file: bytes} of a repository, which the hub is asked for. Raises StoreError: as :func:`fetch`."""
     from huggingface_hub import HfApi
 
     with _in_words(name):

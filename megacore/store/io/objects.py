@@ -25,12 +25,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Scheme:
-    """A kind of store.
-
-    Args:
-        package: The package beside fsspec that knows it, and the extra of ours that brings it, if there must be one.
-        credentials: The places where that looks for credentials.
-    """
+    """A kind of store. ``package``: the package beside fsspec that knows it, and the extra of ours that brings it, if
+    there must be one; ``credentials``: the places where that looks for credentials."""
 
     package: tuple[str, str] | None = None
     credentials: str = ""
@@ -62,11 +58,8 @@ class NoObject(StoreError):
 
 
 def place(text: str | Path) -> Path:
-    """Return the path that a user's text names: of objects where it is a URL, else of files.
-
-    Raises:
-        StoreError: it is a URL that names no store, or holds more than a name.
-    """
+    """Return the path that a user's text names: of objects where it is a URL, else of files. Raises StoreError: it is a
+    URL that names no store, or holds more than a name."""
     if "://" not in str(text):
         return Path(text)
     found = _URL.fullmatch(str(text))
@@ -108,12 +101,8 @@ class ObjectPath(PosixPath):
         return system, str(key)
 
     def ask(self, do: Callable[[Any, str], Made]) -> Made:
-        """Do something with (file system, path in it); what may pass is tried again, longer and longer apart.
-
-        Raises:
-            NoObject: there is none.
-            StoreError: the store refuses, or still fails.
-        """
+        """Do something with (file system, path in it); what may pass is tried again, longer and longer apart. Raises
+        NoObject: there is none; StoreError: the store refuses, or still fails."""
         system, key = self.store()
         for wait in (*WAITS_S, None):
             try:
@@ -205,10 +194,7 @@ class ObjectPath(PosixPath):
 
     def stream(self, pieces: Callable[[], Iterable[Any]], size: int) -> None:
         """Write the object piece by piece: it appears with the last of them. Where it fails it is begun anew.
-
-        Args:
-            pieces: Makes them, in order: bytes or what is like them.
-        """
+        ``pieces``: makes them, in order: bytes or what is like them."""
         # No store takes more than 10,000 parts, and some want them in whole MiB.
         part = max(PIECE, -(-size // (9000 << 20)) << 20)
 

@@ -24,11 +24,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Scratch:
-    """A file of zeros for any number of threads; where the filesystem can, it goes around the page cache.
-
-    Raises:
-        StoreError: there is no room, or no such file can be made there.
-    """
+    """A file of zeros for any number of threads; where the filesystem can, it goes around the page cache. Raises
+    StoreError: there is no room, or no such file can be made there."""
 
     def __init__(self, folder: Path, size: int, what: str) -> None:
         self.size, self._file = size, _reserve(folder, size, what)
@@ -82,12 +79,8 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def mapped(folder: Path, size: int, what: str) -> Bytes:
-    """Return zeros [size] that look like memory and lie in a file: the system writes them out where memory is
-    short.
-
-    Raises:
-        StoreError: as :class:`Scratch`.
-    """
+    """Return zeros [size] that look like memory and lie in a file: the system writes them out where memory is short.
+    Raises StoreError: as :class:`Scratch`."""
     file = _reserve(folder, size, what)
     try:
         return np.frombuffer(mmap.mmap(file, size), np.uint8)

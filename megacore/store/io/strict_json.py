@@ -24,11 +24,8 @@ def short(value: object) -> str:
 
 def parse_json(data: bytes, where: object, wide: bool = False) -> Any:
     """Return the value of a JSON text; ``wide``: whose whole numbers may have more than 64 bits, as the settings of
-    tokenizers have 10^30 where there is no limit.
-
-    Raises:
-        StoreError: it is not JSON, or only Python's relaxed idea of it.
-    """
+    tokenizers have 10^30 where there is no limit. Raises StoreError: it is not JSON, or only Python's relaxed idea of
+    it."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -72,23 +69,13 @@ def _is_deeper(value: object, levels: int) -> bool:
 
 
 def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON, wide: bool = False) -> Any:
-    """Return the value in a JSON file of at most ``limit`` bytes.
-
-    Args:
-        root: The folder that its links may not leave, see :func:`~megacore.store.io.files.open_file`.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Return the value in a JSON file of at most ``limit`` bytes. ``root``: the folder that its links may not leave,
+    see :func:`~megacore.store.io.files.open_file`. Raises StoreError: it cannot be read."""
     return parse_json(read_file(path, root, limit), path, wide)
 
 
 def read_file(path: Path, root: Path | None = None, limit: int = limits.JSON) -> bytes:
-    """Read a file of at most ``limit`` bytes.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Read a file of at most ``limit`` bytes. Raises StoreError: it cannot be read."""
     try:
         with open_file(path, root) as file:
             data = file.read(limit + 1)

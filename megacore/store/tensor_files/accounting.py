@@ -40,11 +40,8 @@ class TensorInFile:
 
 @dataclass(frozen=True)
 class Account:
-    """The account of the tensors of a folder.
-
-    Args:
-        ignored: Names on the family's list of tensors that hold no weights.
-    """
+    """The account of the tensors of a folder. ``ignored``: names on the family's list of tensors that hold no
+    weights."""
 
     weights: Mapping[str, TensorInFile]
     ignored: tuple[str, ...] = ()

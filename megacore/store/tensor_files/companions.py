@@ -48,11 +48,8 @@ _NAMES = re.compile(r"auto_map|init_inputs|\w*_files?")
 
 @dataclass(frozen=True)
 class Companion:
-    """A file that travels with a model.
-
-    Args:
-        root: The folder that its links may not leave; None where the user has named the file.
-    """
+    """A file that travels with a model. ``root``: the folder that its links may not leave; None where the user has
+    named the file."""
 
     path: Path
     root: Path | None = None
@@ -63,11 +60,8 @@ class Companion:
         return self if self.content is not None else replace(self, content=self.read())
 
     def open(self) -> BufferedReader:
-        """Open the file to be read.
-
-        Raises:
-            StoreError: it cannot be, its links lead out, or it is too large for what it is called.
-        """
+        """Open the file to be read. Raises StoreError: it cannot be, its links lead out, or it is too large for what it
+        is called."""
         with os_errors(self.path):
             file = open_file(self.path, self.root)
             if (size := _size(file)) > limits.COMPANION:
@@ -106,14 +100,8 @@ def travelling(folder: Path, patterns: Sequence[str] = COMPANIONS) -> list[str]:
 
 
 def companions(folder: Path, root: Path, patterns: Sequence[str] = COMPANIONS) -> Mapping[str, Companion]:
-    """Return {name within the folder: file} of those that travel along.
-
-    Args:
-        root: The folder of the model, which their links may not leave.
-
-    Raises:
-        StoreError: links do, or a file is too large for what it is called.
-    """
+    """Return {name within the folder: file} of those that travel along. ``root``: the folder of the model, which their
+    links may not leave. Raises StoreError: links do, or a file is too large for what it is called."""
     found = {name: Companion(folder / name, root) for name in travelling(folder, patterns) if (folder / name).is_file()}
     for companion in found.values():
         companion.open().close()
@@ -122,10 +110,7 @@ def companions(folder: Path, root: Path, patterns: Sequence[str] = COMPANIONS) -
 
 def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     """Copy a companion into a folder; of a tokenizer's config, all but the names of code and files to load it with.
-
-    Raises:
-        StoreError: it cannot be read or written.
-    """
+    Raises StoreError: it cannot be read or written."""
     data = file.read()
     if path.name == "tokenizer_config.json":
         found = parse_json(data, file.path, wide=True)

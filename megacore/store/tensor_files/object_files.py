@@ -70,11 +70,8 @@ def _pieces(file: File, schema: Schema, found: Fingerprints) -> Iterator[np.ndar
 
 @dataclass(frozen=True)
 class ObjectTensors(TensorFile):
-    """A safetensors file in an object store: what is read of it comes over the network.
-
-    Args:
-        kept: Whole tensors of this file and others of its folder that were read last.
-    """
+    """A safetensors file in an object store: what is read of it comes over the network. ``kept``: whole tensors of this
+    file and others of its folder that were read last."""
 
     kept: TensorCache = field(default_factory=TensorCache)
 

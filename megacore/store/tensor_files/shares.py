@@ -31,11 +31,7 @@ States = Mapping[str, Sequence[tuple[Stored, int]]]
 
 @dataclass(frozen=True)
 class FileContents:
-    """The contents of a file.
-
-    Args:
-        number: Its number among the files of that state and place; None for the only one.
-    """
+    """The contents of a file. ``number``: its number among the files of that state and place; None for the only one."""
 
     state: str
     number: int | None
@@ -57,11 +53,7 @@ def share_out(layout: Layout, states: States, replicas: int) -> list[list[FileCo
 
 
 def divide(states: States, shares: int, whole: Set[str] = frozenset()) -> list[dict[str, list[Stored]]]:
-    """Return {state: its tensors and slices} of each share.
-
-    Args:
-        whole: Parameters that are not cut.
-    """
+    """Return {state: its tensors and slices} of each share. ``whole``: parameters that are not cut."""
     total, at = sum(_bytes(each) for tensors in states.values() for each in tensors), 0
     divided: list[dict[str, list[Stored]]] = [{} for _ in range(shares)]
     for state, tensors in states.items():
@@ -94,11 +86,7 @@ class Turns:
         self._load = [0] * replicas
 
     def next(self, part: Stored, among: Sequence[int] = ()) -> int:
-        """Return which of the replicas reads a slice.
-
-        Args:
-            among: Those that may; all, where there are none.
-        """
+        """Return which of the replicas reads a slice. ``among``: those that may; all, where there are none."""
         reader = min(among or range(len(self._load)), key=self._load.__getitem__)
         self._load[reader] += math.prod(part.shape)
         return reader

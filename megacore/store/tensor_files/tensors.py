@@ -75,11 +75,8 @@ def _listed(path: Path, problems: list[str]) -> NoReturn:
 
 @contextmanager
 def os_errors(path: Path, needed: int = 0) -> Iterator[None]:
-    """Turn what the operating system refuses within into a StoreError about the path.
-
-    Args:
-        needed: Bytes that its file takes in all, for the message about a full disk.
-    """
+    """Turn what the operating system refuses within into a StoreError about the path. ``needed``: bytes that its file
+    takes in all, for the message about a full disk."""
     try:
         yield
     except StoreError:

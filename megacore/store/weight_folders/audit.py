@@ -61,11 +61,8 @@ def tensor_fingerprints(
 
 
 def fingerprints(folder: WeightFolder, state: str, jobs: int, progress: OnBytes = silent) -> dict[Logical, int]:
-    """Return the fingerprints of the logical pieces of a state, from the bytes of all its tensors.
-
-    Raises:
-        StoreError: replicas differ.
-    """
+    """Return the fingerprints of the logical pieces of a state, from the bytes of all its tensors. Raises StoreError:
+    replicas differ."""
     stored = list(folder.stored(state))
     found = tensor_fingerprints(stored, folder.read(state), folder.schema, jobs, progress)
     try:

@@ -40,14 +40,9 @@ class Checkpoint(SafetensorsFolder):
 
     @classmethod
     def open(cls, path: Path | str, checked: bool = False) -> Checkpoint:
-        """Open a folder.
-
-        Args:
-            checked: Whether another process checks its tensor files, of which this one then opens what it reads.
-
-        Raises:
-            StoreError: it is no checkpoint, or is damaged; sizes and headers of all files are compared with the index.
-        """
+        """Open a folder. ``checked``: whether another process checks its tensor files, of which this one then opens
+        what it reads. Raises StoreError: it is no checkpoint, or is damaged; sizes and headers of all files are
+        compared with the index."""
         path = place(path)
         index = read_index(path / INDEX)
         trainer = read_json(path / TRAINER, path) if (path / TRAINER).exists() else None

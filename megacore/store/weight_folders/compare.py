@@ -30,13 +30,9 @@ Folders = tuple[SafetensorsFolder, SafetensorsFolder]
 
 @dataclass(frozen=True)
 class Difference:
-    """A piece that differs.
-
-    Args:
-        state: Weights, or something of the optimizer's.
-        what: ``presence``, ``shape``, ``dtype`` or ``values``, the first that differs.
-        both: The two sides' name, sizes of the axes, dtypes or fingerprints.
-    """
+    """A piece that differs. ``state``: weights, or something of the optimizer's; ``what``: ``presence``, ``shape``,
+    ``dtype`` or ``values``, the first that differs; ``both``: the two sides' name, sizes of the axes, dtypes or
+    fingerprints."""
 
     state: str
     name: str
@@ -47,13 +43,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Differences:
-    """All that tells two folders apart.
-
-    Args:
-        config: {field: what each has}, of the fields that change the maths.
-        step: The steps of two checkpoints of training runs, if they differ.
-        states: {state: which of the two has it}, of states that one lacks, though it could have them.
-    """
+    """All that tells two folders apart. ``config``: {field: what each has}, of the fields that change the maths;
+    ``step``: the steps of two checkpoints of training runs, if they differ; ``states``: {state: which of the two has
+    it}, of states that one lacks, though it could have them."""
 
     config: Mapping[str, Sides]
     step: Sides | None
@@ -67,10 +59,8 @@ class Differences:
 def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differences:
     """Compare two folders without holding either.
 
-    The fingerprints of checkpoints are those of their indexes, so their tensors are not read.
-
-    Raises:
-        StoreError: replicas in a checkpoint differ.
+    The fingerprints of checkpoints are those of their indexes, so their tensors are not read. Raises StoreError:
+    replicas in a checkpoint differ.
     """
     one, other = folders
     alone = _alone((one.states, other.states)) if one.format == other.format else {}
@@ -150,12 +140,9 @@ def _orders(schema: Schema) -> dict[Logical, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class PieceComparison:
-    """A piece of a checkpoint's tensor beside the same elements in another source.
-
-    Args:
-        dtypes: The other source's, and the checkpoint's. Where these are not one, elements that differ are those of
-            which neither is the other one rounded.
-    """
+    """A piece of a checkpoint's tensor beside the same elements in another source. ``dtypes``: the other source's, and
+    the checkpoint's. Where these are not one, elements that differ are those of which neither is the other one
+    rounded."""
 
     tensor: Stored
     label: str
@@ -168,10 +155,7 @@ def compare_bits(
     checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int, progress: OnBytes = silent
 ) -> Iterator[PieceComparison]:
     """Compare weights of a checkpoint bit for bit, replicas and all, with the elements that the plan finds elsewhere.
-
-    Raises:
-        TransferError: it is not the same model.
-    """
+    Raises TransferError: it is not the same model."""
     read, read_other = checkpoint.read(), other.read()
 
     def of(planned: tuple[Stored, list[Copy]]) -> list[PieceComparison]:

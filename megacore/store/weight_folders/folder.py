@@ -119,11 +119,8 @@ class WeightFolder(ABC):
         return
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        """Return {piece: its fingerprint when it was written}, of those for which that is known.
-
-        Raises:
-            StoreError: replicas differ.
-        """
+        """Return {piece: its fingerprint when it was written}, of those for which that is known. Raises StoreError:
+        replicas differ."""
         return {}
 
     def companions(self) -> Mapping[str, Companion]:

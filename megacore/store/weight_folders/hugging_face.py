@@ -45,11 +45,8 @@ _TO_SAFETENSORS = (
 
 @dataclass(frozen=True)
 class HuggingFace(SafetensorsFolder):
-    """An opened folder: every weight of the model is there once, in its shape, and nothing else is.
-
-    Args:
-        weights: (file, name there) of each tensor, by the name that the family's table gives it.
-    """
+    """An opened folder: every weight of the model is there once, in its shape, and nothing else is. ``weights``: (file,
+    name there) of each tensor, by the name that the family's table gives it."""
 
     format = "hugging_face"
 
@@ -57,15 +54,8 @@ class HuggingFace(SafetensorsFolder):
 
     @classmethod
     def open(cls, path: Path | str, ignored_fields: Sequence[str] = ()) -> HuggingFace:
-        """Open a folder.
-
-        Args:
-            ignored_fields: Unknown fields of its ``config.json`` that are left out, for they change nothing of what the
-                model computes.
-
-        Raises:
-            StoreError: everything that is wrong with it.
-        """
+        """Open a folder. ``ignored_fields``: unknown fields of its ``config.json`` that are left out, for they change
+        nothing of what the model computes. Raises StoreError: everything that is wrong with it."""
         path = Path(path)
         if not path.is_dir():
             raise StoreError(f"{path} is not a folder: give the one that holds {CONFIG} and the weights")
@@ -116,10 +106,8 @@ def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
     """Bring a model of the hub onto this machine -> its folder in the hub's cache, whose name is the commit.
 
     These are the files that a folder is read from, and no others: the config first, which may say that the model cannot
-    be used, and the weights in one format.
-
-    Raises:
-        StoreError: it cannot be fetched, or is no model that can be read here.
+    be used, and the weights in one format. Raises StoreError: it cannot be fetched, or is no model that can be read
+    here.
     """
     folder = hub.fetch(name, [CONFIG, INDEX, ADAPTER, *COMPANIONS])
     pinned = name.at(folder)

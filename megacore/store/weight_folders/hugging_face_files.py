@@ -39,11 +39,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 def parse_size(text: str) -> int:
     """Return the number of bytes of a size such as ``5GB``, ``1.5 GiB`` or ``1000000``; a GB has 1000^3 bytes, a GiB
-    1024^3.
-
-    Raises:
-        StoreError: it is not a size.
-    """
+    1024^3. Raises StoreError: it is not a size."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     if not match or match[2].upper() not in _UNITS:
         raise StoreError(f"{text!r} is not a size: write 5GB, 500MB, 2GiB or a number of bytes")

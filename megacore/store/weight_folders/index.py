@@ -72,11 +72,8 @@ def on_disk(layout: Layout) -> FileLayout:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters that a checkpoint holds, and their model.
-
-    Args:
-        fingerprint: The fingerprint of that model's weights, see :func:`~parallel.weights.fingerprint.combined`.
-    """
+    """The adapters that a checkpoint holds, and their model. ``fingerprint``: the fingerprint of that model's weights,
+    see :func:`~parallel.weights.fingerprint.combined`."""
 
     lora: Lora
     base: str
@@ -266,11 +263,8 @@ class _Tree:
 
 
 def read_index(path: Path) -> Index:
-    """Read and check an ``index.json``.
-
-    Raises:
-        StoreError: it is missing, damaged, of a later version, or describes a model that cannot be.
-    """
+    """Read and check an ``index.json``. Raises StoreError: it is missing, damaged, of a later version, or describes a
+    model that cannot be."""
     tree = _Tree(path, "the index", read_json(path, path.parent))
     if tree.get("format", str) != FORMAT:
         raise tree.error(f"has format {short(tree.tree['format'])} instead of {FORMAT!r}")

@@ -82,10 +82,7 @@ class Loader:
     def tensors(self, folder: WeightFolder, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the
         folder's dtype; padding is zero. They count as sound only after :meth:`verify`. All of them are to be taken.
-
-        Raises:
-            StoreError: a rank cannot read its share; on every rank, after the last tensor.
-        """
+        Raises StoreError: a rank cannot read its share; on every rank, after the last tensor."""
 
         def begin() -> tuple[_Read, list[_Target]]:
             read = _Read(folder, state, folder.fingerprints(state))
@@ -172,12 +169,8 @@ class Loader:
         return sent.cpu() if read is None else read
 
     def verify(self) -> None:
-        """Compare what all ranks have read with what was written.
-
-        Raises:
-            audit.DamageError: a checkpoint is damaged; it names the files and the tensors.
-            StoreError: ranks have read something else than the disk holds now.
-        """
+        """Compare what all ranks have read with what was written. Raises audit.DamageError: a checkpoint is damaged; it
+        names the files and the tensors; StoreError: ranks have read something else than the disk holds now."""
         gathered = self._control.gather([read.found for read in self._reads])
         damaged, problems = None, list[str]()
         for read, *of_ranks in zip(self._reads, *gathered, strict=True) if gathered else ():  # on rank 0
@@ -228,10 +221,8 @@ def fingerprint(base: WeightFolder, control: Control) -> int:
     """Return the fingerprint of a model's weights: one number, the same on all ranks and for equal weights wherever
     they lie.
 
-    A checkpoint knows it; of a Hugging Face folder each rank reads a part, so that together they read it once.
-
-    Raises:
-        StoreError: one of them cannot; on every rank.
+    A checkpoint knows it; of a Hugging Face folder each rank reads a part, so that together they read it once. Raises
+    StoreError: one of them cannot; on every rank.
     """
     if known := base.fingerprints("weights"):
         return combined(known)
