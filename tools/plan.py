@@ -18,9 +18,10 @@ from megacore.models.config import ModelConfigError, parameters_in_words
 from megacore.models.registry import configure
 from megacore.planning.fit import MARGIN, Candidate, fit
 from megacore.planning.overheads import COMMUNICATOR, Overheads
+from megacore.planning.packed_documents import with_documents
 from megacore.planning.peak_memory import TERMS
 from megacore.planning.recipe_setting import alone, overrides, setting_of
-from megacore.planning.run_plan import CPU, Plan, cluster_of, with_documents
+from megacore.planning.run_plan import CPU, Plan, cluster_of
 from megacore.planning.step_time import Cluster
 from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load

@@ -9,9 +9,11 @@ from pathlib import Path
 from megacore.data.batches import Batches
 from megacore.data.indexed import IndexedDataset
 from megacore.data.samples import parts
+from megacore.planning.exchange import ExchangeWork
 from megacore.planning.peak_memory import peaks
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster, estimate
+from megacore.recipe import ConfigError
 
 DRAWN = 32
 """Microbatches that are drawn."""
@@ -26,9 +28,22 @@ def drawn(corpus: str, length: int, micro_size: int, seed: int) -> tuple[tuple[i
     return tuple(batch.documents or () for batch in batches.microbatches(0))
 
 
-def scores(setting: Setting, documents: tuple[int, ...]) -> int:
-    """Return the scores of the busiest part of cp, of one head of a layer without a window."""
-    return replace(setting.packing, documents=documents).exchange(None).busiest
+def with_documents(setting: Setting, corpus: str | None, seed: int) -> tuple[Setting, Sequence[tuple[int, ...]]]:
+    """Return the setting with the documents of the median of some microbatches of a corpus, and those of all, by the
+    scores of the busiest part of cp. Raises ConfigError: as of :func:`drawn`."""
+    if corpus is None:
+        return setting, ()
+    try:
+        found = drawn(corpus, setting.sequence_length, setting.micro_size, seed)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"--documents {corpus}: {error}"]) from error
+    by_scores = sorted(found, key=lambda each: _work(setting, each).busiest)
+    return replace(setting, documents=by_scores[len(by_scores) // 2]), by_scores
+
+
+def _work(setting: Setting, documents: tuple[int, ...]) -> ExchangeWork:
+    """Return the work of the parts of cp in a layer without a window, of one head."""
+    return replace(setting.packing, documents=documents).exchange(None)
 
 
 @dataclass(frozen=True)
@@ -64,17 +79,12 @@ class PackedMicrobatch:
 
 
 def standing_out(
-    setting: Setting, microbatches: Sequence[tuple[int, ...]], cluster: Cluster
+    setting: Setting, by_scores: Sequence[tuple[int, ...]], cluster: Cluster
 ) -> tuple[PackedMicrobatch, ...]:
-    """Return the microbatch in the middle by the scores of its busiest part, the last one, and the one whose parts
-    take most keys."""
-    by_scores = sorted(microbatches, key=lambda each: scores(setting, each))
-    most = max(
-        microbatches, key=lambda each: replace(setting.packing, documents=each).exchange(None).taken.sum(1).max()
-    )
-    chosen = {"median": by_scores[len(by_scores) // 2], "most scores": by_scores[-1]}
+    """Return the microbatch that the setting has, the one with most scores, and the one whose parts take most keys."""
+    chosen = {"median": setting.documents, "most scores": by_scores[-1]}
     if setting.context.parts > 1:
-        chosen["most keys"] = most
+        chosen["most keys"] = max(by_scores, key=lambda each: _work(setting, each).taken.sum(1).max())
     return tuple(
         PackedMicrobatch.of(which, replace(setting, documents=documents), cluster)
         for which, documents in chosen.items()

@@ -15,7 +15,7 @@ from megacore.models.config import ModelConfig, active_parameters
 from megacore.models.registry import configure
 from megacore.planning.fit import MARGIN
 from megacore.planning.overheads import Overheads, Storage
-from megacore.planning.packed_documents import PackedMicrobatch, drawn, scores, standing_out
+from megacore.planning.packed_documents import PackedMicrobatch, standing_out, with_documents
 from megacore.planning.peak_memory import Load, Memory, loads, memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting
@@ -168,18 +168,6 @@ class Plan:
             "beside": asdict(self.overheads),
             "warnings": list(self.warnings()),
         }
-
-
-def with_documents(setting: Setting, corpus: str | None, seed: int) -> tuple[Setting, Sequence[tuple[int, ...]]]:
-    """Return the setting with the documents of the median of some microbatches of a corpus, and those of all."""
-    if corpus is None:
-        return setting, ()
-    try:
-        microbatches = drawn(corpus, setting.sequence_length, setting.micro_size, seed)
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"--documents {corpus}: {error}"]) from error
-    middle = sorted(microbatches, key=lambda each: scores(setting, each))[len(microbatches) // 2]
-    return replace(setting, documents=middle), microbatches
 
 
 def problems_on_paper(config: Config, world: int, model: ModelConfig) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -197,51 +197,14 @@ class Estimate:
         }
 
 
-Products = Mapping[MatMul, int]
-"""{product: how often}."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerCompute:
-    """The compute of a rank for one microbatch, in some blocks or in the head.
-
-    Args:
-        backward: Products of its backward: for the gradients of what is read, where one is asked for, and for those of
-            the weights that are trained; twice as many operations if all is.
-        weights: Those of the backward that come later.
-        again: Products that recomputation repeats.
-        moved, moved_again: Bytes that lie between the products of a forward, and those of them that are made again.
-        passes: Bytes that operators of our own read and write beside: forward, backward, and again.
-        narrow: Whether its products are in fp8 where the run is.
-    """
-
-    forward: Products
-    backward: Products
-    weights: Products
-    again: Products
-    moved: int
-    moved_again: int
-    passes: tuple[int, int, int]
-    narrow: bool
-
-
-def work(act: ActivationMemory, virtual: int) -> list[tuple[LayerCompute, int]]:
-    """Return the compute of each part of a virtual stage, and how often it has that part."""
+def parts(act: ActivationMemory, virtual: int) -> Iterator[tuple[LayerCost, LayerCost, bool, int]]:
+    """Yield each part of a virtual stage: what it costs, and without recomputation; whether its products are in fp8
+    where the run is; and how often it is there."""
     plain = act.without_recomputation
-    blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True))
-    parts = [(_of(block, like, True), number) for (block, like), number in blocks.items()]
-    return parts if virtual < len(act.chunks) - 1 else [*parts, (_of(act.head, plain.head, False), 1)]
-
-
-@lru_cache(maxsize=4096)
-def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
-    """Return the compute of a layer that costs ``unit`` and, without recomputation, ``plain``."""
-    again = Counter(unit.backward.products) - Counter(plain.backward.products)
-    made_again = plain.kept - unit.kept if unit.left else 0
-    ahead, back, late = unit.forward, plain.backward, Counter(plain.weights.products)
-    passes = ahead.passes, back.passes, unit.backward.passes - back.passes
-    backward = Counter(back.products) + late
-    return LayerCompute(ahead.products, backward, late, again, plain.kept, made_again, passes, narrow)
+    for (block, like), number in Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True)).items():
+        yield block, like, True, number
+    if virtual == len(act.chunks) - 1:
+        yield act.head, plain.head, False, 1
 
 
 @dataclass(frozen=True)
@@ -259,21 +222,26 @@ class _Seconds:
         return self.forward + self.backward
 
     def plus(self, other: _Seconds, times: int = 1) -> _Seconds:
-        forward, backward = self.forward + times * other.forward, self.backward + times * other.backward
-        return _Seconds(forward, backward, self.again + times * other.again, self.late + times * other.late)
+        return _Seconds(*(getattr(self, name) + times * more for name, more in vars(other).items()))
 
 
 @lru_cache(maxsize=4096)
-def _seconds(cluster: Cluster, each: LayerCompute) -> _Seconds:
-    tflops = cluster.tflops if each.narrow else cluster.wide_tflops
-    ahead, back, repeated, late = (
-        sum(count * cluster.product_s(product, tflops) for product, count in part.items())
-        + passes / cluster.device.bandwidth
-        for part, passes in zip((each.forward, each.backward, each.again, each.weights), (*each.passes, 0), strict=True)
+def _seconds(cluster: Cluster, part: LayerCost, plain: LayerCost, narrow: bool) -> _Seconds:
+    """Return the seconds of a part of a virtual stage, see :func:`parts`."""
+    tflops, bandwidth = cluster.tflops if narrow else cluster.wide_tflops, cluster.device.bandwidth
+
+    def taken(products: Mapping[MatMul, int], passes: int) -> float:
+        return sum(count * cluster.product_s(each, tflops) for each, count in products.items()) + passes / bandwidth
+
+    again, late = Counter(part.backward.products) - Counter(plain.backward.products), plain.weights.products
+    made_again = plain.kept - part.kept if part.left else 0
+    one = efficiency.PASSES / 3 / bandwidth  # a third of the passes are the forward's
+    return _Seconds(
+        taken(part.forward.products, part.forward.passes) + one * plain.kept,
+        taken(plain.backward.products + late, plain.backward.passes) + 2 * one * plain.kept,
+        taken(again, part.backward.passes - plain.backward.passes) + one * made_again,
+        taken(late, 0),
     )
-    # A third of the passes are the forward's.
-    one = efficiency.PASSES / 3 / cluster.device.bandwidth
-    return _Seconds(ahead + one * each.moved, back + 2 * one * each.moved, repeated + one * each.moved_again, late)
 
 
 def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Estimate:
@@ -343,8 +311,8 @@ def _stage_times(
 ) -> _Times:
     layout, m, seconds = setting.layout, setting.microbatches, _Seconds()
     for virtual in range(stage, len(act.chunks), layout.mesh.pp):
-        for each, number in work(act, virtual):
-            seconds = seconds.plus(_seconds(cluster, each), number)
+        for part, plain, narrow, number in parts(act, virtual):
+            seconds = seconds.plus(_seconds(cluster, part, plain, narrow), number)
 
     def shown(messages: Sequence[Traffic], beside: float) -> float:
         """Return what is not hidden: such as gathers and scatters of a column-parallel product's backward, which run

@@ -12,18 +12,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacore.planning.trace.log import (
-    HOST,
-    Allocate,
-    Entry,
-    Free,
-    Launch,
-    MemorySpan,
-    RecordEvent,
-    RecordStream,
-    StepStart,
-    Wait,
-)
+from ordered_gpu import Allocate, Entry, Free, MemoryLaunch, MemorySpan, RecordStream
+
+from megacore.planning.trace.log import HOST, RecordEvent, StepStart, Wait
 
 Clock = dict[str, int]
 
@@ -31,7 +22,7 @@ Clock = dict[str, int]
 @dataclass
 class _Use:
     at: int
-    launch: Launch
+    launch: MemoryLaunch
 
 
 @dataclass
@@ -122,7 +113,7 @@ class Run:
 
     def _enter(self, entry: Entry) -> None:
         match entry:
-            case Launch():
+            case MemoryLaunch():
                 self._launch(entry)
             case RecordEvent():
                 self._clocks.record(entry.event, entry.stream)
@@ -136,7 +127,7 @@ class Run:
             case Free():
                 self._free(self._memories.pop(entry.memory))
 
-    def _launch(self, launch: Launch) -> None:
+    def _launch(self, launch: MemoryLaunch) -> None:
         at = self._clocks.launch(launch.stream)
         for span in dict.fromkeys((*launch.reads, *launch.writes)):
             memory, (_, start, stop) = self._memories[span.memory], span
@@ -148,8 +139,8 @@ class Run:
             else:
                 memory.read[start, stop, launch.stream] = _Use(at, launch)
 
-    def _is_ordered(self, memory: _Memory, launch: Launch, span: MemorySpan) -> None:
-        def unknown(uses: Mapping[Any, _Use]) -> Iterator[Launch]:
+    def _is_ordered(self, memory: _Memory, launch: MemoryLaunch, span: MemorySpan) -> None:
+        def unknown(uses: Mapping[Any, _Use]) -> Iterator[MemoryLaunch]:
             for (start, stop, *_), use in uses.items():
                 overlaps = start < span.stop and span.start < stop
                 if overlaps and not self._clocks.knows(launch.stream, use.launch.stream, use.at):
@@ -241,7 +232,7 @@ def _who(log: Sequence[Entry], number: int) -> str:
     """The place of a wait; of torch's own, that of its message; of what comes after the host's, that of the host."""
     entry = log[number]
     if isinstance(entry, Wait):
-        return entry.place or next(each.place for each in log[number:] if isinstance(each, Launch))
+        return entry.place or next(each.place for each in log[number:] if isinstance(each, MemoryLaunch))
     return next(
         (each.place or "the host reads" for each in log[number::-1] if isinstance(each, Wait) and each.stream == HOST),
         "nobody",

@@ -14,7 +14,7 @@ from steps import CASES, Case
 from test_orders import AHEAD
 from test_trace import in_a_process, pytestmark
 
-from megacore.planning.trace.log import HOST, Allocate, Entry, Free, Launch, NcclMessage, RecordEvent, Wait
+from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, Wait
 from megacore.planning.trace.run import between_records, trace_ranks
 from megacore.planning.trace.simulated_gpu import SimulatedGpu
 from megacore.recipe import load
@@ -33,7 +33,7 @@ def logs_of(case: Case, ranks: Sequence[int]) -> dict[int, list[Entry]]:
     for rank in ranks:
         gpu = SimulatedGpu(AHEAD)
         steps.trace(replace(case, rank=rank), 2, gpu=gpu)
-        logs[rank] = [each for each in gpu.log if not isinstance(each, Allocate | Free)]
+        logs[rank] = gpu.log
     return logs
 
 

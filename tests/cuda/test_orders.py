@@ -18,6 +18,8 @@ from unittest.mock import patch
 
 import pytest
 import steps
+from ordered_gpu import Allocate, Entry, Free, MemorySpan, OrderedGpu, RecordStream, stored
+from ordered_gpu import MemoryLaunch as Launch
 from orders import BEFORE, findings, left_out
 from steps import CASES, Case
 from test_trace import NAMES, in_a_process, pytestmark
@@ -27,8 +29,7 @@ from megacore.parallel.gradients.zero import FlatParameters
 from megacore.parallel.kernels.choice import has_triton
 from megacore.parallel.memory.offload import HostMemory
 from megacore.parallel.pipeline.run import _Run
-from megacore.planning.trace.log import HOST, Allocate, Entry, Free, Launch, MemorySpan, RecordEvent, RecordStream, Wait
-from megacore.planning.trace.simulated_gpu import SimulatedGpu, stored
+from megacore.planning.trace.log import HOST, RecordEvent, Wait
 
 __all__ = ["pytestmark"]
 
@@ -41,7 +42,7 @@ PARTS = 4
 
 def log_of(case: Case, count: int) -> list[Entry]:
     """What a rank asks of its GPU in some steps; offloaded states take several windows."""
-    gpu = SimulatedGpu(AHEAD)
+    gpu = OrderedGpu(AHEAD)
     steps.trace(replace(case, overrides=f"{case.overrides} memory.offload_buffer=1"), count, gpu=gpu)
     gpu.let_go()
     return gpu.log

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megacore.planning.activations import ActivationMemory
-from megacore.planning.step_time import Products, work
+from megacore.planning.step_time import parts
 
 
 class Flops:
@@ -11,11 +11,7 @@ class Flops:
 
     def __init__(self, act: ActivationMemory, virtual: int) -> None:
         self.forward = self.backward = self.again = 0
-        for each, number in work(act, virtual):
-            self.forward += number * flops(each.forward)
-            self.backward += number * flops(each.backward)
-            self.again += number * flops(each.again)
-
-
-def flops(products: Products) -> int:
-    return sum(product.flops * count for product, count in products.items())
+        for part, plain, _, number in parts(act, virtual):
+            self.forward += number * part.forward.flops
+            self.backward += number * (plain.backward.flops + plain.weights.flops)
+            self.again += number * (part.backward.flops - plain.backward.flops)

@@ -7,20 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megacore.planning.costs import MatMul
 
 HOST = "host"
 """The host, where a stream is expected: it reads and writes pinned memory."""
-
-
-class MemorySpan(NamedTuple):
-    """Bytes of a memory; all of it by default."""
-
-    memory: int
-    start: int = 0
-    stop: int = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,6 @@ class Launch:
         stream: The stream that it runs on.
         name: That of the operator.
         place: Who launches it.
-        reads, writes: What it uses.
         message: What it is of a message.
         work: The event of torch's ``Work``, which holds on to the memories until somebody waits for it, or it is done.
         moved: Bytes that it reads and writes; of a copy between host and device, those that pass.
@@ -61,8 +51,6 @@ class Launch:
     stream: str
     name: str
     place: str
-    reads: Sequence[MemorySpan] = ()
-    writes: Sequence[MemorySpan] = ()
     message: NcclMessage | None = None
     work: int | None = None
     moved: int = 0
@@ -89,32 +77,9 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Allocate:
-    """A stream is given memory, which what was launched there before may have used until now."""
-
-    memory: int
-    stream: str
-
-
-@dataclass(frozen=True)
-class RecordStream:
-    """The memory is not given to anybody before what a stream has to do by then is done: ``record_stream``."""
-
-    memory: int
-    stream: str
-    place: str = ""
-
-
-@dataclass(frozen=True)
-class Free:
-    """Nobody has the memory any more, and its stream may be given it again."""
-
-    memory: int
-
-
-@dataclass(frozen=True)
 class StepStart:
     """A step of the training begins."""
 
 
-Entry = Launch | RecordEvent | Wait | Allocate | RecordStream | Free | StepStart
+Entry = Launch | RecordEvent | Wait | StepStart
+"""The steps of one rank are these, one after the other."""

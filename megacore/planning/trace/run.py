@@ -26,7 +26,7 @@ from megacore.parallel.weights.layout import Coordinates
 from megacore.planning.costs import ALL_REDUCE
 from megacore.planning.run_plan import problems_on_paper
 from megacore.planning.step_time import Cluster
-from megacore.planning.trace.log import Entry, Launch, RecordEvent, StepStart, Wait
+from megacore.planning.trace.log import Entry, StepStart
 from megacore.planning.trace.timeline import Costs, Interval, StepTimeline, beside, covered, length, play
 from megacore.recipe import ConfigError
 
@@ -302,14 +302,4 @@ def trace_rank(config: Config, world: int, rank: int, counts: Sequence[int]) -> 
     run_steps(config, world, rank, [batches(config, world, rank, count) for count in counts], gpu)
     starts = [number for number, entry in enumerate(gpu.log) if isinstance(entry, StepStart)]
     stops = [*starts[1:], len(gpu.log)]
-    return TracedRank(
-        tuple(
-            tuple(
-                replace(each, reads=(), writes=()) if isinstance(each, Launch) else each
-                for each in gpu.log[start:stop]
-                if isinstance(each, Launch | RecordEvent | Wait)
-            )
-            for start, stop in zip(starts, stops, strict=True)
-        ),
-        gpu.peak,
-    )
+    return TracedRank(tuple(tuple(gpu.log[at:stop]) for at, stop in zip(starts, stops, strict=True)), gpu.peak)

@@ -1,21 +1,14 @@
-"""A GPU that is simulated as far as order goes: streams, events, the caching allocator, NCCL's streams.
+"""A GPU that is simulated as far as order goes: streams, events, NCCL's streams.
 
 What a step on :mod:`megacore.planning.trace.fake_cuda` asks of it becomes a log (:mod:`megacore.planning.trace.log`),
-in which nothing has a duration: a host that is far ahead of a device that may be anywhere. As torch does it:
-
-- an asynchronous message runs on a stream of its communicator, after what its caller's stream has to do by then; its
-  ``Work`` holds on to the tensors until it is waited for. A message to one rank alone has a communicator for the pair;
-- memory belongs to the stream that was current when it was given, which is given it again as soon as nobody has it;
-- pinned memory is not given out again before the copies that use it are made.
+in which nothing has a duration: a host that is far ahead of a device that may be anywhere. As torch does it, an
+asynchronous message runs on a stream of its communicator, after what its caller's stream has to do by then; its
+``Work`` holds on to the tensors until it is waited for. A message to one rank alone has a communicator for the pair.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
-import re
-import textwrap
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -26,26 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from megacore.parallel.memory.offload import HostMemory
 from megacore.planning.costs import SEND
 from megacore.planning.measure import kind_of, product
 from megacore.planning.trace.fake_cuda import _FREE, DeviceWatch, Gpu, _on_device, place
-from megacore.planning.trace.log import (
-    HOST,
-    Allocate,
-    Entry,
-    Free,
-    Launch,
-    MemorySpan,
-    NcclMessage,
-    RecordEvent,
-    RecordStream,
-    StepStart,
-    Wait,
-)
+from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, StepStart, Wait
 
 aten = torch.ops.aten
 
@@ -64,10 +44,10 @@ class SimulatedStream:
         self.name = name or self.gpu.next_name("stream")
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        self.gpu.wait(self.name, self.gpu.record(other.name), _place())
+        self.gpu.wait(self.name, self.gpu.record(other.name), where())
 
     def wait_event(self, event: SimulatedEvent) -> None:
-        self.gpu.wait(self.name, event.number, _place())
+        self.gpu.wait(self.name, event.number, where())
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
         event = event or self.gpu.Event()
@@ -75,7 +55,7 @@ class SimulatedStream:
         return event
 
     def synchronize(self) -> None:
-        self.gpu.wait(HOST, self.gpu.record(self.name), _place())
+        self.gpu.wait(HOST, self.gpu.record(self.name), where())
 
     def query(self) -> bool:
         return False
@@ -90,13 +70,13 @@ class SimulatedEvent:
         self.number = self.gpu.next_event()
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        self.gpu.record((stream or self.gpu.current_stream()).name, self.number, _place())
+        self.gpu.record((stream or self.gpu.current_stream()).name, self.number, where())
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
-        self.gpu.wait((stream or self.gpu.current_stream()).name, self.number, _place())
+        self.gpu.wait((stream or self.gpu.current_stream()).name, self.number, where())
 
     def synchronize(self) -> None:
-        self.gpu.wait(HOST, self.number, _place())
+        self.gpu.wait(HOST, self.number, where())
 
     def query(self) -> bool:
         return False
@@ -119,12 +99,9 @@ class SimulatedGpu(Gpu):
         self._ahead = ahead
         self.Stream = type("Stream", (SimulatedStream,), {"gpu": self})
         self.Event = type("Event", (SimulatedEvent,), {"gpu": self})
-        self._names, self._events, self._memories = Counter[str](), 0, 0
+        self._names, self._events = Counter[str](), 0
         self._current: list[SimulatedStream] = [self.Stream(name=MAIN)]
-        # What is weakly held keeps its address, so that no other storage has it.
-        self._known: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self._sizes: dict[int, tuple[int, object]] = {}
-        self._abroad: dict[int, int] = {}
         self._works: dict[int, tuple[Any, int, Sequence[Tensor]]] = {}
         self._started: dict[int, tuple[int, Sequence[Tensor]]] = {}
         self._sent = Counter[str]()
@@ -149,16 +126,15 @@ class SimulatedGpu(Gpu):
         finally:
             self._current.pop()
 
-    def record(self, stream: str, event: int | None = None, where: str = "") -> int:
+    def record(self, stream: str, event: int | None = None, place: str = "") -> int:
         """RecordEvent an event, a new one by default -> its number."""
         event = self.next_event() if event is None else event
-        self.log.append(RecordEvent(event, stream, where))
+        self.log.append(RecordEvent(event, stream, place))
         return event
 
-    def wait(self, stream: str, event: int, where: str = "") -> None:
+    def wait(self, stream: str, event: int, place: str = "") -> None:
         """Have a stream, or the host, wait for an event."""
-        self.let_go()
-        self.log.append(Wait(stream, event, where))
+        self.log.append(Wait(stream, event, place))
 
     def stubs(self) -> Sequence[tuple[Any, str, Any]]:
         works = [each for each in (dist.Work, torch._C._distributed_c10d.FakeWork) if "wait" in vars(each)]
@@ -166,7 +142,7 @@ class SimulatedGpu(Gpu):
             *((each, "wait", lambda work, *timeout: self._wait_for(work)) for each in works),
             (dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)),
             (torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
-            (torch.Tensor, "record_stream", self._keep),
+            (torch.Tensor, "record_stream", self.keep),
             *([(HostMemory.__init__, "__defaults__", (self._ahead,))] if self._ahead is not None else []),
         )
 
@@ -179,15 +155,14 @@ class SimulatedGpu(Gpu):
 
     # -- memory
 
-    def memory(self, tensor: Tensor, owner: str = MAIN) -> int:
-        """Return the number of a tensor's memory, of ``owner`` if it is new."""
+    def memory(self, tensor: Tensor) -> None:
+        """Know a tensor's memory; what is new has been given to the current stream."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            owner = HOST if tensor.device.type == "cpu" else owner
-            self._known[storage._cdata] = StorageWeakRef(storage), self._allocate(owner), owner
-            if owner != HOST:
-                self._count(storage, storage.nbytes())
-        return self._known[storage._cdata][1]
+        if storage._cdata not in self._sizes and tensor.device.type != "cpu":
+            self._count(storage, storage.nbytes())
+
+    def keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
+        """Do nothing: no memory here is given to others."""
 
     def _count(self, storage: torch.UntypedStorage, size: int) -> None:
         """Count the bytes of a storage from now on until nobody has it."""
@@ -200,29 +175,6 @@ class SimulatedGpu(Gpu):
     def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key, (0, None))[0]
 
-    def _span(self, tensor: Tensor) -> MemorySpan:
-        """The bytes of a tensor, and those between them."""
-        start = tensor.storage_offset()
-        stop = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        size, memory = tensor.itemsize, self.memory(tensor, self.current_stream().name)
-        return MemorySpan(memory, int(start) * size, int(stop if tensor.numel() else start) * size)
-
-    def _allocate(self, owner: str) -> int:
-        self._memories += 1
-        self.log.append(Allocate(self._memories, owner))
-        return self._memories
-
-    def let_go(self) -> None:
-        """Note which memory that other streams have used nobody has any more. What its own stream alone has used may be
-        given to that again at any time."""
-        for address in [each for each in self._abroad if self._known[each][0].expired()]:
-            self.log.append(Free(self._abroad.pop(address)))
-            del self._known[address]
-        if len(self._known) > 10_000:
-            gone = [each for each, (weak, _, _) in self._known.items() if weak.expired()]
-            for address in gone:
-                del self._known[address]
-
     def launch(
         self,
         stream: str,
@@ -233,31 +185,21 @@ class SimulatedGpu(Gpu):
         work: int | None = None,
         **costs: Any,
     ) -> None:
-        """Note that something is launched; what is new of its memory has been given to the current stream."""
-        read, written = (tuple(dict.fromkeys(map(self._span, each))) for each in (reads, writes))
-        if name == "_allgather_base_":  # NCCL leaves a rank's own part of a gather in place where it lies
-            written = tuple(part for span in written for part in _without(span, read[0]))
+        """Note that something is launched, which reads and writes some memory."""
         for tensor in (*reads, *writes):
-            address = tensor.untyped_storage()._cdata
-            _, number, owner = self._known[address]
-            if owner not in (stream, HOST):
-                self._abroad[address] = number
-        self.log.append(Launch(stream, name, place(), read, written, message, work, **costs))
+            self.memory(tensor)
+        self.log.append(Launch(stream, name, place(), message, work, **costs))
 
-    def _keep(self, tensor: Tensor, stream: SimulatedStream) -> None:
-        self.log.append(RecordStream(self.memory(tensor), stream.name, _place()))
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Note that memory is given back, and so much taken in its place."""
+        self._forget(storage._cdata)
+        if size:
+            self._count(storage, size)
 
     def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            address = storage._cdata
-            if address in self._known and storage.device.type != "cpu":
-                self._abroad.pop(address, None)
-                self.log.append(Free(self._known.pop(address)[1]))
-                self._forget(address)
-            if size and storage.device.type != "cpu":
-                owner = self.current_stream().name
-                self._known[address] = StorageWeakRef(storage), self._allocate(owner), owner
-                self._count(storage, size)
+            if storage.device.type != "cpu":
+                self.resized(storage, size)
             return resize(storage, size)
 
         return resized
@@ -274,7 +216,7 @@ class SimulatedGpu(Gpu):
         ins, outs = ([x for x in tree_leaves(each) if _is_watched(x)] for each in (tuple(given.values()), out))
         if name in _FREE:
             for x in outs:
-                self.memory(x, self.current_stream().name)
+                self.memory(x)
             return
         if not any(x.numel() for x in (*ins, *outs)):
             return
@@ -284,7 +226,7 @@ class SimulatedGpu(Gpu):
         writes = [x for x in tree_leaves([given[each] for each in changed if each in given]) if _is_watched(x)]
         writes += [x for x in outs if x.untyped_storage()._cdata not in old]
         for x in outs:
-            self.memory(x, self.current_stream().name)
+            self.memory(x)
         crosses = len({x.device.type for x in tree_leaves((args, out)) if isinstance(x, Tensor)}) > 1
         moved = outs[0].nbytes if crosses else _moved(name, ins, writes)
         self.launch(
@@ -307,14 +249,8 @@ class SimulatedGpu(Gpu):
 
     def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
         """Note what a kernel of Triton's does with memory."""
-        tensors = dict(zip(inspect.signature(kernel.fn).parameters, arguments, strict=False))
-        tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
-        writes = [x for name, x in tensors.items() if name in stored(kernel)]
-        assert writes, f"it does not show where {kernel.fn.__name__} stores"
-        given = list(tensors.values())
-        self.launch(
-            self.current_stream().name, kernel.fn.__name__, given, writes, moved=sum(_touched(x) for x in given)
-        )
+        given = [x for x in arguments if isinstance(x, Tensor)]
+        self.launch(self.current_stream().name, kernel.fn.__name__, given, [], moved=sum(map(touched, given)))
 
     # -- messages
 
@@ -359,12 +295,12 @@ class SimulatedGpu(Gpu):
         if name == "wait_tensor":
             found = self._started.pop(out.untyped_storage()._cdata, None)
             if found:
-                self.wait(self.current_stream().name, found[0], _place())
+                self.wait(self.current_stream().name, found[0], where())
             return
         group = _group(given["group_name"])
         what = _what(name, [] if name == "all_to_all_single" else [given["input"], out])
         sent = _sized(self._collective(group.group_name, group, what), name, [given["input"], out])
-        self.memory(out, self.current_stream().name)
+        self.memory(out)
         self._started[out.untyped_storage()._cdata] = self._beside(name, [given["input"]], [out], sent)
 
     def _collective(self, communicator: str, group: dist.ProcessGroup, what: str) -> NcclMessage:
@@ -384,7 +320,7 @@ class SimulatedGpu(Gpu):
         """Launch a message on its communicator's stream -> the event after which it is done, and what it holds."""
         stream, event = f"nccl {message.communicator}", self.next_event()
         for x in (*reads, *writes):
-            self.memory(x, self.current_stream().name)
+            self.memory(x)
         self.wait(stream, self.record(self.current_stream().name))
         self.launch(stream, name, reads, writes, message, event)
         self.record(stream, event)
@@ -393,7 +329,7 @@ class SimulatedGpu(Gpu):
     def _wait_for(self, work: Any) -> bool:
         if id(work) in self._works:
             _, event, held = self._works.pop(id(work))
-            self.wait(self.current_stream().name, event, _place())
+            self.wait(self.current_stream().name, event, where())
             del held  # the caller's stream may be given what nobody else has
         return True
 
@@ -444,7 +380,7 @@ class _Recording(DeviceWatch):
         return out
 
 
-def _place() -> str:
+def where() -> str:
     """Who waits, where that is known: autograd calls adjoints in a thread of its own."""
     caller = place(PASSING_ON)
     return place() if caller == "autograd" else caller
@@ -453,18 +389,6 @@ def _place() -> str:
 def _is_watched(x: object) -> bool:
     """Whether it is memory that streams use."""
     return isinstance(x, Tensor) and (_on_device(x) or getattr(x.untyped_storage(), "pinned", False))
-
-
-def _without(span: MemorySpan, own: MemorySpan) -> Iterator[MemorySpan]:
-    """Yield the parts of a span beside another one."""
-    if own.memory != span.memory:
-        yield span
-        return
-    yield from (
-        MemorySpan(span.memory, start, stop)
-        for start, stop in ((span.start, own.start), (own.stop, span.stop))
-        if start < stop
-    )
 
 
 def _sized(message: NcclMessage, name: str, tensors: Sequence[Tensor]) -> NcclMessage:
@@ -484,18 +408,18 @@ _OVER = frozenset({"copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"
 def _moved(name: str, ins: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
     """Return the bytes that an operator reads and writes."""
     if name in _ROWS:
-        return 2 * sum(map(_touched, writes))
+        return 2 * sum(map(touched, writes))
     if name in _INTO_ROWS:
-        return 3 * sum(map(_touched, ins[1:]))
+        return 3 * sum(map(touched, ins[1:]))
     read = [x for x in ins if name not in _OVER or not any(x is each for each in writes)]
-    return sum(_touched(x) for some in (read, writes) for x in {_lies(x): x for x in some}.values())
+    return sum(touched(x) for some in (read, writes) for x in {_lies(x): x for x in some}.values())
 
 
 def _lies(x: Tensor) -> object:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
-def _touched(tensor: Tensor) -> int:
+def touched(tensor: Tensor) -> int:
     """Return the bytes of a tensor; those that it has several times count once."""
     return tensor.itemsize * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
 
@@ -515,47 +439,3 @@ def _what(name: str, tensors: Sequence[Tensor]) -> str:
     """What ranks of a message must have in common: of a pair, the size alone."""
     kind = "pair" if name in ("send", "recv_") else name
     return " ".join([kind, *(f"{str(x.dtype).removeprefix('torch.')}[{x.numel()}]" for x in tensors)])
-
-
-_stored: dict[Any, frozenset[str]] = {}
-
-
-def stored(kernel: Any) -> frozenset[str]:
-    """The arguments of a Triton kernel that it writes to: those that an address may come of to which it stores."""
-    if kernel not in _stored:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
-        made: dict[str, set[str]] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign):
-                for target, value in _assigned(node.targets[0], node.value):
-                    made.setdefault(target, set()).update(_summands(value))
-        addresses = set[str]()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and re.match(r"tl\.(store$|atomic_)", ast.unparse(node.func)):
-                addresses |= _summands(node.args[0])
-        while more := {each for name in addresses for each in made.get(name, ())} - addresses:
-            addresses |= more
-        _stored[kernel] = frozenset(addresses)
-    return _stored[kernel]
-
-
-def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that an assignment gives values to, and these."""
-    if isinstance(target, ast.Name):
-        yield target.id, value
-    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        for one, its in zip(target.elts, value.elts, strict=True):
-            yield from _assigned(one, its)
-
-
-def _summands(node: ast.expr) -> set[str]:
-    """The names that an address may be made of by adding and choosing."""
-    if isinstance(node, ast.Name):
-        return {node.id}
-    if isinstance(node, ast.BinOp):
-        return _summands(node.left) | _summands(node.right)
-    if isinstance(node, ast.IfExp):
-        return _summands(node.body) | _summands(node.orelse)
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.where":
-        return set().union(*map(_summands, node.args[1:]))
-    return set()

@@ -92,8 +92,7 @@ class _Player:
     """A rank's host, which reads its log, and its streams."""
 
     def __init__(self, log: Sequence[Entry], costs: Costs) -> None:
-        self._log = [each for each in log if isinstance(each, Launch | RecordEvent | Wait)]
-        self._costs, self._next, self._host = costs, 0, 0.0
+        self._log, self._costs, self._next, self._host = log, costs, 0, 0.0
         self._events: dict[int, tuple[str, int]] = {}
         self._queued: dict[str, int] = {}
         self._ends: dict[str, list[float]] = {}
@@ -117,9 +116,9 @@ class _Player:
                     break
                 else:
                     self._host = max(self._host, end + efficiency.LAUNCH_S)
-            elif entry.stream == HOST:
+            elif isinstance(entry, Launch) and entry.stream == HOST:
                 self._host += entry.moved / self._costs.cluster.device.cpu
-            else:
+            elif isinstance(entry, Launch):
                 self._host += efficiency.LAUNCH_S
                 self._queue(entry.stream, entry)
             self._next += 1
