@@ -21,7 +21,8 @@ from typing import Any
 from megacore.data import stage as stages
 from megacore.data import text
 from megacore.data.corpus import CORPUS, LISTED, Corpus, Tally
-from megacore.data.encode import EncodeTask, encode, grouped, with_progress
+from megacore.data.encode import EncodeTask, encode, with_progress
+from megacore.data.grouping import grouped
 from megacore.data.indexed import Extent
 from megacore.data.samples import Purpose, shuffled
 from megacore.data.stage import PART, Partition, Provenance, Stage, StageProgress, digests

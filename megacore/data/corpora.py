@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megacore.config import Config, CorpusConfig, DataConfig
+from megacore.config import Config, CorpusConfig
 from megacore.data import own_rows
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
@@ -28,6 +28,9 @@ from megacore.store.io.strict_json import StoreError
 
 EXAMPLES = "examples"
 """The folder of a run that prepared examples are kept in."""
+Known = IndexedDataset | Examples | own_rows.OwnRows
+Split = Callable[[float, str], tuple[Source, Source | None]]
+"""(fraction, name) -> the samples of a corpus, so named, and those of a fraction that is held out, None for 0."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Corpora:
     validation: Source | None
     separate: bool = False
     remarks: tuple[str, ...] = ()
-    corpora: tuple[IndexedDataset | Examples | own_rows.OwnRows, ...] = ()
+    corpora: tuple[Known, ...] = ()
 
     @cached_property
     def identities(self) -> list[str]:
@@ -54,20 +57,27 @@ class Corpora:
         files that prepare examples; ``checked``: whether another process of this machine reads the indexes of the token
         files, so that this one need not. Raises ValueError: a file is damaged, or too short for one sample; examples
         are bad, or the model's tokenizer or template does not serve."""
-        data, remarks = config.data, list[str]()
+        data, length, remarks = config.data, config.data.sequence_length, list[str]()
 
-        def opened(corpus: CorpusConfig) -> _TokenFile | _ExampleFile | own_rows.OwnRows:
+        def opened(corpus: CorpusConfig) -> tuple[Known, Split]:
             if corpus.is_imported:
-                return own_rows.opened(config, corpus)
+                rows = own_rows.opened(config, corpus)
+                return rows, rows.split
             if not corpus.has_examples:
-                return _TokenFile(data, corpus, IndexedDataset(Path(corpus.path), checked))
+                tokens, path, least = IndexedDataset(Path(corpus.path), checked), corpus.path, corpus.least
+                return tokens, lambda fraction, _: parts(tokens, length, data.seed, fraction, path, least)
             if model is None:
                 raise InputError(f"{corpus.path} has examples, and there is no model to prepare them for")
-            return _ExampleFile.prepare(config, corpus, model, remarks)
+            source, folder = files_of(config, corpus), Path(config.out) / EXAMPLES
+            examples = Preparation(source, folder, config.chat, length, model).examples()
+            name = corpus.path if corpus.split is None else f"{corpus.path} ({corpus.split})"
+            remarks.extend(_remarks(name, examples.facts, length))
+            return examples, partial(_split_examples, config, corpus, examples, remarks)
 
         files = [opened(corpus) for corpus in data.train]
-        sides = [file.split(0.0 if data.validation else data.validation_fraction, "to train on") for file in files]
-        validation = [opened(corpus).split(0.0, "to validate on")[0] for corpus in data.validation]
+        fraction = 0.0 if data.validation else data.validation_fraction
+        sides = [split(fraction, "to train on") for _, split in files]
+        validation = [opened(corpus)[1](0.0, "to validate on")[0] for corpus in data.validation]
         held_out = [held for _, held in sides if held is not None]
         validation = validation or (held_out if len(held_out) == len(sides) else [])
         if config.evaluate.every and not validation:
@@ -80,7 +90,7 @@ class Corpora:
             _blend(validation, data.validation or data.train) if validation else None,
             data.within_documents or data.train[0].has_examples,
             tuple(remarks),
-            tuple(file.known for file in files),
+            tuple(known for known, _ in files),
         )
 
     @classmethod
@@ -124,49 +134,23 @@ class Corpora:
         return Batches(source, *sizes, self.separate, vocabulary, context, context_rank)
 
 
-@dataclass(frozen=True)
-class _TokenFile:
-    data: DataConfig
-    corpus: CorpusConfig
-    known: IndexedDataset
+def _split_examples(
+    config: Config, corpus: CorpusConfig, examples: Examples, remarks: list[str], fraction: float, name: str
+) -> tuple[Source, Source | None]:
+    """Split prepared examples, see :data:`Split`; those of a chat are on one side."""
+    data, chats = config.data, examples.chats
 
-    def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
-        """Return the samples of this part, and those of a fraction that is held out, None where that is 0."""
-        data, corpus = self.data, self.corpus
-        return parts(self.known, data.sequence_length, data.seed, fraction, corpus.path, corpus.least)
-
-
-@dataclass(frozen=True)
-class _ExampleFile:
-    config: Config
-    corpus: CorpusConfig
-    known: Examples
-    remarks: list[str]
-
-    @classmethod
-    def prepare(cls, config: Config, corpus: CorpusConfig, model: ModelFiles, remarks: list[str]) -> _ExampleFile:
-        folder, length = Path(config.out) / EXAMPLES, config.data.sequence_length
-        examples = Preparation(files_of(config, corpus), folder, config.chat, length, model).examples()
-        name = corpus.path if corpus.split is None else f"{corpus.path} ({corpus.split})"
-        remarks += _remarks(name, examples.facts, length)
-        return cls(config, corpus, examples, remarks)
-
-    def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
-        """Return the same as :meth:`_TokenFile.split`; the examples of a chat are on one side."""
-        chats = self.known.chats
-        sides = split_documents(int(chats.max(initial=-1)) + 1, fraction, self.config.data.seed)
-        kept, held = (np.flatnonzero(np.isin(chats, side)) for side in sides)
-        return self._packed(kept, name), self._packed(held, "held out") if held.size else None
-
-    def _packed(self, chosen: npt.NDArray[np.int64], name: str) -> Source:
-        data, least = self.config.data, self.corpus.least
-        if least:
-            known = [(chosen, self.known.lengths[chosen])]
-            chosen = of_least(known, least, f"{self.corpus.path} {name}")
-        made = Packed(self.known, data.sequence_length, data.seed, chosen, self.config.chat.pack, name)
+    def packed(chosen: npt.NDArray[np.int64], name: str) -> Source:
+        if corpus.least:
+            chosen = of_least([(chosen, examples.lengths[chosen])], corpus.least, f"{corpus.path} {name}")
+        made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name)
         rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
-        self.remarks.append(f"  {name}: {chosen.size:,} examples in {rows}")
+        remarks.append(f"  {name}: {chosen.size:,} examples in {rows}")
         return made
+
+    sides = split_documents(int(chats.max(initial=-1)) + 1, fraction, data.seed)
+    kept, held = (np.flatnonzero(np.isin(chats, side)) for side in sides)
+    return packed(kept, name), packed(held, "held out") if held.size else None
 
 
 def _remarks(path: str, known: Facts, length: int) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from megacore.data import text, tokenizer
 from megacore.data.corpus import LISTED, Tally
+from megacore.data.grouping import grouped
 from megacore.data.indexed import Integers, token_dtype
 from megacore.data.text import Fault, FileRange
 from megacore.progress_bar import progress_bar
@@ -28,8 +29,6 @@ from megacore.progress_bar import progress_bar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Encoded = TypeVar("Encoded", bound="EncodedPieces")
-
-AT_ONCE = 2**20  # bytes of text that a worker is sent, and that it encodes, at once
 
 
 @dataclass(frozen=True)
@@ -100,20 +99,6 @@ def encode(task: EncodeTask) -> EncodedDocuments:
         faults,
         len(task.pieces),
     )
-
-
-def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield successive items together, until their sizes reach AT_ONCE."""
-    group: list[Item] = []
-    total = 0
-    for item in items:
-        group.append(item)
-        total += size(item)
-        if total >= AT_ONCE:
-            yield group
-            group, total = [], 0
-    if group:
-        yield group
 
 
 def with_progress(

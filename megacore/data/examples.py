@@ -24,8 +24,9 @@ import numpy.typing as npt
 
 from megacore.config import ChatConfig
 from megacore.data import text
-from megacore.data.encode import EncodedPieces, grouped, with_progress
+from megacore.data.encode import EncodedPieces, with_progress
 from megacore.data.formats import BadExample, example, format_of, renamed
+from megacore.data.grouping import grouped
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megacore.data import pretrained
 from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, passages
-from megacore.data.encode import grouped
+from megacore.data.grouping import grouped
 from megacore.data.guard import Guard, GuardError
 from megacore.data.text import Fault, InputError, Record
 from megacore.data.tokenizer import files_for_transformers, import_transformers

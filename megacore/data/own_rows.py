@@ -29,9 +29,6 @@ class OwnRows(Protocol):
     @property
     def identity(self) -> str: ...
 
-    @property
-    def known(self) -> OwnRows: ...
-
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
         """Return the samples of this part, and those of a fraction that is held out, None where that is 0."""
         ...
@@ -114,10 +111,6 @@ class IndexedRows:
         rows = len(self._rows)
         return f"{rows}-{_digest(self._row(0), self._row(rows - 1))}"
 
-    @property
-    def known(self) -> OwnRows:
-        return self
-
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
         """Hold rows out as :func:`~megacore.data.samples.split_runs` does documents."""
         train, held_out = split_runs(len(self._rows), fraction, self._seed)
@@ -167,10 +160,6 @@ class StreamedRows:
     @cached_property
     def identity(self) -> str:
         return _digest(self.sample(0))
-
-    @property
-    def known(self) -> OwnRows:
-        return self
 
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
         """Hold nothing out."""

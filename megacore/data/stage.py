@@ -27,7 +27,7 @@ import numpy as np
 
 from megacore.data import text
 from megacore.data.corpus import CORPUS, Tally, fits
-from megacore.data.encode import grouped
+from megacore.data.grouping import grouped
 from megacore.data.indexed import Extent, GrowingPair, IndexedDataset, publish, sync
 from megacore.data.permutation import ROUNDS, Permutation
 from megacore.data.samples import Purpose, draw

@@ -202,7 +202,7 @@ def blocks(piece: FileRange) -> Iterator[FileRange]:
         yield piece
         return
     lines, held, done = list[tuple[int, bytes]](), 0, 0
-    with _open(piece.path) as (raw, file), _packed_errors(piece.path):
+    with _open(piece.path) as (raw, file), _damage_in_words(piece.path):
         for at, line in _elements(piece.path, file) if _is_array(piece.path, file) else _lines(piece, file):
             lines.append((at, line))
             held += len(line)
@@ -225,27 +225,19 @@ def _too_much(path: Path) -> str:
     return f"{path} unpacks to more than {limits.UNPACKED} times its size, and text does not: {how} if you trust it"
 
 
+_OF_DAMAGE = (ValueError, NotImplementedError, struct.error, EOFError, KeyError, zlib.error)
+
+
 @contextmanager
-def _table_errors(path: Path) -> Iterator[None]:
-    """Turn what pyarrow says of a damaged file within this block into an InputError."""
+def _damage_in_words(path: Path) -> Iterator[None]:
+    """Turn what libraries say of a damaged table or compressed file within this block into an InputError."""
     try:
         yield
     except InputError:
         raise
-    except (ValueError, OSError, MemoryError, NotImplementedError, struct.error, EOFError, KeyError) as error:
-        raise InputError(f"{path} is no {path.suffix[1:]} file that can be read: {error}") from error
-
-
-@contextmanager
-def _packed_errors(path: Path) -> Iterator[None]:
-    """Turn what is said of a damaged compressed file within this block into an InputError."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (EOFError, zlib.error, OSError) as error:
-        kind = {".gz": "gzip", ".zst": "zstandard"}[path.suffix]
-        raise InputError(f"{path} is no whole {kind} file: {error}") from error
+    except (*_OF_DAMAGE, OSError, MemoryError) as error:
+        kind = {".gz": "no whole gzip file", ".zst": "no whole zstandard file"}.get(path.suffix)
+        raise InputError(f"{path} is {kind or f'no {path.suffix[1:]} file that can be read'}: {error}") from error
 
 
 def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
@@ -311,7 +303,7 @@ def _without_nulls(value: Any) -> Any:
 def _table(path: Path) -> Iterator[Any]:
     """Open a .parquet file."""
     parquet = pyarrow_of(path).parquet
-    with _table_errors(path), _open(path) as (raw, _), parquet.ParquetFile(raw) as file:
+    with _damage_in_words(path), _open(path) as (raw, _), parquet.ParquetFile(raw) as file:
         yield file
 
 
@@ -339,7 +331,7 @@ def _check_column(path: Path, names: Sequence[str], column: str | None) -> None:
 def _stream(path: Path) -> Iterator[tuple[Any, Any, Any]]:
     """Open an .arrow file -> pyarrow.ipc, what its messages are read from, and its schema."""
     pyarrow = pyarrow_of(path)
-    with _table_errors(path), _open(path) as (raw, _):
+    with _damage_in_words(path), _open(path) as (raw, _):
         # Not closed here: batches may look into it for longer.
         source = pyarrow.BufferReader(pyarrow.py_buffer(mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)))
         source.seek(8 if source.read(6) == b"ARROW1" else 0)  # the format of files has a stream between head and foot

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megacore.data import pretrained
+from megacore.data.grouping import fitting
 from megacore.data.guard import Guard, GuardError
 from megacore.data.indexed import Integers
 from megacore.data.text import InputError
@@ -58,7 +59,8 @@ class Tokenizer:
         InputError if the tokenizer fails.
         """
         parts = [parts_of(text) for text in texts]
-        batches = _batches(part for text in parts for part in text)
+        # Many parts take time and memory too.
+        batches = fitting((part for text in parts for part in text), len, LONGEST)
         ids = iter([each for batch in batches for each in self._batch(batch)])
         return [next(ids) if len(text) == 1 else np.concatenate([next(ids) for _ in text]) for text in parts]
 
@@ -69,19 +71,6 @@ class Tokenizer:
             size = sum(map(len, texts))
             raise InputError(f"the tokenizer fails on {len(texts):,} texts of {size:,} characters: {error}") from error
         return np.split(flat, np.cumsum(lengths)[:-1])
-
-
-def _batches(parts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield successive parts, of at most LONGEST characters together: many parts take time and memory too."""
-    batch, size = list[str](), 0
-    for part in parts:
-        if size + len(part) > LONGEST:
-            yield batch
-            batch, size = [], 0
-        batch.append(part)
-        size += len(part)
-    if batch:
-        yield batch
 
 
 def parts_of(text: str) -> list[str]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megacore.control import Control
 from megacore.data.batches import Batch
+from megacore.data.grouping import fitting
 from megacore.inference.evaluation_data import Document
 from megacore.inference.model_loader import microbatch_of
 from megacore.models.assemble import Model
@@ -108,7 +109,8 @@ def evaluate(
     tp x cp does not divide a microbatch, and where a rank has none.
     """
     count = _Count()
-    losses = summed(model, _packs(count.windows(documents, windows), together), "loss", pad)
+    packs = fitting(count.windows(documents, windows), lambda window: len(window.tokens), together)
+    losses = summed(model, packs, "loss", pad)
     # Labels that do not count may lie beyond the last one that does.
     buckets = tuple(PositionBucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
     return EvaluationResult(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
@@ -163,19 +165,6 @@ class _Count:
                 self.documents += 1
                 self.size = None if self.size is None or document.size is None else self.size + document.size
                 yield from windows.of(document)
-
-
-def _packs(windows: Iterable[Excerpt], together: int) -> Iterator[Pack]:
-    """Yield successive windows, as many as have no more than so many tokens."""
-    pack, size = Pack(), 0
-    for window in windows:
-        if pack and size + len(window.tokens) > together:
-            yield pack
-            pack, size = [], 0
-        pack.append(window)
-        size += len(window.tokens)
-    if pack:
-        yield pack
 
 
 def _dealt(packs: Iterator[Pack], ranks: int, rank: int, pad: int) -> Iterator[Pack]:

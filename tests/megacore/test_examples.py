@@ -280,7 +280,7 @@ def test_several_processes_make_the_same_bytes(
     made = []
     for size, worker in ((2**22, 2**23), (4096, 4096)):
         monkeypatch.setattr(text, "LINES", size)
-        monkeypatch.setattr("megacore.data.encode.AT_ONCE", size)
+        monkeypatch.setattr("megacore.data.grouping.AT_ONCE", size)
         monkeypatch.setattr(module, "WORKER", worker)
         monkeypatch.setattr("os.cpu_count", lambda: 2)
         folder = tmp_path / f"by-{size}"

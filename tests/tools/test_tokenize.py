@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data import encode, stage, text, tokenizer
+from megacore.data import grouping, stage, text, tokenizer
 from megacore.data.corpus import Corpus
 from megacore.data.guard import Guard
 from megacore.data.indexed import IndexedDataset
@@ -366,9 +366,9 @@ def test_a_termination_leaves_nothing(tmp_path, trained, monkeypatch, capsys):
 
 KILLED = """
 import os, signal, sys
-from megacore.data import encode, stage, text
+from megacore.data import grouping, stage, text
 from megacore.tools.tokenize import main
-encode.AT_ONCE = text.LINES = stage.KEPT = 100
+grouping.AT_ONCE = text.LINES = stage.KEPT = 100
 real, kept = stage.Stage.keep, []
 def keep(self, progress):
     real(self, progress)
@@ -385,7 +385,7 @@ main(sys.argv[1:])
 @pytest.fixture
 def lines(tmp_path, monkeypatch) -> Path:
     """Documents in several pieces, each of which is kept when it is finished."""
-    for module, name in ((encode, "AT_ONCE"), (text, "LINES"), (stage, "KEPT")):
+    for module, name in ((grouping, "AT_ONCE"), (text, "LINES"), (stage, "KEPT")):
         monkeypatch.setattr(module, name, 100)
     source = tmp_path / "in"
     source.mkdir()
@@ -432,7 +432,7 @@ def test_a_resume_makes_the_bytes_of_an_undisturbed_run(lines, trained, monkeypa
     assert not (out / "corpus.idx").exists()
     assert tokenize(lines, trained, *more)[0] == 1
     assert "of an interrupted run: go on with --resume, or begin anew with --over" in capsys.readouterr().err
-    monkeypatch.setattr(encode, "AT_ONCE", 70)
+    monkeypatch.setattr(grouping, "AT_ONCE", 70)
     real, done = text.documents, []
 
     def documents(piece, text_key):
@@ -607,7 +607,7 @@ def test_a_shuffled_corpus_has_each_document_once(lines, trained, tmp_path):
 
 
 def test_the_data_side_imports_no_torch():
-    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "stage"]
+    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "grouping", "stage"]
     names = [f"megacore.tools.{name}" for name in ("tokenize", "merge_tokens")]
     names += [f"megacore.data.{module}" for module in modules]
     code = f"import sys, {', '.join(names)}\n"
