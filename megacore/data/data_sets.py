@@ -58,18 +58,13 @@ def files_of(config: Config, corpus: CorpusConfig) -> ExampleFiles:
     Raises InputError, StoreError: as of :func:`resolved`."""
     if not corpus.is_set:
         return ExampleFiles(corpus.path, [without_link(Path(corpus.path))], config.data.map)
-    split = corpus.split or "*"
-    folder = _fetched(corpus, split)
-    files = [folder / name for name in _of_split(corpus, split, list(_walk(folder)))]
+    split, name = corpus.split or "*", corpus.hub_name
+    folder = Path(corpus.path) if name is None else hub.fetch(name, _patterns(split), shown=True)
+    files = [folder / file for file in _of_split(corpus, split, list(_walk(folder)))]
     for file in files:
         if leaves(file, snapshot(file) or file.parent):
             raise InputError(f"{file} is a link that leads out of its folder: put the file itself there")
     return ExampleFiles(corpus.path, files, config.data.map)
-
-
-def _fetched(corpus: CorpusConfig, split: str) -> Path:
-    name = corpus.hub_name
-    return Path(corpus.path) if name is None else hub.fetch(name, _patterns(split), shown=True)
 
 
 def _listing(corpus: CorpusConfig) -> list[str]:

@@ -162,7 +162,7 @@ def _with_fault(facts: Facts, fault: Fault) -> Facts:
 
 def _bad_lines(name: str, facts: Facts, where: str = "") -> str:
     more = [f"and {facts.skipped - len(facts.faults):,} more"] if facts.skipped > len(facts.faults) else []
-    listed = _indented([*facts.faults, *more])
+    listed = "".join(f"\n       {line}" for line in (*facts.faults, *more))
     return (
         f"{name} has {facts.skipped:,} bad line(s){where}: mend them, or leave them out by chat.bad_lines=skip{listed}"
     )
@@ -243,10 +243,6 @@ def _version(file: Path) -> list[object]:
         return [commit.name, str(file.relative_to(commit))]
     known = file.stat()
     return [str(file.resolve()), known.st_size, known.st_mtime_ns]
-
-
-def _indented(lines: Iterable[object]) -> str:
-    return "".join(f"\n       {line}" for line in lines)
 
 
 def _check_ids(found: int, known: int, name: str) -> None:

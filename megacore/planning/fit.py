@@ -101,15 +101,13 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
             if len(again) >= best and again[best - 1].time.total <= each.time.total:
                 break  # a simulated pipeline is no faster than its formula
             settings = (each.setting, *_split(each.setting, cluster))
-            again.append(min((_simulated(one, cluster) for one in settings), key=lambda one: one.time.total))
+            again.append(
+                min((Candidate(x, memory(x), estimate(x, cluster)) for x in settings), key=lambda one: one.time.total)
+            )
             again.sort(key=lambda each: each.time.total)
     if not again and base.mlp_chunk is None and not cluster.narrow:  # each chunk would have a scale of its own
         return fit(replace(base, mlp_chunk=CHUNK), world, cluster, best)
     return tuple(again[:best])
-
-
-def _simulated(setting: Setting, cluster: Cluster) -> Candidate:
-    return Candidate(setting, memory(setting), estimate(setting, cluster))
 
 
 def _split(setting: Setting, cluster: Cluster) -> Iterator[Setting]:

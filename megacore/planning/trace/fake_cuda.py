@@ -305,7 +305,9 @@ class DeviceWatch(TorchDispatchMode):
         if op.namespace == "megacore":
             return self._taken_apart(op, args, kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if given and not any(isinstance(x, FakeTensor) for x in given) and not _to_device(kwargs):
+        on_device = kwargs.get("device") is not None and kwargs["device"].type == "cuda"
+        has_kernel = name not in _FREE and not op.is_view and op.namespace != "prim"
+        if given and not any(isinstance(x, FakeTensor) for x in given) and not on_device:
             with unset_fake_temporarily():  # what the host computes from numbers that it has
                 return op(*args, **kwargs)
         if any(x.is_meta for x in given):
@@ -326,7 +328,7 @@ class DeviceWatch(TorchDispatchMode):
             self._copy(name, *((args[1], args[0]) if op is aten.copy_.default else (args[0], out)), kwargs, args)
         elif any(map(_on_device, given)) and any(x.device.type == "cpu" and x.dim() for x in given):
             raise TraceFault(f"{place()} gives {name} a tensor of the host beside one of the device")
-        elif _works(op, name) and any(_on_device(x) and x.numel() for x in tree_leaves(out)):
+        elif has_kernel and any(_on_device(x) and x.numel() for x in tree_leaves(out)):
             self.launches[name] += 1
         return out
 
@@ -359,15 +361,6 @@ class DeviceWatch(TorchDispatchMode):
 _FREE = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view")
 )
-
-
-def _works(op: Any, name: str) -> bool:
-    """Whether an operator has a kernel: allocations and views have none."""
-    return name not in _FREE and not op.is_view and op.namespace != "prim"
-
-
-def _to_device(kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("device") is not None and kwargs["device"].type == "cuda"
 
 
 def _fake(x: Tensor) -> Tensor:

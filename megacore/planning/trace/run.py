@@ -117,7 +117,8 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
         raise ConfigError(found)
     mesh = config.mesh.shape(world)
     microbatches = -(-config.batch.global_size // (config.batch.micro_size * mesh.data))
-    counts = _counts(microbatches, mesh.pp)
+    # Enough to fill a pipeline, and twice as many.
+    counts = min(microbatches, mesh.pp), min(microbatches, 2 * mesh.pp)
     ranks = [mesh.rank(Coordinates(pp=stage)) for stage in range(mesh.pp)]
     # The first step makes what is made once.
     sizes = (min(microbatches, mesh.pp), *sorted({*counts}))
@@ -144,12 +145,6 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
         _messages(steps, along),
         steps[1],
     )
-
-
-def _counts(microbatches: int, pp: int) -> tuple[int, int]:
-    """Return the microbatches of the two steps to trace: enough to fill a pipeline, and twice as many."""
-    first, second = pp, 2 * pp
-    return min(microbatches, first), min(microbatches, second)
 
 
 def between_records(config: Config) -> Config:

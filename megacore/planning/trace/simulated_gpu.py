@@ -412,11 +412,11 @@ def _moved(name: str, ins: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
     if name in _INTO_ROWS:
         return 3 * sum(map(touched, ins[1:]))
     read = [x for x in ins if name not in _OVER or not any(x is each for each in writes)]
-    return sum(touched(x) for some in (read, writes) for x in {_lies(x): x for x in some}.values())
-
-
-def _lies(x: Tensor) -> object:
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+    by_place = (
+        {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in some}
+        for some in (read, writes)
+    )
+    return sum(touched(x) for each in by_place for x in each.values())
 
 
 def touched(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ class MadeFolder:
 
     def as_data(self) -> dict[str, Any]:
         """Return what ``--json`` prints of it."""
-        files = [{"path": file.path, "bytes": file.bytes, "tensors": file.tensors} for file in self.files]
+        files = [asdict(file) for file in self.files]
         return {"target": str(self.path), "written": self.written, "bytes": self.bytes, "files": files}
 
 

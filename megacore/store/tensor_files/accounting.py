@@ -13,7 +13,7 @@ import numpy as np
 
 from megacore.models.config import ModelConfig
 from megacore.models.wrappers import Wrapper
-from megacore.parallel.weights.schema import NAMED, Schema
+from megacore.parallel.weights.schema import NAMED
 from megacore.parallel.weights.transfer import Stored, hugging_face
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.tensor_files.tensors import Entry, TensorFile
@@ -134,16 +134,13 @@ def ranges(numbers: Sequence[int]) -> str:
 def _absurd(config: ModelConfig, found: int) -> str | None:
     """Refuse a config of billions of tensors by arithmetic, before anything counts them one by one."""
     schema = config.schema
-    wanted = _tensors(schema)
+    templates = ((param, template) for param in schema.params for template, _ in {*param.hf_tensors.values()})
+    wanted = sum(schema.count(param, template) for param, template in templates)
     if wanted <= 2 * found + 10_000:
         return None
     named = {axis for param in schema.params for axis in NAMED.findall(param.hf)}
     sizes = ", ".join(f"{axis}={schema.sizes[axis]}" for axis in sorted(named))
     return f"config.json describes {wanted} tensors ({sizes}), but there are {found}"
-
-
-def _tensors(schema: Schema) -> int:
-    return sum(schema.count(param, template) for param in schema.params for template, _ in {*param.hf_tensors.values()})
 
 
 def _with_prefix(

@@ -63,18 +63,27 @@ def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differen
     replicas in a checkpoint differ.
     """
     one, other = folders
-    alone = _alone((one.states, other.states)) if one.format == other.format else {}
+    alone = {each: which for which in (0, 1) for each in folders[which].states if each not in folders[1 - which].states}
+    steps = one.index.step, other.index.step
     shared = [state for state in one.states if state in other.states]
     pieces = (difference for state in shared for difference in _pieces(folders, state, jobs, progress))
-    config = config_differences(one.config, other.config) | _adapters(folders)
-    return Differences(config, _steps(folders), alone, tuple(pieces))
+    return Differences(
+        config_differences(one.config, other.config) | _adapters(folders),
+        steps if None not in steps and steps[0] != steps[1] else None,
+        alone if one.format == other.format else {},
+        tuple(pieces),
+    )
 
 
 def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Sides]:
     """Return {field: values of both} of all that a config means, where they differ."""
-    ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
     told = {field.name for config in (one, other) for field in fields(config) if not field.compare}
-    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs} if name not in told}
+    ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
+    return {name: both for name, both in _differing(ours, theirs).items() if name not in told}
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Sides]:
+    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
     return {name: both for name, both in found.items() if both[0] != both[1]}
 
 
@@ -82,17 +91,7 @@ def _adapters(folders: Folders) -> dict[str, Sides]:
     """Return {fact about the adapters of two checkpoints: what each has}, where they differ."""
     held = (folder.index.adapters for folder in folders)
     ours, theirs = ({} if each is None else asdict(each.lora) | {"base": each.fingerprint} for each in held)
-    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
-    return {f"lora.{name}": both for name, both in found.items() if both[0] != both[1]}
-
-
-def _alone(held: tuple[tuple[str, ...], tuple[str, ...]]) -> dict[str, int]:
-    return {state: which for which in (0, 1) for state in held[which] if state not in held[1 - which]}
-
-
-def _steps(folders: Folders) -> Sides | None:
-    one, other = (folder.index.step for folder in folders)
-    return (one, other) if one is not None and other is not None and one != other else None
+    return {f"lora.{name}": both for name, both in _differing(ours, theirs).items()}
 
 
 @dataclass(frozen=True)
