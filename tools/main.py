@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megacore import __version__
+from megacore.tools import completion
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("megacore.tools.train", "pretrain what a recipe describes"),
@@ -51,6 +52,8 @@ CLOSED_PIPE = 128 + signal.SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if argv is None and completion.ASKED in os.environ:
+        completion.complete(COMMANDS)
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="megacore",

@@ -76,6 +76,25 @@ def test_what_is_no_command_leads_to_one(given: str, words: str, capsys: pytest.
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tr", {"train"}),
+        ("train llama-3.1-8b", {"llama-3.1-8b"}),
+        ("train llama-3.1-8b optimizer.mo", {"optimizer.moments="}),
+        ("train --dr", {"--dry-run"}),
+        ("convert --ch", {"--chunks"}),
+    ],
+)
+def test_a_shell_completes(typed: str, offered: set[str], tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    line, out = f"megacore {typed}", tmp_path / "offered"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    asked |= {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
+    ended = subprocess.run([sys.executable, "-m", "megacore"], env=os.environ | asked, check=False, timeout=60)
+    assert ended.returncode == 0 and {each.strip() for each in out.read_text().split("\n")} == offered
+
+
 def test_other_names_lead_to_commands() -> None:
     assert set(OTHER_NAMES.values()) <= set(COMMANDS) and OTHER_NAMES.keys().isdisjoint(COMMANDS)
 
