@@ -82,14 +82,8 @@ PARTIAL_FAMILIES: dict[str, tuple[Any, Convention]] = {
 PHI3 = PARTIAL_FAMILIES["phi3"][1]
 GPT_OSS = Convention(
     rope_theta=150000.0,
-    parameters={
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
+    parameters={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    | {"original_max_position_embeddings": 4096},
 )
 NESTED: dict[str, tuple[str, Any, dict[str, Convention]]] = {
     "gemma3": (
@@ -103,13 +97,34 @@ NESTED: dict[str, tuple[str, Any, dict[str, Convention]]] = {
     "olmo3": (
         "olmo3",
         Olmo3RotaryEmbedding,
-        {
-            "full_attention": Convention(rope_theta=5e5),
-            "sliding_attention": Convention(rope_theta=5e5, scaled=False),
-        },
+        {"full_attention": Convention(rope_theta=5e5), "sliding_attention": Convention(rope_theta=5e5, scaled=False)},
     ),
 }
 GEMMA3 = NESTED["gemma3"][2]
+
+
+def linear(factor: float, theta: float = 1e5, **more: Any) -> LinearRope:
+    return LinearRope(rope_theta=theta, factor=factor, **more)
+
+
+def yarn(factor: float, original: int, **more: Any) -> YarnRope:
+    return YarnRope(factor=factor, original_max_position_embeddings=original, **more)
+
+
+def llama3(factor: float, original: int, low: float = 1.0, high: float = 4.0, **more: Any) -> Llama3Rope:
+    more |= {"original_max_position_embeddings": original}
+    return Llama3Rope(factor=factor, low_freq_factor=low, high_freq_factor=high, **more)
+
+
+def longrope(short: tuple[float, ...], long: tuple[float, ...], factor: float, original: int, **more: Any) -> LongRope:
+    more |= {"original_max_position_embeddings": original}
+    return LongRope(short_factor=short, long_factor=long, factor=factor, **more)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN2 = {"rope_type": "yarn", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
 
 @pytest.fixture(autouse=True)
@@ -205,9 +220,9 @@ def test_the_seeds_tell_types_and_lengths_apart() -> None:
     ropes: list[Rope] = [
         LinearRope(factor=2),
         DynamicRope(factor=2, max_position_embeddings=32),
-        YarnRope(factor=2, original_max_position_embeddings=32),
-        LongRope(factor=2, original_max_position_embeddings=32, short_factor=ones, long_factor=twos),
-        Llama3Rope(factor=2, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=32),
+        yarn(2, 32),
+        longrope(ones, twos, 2, 32),
+        llama3(2, 32),
         ProportionalRope(partial_rotary_factor=0.5),
     ]
     for rope in ropes:
@@ -291,17 +306,11 @@ def test_a_number_of_dimensions_as_a_factor() -> None:
     """As GPT-J says it. 0.29 * 100 is 28.999999999999996."""
     for head_dim in range(2, 513):
         for turning in range(2, head_dim + 1, 2):
-            assert (
-                DefaultRope(partial_rotary_factor=partial_rotary_factor(turning, head_dim)).turning(head_dim) == turning
-            )
+            part = partial_rotary_factor(turning, head_dim)
+            assert DefaultRope(partial_rotary_factor=part).turning(head_dim) == turning
     sin, cos = create_sinusoidal_positions(32, 64).chunk(2, -1)
-    ours = tables(
-        DefaultRope(partial_rotary_factor=partial_rotary_factor(64, 256)),
-        256,
-        torch.arange(32),
-        sequence_length=32,
-        dtype=torch.float32,
-    )
+    rope = DefaultRope(partial_rotary_factor=partial_rotary_factor(64, 256))
+    ours = tables(rope, 256, torch.arange(32), sequence_length=32, dtype=torch.float32)
     assert torch.equal(ours[0], cos) and torch.equal(ours[1], sin)
 
 
@@ -506,34 +515,20 @@ def test_published_configs() -> None:
     llama_2 = {"max_position_embeddings": 4096, "rope_scaling": None}
     assert from_hugging_face(llama_2) == DefaultRope(rope_theta=10000.0)
     assert from_hugging_face(llama_2 | {"rope_theta": 500000.0}) == DefaultRope(rope_theta=500000.0)
-    scaling = {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    }
+    scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
     llama_31 = {"max_position_embeddings": 131072, "rope_scaling": scaling, "rope_theta": 500000.0}
-    expected = Llama3Rope(
-        rope_theta=500000.0,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-    assert from_hugging_face(llama_31) == expected
-    assert to_hugging_face(expected, "rope_scaling") == {"rope_theta": 500000.0, "rope_scaling": scaling}
+    assert from_hugging_face(llama_31) == LLAMA3_1
+    assert to_hugging_face(LLAMA3_1, "rope_scaling") == {"rope_theta": 500000.0, "rope_scaling": scaling}
 
 
 def test_what_may_be_left_out() -> None:
     base = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
-    yarn = from_hugging_face(base | {"rope_scaling": {"type": "yarn", "factor": None}})
-    assert yarn == YarnRope(factor=4.0, original_max_position_embeddings=16)
+    found = from_hugging_face(base | {"rope_scaling": {"type": "yarn", "factor": None}})
+    assert found == yarn(4.0, 16)
     nulls = {"rope_type": "yarn", "type": "yarn", "factor": 2.0, "mscale": None, "partial_rotary_factor": 1.0}
     same = from_hugging_face({"max_position_embeddings": 64, "rope_parameters": nulls})
-    assert same == YarnRope(factor=2.0, original_max_position_embeddings=64)
-    linear = {"rope_type": "linear", "factor": 2.0}
-    assert from_hugging_face({"rope_parameters": linear, "rope_scaling": linear}) == LinearRope(factor=2.0)
+    assert same == yarn(2.0, 64)
+    assert from_hugging_face({"rope_parameters": LINEAR, "rope_scaling": LINEAR}) == LinearRope(factor=2.0)
 
 
 WHOLE = ("partial_rotary_factor", 1.0)
@@ -546,8 +541,7 @@ def test_what_a_family_means_by_saying_nothing(family: str) -> None:
     theirs, convention = AutoConfig.for_model(family), DEFAULTS[family]
     if original := convention.original_max_position_embeddings:
         assert original == theirs.original_max_position_embeddings
-        long = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
-        found = from_hugging_face({"max_position_embeddings": 2 * original, "rope_scaling": long}, convention)
+        found = from_hugging_face({"max_position_embeddings": 2 * original, "rope_scaling": LONG}, convention)
         assert isinstance(found, LongRope) and (found.original_max_position_embeddings, found.factor) == (original, 2.0)
     length = {"max_position_embeddings": theirs.max_position_embeddings}
     ours = from_hugging_face(length, convention)
@@ -567,20 +561,10 @@ def test_what_a_family_means_by_saying_nothing_of_kinds(family: str) -> None:
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
 def test_the_longrope_of_phi3_by_its_names(name: str) -> None:
     scaling = {"type": name, "short_factor": [1.5] * 3, "long_factor": [3.0] * 3}
-    config: dict[str, Any] = {
-        "max_position_embeddings": 64,
-        "original_max_position_embeddings": 16,
-        "partial_rotary_factor": 0.75,
-    }
-    config |= {"rope_theta": 1e4, "rope_scaling": scaling}
+    config: dict[str, Any] = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    config |= {"partial_rotary_factor": 0.75, "rope_theta": 1e4, "rope_scaling": scaling}
     rope = from_hugging_face(config, PHI3)
-    assert rope == LongRope(
-        short_factor=(1.5,) * 3,
-        long_factor=(3.0,) * 3,
-        factor=4.0,
-        original_max_position_embeddings=16,
-        partial_rotary_factor=0.75,
-    )
+    assert rope == longrope((1.5,) * 3, (3.0,) * 3, 4.0, 16, partial_rotary_factor=0.75)
     written = {"max_position_embeddings": 64} | to_hugging_face(rope, convention=PHI3)
     # transformers 5.23 knows "su" by name, and then refuses to load it.
     said = [written] if name == "su" else [written, config]
@@ -590,42 +574,31 @@ def test_the_longrope_of_phi3_by_its_names(name: str) -> None:
             check(rope, 8, tokens, made(torch.empty(0), torch.arange(tokens)[None]))
 
 
-LLAMA3_1 = Llama3Rope(
-    rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-)
+LLAMA3_1 = llama3(8.0, 8192, rope_theta=5e5)
 PARTIAL = ProportionalRope(rope_theta=1e5, factor=2.0, partial_rotary_factor=0.5)
-LINEAR = {"rope_type": "linear", "factor": 2.0}
 OVERRIDES: list[tuple[Rope, dict[str, Any], Rope]] = [
     # The type and its numbers, by either name: theta stays.
-    (DefaultRope(rope_theta=1e5), {"rope_scaling": LINEAR}, LinearRope(rope_theta=1e5, factor=2.0)),
-    (DefaultRope(rope_theta=1e5), {"rope_parameters": LINEAR}, LinearRope(rope_theta=1e5, factor=2.0)),
-    (LLAMA3_1, {"rope_scaling": {"type": "linear", "factor": 2.0}}, LinearRope(rope_theta=5e5, factor=2.0)),
+    (DefaultRope(rope_theta=1e5), {"rope_scaling": LINEAR}, linear(2.0)),
+    (DefaultRope(rope_theta=1e5), {"rope_parameters": LINEAR}, linear(2.0)),
+    (LLAMA3_1, {"rope_scaling": {"type": "linear", "factor": 2.0}}, linear(2.0, 5e5)),
     (LLAMA3_1, {"rope_scaling": None}, DefaultRope(rope_theta=5e5)),
     (LLAMA3_1, {"rope_parameters": {}}, DefaultRope(rope_theta=5e5)),
     (LLAMA3_1, {"rope_parameters": {"rope_type": "default"}}, DefaultRope(rope_theta=5e5)),
     # An original length is a number of its type: the new type has its own, which is that of the model.
-    (
-        LLAMA3_1,
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        YarnRope(rope_theta=5e5, factor=4.0, original_max_position_embeddings=64),
-    ),
+    (LLAMA3_1, {"rope_scaling": YARN2}, yarn(2.0, 64, rope_theta=5e5)),
     # Theta alone, or with the type.
     (LLAMA3_1, {"rope_theta": 7.0}, replace(LLAMA3_1, rope_theta=7.0)),
     (LLAMA3_1, {"rope_theta": None}, replace(LLAMA3_1, rope_theta=10000.0)),
     (LLAMA3_1, {"rope_parameters": {"rope_theta": 7.0}}, replace(LLAMA3_1, rope_theta=7.0)),
-    (LLAMA3_1, {"rope_theta": 7.0, "rope_scaling": LINEAR}, LinearRope(rope_theta=7.0, factor=2.0)),
-    (LLAMA3_1, {"rope_parameters": LINEAR | {"rope_theta": 7.0}}, LinearRope(rope_theta=7.0, factor=2.0)),
+    (LLAMA3_1, {"rope_theta": 7.0, "rope_scaling": LINEAR}, linear(2.0, 7.0)),
+    (LLAMA3_1, {"rope_parameters": LINEAR | {"rope_theta": 7.0}}, linear(2.0, 7.0)),
     # Numbers of the type that is there.
     (LLAMA3_1, {"rope_scaling": {"factor": 32.0}}, replace(LLAMA3_1, factor=32.0)),
     (LLAMA3_1, {"original_max_position_embeddings": 16}, replace(LLAMA3_1, original_max_position_embeddings=16)),
     (PARTIAL, {"rope_theta": 7.0}, replace(PARTIAL, rope_theta=7.0)),
     (PARTIAL, {"partial_rotary_factor": 0.25}, replace(PARTIAL, partial_rotary_factor=0.25)),
     (PARTIAL, {"rope_scaling": {"rope_type": "proportional", "factor": 3.0}}, replace(PARTIAL, factor=3.0)),
-    (
-        PARTIAL,
-        {"rope_scaling": LINEAR, "partial_rotary_factor": None},
-        LinearRope(rope_theta=1e5, factor=2.0),
-    ),
+    (PARTIAL, {"rope_scaling": LINEAR, "partial_rotary_factor": None}, linear(2.0)),
     # Nothing of it.
     (LLAMA3_1, {"hidden_size": 8}, LLAMA3_1),
 ]
@@ -641,38 +614,19 @@ def test_what_is_not_overridden_stays(before: Rope, given: dict[str, Any], after
     assert ("rope_parameters" in made) == (spelling == "rope_parameters"), "a folder keeps its spelling"
 
 
-YARN2 = {"rope_type": "yarn", "factor": 2.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 UNSAID = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0}
 STRETCHED: list[tuple[dict[str, Any], dict[str, Any], Rope]] = [
     # (the base's rope, what is said of it beside 128 positions, what it is then)
-    ({}, YARN2, YarnRope(rope_theta=1e5, factor=2.0, original_max_position_embeddings=64)),
-    (
-        {},
-        LLAMA3,
-        Llama3Rope(
-            rope_theta=1e5, factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-        ),
-    ),
-    (
-        {},
-        LONG,
-        LongRope(
-            rope_theta=1e5, short_factor=(1.0,), long_factor=(2.0,), factor=2.0, original_max_position_embeddings=64
-        ),
-    ),
+    ({}, YARN2, yarn(2.0, 64, rope_theta=1e5)),
+    ({}, LLAMA3, llama3(8.0, 64, rope_theta=1e5)),
+    ({}, LONG, longrope((1.0,), (2.0,), 2.0, 64, rope_theta=1e5)),
     # The longer model may name it, and a base that does not name its own keeps it.
-    (
-        {},
-        YARN2 | {"original_max_position_embeddings": 16},
-        YarnRope(rope_theta=1e5, factor=2.0, original_max_position_embeddings=16),
-    ),
-    (UNSAID, {}, YarnRope(rope_theta=1e5, factor=4.0, original_max_position_embeddings=64)),
-    (UNSAID, {"factor": 8.0}, YarnRope(rope_theta=1e5, factor=8.0, original_max_position_embeddings=64)),
+    ({}, YARN2 | {"original_max_position_embeddings": 16}, yarn(2.0, 16, rope_theta=1e5)),
+    (UNSAID, {}, yarn(4.0, 64, rope_theta=1e5)),
+    (UNSAID, {"factor": 8.0}, yarn(8.0, 64, rope_theta=1e5)),
     # Others have none.
     ({}, {}, DefaultRope(rope_theta=1e5)),
-    ({}, LINEAR, LinearRope(rope_theta=1e5, factor=2.0)),
+    ({}, LINEAR, linear(2.0)),
 ]
 
 
@@ -698,8 +652,7 @@ def test_the_original_length_is_the_bases_in_each_kind() -> None:
     config = {"max_position_embeddings": 64, "rope_theta": 1e5, "rope_local_base_freq": 50.0}
     longer = {"max_position_embeddings": 128}
     made = by_kind(override_by_kind(config, longer | {"rope_scaling": YARN2}, GEMMA3), GEMMA3)
-    stretched = YarnRope(rope_theta=1e5, factor=2.0, original_max_position_embeddings=64)
-    assert made == {GLOBAL: stretched, LOCAL: DefaultRope(rope_theta=50.0)}
+    assert made == {GLOBAL: yarn(2.0, 64, rope_theta=1e5), LOCAL: DefaultRope(rope_theta=50.0)}
     assert override_by_kind(config, longer, GEMMA3) == config | longer
     assert by_kind(override_by_kind(config | {"rope_scaling": YARN2}, longer, GEMMA3), GEMMA3) == made
 
@@ -707,12 +660,8 @@ def test_the_original_length_is_the_bases_in_each_kind() -> None:
 def test_a_length_beside_the_scaling_stays() -> None:
     """As Phi-3 spells it; what the fields name themselves counts."""
     base = {"original_max_position_embeddings": 16, "max_position_embeddings": 64, "rope_theta": 1e5}
-    yarn = {"rope_type": "yarn", "factor": 4.0}
-    assert from_hugging_face(override(base, {"rope_scaling": yarn})) == YarnRope(
-        rope_theta=1e5, factor=4.0, original_max_position_embeddings=16
-    )
-    named = override(base, {"rope_scaling": yarn | {"original_max_position_embeddings": 32}})
-    assert from_hugging_face(named) == YarnRope(rope_theta=1e5, factor=4.0, original_max_position_embeddings=32)
+    for said, original in ((YARN2, 16), (YARN2 | {"original_max_position_embeddings": 32}, 32)):
+        assert from_hugging_face(override(base, {"rope_scaling": said})) == yarn(2.0, original, rope_theta=1e5)
 
 
 @pytest.mark.parametrize(
@@ -738,7 +687,7 @@ def test_an_override_by_other_names() -> None:
         ({"rotary_pct": 1.0}, replace(half, partial_rotary_factor=1.0)),
         ({"rotary_emb_base": 7.0}, replace(half, rope_theta=7.0)),
         ({"rotary_pct": None}, replace(half, partial_rotary_factor=0.25)),
-        ({"rope_scaling": LINEAR}, LinearRope(rope_theta=1e5, factor=2.0, partial_rotary_factor=0.5)),
+        ({"rope_scaling": LINEAR}, linear(2.0, partial_rotary_factor=0.5)),
         ({"hidden_size": 8}, half),
     ]
     for given, after in cases:
@@ -751,22 +700,19 @@ def test_an_override_by_other_names() -> None:
         made = override({"max_position_embeddings": 64} | base, {"rope_scaling": None}, GPT_OSS)
         assert type(from_hugging_face(made, GPT_OSS)) is DefaultRope
     # Phi-3 says its original length at the top level, whatever its rope.
-    long = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
-    phi = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_scaling": long}
-    for spelled in (
-        phi,
-        {"max_position_embeddings": 64} | to_hugging_face(from_hugging_face(phi, PHI3), convention=PHI3),
-    ):
+    phi = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_scaling": LONG}
+    written = to_hugging_face(from_hugging_face(phi, PHI3), convention=PHI3)
+    for spelled in (phi, {"max_position_embeddings": 64} | written):
         assert from_hugging_face(override(spelled, {"rope_scaling": None}, PHI3), PHI3) == DefaultRope()
 
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 OVERRIDES_BY_KIND: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"rope_parameters": {GLOBAL: LINEAR}}, {GLOBAL: LinearRope(rope_theta=1e5, factor=2.0)}),
+    ({"rope_parameters": {GLOBAL: LINEAR}}, {GLOBAL: linear(2.0)}),
     ({"rope_parameters": {LOCAL: {"rope_theta": 7.0}}}, {LOCAL: DefaultRope(rope_theta=7.0)}),
     ({"rope_local_base_freq": 7.0}, {LOCAL: DefaultRope(rope_theta=7.0)}),
-    ({"rope_theta": 7.0}, {GLOBAL: LinearRope(rope_theta=7.0, factor=8.0)}),
-    ({"rope_scaling": {"factor": 3.0}}, {GLOBAL: LinearRope(rope_theta=1e5, factor=3.0)}),
+    ({"rope_theta": 7.0}, {GLOBAL: linear(8.0, 7.0)}),
+    ({"rope_scaling": {"factor": 3.0}}, {GLOBAL: linear(3.0)}),
     ({"rope_scaling": None}, {GLOBAL: DefaultRope(rope_theta=1e5)}),
     ({"rope_parameters": None}, {GLOBAL: DefaultRope(rope_theta=1e5)}),
     ({"hidden_size": 8}, {}),
@@ -778,7 +724,7 @@ OVERRIDES_BY_KIND: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_what_is_not_overridden_stays_in_each_kind(
     given: dict[str, Any], after: dict[str, Rope], spelling: Spelling
 ) -> None:
-    ropes: dict[str, Rope] = {GLOBAL: LinearRope(rope_theta=1e5, factor=8.0), LOCAL: DefaultRope(rope_theta=50.0)}
+    ropes: dict[str, Rope] = {GLOBAL: linear(8.0), LOCAL: DefaultRope(rope_theta=50.0)}
     base = {"max_position_embeddings": 64} | by_kind_to_hugging_face(ropes, GEMMA3, spelling)
     assert by_kind(override_by_kind(base, given, GEMMA3), GEMMA3) == ropes | after
 
@@ -791,10 +737,7 @@ def test_what_is_not_overridden_stays_in_each_kind(
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "no kind of layer 'rope_type'"),
         ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn': it must be a mapping by kind of layer"),
         ({"rope_parameters": {GLOBAL: "yarn"}}, "full_attention: rope_parameters: rope_parameters is 'yarn'"),
-        (
-            {"rope_parameters": {LOCAL: {"rope_type": "linear"}}},
-            "sliding_attention: rope_parameters: rope_type 'linear'",
-        ),
+        ({"rope_parameters": {LOCAL: {"rope_type": "linear"}}}, "sliding_attention: rope_parameters: rope_type 'lin"),
         ({"rope_parameters": {LOCAL: {"rope_theta": 1.0}}, "rope_local_base_freq": 2.0}, "freq is given twice, as 1.0"),
         ({"rope_parameters": {GLOBAL: {"partial_rotary_factor": 0.5}}}, "no field 'partial_rotary_factor'"),
     ],
@@ -806,31 +749,24 @@ def test_what_cannot_be_read_of_a_kind_is_named(config: dict[str, Any], message:
         assert message in str(error.value)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"rope_parameters": {"rope_type": "lama3"}}, "unknown rope_type 'lama3': did you mean 'llama3'?"),
         ({"rope_scaling": {"type": "axial"}}, "unknown rope_type 'axial'"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "unknown rope_type ['yarn']"),
-        ({"rope_parameters": YARN | {"betafast": 32}}, "no field 'betafast': did you mean 'beta_fast'?"),
+        ({"rope_parameters": YARN2 | {"betafast": 32}}, "no field 'betafast': did you mean 'beta_fast'?"),
         ({"rope_parameters": {"factor": 2.0}}, "rope_type 'default' has no field 'factor'"),
-        ({"rope_parameters": YARN | {"low_freq_factor": 1.0}}, "rope_type 'yarn' has no field 'low_freq_factor'"),
+        ({"rope_parameters": YARN2 | {"low_freq_factor": 1.0}}, "rope_type 'yarn' has no field 'low_freq_factor'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs the field 'factor'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' needs the field 'factor'"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs the field 'low_freq_factor'"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs the field 'high_freq_factor'"),
         ({"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": None}, "'max_position_embeddings', which is"),
         ({"rope_parameters": {"full_attention": {}}}, "has no field 'full_attention'"),
-        (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "no field 'partial_rotary_factor'",
-        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "'default' has no field 'partial_rotary_factor'"),
         ({"partial_rotary_factor": 0.5}, "no field 'partial_rotary_factor'"),
-        ({"rope_parameters": YARN, "rope_scaling": LLAMA3}, "disagree: remove one"),
+        ({"rope_parameters": YARN2, "rope_scaling": LLAMA3}, "disagree: remove one"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is given twice, as 500000.0 and 1"),
         ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "rope_type is given twice"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn': it must be a mapping"),
@@ -844,9 +780,8 @@ def test_what_cannot_be_read_is_named(config: dict[str, Any], message: str) -> N
 
 def test_all_problems_of_reading_come_together() -> None:
     broken = {"rope_type": "llama3", "factors": 8.0, "lowfreq_factor": 1.0}
-    with pytest.raises(
-        ValueError, match=r"'factors'.*'lowfreq_factor'.*'factor'.*'low_freq_factor'.*'high_freq_factor'"
-    ):
+    message = r"'factors'.*'lowfreq_factor'.*'factor'.*'low_freq_factor'.*'high_freq_factor'"
+    with pytest.raises(ValueError, match=message):
         from_hugging_face({"max_position_embeddings": 64, "rope_parameters": broken})
 
 
@@ -857,45 +792,21 @@ def test_all_problems_of_reading_come_together() -> None:
         (DefaultRope(rope_theta=0), 8, "rope_theta is 0: it must be a number above 1"),
         (DefaultRope(rope_theta=float("nan")), 8, "rope_theta is nan"),
         (DefaultRope(partial_rotary_factor=0.05), 16, "turns 0 of the head_dim 16: choose 0.125 to turn pairs"),
-        (
-            YarnRope(partial_rotary_factor=0.2, factor=2, original_max_position_embeddings=8),
-            16,
-            "turns 3 of the head_dim 16: choose 0.25 to turn pairs",
-        ),
+        (yarn(2, 8, partial_rotary_factor=0.2), 16, "turns 3 of the head_dim 16: choose 0.25 to turn pairs"),
         (DefaultRope(partial_rotary_factor=0.0), 8, "partial_rotary_factor is 0.0: it must be a number above 0 and"),
-        (
-            DynamicRope(factor=2, max_position_embeddings=64, partial_rotary_factor=0.5),
-            4,
-            "2 turning dimensions of head",
-        ),
+        (DynamicRope(factor=2, max_position_embeddings=64, partial_rotary_factor=0.5), 4, "2 turning dimensions of he"),
         (LinearRope(factor=-2), 8, "factor is -2: it must be a number above 0"),
         (LinearRope(factor=True), 8, "factor is True"),
         (LinearRope(factor="2"), 8, "factor is '2'"),  # type: ignore[arg-type]
         (DynamicRope(factor=2, max_position_embeddings=64), 2, "2 turning dimensions of head_dim 2 are too few"),
-        (YarnRope(factor=2, original_max_position_embeddings=0), 8, "original_max_position_embeddings is 0"),
-        (YarnRope(factor=2, original_max_position_embeddings=8, beta_fast=1, beta_slow=2), 8, "beta_fast (1) must not"),
-        (YarnRope(factor=2, original_max_position_embeddings=8, mscale=-1), 8, "mscale is -1"),
-        (YarnRope(factor=2, original_max_position_embeddings=8, truncate=1), 8, "truncate is 1"),  # type: ignore[arg-type]
-        (
-            LongRope(short_factor=(1,) * 4, long_factor=(1,) * 3, factor=2, original_max_position_embeddings=8),
-            8,
-            "long_factor has 3 numbers: 8 turning dimensions of head_dim 8 need 4",
-        ),
-        (
-            LongRope(short_factor=(1, 0), long_factor=(1, 1), factor=2, original_max_position_embeddings=8),
-            4,
-            "short_factor is (1, 0): it must be a list of numbers above 0",
-        ),
-        (
-            Llama3Rope(factor=8, low_freq_factor=4, high_freq_factor=4, original_max_position_embeddings=8),
-            8,
-            "high_freq_factor (4) must be above low_freq_factor (4)",
-        ),
-        (
-            ProportionalRope(partial_rotary_factor=1.5),
-            8,
-            "partial_rotary_factor is 1.5: it must be a number above 0 and",
-        ),
+        (yarn(2, 0), 8, "original_max_position_embeddings is 0"),
+        (yarn(2, 8, beta_fast=1, beta_slow=2), 8, "beta_fast (1) must not"),
+        (yarn(2, 8, mscale=-1), 8, "mscale is -1"),
+        (yarn(2, 8, truncate=1), 8, "truncate is 1"),
+        (longrope((1,) * 4, (1,) * 3, 2, 8), 8, "long_factor has 3 numbers: 8 turning dimensions of head_dim 8 need 4"),
+        (longrope((1, 0), (1, 1), 2, 8), 4, "short_factor is (1, 0): it must be a list of numbers above 0"),
+        (llama3(8, 8, low=4, high=4), 8, "high_freq_factor (4) must be above low_freq_factor (4)"),
+        (ProportionalRope(partial_rotary_factor=1.5), 8, "partial_rotary_factor is 1.5: it must be a number above 0 "),
     ],
 )
 def test_values_that_make_no_sense_are_named(rope: Rope, head_dim: int, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shlex
@@ -223,16 +222,6 @@ def test_leftovers_that_the_index_does_not_name(tmp_path: Path) -> None:
     assert assert_holds(tmp_path, weights(theirs)).ignored == ("transformer.h.1.attn.bias",)
 
 
-def test_mixed_dtypes(tmp_path: Path) -> None:
-    theirs = model("llama")
-    dtypes = itertools.cycle([torch.float32, torch.bfloat16, torch.float16, torch.float64])
-    mixed = {name: t.to(dtype) for (name, t), dtype in zip(weights(theirs).items(), dtypes, strict=False)}
-    theirs.save_pretrained(tmp_path)
-    edit(tmp_path, lambda tensors: tensors.update(mixed))
-    opened = assert_holds(tmp_path, mixed)
-    assert {opened.dtype("weights", s) for s in opened.stored()} == {"F32", "BF16", "F16", "F64"}
-
-
 @pytest.mark.parametrize("shard", ["10GB", "4KB"])
 def test_a_snapshot_of_the_hubs_cache(shard: str, tmp_path: Path) -> None:
     """Every file is a link to a blob outside of the folder."""
@@ -249,31 +238,7 @@ def test_a_snapshot_of_the_hubs_cache(shard: str, tmp_path: Path) -> None:
     assert opened.companions()["tokenizer.json"].path == snapshot / "tokenizer.json"
 
 
-def test_companions(tmp_path: Path) -> None:
-    model("llama").save_pretrained(tmp_path)
-    travels = [
-        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-        *("vocab.json", "merges.txt", "qwen.tiktoken", "chat_template.jinja", "additional_chat_templates/tool.jinja"),
-        *("tekken.json", "tokenizer.model.v7", "tiktoken.model", "chat_template.json", "vocab.txt"),
-        *("LICENSE", "LICENSE.txt", "USE_POLICY.md", "generation_config.json"),
-    ]
-    stays = ["README.md", "training_args.bin", "optimizer.pt", "modeling_custom.py", "original/tokenizer.model"]
-    stays += ["processor_config.json", "preprocessor_config.json", "additional_chat_templates/tool.txt"]
-    for name in travels + stays:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("{}")
-    found = list(HuggingFace.open(tmp_path).companions())
-    assert sorted(found) == sorted(travels)
-
-
 # -- what is refused, beside the table of bad folders
-
-
-def test_what_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "nowhere"):
-        with pytest.raises(StoreError, match="is not a folder: give the one that holds"):
-            HuggingFace.open(path)
 
 
 def test_a_base_model_without_a_head(tmp_path: Path) -> None:

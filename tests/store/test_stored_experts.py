@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL
 from megacore.store.weight_folders.checkpoint import Checkpoint
-from megacore.tools import convert, inspect, reshard
+from megacore.tools import convert, inspect
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 
@@ -86,15 +86,6 @@ def test_parts_of_experts_are_padded_like_any_feature(folder: Path, tmp_path: Pa
     assert (index["version"], index["split"]) == (2, {"experts": ["ep"], "expert_mlp": ["tp"]})
     checkpoint = Checkpoint.open(tmp_path / "c")
     assert checkpoint.layout.split == EXPERT_TENSOR_PARALLEL
-
-
-def test_experts_are_listed_again_as_they_were(folder: Path, tmp_path: Path) -> None:
-    """From parts of them to whole ones on another mesh, and out: to the byte what came in."""
-    assert convert.main([str(folder), str(tmp_path / "a"), "--ep", "4", "--tp", "2", "--etp", "2", "--pp", "2"]) == 0
-    assert reshard.main([str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "4"]) == 0
-    assert convert.main([str(tmp_path / "b"), str(tmp_path / "back"), "--to", "hf"]) == 0
-    theirs, ours = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
-    assert theirs.keys() == ours.keys() and all(same(ours[name], theirs[name]) for name in theirs)
 
 
 def test_inspect_says_how_experts_lie(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

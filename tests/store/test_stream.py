@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from sentences import layouts, meshes, sizes_for, splits
+from sentences import meshes, sizes_for, splits
 from sentences import params as tables
 
 from megacore.parallel.weights.fingerprint import Logical, add_up, fingerprint
@@ -103,29 +102,6 @@ def test_any_tables_between_any_layouts(
         assert all(np.array_equal(arrays[key], whole[key]) for key in whole)
     finally:
         stream.BLOCK_BYTES, stream._RUN = before
-
-
-@settings(max_examples=20)
-@given(st.data(), layouts(), st.sampled_from([*FLOATS]), st.sampled_from([*FLOATS]))
-def test_dtypes_on_the_way(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, layout: Layout, held: str, wanted: str
-) -> None:
-    folder, schema = tmp_path_factory.mktemp("stream"), layout.schema
-    alone = list(native(Layout(schema, MeshShape(), (schema.sizes["layer"],)), [0]))
-    targets = list(native(layout, range(min(2, layout.mesh.world))))
-    arrays = arrays_of(alone, held, data.draw(st.integers(0, 99)))
-    files = files_of(schema, alone, targets, arrays, held, wanted)
-    files = tuple(file for file in files if file.tensors)
-    stream.write(folder, files, schema)
-    for file in files:
-        made = load_file(folder / file.path)
-        for tensor in file.tensors:
-            same = stream.assemble(tensor.stored, tensor.copies, file.read, held)
-            theirs = torch.from_numpy(same.view(f"i{same.itemsize}")).view(getattr(torch, FLOATS[held]))
-            theirs = theirs.to(getattr(torch, FLOATS[wanted]))
-            assert torch.equal(made[tensor.stored.name].isnan(), theirs.isnan())
-            assert torch.equal(made[tensor.stored.name].nan_to_num(1.5), theirs.nan_to_num(1.5))
-            assert made[tensor.stored.name].dtype == theirs.dtype
 
 
 ONE = Schema((Param("w", "mlp embed"), Param("norm", "embed")), {"mlp": 64, "embed": 32, "layer": 1})
