@@ -116,9 +116,8 @@ def damage(name: str, content: bytes, rng: random.Random) -> bytes:
         return json.dumps(damage_tree(json.loads(content), rng)).encode()
     if name.endswith(".safetensors"):
         (length,) = struct.unpack("<Q", content[:8])
-        return (
-            headed(json.dumps(damage_tree(json.loads(content[8 : 8 + length]), rng)).encode()) + content[8 + length :]
-        )
+        tree = damage_tree(json.loads(content[8 : 8 + length]), rng)
+        return headed(json.dumps(tree).encode()) + content[8 + length :]
     if name.endswith(".jsonl"):
         rows = [json.loads(line) for line in content.splitlines()]
         at = rng.randrange(len(rows))

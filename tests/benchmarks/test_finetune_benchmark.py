@@ -28,24 +28,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("model")
-    bytes_ = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
-    )
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bytes_ = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_, eos_token="<|end|>", additional_special_tokens=["<|start|>"]
-    )
+    special: Any = {"eos_token": "<|end|>", "additional_special_tokens": ["<|start|>"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, **special)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **sizes)).save_pretrained(
-        folder
-    )
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -133,9 +133,8 @@ class _Come:
         return new
 
     def all_there(self, message: NcclMessage) -> bool:
-        return all(
-            not self._away(key, ranks) and len({*self._there[key].values()}) == 1 for key, ranks in message.parts
-        )
+        parts = message.parts
+        return all(not self._away(key, ranks) and len({*self._there[key].values()}) == 1 for key, ranks in parts)
 
     def missing(self, message: NcclMessage) -> str:
         said = []

@@ -127,9 +127,8 @@ A, B = _message("a"), _message("b")
 def test_messages_in_another_order() -> None:
     assert _stuck([*A, *B], [*A, *B]) == []
     assert _stuck([*A, *B], [*B, *A]) == ["serial"]
-    assert stuck({0: [*A, *B], 1: [*B, *A]}, "serial")[0] == (
-        "rank 0: all_reduce of here on nccl a, a #1 has no rank 1"
-    )
+    first = stuck({0: [*A, *B], 1: [*B, *A]}, "serial")[0]
+    assert first == "rank 0: all_reduce of here on nccl a, a #1 has no rank 1"
     assert stuck({0: [*A, *B]}, "serial") == [], "the other rank is not there"
 
 

@@ -25,12 +25,9 @@ from megacore.training.check import Setup
 from megacore.training.resume import Start
 from megacore.training.save import Snapshot
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or sys.platform != "linux", reason="made for Linux without a GPU"
-)
-COPIES = frozenset(
-    {"parallel/gradients/reduce.py:Gradients.read", "parallel/gradients/reduce.py:Gradients.read_weight"}
-)
+NO_PLACE = torch.cuda.is_available() or sys.platform != "linux"
+pytestmark = pytest.mark.skipif(NO_PLACE, reason="made for Linux without a GPU")
+COPIES = frozenset(f"parallel/gradients/reduce.py:Gradients.{name}" for name in ("read", "read_weight"))
 
 
 class Streams:
@@ -69,9 +66,8 @@ class Event:
 def trainer(overrides: Sequence[str]) -> Any:
     """As a rank makes it, but for data, checkpoints and initial values."""
     with tempfile.NamedTemporaryFile(suffix=".yaml") as recipe:
-        config = load(
-            recipe.name, ["model.preset=llama-tiny", "data.sequence_length=32", "data.train=none", *overrides]
-        )
+        small = ["model.preset=llama-tiny", "data.sequence_length=32", "data.train=none"]
+        config = load(recipe.name, [*small, *overrides])
     corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], batches=lambda *arguments: MagicMock())
     setup = Setup(config, configure(config.model), corpora, Start())
     world = config.mesh.model_ranks * (config.mesh.dp or 1)

@@ -11,15 +11,15 @@ import os
 import random
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from changes import Change, both, edit, headed, header, huge, instead, link, nothing, put, raw, write
 
+from megacore.data.corpus import Corpus
+
 OUTSIDE = "canary-outside-of-all-folders-77ab"
-MARK = "../mark"
-"""Made by code that runs, of which there must be none."""
 ESCAPE = "\x1b]0;title\x07\x1b[31mred"
 
 OPEN: Mapping[str, str] = {}
@@ -52,12 +52,14 @@ def first(tree: dict[str, Any], **values: object) -> None:
     next(value for key, value in tree.items() if key != "__metadata__").update(values)
 
 
-HF = "hf/model.safetensors"
+HF, TOKENIZER, SETTINGS = "hf/model.safetensors", "hf/tokenizer.json", "hf/tokenizer_config.json"
 DEEP = b'{"a":' * 100_000
 LARGE = b'{"a": "' + b"x" * (40 << 20) + b'"}'
 LONG = "k" * 3_000_000
 
-FEW = "generate hf --prompt few"
+FEW, TUNE = "generate hf --prompt few", "pretrain tuning.yaml"
+TOKENIZE = "tokenize data/texts.jsonl --out made --workers 1 --tokenizer hf"
+EVALUATE = "evaluate hf --data data/texts.jsonl"
 FOLDER = "tokenize data --out made --workers 1 --tokenizer hf"
 PARQUET = "evaluate hf --data data/a.parquet"
 BOMB = "unpacks to more than 100 times"
@@ -117,9 +119,7 @@ CONFIG: Mapping[str, tuple[Change, str]] = {
     "environment": (link("hf/config.json", "/proc/self/environ"), "leads to"),
 }
 for number, (name, (change, says)) in enumerate(CONFIG.items()):
-    command = ("convert hf made", "inspect hf", "evaluate hf --data data/texts.jsonl", "pretrain tuning.yaml")[
-        number % 4
-    ]
+    command = ("convert hf made", "inspect hf", EVALUATE, TUNE)[number % 4]
     case(f"config-{name}", command, change, says, sound=not says)
 
 
@@ -201,122 +201,62 @@ for name in ("LICENSE", "tokenizer.json", "generation_config.json", "additional_
     }.items():
         case(f"companion-{name}-{kind}", "convert hf made", link(f"hf/{name}", target), "leads to")
 case("companion-ckpt", "reshard ckpt made", link("ckpt/tokenizer/LICENSE", "/proc/self/environ"), "leads to")
-case(
-    "companion-export",
-    "convert ckpt made --to hf",
-    link("ckpt/tokenizer/NOTICE", "../../../outside/secret.txt"),
-    "leads to",
-)
+NOTICE = link("ckpt/tokenizer/NOTICE", "../../../outside/secret.txt")
+case("companion-export", "convert ckpt made --to hf", NOTICE, "leads to")
 case("companion-large", "convert hf made", instead("hf/LICENSE", huge), "LICENSE")
 case("companion-pipe", "convert hf made", instead("hf/NOTICE", os.mkfifo), sound=True)
 case("template-large", "generate hf --chat --prompt few", instead("hf/chat_template.jinja", huge), "jinja")
 CODE = "import os\nopen('../mark', 'w')\nopen('../../mark', 'w')\nclass T: pass\n"
 AUTO = {"AutoTokenizer": ["code.T", "code.T"], "AutoConfig": "code.T", "AutoModelForCausalLM": "code.T"}
-for command in ("convert hf made", FEW, "verify ckpt hf", "pretrain tuning.yaml"):
-    coded = both(
-        write("hf/code.py", CODE),
-        put("hf/config.json", AUTO, "auto_map"),
-        put("hf/tokenizer_config.json", AUTO, "auto_map"),
-    )
-    case(f"code-{command.split()[0]}", command, coded, sound=True)
-case(
-    "code-tokenizer",
-    "tokenize data/texts.jsonl --out made --workers 1 --tokenizer hf",
-    both(
-        write("hf/code.py", CODE),
-        put("hf/tokenizer_config.json", AUTO, "auto_map"),
-        instead("hf/tokenizer.json", lambda f: None),
-    ),
-    "tokenizer",
-)
+CODED = both(write("hf/code.py", CODE), put(SETTINGS, AUTO, "auto_map"))
+for command in ("convert hf made", FEW, "verify ckpt hf", TUNE):
+    case(f"code-{command.split()[0]}", command, both(CODED, put("hf/config.json", AUTO, "auto_map")), sound=True)
+case("code-tokenizer", TOKENIZE, both(CODED, instead(TOKENIZER, lambda f: None)), "tokenizer")
 case("generation-deep", FEW, ends(DEEP), "not JSON")
 case("generation-escapes", FEW, ends(json.dumps({"eos_token_id": ESCAPE})), "eos_token_id")
 case("generation-long", FEW, ends(json.dumps({"eos_token_id": LONG})), "eos_token_id")
-case(
-    "generation-ids",
-    "generate hf --prompt few --max-new-tokens 2",
-    ends('{"eos_token_id": [-5, 18446744073709551615]}'),
-    sound=True,
-)
+FAR_IDS = ends('{"eos_token_id": [-5, 18446744073709551615]}')
+case("generation-ids", f"{FEW} --max-new-tokens 2", FAR_IDS, sound=True)
 
 # -- tokenizers and chat templates: they are programs
 
-TOKENIZE = "tokenize data/texts.jsonl --out made --workers 1 --tokenizer hf"
-EVALUATE, TUNE = "evaluate hf --data data/texts.jsonl", "pretrain tuning.yaml"
 STEP = {"type": "Replace", "pattern": {"String": "e"}, "content": "eeeeeeeeeeeeeeee"}
 
 
 def splitting(pattern: str) -> Change:
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     texts = write("data/texts.jsonl", json.dumps({"text": "a" * 5000 + "!"}))
-    return both(put("hf/tokenizer.json", split, "pre_tokenizer"), texts)
+    return both(put(TOKENIZER, split, "pre_tokenizer"), texts)
 
 
 EXPLODE = splitting("(a|a|a|a|aa)+$")
-BLOW_UP = put("hf/tokenizer.json", {"type": "Sequence", "normalizers": [STEP] * 9}, "normalizer")
+BLOW_UP = put(TOKENIZER, {"type": "Sequence", "normalizers": [STEP] * 9}, "normalizer")
 case("tokenizer-regex", TOKENIZE, EXPLODE, "the tokenizer fails")
 case("tokenizer-regex-evaluated", EVALUATE, EXPLODE, "hf: the tokenizer")
 case("tokenizer-replace", TOKENIZE, BLOW_UP, "the tokenizer fails")
 case("tokenizer-replace-generated", FEW, BLOW_UP, "hf: the tokenizer")
-case(
-    "tokenizer-decoder",
-    "generate hf --prompt few --max-new-tokens 9",
-    put(
-        "hf/tokenizer.json",
-        {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, *[STEP | {"pattern": {"Regex": "."}}] * 9]},
-        "decoder",
-    ),
-    "hf: the tokenizer",
-)
-case("tokenizer-empty", TOKENIZE, write("hf/tokenizer.json", b""), "tokenizer.json")
-case("tokenizer-no-json", EVALUATE, write("hf/tokenizer.json", ESCAPE), "tokenizer")
-case("tokenizer-deep", TOKENIZE, write("hf/tokenizer.json", DEEP), "tokenizer.json")
-case("tokenizer-large", TOKENIZE, write("hf/tokenizer.json", b" " * (65 << 20)), "tokenizer.json has 68157440 bytes")
-case("tokenizer-model", FEW, put("hf/tokenizer.json", {"type": "Evil" + ESCAPE}, "model"), "tokenizer")
-case("tokenizer-ids", TOKENIZE, put("hf/tokenizer.json", 4_000_000_000, "model", "vocab", "a"), "", sound=True)
-case(
-    "tokenizer-ids-generated",
-    "generate hf --prompt a",
-    put("hf/tokenizer.json", 4_000_000_000, "model", "vocab", "a"),
-    "",
-)
-case(
-    "tokenizer-added",
-    "generate hf --prompt a",
-    put(
-        "hf/tokenizer.json",
-        [
-            {
-                "id": 4_294_967_295,
-                "content": "a",
-                "special": True,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-            }
-        ],
-        "added_tokens",
-    ),
-    sound=True,
-)
-case(
-    "tokenizer-postprocessor",
-    TUNE,
-    put(
-        "hf/tokenizer.json",
-        {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}},
-        "post_processor",
-    ),
-    sound=True,
-)
-case("tokenizer-empty-vocabulary", TOKENIZE, put("hf/tokenizer.json", {}, "model", "vocab"), "")
-case("tokenizer-settings-list", TOKENIZE, write("hf/tokenizer_config.json", b"[]"), "tokenizer_config.json")
-case("tokenizer-settings-deep", "convert hf made", write("hf/tokenizer_config.json", DEEP), "tokenizer_config.json")
-case("tokenizer-settings-class", EVALUATE, put("hf/tokenizer_config.json", "os.system", "tokenizer_class"), sound=True)
-case("tokenizer-settings-end", TOKENIZE, put("hf/tokenizer_config.json", {"content": ["x"]}, "eos_token"), "")
-case("tokenizer-settings-escapes", TOKENIZE, put("hf/tokenizer_config.json", ESCAPE, "eos_token"), "")
-case("tokenizer-settings-long", EVALUATE, put("hf/tokenizer_config.json", LONG, "eos_token"), sound=True)
+DECODERS = {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, *[STEP | {"pattern": {"Regex": "."}}] * 9]}
+case("tokenizer-decoder", f"{FEW} --max-new-tokens 9", put(TOKENIZER, DECODERS, "decoder"), "hf: the tokenizer")
+case("tokenizer-empty", TOKENIZE, write(TOKENIZER, b""), "tokenizer.json")
+case("tokenizer-no-json", EVALUATE, write(TOKENIZER, ESCAPE), "tokenizer")
+case("tokenizer-deep", TOKENIZE, write(TOKENIZER, DEEP), "tokenizer.json")
+case("tokenizer-large", TOKENIZE, write(TOKENIZER, b" " * (65 << 20)), "tokenizer.json has 68157440 bytes")
+case("tokenizer-model", FEW, put(TOKENIZER, {"type": "Evil" + ESCAPE}, "model"), "tokenizer")
+FAR_ID, ONE = put(TOKENIZER, 4_000_000_000, "model", "vocab", "a"), "generate hf --prompt a"
+case("tokenizer-ids", TOKENIZE, FAR_ID, "", sound=True)
+case("tokenizer-ids-generated", ONE, FAR_ID, "")
+ADDED = {"id": 4_294_967_295, "content": "a", "special": True}
+ADDED |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+case("tokenizer-added", ONE, put(TOKENIZER, [ADDED], "added_tokens"), sound=True)
+NOTHING = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+case("tokenizer-postprocessor", TUNE, put(TOKENIZER, NOTHING, "post_processor"), sound=True)
+case("tokenizer-empty-vocabulary", TOKENIZE, put(TOKENIZER, {}, "model", "vocab"), "")
+case("tokenizer-settings-list", TOKENIZE, write(SETTINGS, b"[]"), "tokenizer_config.json")
+case("tokenizer-settings-deep", "convert hf made", write(SETTINGS, DEEP), "tokenizer_config.json")
+case("tokenizer-settings-class", EVALUATE, put(SETTINGS, "os.system", "tokenizer_class"), sound=True)
+case("tokenizer-settings-end", TOKENIZE, put(SETTINGS, {"content": ["x"]}, "eos_token"), "")
+case("tokenizer-settings-escapes", TOKENIZE, put(SETTINGS, ESCAPE, "eos_token"), "")
+case("tokenizer-settings-long", EVALUATE, put(SETTINGS, LONG, "eos_token"), sound=True)
 
 CHAT = "generate hf --chat --prompt few"
 TEMPLATES: Mapping[str, str] = {
@@ -382,21 +322,13 @@ for name, row in {
 PACKED = "pretrain tuning.yaml data.train=data/a.jsonl.gz"
 case("gz-bomb", PACKED, write("data/a.jsonl.gz", gzip.compress(b"\n" * (300 << 20), 1)), BOMB)
 case("gz-bomb-line", PACKED, write("data/a.jsonl.gz", gzip.compress(b" " * (300 << 20), 1)), BOMB)
-case(
-    "gz-bomb-example",
-    PACKED,
-    write("data/a.jsonl.gz", gzip.compress(b'{"text": "' + b"x" * (34 << 20), 1)),
-    "longer than",
-)
+LONG_LINE = gzip.compress(b'{"text": "' + b"x" * (34 << 20), 1)
+case("gz-bomb-example", PACKED, write("data/a.jsonl.gz", LONG_LINE), "longer than")
 case("gz-truncated", PACKED, write("data/a.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9]), "no whole gzip file")
 case("gz-garbage", PACKED, write("data/a.jsonl.gz", b"\x1f\x8b" + bytes(99)), "no whole gzip file")
 case("parquet-garbage", PARQUET, write("data/a.parquet", b"PAR1" + bytes(99) + b"PAR1"), "parquet")
-case(
-    "parquet-footer",
-    PARQUET,
-    write("data/a.parquet", b"PAR1" + bytes(99) + struct.pack("<I", 1 << 31) + b"PAR1"),
-    "parquet",
-)
+FOOTER = b"PAR1" + bytes(99) + struct.pack("<I", 1 << 31) + b"PAR1"
+case("parquet-footer", PARQUET, write("data/a.parquet", FOOTER), "parquet")
 
 
 def zstandard(data: bytes) -> Change:
@@ -412,9 +344,8 @@ ZSTANDARD, FOLDER_OF = "pretrain tuning.yaml data.train=data/a.jsonl.zst", "pret
 case("zst-bomb", ZSTANDARD, zstandard(b"\n" * (300 << 20)), BOMB)
 case("zst-garbage", ZSTANDARD, write("data/a.jsonl.zst", b"\x28\xb5\x2f\xfd" + bytes(99)), "no whole zstandard file")
 case("arrow-garbage", FOLDER_OF, write("data/set/train.arrow", b"\xff" * 999), "no arrow file")
-case(
-    "set-state", FOLDER_OF, both(write("data/set/state.json", "[" * 9999), write("data/set/a.jsonl", b"")), "state.json"
-)
+STATE = both(write("data/set/state.json", "[" * 9999), write("data/set/a.jsonl", b""))
+case("set-state", FOLDER_OF, STATE, "state.json")
 case("set-link", FOLDER_OF, link("data/set/train.jsonl", "../../../outside/secret.txt"), "leads out of its folder")
 
 
@@ -428,18 +359,14 @@ def repeating(folder: Path) -> None:
 
 
 case("parquet-bomb", PARQUET, repeating, BOMB)
-case("parquet-bomb-tokenized", "tokenize data/a.parquet --out made --workers 1 --tokenizer hf", repeating, BOMB)
+case("parquet-bomb-tokenized", TOKENIZE.replace("texts.jsonl", "a.parquet"), repeating, BOMB)
 case("data-pipe", TOKENIZE, instead("data/texts.jsonl", os.mkfifo), "", sound=False)
 case("data-device", FOLDER, link("data/a.txt", "/dev/zero"), sound=True)
 case("data-link", FOLDER, link("data/a.txt", "../../outside/secret.txt"), sound=True)
 case("data-link-folder", FOLDER, link("data/more", "../../outside"), sound=True)
 case("data-name", FOLDER, write(f"data/{ESCAPE}.jsonl", b"{"), "not JSON")
-case(
-    "text-large",
-    "tokenize data/a.txt --out made --workers 1 --tokenizer hf",
-    instead("data/a.txt", huge),
-    "more than 134,217,728 bytes",
-)
+LARGE_TEXT = instead("data/a.txt", huge)
+case("text-large", TOKENIZE.replace("texts.jsonl", "a.txt"), LARGE_TEXT, "more than 134,217,728 bytes")
 
 
 def idx(how: Callable[[bytearray], object], name: str = "data/tokens.idx") -> Change:
@@ -455,12 +382,8 @@ def overlapping(folder: Path) -> None:
     """A kilobyte of data, and an index of 20,000 sequences that all are that."""
     count = 20_000
     (folder / "data/tokens.bin").write_bytes(bytes(2**20))
-    parts = (
-        struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, 2),
-        struct.pack("<i", 2**19) * count,
-        bytes(8 * count),
-    )
-    (folder / "data/tokens.idx").write_bytes(b"".join([*parts, struct.pack("<qq", 0, count)]))
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, 2) + struct.pack("<i", 2**19) * count
+    (folder / "data/tokens.idx").write_bytes(index + bytes(8 * count) + struct.pack("<qq", 0, count))
 
 
 TOKENS: Mapping[str, tuple[Change, str]] = {
@@ -483,18 +406,7 @@ TOKENS: Mapping[str, tuple[Change, str]] = {
 for number, (name, (change, says)) in enumerate(TOKENS.items()):
     command = "evaluate hf --data data/tokens" if number % 2 or "ids" in name else "pretrain recipe.yaml"
     case(f"tokens-{name}", command, change, says)
-FACTS = {
-    "name": "tokens",
-    "documents": 1,
-    "tokens": 1,
-    "text_bytes": 1,
-    "bytes_per_token": 1,
-    "vocabulary": 9,
-    "end_of_document": 0,
-    "unigram_entropy": 1,
-    "empty": 0,
-    "skipped": 0,
-}
+FACTS = asdict(Corpus("tokens", 1, 1, 1, 1.0, 9, 0, 1.0, 0, 0))
 for name, content in {
     "deep": DEEP,
     "list": b"[]",
@@ -522,13 +434,8 @@ for name, (change, says) in {
     case(f"part-{name}", MERGE, change, says, sound=name == "escapes")
 case("partial-link", TOKENIZE, link("made/.corpus.partial", "../../outside"), "was not made here")
 for name, content in {"deep": DEEP, "list": b"[]", "escapes": ESCAPE.encode()}.items():
-    lock = write("made/.corpus.partial/.lock", b"")
-    case(
-        f"partial-{name}",
-        f"{TOKENIZE} --resume",
-        both(lock, write("made/.corpus.partial/progress.json", content)),
-        "is damaged",
-    )
+    kept = both(write("made/.corpus.partial/.lock", b""), write("made/.corpus.partial/progress.json", content))
+    case(f"partial-{name}", f"{TOKENIZE} --resume", kept, "is damaged")
 
 # -- recipes
 
@@ -589,16 +496,7 @@ def random_bytes(size: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-for number, name in enumerate(
-    [
-        "hf/config.json",
-        "hf/tokenizer.json",
-        "hf/tokenizer_config.json",
-        "ckpt/index.json",
-        "data/tokens.idx",
-        "recipe.yaml",
-        "hf/chat_template.jinja",
-    ]
-):
+OF_RANDOM_BYTES = ("hf/config.json", TOKENIZER, SETTINGS, "ckpt/index.json", "data/tokens.idx", "recipe.yaml")
+for number, name in enumerate((*OF_RANDOM_BYTES, "hf/chat_template.jinja")):
     command = {"d": "pretrain recipe.yaml", "r": "plan recipe.yaml", "c": "inspect ckpt"}.get(name[0], CHAT)
     case(f"random-{Path(name).name}", command, write(name, random_bytes(4096, number)), "")

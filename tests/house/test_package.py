@@ -26,9 +26,8 @@ def test_type_checkers_know_every_public_name(package: ModuleType) -> None:
     """They follow imports and not __getattr__: the same names of the same modules stand under TYPE_CHECKING."""
     tree = ast.parse(Path(str(package.__file__)).read_text())
     (guarded,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
-    told = {
-        alias.asname: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    told = {alias.asname: node.module for node in imports for alias in node.names}
     assert told == package._PUBLIC
     assert all(getattr(getattr(package, name), "__name__", name) == name for name in package._PUBLIC)
 
@@ -78,15 +77,13 @@ def test_packages_of_the_users_own_never_hide_ours(wheel: Path, tmp_path: Path) 
     environment = os.environ | {"PYTHONPATH": f".{os.pathsep}{tmp_path / 'site'}", "OMP_NUM_THREADS": "1"}
 
     def python(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=own, env=environment, capture_output=True, text=True, check=False
-        )
+        given = [sys.executable, *arguments]
+        done = subprocess.run(given, cwd=own, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    notebook = (
-        "import megacore, models, parallel, tools; print(megacore.Trainer, models.MINE, parallel.MINE, tools.MINE)"
-    )
+    printed = "megacore.Trainer, models.MINE, parallel.MINE, tools.MINE"
+    notebook = f"import megacore, models, parallel, tools; print({printed})"
     assert "megacore.training.trainer.Trainer" in python("-c", notebook)
     assert python("-c", "import megacore; print(megacore.__file__)").startswith(str(tmp_path / "site"))
     assert "tp" in python("-m", "megacore.tools.main", "config")

@@ -55,10 +55,10 @@ def test_a_microbatch_is_where_the_formula_says(micro, size, whole, step, separa
             assert batch.padding is None or (batch.padding == ~counts[:, None]).all()
 
 
-@given(
-    whole=st.integers(1, 48),
-    phases=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3)), max_size=4),
-)
+phases = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3)), max_size=4)
+
+
+@given(whole=st.integers(1, 48), phases=phases)
 def test_resuming_in_another_layout_neither_repeats_nor_skips(whole, phases):
     seen, step = [], 0
     for micro, size, steps in phases:
@@ -109,16 +109,11 @@ def test_labels_that_do_not_count_are_ignored(separate):
     assert batch.tokens.tolist() == [[0, 1, 2, 3]] * 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 2, 0, 2), "cannot cut a global batch of 0 into microbatches of 2"),
-        ((8, 2, 2, 2), "data rank 2 is not among the 2"),
-    ],
-)
-def test_bad_layouts_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Batches(Numbered(), *arguments)
+def test_bad_layouts_are_named():
+    with pytest.raises(ValueError, match="cannot cut a global batch of 0 into microbatches of 2"):
+        Batches(Numbered(), 0, 2, 0, 2)
+    with pytest.raises(ValueError, match="data rank 2 is not among the 2"):
+        Batches(Numbered(), 8, 2, 2, 2)
 
 
 def test_what_is_computed_in_vain_is_told():

@@ -149,10 +149,8 @@ def test_tools_and_calls(tmp_path: Path) -> None:
     for tools in ([{"name": "warmth"}], '[{"name": "warmth"}]', None, "", []):
         (text,) = learned(tokenizer, {"messages": CALLED, "tools": tools})
         assert text.startswith("<|system|>warmth<|end|>\n<|im_start|>user" if tools else "<|im_start|>user")
-        assert re.findall("⟦(.*?)⟧", text) == [
-            '<|user|>warmth({"unit": "C"})<|/head|><|im_end|>',
-            "21 degrees<|im_end|>",
-        ]
+        wanted = ['<|user|>warmth({"unit": "C"})<|/head|><|im_end|>', "21 degrees<|im_end|>"]
+        assert re.findall("⟦(.*?)⟧", text) == wanted
 
 
 def test_a_marked_turn_may_have_several_parts_and_the_last_turn_keeps_all_of_its_own(tmp_path: Path) -> None:
@@ -365,9 +363,8 @@ def test_chats_that_are_several_examples_are_counted_and_said(tmp_path: Path) ->
     thought = {"role": "assistant", "content": "hello", "reasoning_content": "so long " * 99}
     long = {"messages": [*chat("hi"), thought, *chat("and?", "so")]}
     path = write_jsonl(tmp_path / "long.jsonl", ROWS["turns"], long)
-    short = Preparation(
-        ExampleFiles(str(path), [path]), tmp_path / "examples", ChatConfig(too_long="drop"), 99, files
-    ).examples()
+    source, drop = ExampleFiles(str(path), [path]), ChatConfig(too_long="drop")
+    short = Preparation(source, tmp_path / "examples", drop, 99, files).examples()
     assert short.facts.dropped == 1 and short.chats.tolist() == [0, 0, 1]
     # An evaluation reads all of them, too.
     config = SimpleNamespace(vocab_size=400)

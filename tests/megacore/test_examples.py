@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from megacore.data import text
 from megacore.data.examples import ExampleFiles, Examples, Preparation
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
-from megacore.parallel import limits
 from megacore.store.tensor_files.companions import Companion
 
 VOCABULARY = 400
@@ -33,9 +31,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 def prepared(path: Path, files: ModelFiles, length: int = 200, **rules: Any) -> Examples:
-    return Preparation(
-        ExampleFiles(str(path), [path]), path.parent / "examples", ChatConfig(**rules), length, files
-    ).examples()
+    source = ExampleFiles(str(path), [path])
+    return Preparation(source, path.parent / "examples", ChatConfig(**rules), length, files).examples()
 
 
 def turns(*words: str) -> dict[str, Any]:
@@ -151,27 +148,6 @@ def test_an_example_of_which_nothing_counts_is_a_bad_line(tmp_path: Path, files:
 def same(one: Examples, two: Examples) -> bool:
     pairs = [(one.example(index), two.example(index)) for index in range(one.count)]
     return one.count == two.count and all(np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1]) for a, b in pairs)
-
-
-def test_compressed_lines_are_the_same_examples(
-    tmp_path: Path, files: ModelFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", *SIZES)
-    packed = tmp_path / "b.jsonl.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert same(prepared(packed, files), prepared(path, files))
-    bad = tmp_path / "c.jsonl.gz"
-    bad.write_bytes(gzip.compress(b"\n\n{\n"))
-    with pytest.raises(InputError, match=r"c\.jsonl\.gz, line 3: not JSON"):
-        prepared(bad, files)
-    packed.write_bytes(packed.read_bytes()[:-20])
-    monkeypatch.setattr(limits, "LINE", 1000)
-    with pytest.raises(InputError, match=r"d\.jsonl\.gz unpacks to more than 100 times its size"):
-        bomb = tmp_path / "d.jsonl.gz"
-        bomb.write_bytes(gzip.compress(b"\n" * 10**6))
-        prepared(bomb, files)
-    with pytest.raises(InputError, match=r"b\.jsonl\.gz is no whole gzip file"):
-        prepared(packed, files)
 
 
 def write_parquet(path: Path, rows: Sequence[object], group: int) -> Path:

@@ -34,13 +34,8 @@ def by_hand(
 
 def test_writes_the_bytes_of_the_format(tmp_path):
     write(tmp_path / "ours", [[[1, 2, 3], [4]], [[5]]], vocabulary=65499)
-    by_hand(
-        tmp_path / "hand",
-        lengths=[3, 1, 1],
-        pointers=[0, 6, 8],
-        bounds=[0, 2, 3],
-        data=struct.pack("<5H", *range(1, 6)),
-    )
+    data = struct.pack("<5H", *range(1, 6))
+    by_hand(tmp_path / "hand", lengths=[3, 1, 1], pointers=[0, 6, 8], bounds=[0, 2, 3], data=data)
     for suffix in ("idx", "bin"):
         assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"hand.{suffix}").read_bytes()
 
@@ -128,25 +123,16 @@ BAD = {
     "modes": (lambda raw: raw + bytes(7), "multimodal"),
     "bounds fall": (lambda raw: raw[:-16] + struct.pack("<2q", 9, 7), "do not climb from 0 to its 7"),
     "bounds end early": (lambda raw: raw[:-8] + struct.pack("<q", 6), "do not climb from 0 to its 7"),
-    "pointer": (
-        lambda raw: raw[:62] + struct.pack("<q", 2**62) + raw[70:],
-        "sequence 0 .3 tokens of 2 bytes. at byte 4611",
-    ),
+    "pointer": (lambda raw: raw[:62] + struct.pack("<q", 2**62) + raw[70:], "0 .3 tokens of 2 bytes. at byte 4611"),
     "negative pointer": (lambda raw: raw[:62] + struct.pack("<q", -2) + raw[70:], "at byte -2 of a.bin, which has 20"),
-    "overlapping": (
-        lambda raw: raw[:34] + struct.pack("<i", 10) + raw[38:],
-        "17 tokens in all, and a.bin holds 10: they",
-    ),
+    "overlapping": (lambda raw: raw[:34] + struct.pack("<i", 10) + raw[38:], "17 tokens in all, and a.bin holds 10:"),
     "negative length": (lambda raw: raw[:34] + struct.pack("<i", -1) + raw[38:], "sequence 0 .-1 tokens"),
 }
 
 
 BAD_DATA = {
     # As of a file that was made anew, and whose index is the old one.
-    "more": (
-        lambda raw: raw + b"\x05\x00",
-        r"a\.idx tells of the first 20 bytes of a\.bin, which has 22: one of the two",
-    ),
+    "more": (lambda raw: raw + b"\x05\x00", r"a\.idx tells of the first 20 bytes of a\.bin, which has 22: one of"),
     "less": (lambda raw: raw[:-1], r"sequence 6 .3 tokens of 2 bytes. at byte 14 of a.bin, which has 19"),
 }
 

@@ -51,9 +51,8 @@ def keys(seed: int) -> Words:
 def test_it_is_the_permutation_that_is_computed_all_at_once(count: int) -> None:
     made = Permutation(count, keys(count).tolist())
     assert [made[i] for i in range(count)] == whole(count, keys(count)).tolist()
-    assert np.concatenate([made.block(0, count // 3), made.block(count // 3, count)]).tolist() == [
-        made[i] for i in range(count)
-    ]
+    halves = np.concatenate([made.block(0, count // 3), made.block(count // 3, count)])
+    assert halves.tolist() == [made[i] for i in range(count)]
 
 
 @pytest.mark.parametrize("most", [2500, pytest.param(10**5, marks=pytest.mark.grid)])

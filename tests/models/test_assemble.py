@@ -33,9 +33,7 @@ def test_the_head_and_the_embedding_count_as_layers() -> None:
     assert default_layers(configure(EIGHT_B), 4) == (8, 9, 9, 6)
     assert default_layers(configure(EIGHT_B), 2) == (17, 15)
     assert balanced_layers(32, 4) == (8, 8, 8, 8)
-
-
-def test_a_small_vocabulary_changes_nothing() -> None:
+    # A small vocabulary changes nothing.
     assert default_layers(configure(EIGHT_B | {"vocab_size": 100}), 4) == (8, 8, 8, 8)
 
 
@@ -79,22 +77,13 @@ def tiny(chunks: int = 1, losses: Losses | None = None, **fields: float) -> Mode
     return Model.create(config, layout_of(config, MeshShape(), chunks), Mesh.single(), torch.float32, losses)
 
 
-def test_each_chunk_has_its_part() -> None:
-    first, middle, last = tiny(chunks=3).chunks
-    assert [chunk.embedding is not None for chunk in (first, middle, last)] == [True, False, False]
-    assert [chunk.head is not None for chunk in (first, middle, last)] == [False, False, True]
-    assert [list(chunk.layers) for chunk in (first, middle, last)] == [["0"], ["1"], ["2"]]
-
-
-def test_the_parameters_are_the_schema_s() -> None:
-    model = tiny()
-    assert sum(p.numel() for p in model.parameters.values()) == model.config.schema.parameters
-    (chunk,) = model.chunks
-    assert {id(p) for p in chunk.parameters()} == {id(p) for p in model.parameters.values()}
-
-
-def test_dropout_is_switched_in_every_chunk() -> None:
+def test_each_chunk_has_its_part_and_all_are_switched_together() -> None:
     model = tiny(chunks=3)
+    assert [chunk.embedding is not None for chunk in model.chunks] == [True, False, False]
+    assert [chunk.head is not None for chunk in model.chunks] == [False, False, True]
+    assert [list(chunk.layers) for chunk in model.chunks] == [["0"], ["1"], ["2"]]
+    assert sum(p.numel() for p in model.parameters.values()) == model.config.schema.parameters
+    assert {id(p) for chunk in model.chunks for p in chunk.parameters()} == {id(p) for p in model.parameters.values()}
     for mode in (False, True):
         model.train(mode)
         assert {module.training for chunk in model.chunks for module in chunk.modules()} == {mode}

@@ -106,10 +106,8 @@ def compiling_with(backend: Callable[..., Any]) -> Iterator[None]:
 def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> list[Tensor]:
     """Of the input of some blocks, and of what is trained."""
     config = configure({"preset": case.preset, "num_hidden_layers": case.layers})
-    layout, activations = (
-        layout_of(config, mesh.shape, tuning=case.tuning),
-        Activations(case.recompute, mlp_chunk=case.mlp_chunk),
-    )
+    layout = layout_of(config, mesh.shape, tuning=case.tuning)
+    activations = Activations(case.recompute, mlp_chunk=case.mlp_chunk)
     model = Model.create(config, layout, mesh, dtype, activations=activations, tuning=case.tuning)
     model.parameters.initialise(0)
     for name, parameter in model.parameters.items():
@@ -199,9 +197,8 @@ def test_layers_that_differ_are_computed_again_as_they_were() -> None:
     with compiling_with(Graphs().backend):
         mine, want = (gradients(UNLIKE, Mesh.single(), torch.float64, compiled) for compiled in (True, False))
         assert len(mine) == len(want)
-        assert all(
-            (one - other).norm() <= UNLIKE.tolerance * other.norm() for one, other in zip(mine, want, strict=True)
-        )
+        pairs = zip(mine, want, strict=True)
+        assert all((one - other).norm() <= UNLIKE.tolerance * other.norm() for one, other in pairs)
 
 
 # -- a context over many ranks

@@ -202,13 +202,11 @@ def test_tables_are_bitwise_those_of_transformers(rope_type: str, seed: int) -> 
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize(
-    ("beta_fast", "beta_slow"), [(32, 1), (3, 0.01), (1, 1), (500, 400), (500, 330), (0.01, 0.001)]
-)
-def test_the_ramp_of_yarn_at_its_ends(beta_fast: float, beta_slow: float, truncate: bool) -> None:
+@pytest.mark.parametrize("betas", [(32, 1), (3, 0.01), (1, 1), (500, 400), (500, 330), (0.01, 0.001)])
+def test_the_ramp_of_yarn_at_its_ends(betas: tuple[float, float], truncate: bool) -> None:
     """Within the frequencies, reaching beyond the last one, of length 0, and wholly outside."""
     parameters = {"factor": 4.0, "original_max_position_embeddings": 2048, "truncate": truncate}
-    parameters |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
+    parameters |= dict(zip(("beta_fast", "beta_slow"), betas, strict=True))
     config = new("yarn", parameters, {"max_position_embeddings": 8192, "rope_theta": 100.0})
     check(from_hugging_face(config), 64, 16, transformers_tables(config, 64, 16))
 
@@ -483,9 +481,8 @@ def test_compiles_without_a_graph_break(turning: int) -> None:
         torch.testing.assert_close(our, their)
     torch.testing.assert_close(torch.autograd.grad(ours, qkv, grads), torch.autograd.grad(expected, qkv, grads))
     q = torch.randn(4, 2, 8, dtype=torch.float64)
-    torch.testing.assert_close(
-        torch.compile(apply, fullgraph=True, backend="aot_eager")(q, cos, sin), apply(q, cos, sin)
-    )
+    turned = torch.compile(apply, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(turned(q, cos, sin), apply(q, cos, sin))
 
 
 # -- the config, in both spellings

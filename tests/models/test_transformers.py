@@ -175,9 +175,8 @@ def same_numbers(name: str, hf_config: PretrainedConfig, seed: int) -> None:
     close(loss.detach(), want_loss.detach(), "loss")
 
     nothing = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
-    theirs_gradients = as_saved(
-        theirs, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None} | nothing
-    )
+    own = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    theirs_gradients = as_saved(theirs, own | nothing)
     assert theirs_gradients.keys() == state.keys()
     gradients = move(config.schema, theirs_gradients, hugging_face(config.schema), native(layout, [0]))
     assert gradients.keys() == set(ours.parameters)

@@ -138,9 +138,8 @@ def test_layer_is_the_formula(pool: Pool, shape: MeshShape, features: bool, bias
     if shape.world == 1:
         found = joined([on_mesh(shape, features, torch.float64, biases)])
     else:
-        found = joined(
-            pool.run(shape.world, on_mesh, shape, features, torch.float64, biases), shape.tp if features else 1
-        )
+        ranks = pool.run(shape.world, on_mesh, shape, features, torch.float64, biases)
+        found = joined(ranks, shape.tp if features else 1)
     assert found.keys() == want.keys() - (set() if biases else {"up_bias", "down_bias"})
     for name, value in found.items():
         assert torch.allclose(value, want[name], rtol=1e-11, atol=1e-12), name
@@ -273,11 +272,8 @@ def test_tensors_without_numbers_go_through() -> None:
     y = experts(meta.x, meta.chosen, meta.weights)
     y.backward(meta.dy)
     assert experts.products is grouped.KERNEL and y.shape == (TOKENS, EMBED) and experts.down.grad is not None
-    assert grouped.start_counts(meta.chosen.new_empty(3, 2), meta.chosen.new_empty(3, 2), 10)() == (
-        [3, 3, 4],
-        [3, 3, 4],
-        [5, 5],
-    )
+    sent, got = (meta.chosen.new_empty(3, 2) for _ in range(2))
+    assert grouped.start_counts(sent, got, 10)() == ([3, 3, 4], [3, 3, 4], [5, 5])
 
 
 # -- products

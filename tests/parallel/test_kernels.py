@@ -136,9 +136,8 @@ def test_nvidia_apex_has_no_offset_and_wants_a_bias(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(choice, "has_triton", lambda: False)
     x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
     torch.testing.assert_close(rms_norm(CUDA, 1.0)(x, weight, 1e-5), F.rms_norm(x, (8,), weight + 1, 1e-5))
-    torch.testing.assert_close(
-        layer_norm(CUDA, 1.0)(x, weight, bias, 1e-6), F.layer_norm(x, (8,), weight + 1, bias, 1e-6)
-    )
+    want = F.layer_norm(x, (8,), weight + 1, bias, 1e-6)
+    torch.testing.assert_close(layer_norm(CUDA, 1.0)(x, weight, bias, 1e-6), want)
     found = layer_norm(CUDA, bias=False)(x, weight, None, 1e-6)
     assert torch.equal(found, F.layer_norm(x, (8,), weight, None, 1e-6))
 

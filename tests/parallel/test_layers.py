@@ -99,9 +99,8 @@ def linears() -> Found:
             nn.init.normal_(column.bias)
         x_held = "tokens" if came == "sequence" else "all"
         y_held = "features" if goes == "split" else "all"
-        found["column", came, goes, bias, dims] = run(
-            column, batch(dims, IN, 1), batch(dims, OUT, 2), x_held, y_held, mesh
-        )
+        x, y = batch(dims, IN, 1), batch(dims, OUT, 2)
+        found["column", came, goes, bias, dims] = run(column, x, y, x_held, y_held, mesh)
     for to, leaves, bias, dims in ROWS:
         torch.manual_seed(mesh.rank)
         row = RowParallelLinear(IN, OUT, mesh=mesh, bias=bias, input=to, output=leaves, dtype=WIDE)

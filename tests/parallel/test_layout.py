@@ -30,17 +30,8 @@ from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPL
 from megacore.parallel.weights.transfer import Copy, hugging_face, native, plan
 
 QKV = Param("layers.{layer}.qkv", "(q: heads head + k: kv head + v: kv head) embed")
-SIZES = {
-    "layer": 4,
-    "vocab": 101,
-    "embed": 8,
-    "heads": 8,
-    "kv": 2,
-    "head": 2,
-    "mlp": 12,
-    "experts": 4,
-    "expert_mlp": 12,
-}
+SIZES = {"layer": 4, "vocab": 101, "embed": 8, "heads": 8, "kv": 2, "head": 2, "mlp": 12}
+SIZES |= {"experts": 4, "expert_mlp": 12}
 
 
 def layout(*params: Param, mesh: MeshShape, layers: tuple[int, ...] | None = None, **sizes: int) -> Layout:
@@ -105,13 +96,7 @@ PROBLEMS = [
     ("kv", 2, "tp", 3, "cannot split kv (2) over tp=3: choose tp from 1, 2 or a multiple of 2"),
     ("heads", 10, "tp", 4, "cannot split heads (10) over tp=4: choose tp from 1, 2, 5, 10"),
     ("experts", 8, "ep", 3, "cannot split experts (8) over ep x tp=3: choose ep x tp from 1, 2, 4, 8"),
-    (
-        "heads",
-        5040,
-        "tp",
-        11,
-        "cannot split heads (5040) over tp=11: choose tp from 1, 2, 3, 4, 5, 6, 7, 8, ..., 5040",
-    ),
+    ("heads", 5040, "tp", 11, "cannot split heads (5040) over tp=11: choose tp from 1, 2, 3, 4, 5, 6, 7, 8, ..., 5040"),
 ]
 
 
@@ -123,18 +108,16 @@ def test_split_problems_name_the_way_out(axis: str, size: int, dim: str, parts: 
 DENSE = {"heads": 8, "kv": 8, "mlp": 12}
 SPARSE = DENSE | {"experts": 8, "routes": 8, "expert_mlp": 7}
 OVER_TP = ", or etp={}, which splits each of them over tp"
+EIGHT = "cannot split experts (8) over {0}={1}: choose {0} from 1, 2, 4, 8"
+NEITHER = "etp={} is neither 1 (experts are whole, over ep x tp) nor tp={} (each is split over tp)"
+NONE = "{0}={1}: the model has no experts to split, set {0}=1"
 MESH_PROBLEMS = [
     (SPARSE, {"ep": 2, "tp": 4}, 1, []),
     (SPARSE, {"ep": 8, "tp": 8}, 8, []),  # features of an expert are padded
     (SPARSE, {"tp": 8}, 1, []),  # without ep, whole experts lie on tp
-    (SPARSE, {"ep": 3}, 1, ["cannot split experts (8) over ep x tp=3: choose ep x tp from 1, 2, 4, 8"]),
-    (SPARSE, {"ep": 16}, 1, ["cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8"]),
-    (
-        SPARSE,
-        {"ep": 4, "tp": 4},
-        1,
-        ["cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8" + OVER_TP.format(4)],
-    ),
+    (SPARSE, {"ep": 3}, 1, [EIGHT.format("ep x tp", 3)]),
+    (SPARSE, {"ep": 16}, 1, [EIGHT.format("ep x tp", 16)]),
+    (SPARSE, {"ep": 4, "tp": 4}, 1, [EIGHT.format("ep x tp", 16) + OVER_TP.format(4)]),
     (
         SPARSE | {"experts": 6},
         {"ep": 3, "tp": 4},
@@ -142,26 +125,13 @@ MESH_PROBLEMS = [
         ["cannot split experts (6) over ep x tp=12: choose ep x tp from 1, 2, 3, 6" + OVER_TP.format(4)],
     ),
     # where ep alone cannot split them, that is no way out
-    (SPARSE, {"ep": 3, "tp": 4}, 1, ["cannot split experts (8) over ep x tp=12: choose ep x tp from 1, 2, 4, 8"]),
-    (SPARSE, {"ep": 3, "tp": 4}, 4, ["cannot split experts (8) over ep=3: choose ep from 1, 2, 4, 8"]),
-    (
-        SPARSE,
-        {"ep": 2, "tp": 4},
-        2,
-        ["etp=2 is neither 1 (experts are whole, over ep x tp) nor tp=4 (each is split over tp)"],
-    ),
-    (SPARSE, {"ep": 2}, 2, ["etp=2 is neither 1 (experts are whole, over ep x tp) nor tp=1 (each is split over tp)"]),
-    (
-        SPARSE,
-        {"ep": 16, "tp": 2},
-        3,
-        [
-            "cannot split experts (8) over ep=16: choose ep from 1, 2, 4, 8",
-            "etp=3 is neither 1 (experts are whole, over ep x tp) nor tp=2 (each is split over tp)",
-        ],
-    ),
-    (DENSE, {"ep": 2}, 1, ["ep=2: the model has no experts to split, set ep=1"]),
-    (DENSE, {"tp": 2}, 2, ["etp=2: the model has no experts to split, set etp=1"]),
+    (SPARSE, {"ep": 3, "tp": 4}, 1, [EIGHT.format("ep x tp", 12)]),
+    (SPARSE, {"ep": 3, "tp": 4}, 4, [EIGHT.format("ep", 3)]),
+    (SPARSE, {"ep": 2, "tp": 4}, 2, [NEITHER.format(2, 4)]),
+    (SPARSE, {"ep": 2}, 2, [NEITHER.format(2, 1)]),
+    (SPARSE, {"ep": 16, "tp": 2}, 3, [EIGHT.format("ep", 16), NEITHER.format(3, 2)]),
+    (DENSE, {"ep": 2}, 1, [NONE.format("ep", 2)]),
+    (DENSE, {"tp": 2}, 2, [NONE.format("etp", 2)]),
     (
         DENSE,
         {"ep": 2, "tp": 3},
@@ -169,8 +139,8 @@ MESH_PROBLEMS = [
         [
             "cannot split heads (8) over tp=3: choose tp from 1, 2, 4, 8",
             "cannot split kv (8) over tp=3: choose tp from 1, 2, 4, 8 or a multiple of 8",
-            "ep=2: the model has no experts to split, set ep=1",
-            "etp=3: the model has no experts to split, set etp=1",
+            NONE.format("ep", 2),
+            NONE.format("etp", 3),
         ],
     ),
     (
@@ -178,7 +148,7 @@ MESH_PROBLEMS = [
         {"ep": 4, "tp": 4},
         1,
         [
-            "cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8" + OVER_TP.format(4),
+            EIGHT.format("ep x tp", 16) + OVER_TP.format(4),
             "cannot split heads (9) over tp=4: choose tp from 1, 3, 9",
             "cannot split kv (3) over tp=4: choose tp from 1, 3 or a multiple of 3",
         ],
@@ -225,9 +195,8 @@ def test_local_shapes() -> None:
     shards = {shard.name: shard for shard in one.shards(Coordinates(pp=0, tp=1))}
     assert list(shards) == ["layers.0.qkv", "layers.1.qkv", "embed"]
     assert shards["layers.0.qkv"].shape == ((2 + 1 + 1) * 2, 8)
-    assert shards["layers.1.qkv"].box == {
-        "layer": (1, 2), "heads": (2, 4), "kv": (0, 1), "head": (0, 2), "embed": (0, 8)
-    }  # fmt: skip
+    box = {"layer": (1, 2), "heads": (2, 4), "kv": (0, 1), "head": (0, 2), "embed": (0, 8)}
+    assert shards["layers.1.qkv"].box == box
     assert shards["embed"].shape == (26, 8)
     assert shards["embed"].numel == 26 * 8
     assert [shard.name for shard in one.shards(Coordinates(pp=1))] == ["layers.2.qkv", "layers.3.qkv"]
@@ -244,11 +213,8 @@ def test_shared_kv_heads_are_replicas_and_query_heads_are_not() -> None:
 def test_tied_parameters_live_at_both_ends() -> None:
     table = Param("embed", "vocab embed", at="first last")
     one = layout(table, Param("norm", "embed", at="last"), mesh=MeshShape(pp=3, tp=2, dp=2))
-    assert [{shard.name for shard in one.shards(Coordinates(pp=stage))} for stage in range(3)] == [
-        {"embed"},
-        set(),
-        {"embed", "norm"},
-    ]
+    held = [{shard.name for shard in one.shards(Coordinates(pp=stage))} for stage in range(3)]
+    assert held == [{"embed"}, set(), {"embed", "norm"}]
     (shard,) = one.shards(Coordinates(pp=0, tp=1))
     assert one.replicas(shard, "") == (1, 3, 9, 11)
     # On one stage both ends are the same place, and the parameter is there once.
@@ -276,12 +242,8 @@ def test_uneven_and_interleaved_stages() -> None:
     one = layout(Param("layers.{layer}.norm", "embed"), mesh=MeshShape(pp=2), layers=(1, 3, 2, 1), layer=7)
     assert one.chunks == 2
     assert one.stage_of_layer == (0, 1, 1, 1, 0, 0, 1)
-    assert [list(one.chunk_layers(stage, chunk)) for chunk in range(2) for stage in range(2)] == [
-        [0],
-        [1, 2, 3],
-        [4, 5],
-        [6],
-    ]
+    held = [list(one.chunk_layers(stage, chunk)) for chunk in range(2) for stage in range(2)]
+    assert held == [[0], [1, 2, 3], [4, 5], [6]]
     assert [shard.name for shard in one.shards(Coordinates(pp=0))] == [f"layers.{i}.norm" for i in (0, 4, 5)]
 
 

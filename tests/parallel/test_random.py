@@ -58,9 +58,8 @@ def test_every_mesh_draws_the_same_logical_pieces(data: st.DataObject) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 def test_tables_of_many_blocks(tp: int) -> None:
     """A table that is drawn in several blocks, at boxes that do not begin at one."""
-    schema = Schema(
-        (Param("embed", "vocab embed", std=0.02, mean=1.0),), SIZES | {"heads": 24, "kv": 24, "mlp": 24, "experts": 24}
-    )
+    sizes = SIZES | dict.fromkeys(("heads", "kv", "mlp", "experts"), 24)
+    schema = Schema((Param("embed", "vocab embed", std=0.02, mean=1.0),), sizes)
     (whole,) = pieces(single(schema), 0).values()
     assert whole.shape == (1001, 64) and whole.size < 1 << 16
     schema = Schema(schema.params, {**schema.sizes, "embed": 256})  # now 4 blocks
@@ -83,9 +82,8 @@ def test_a_rank_of_nothing_but_padding(std: float) -> None:
 
 @pytest.mark.quick
 def test_mean_and_std() -> None:
-    schema = Schema(
-        (Param("w", "mlp vocab2", std=0.02, mean=0.3), Param("n", "embed", mean=1)), SIZES | {"vocab2": 4000}
-    )
+    params = Param("w", "mlp vocab2", std=0.02, mean=0.3), Param("n", "embed", mean=1)
+    schema = Schema(params, SIZES | {"vocab2": 4000})
     values = pieces(single(schema), 0)
     w = values["w", ""]
     # Half a million normal numbers: five standard errors.

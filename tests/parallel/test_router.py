@@ -50,9 +50,8 @@ def by_hand(x: np.ndarray, router: Router) -> tuple[np.ndarray, np.ndarray]:
         scores = exponentials / exponentials.sum() if routing.score == "softmax" else 1 / (1 + np.exp(-logits))
         choice = (logits if routing.weigh == "chosen" else scores) + (0 if correction is None else correction)
         groups = np.split(np.arange(routing.experts), routing.groups)
-        of_groups = [
-            max(choice[group]) if routing.group_score == "max" else sum(sorted(choice[group])[-2:]) for group in groups
-        ]
+        best_of = max if routing.group_score == "max" else lambda group: sum(sorted(group)[-2:])
+        of_groups = [best_of(choice[group]) for group in groups]
         kept = sorted(range(routing.groups), key=lambda g: (-of_groups[g], g))[: routing.kept_groups]
         candidates = [e for g in sorted(kept) for e in groups[g]]
         best = sorted(candidates, key=lambda e: (-choice[e], e))[: routing.top_k]
@@ -68,25 +67,22 @@ def by_hand(x: np.ndarray, router: Router) -> tuple[np.ndarray, np.ndarray]:
     return np.array(experts), np.array(weights)
 
 
+def of_16(top_k: int = 3, **more: Any) -> Routing:
+    return Routing(experts=EXPERTS, top_k=top_k, **more)
+
+
+NORMALISED, CHOSEN = of_16(normalised=True), of_16(weigh="chosen")
+GROUPS: dict[str, Any] = {"groups": 4, "kept_groups": 2}
+BY_TOP_2: dict[str, Any] = {"score": "sigmoid", "normalised": True, "factor": 2.5, "group_score": "top2", **GROUPS}
 ROUTINGS = {
-    "softmax": Routing(experts=EXPERTS, top_k=3),
-    "normalised": Routing(experts=EXPERTS, top_k=3, normalised=True),
-    "of the chosen": Routing(experts=EXPERTS, top_k=4, weigh="chosen"),
-    "one": Routing(experts=EXPERTS, top_k=1, normalised=False, factor=2.0),
-    "all": Routing(experts=EXPERTS, top_k=EXPERTS, normalised=True),
-    "groups by max": Routing(experts=EXPERTS, top_k=3, groups=4, kept_groups=2, factor=16.0),
-    "groups by top2": Routing(
-        experts=EXPERTS,
-        top_k=6,
-        score="sigmoid",
-        normalised=True,
-        epsilon=0.125,
-        factor=2.5,
-        groups=4,
-        kept_groups=2,
-        group_score="top2",
-    ),
-    "one group of two": Routing(experts=EXPERTS, top_k=8, score="sigmoid", groups=2, kept_groups=1),
+    "softmax": of_16(),
+    "normalised": NORMALISED,
+    "of the chosen": of_16(4, weigh="chosen"),
+    "one": of_16(1, normalised=False, factor=2.0),
+    "all": of_16(EXPERTS, normalised=True),
+    "groups by max": of_16(factor=16.0, **GROUPS),
+    "groups by top2": of_16(6, epsilon=0.125, **BY_TOP_2),
+    "one group of two": of_16(8, score="sigmoid", groups=2, kept_groups=1),
 }
 
 
@@ -121,46 +117,17 @@ def test_gradients_of_the_router() -> None:
 # -- those of transformers: {name: (module, prefix of its classes, config, table)}
 
 _DEEPSEEK = {"routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}
+GREEDY, LIMITED = ({**_DEEPSEEK, "topk_method": method} for method in ("greedy", "group_limited_greedy"))
 PEERS: dict[str, tuple[str, str, dict[str, Any], Routing]] = {
-    "mixtral": ("mixtral", "Mixtral", {}, Routing(experts=EXPERTS, top_k=3, normalised=True)),
-    "qwen2_moe": ("qwen2_moe", "Qwen2Moe", {"norm_topk_prob": False}, Routing(experts=EXPERTS, top_k=3)),
-    "qwen3_moe": (
-        "qwen3_moe",
-        "Qwen3Moe",
-        {"norm_topk_prob": True},
-        Routing(experts=EXPERTS, top_k=3, normalised=True),
-    ),
-    "olmoe": ("olmoe", "Olmoe", {"norm_topk_prob": False}, Routing(experts=EXPERTS, top_k=3)),
-    "deepseek_v2 greedy": (
-        "deepseek_v2",
-        "DeepseekV2",
-        {**_DEEPSEEK, "topk_method": "greedy"},
-        Routing(experts=EXPERTS, top_k=3, factor=2.5),
-    ),
-    "deepseek_v2 groups": (
-        "deepseek_v2",
-        "DeepseekV2",
-        {**_DEEPSEEK, "topk_method": "group_limited_greedy"},
-        Routing(experts=EXPERTS, top_k=3, factor=2.5, groups=4, kept_groups=2),
-    ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        "DeepseekV3",
-        _DEEPSEEK,
-        Routing(
-            experts=EXPERTS,
-            top_k=3,
-            score="sigmoid",
-            normalised=True,
-            epsilon=1e-20,
-            factor=2.5,
-            groups=4,
-            kept_groups=2,
-            group_score="top2",
-        ),
-    ),
-    "gpt_oss": ("gpt_oss", "GptOss", {}, Routing(experts=EXPERTS, top_k=3, weigh="chosen")),
-    "granitemoe": ("granitemoe", "GraniteMoe", {}, Routing(experts=EXPERTS, top_k=3, weigh="chosen")),
+    "mixtral": ("mixtral", "Mixtral", {}, NORMALISED),
+    "qwen2_moe": ("qwen2_moe", "Qwen2Moe", {"norm_topk_prob": False}, of_16()),
+    "qwen3_moe": ("qwen3_moe", "Qwen3Moe", {"norm_topk_prob": True}, NORMALISED),
+    "olmoe": ("olmoe", "Olmoe", {"norm_topk_prob": False}, of_16()),
+    "deepseek_v2 greedy": ("deepseek_v2", "DeepseekV2", GREEDY, of_16(factor=2.5)),
+    "deepseek_v2 groups": ("deepseek_v2", "DeepseekV2", LIMITED, of_16(factor=2.5, **GROUPS)),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3", _DEEPSEEK, of_16(epsilon=1e-20, **BY_TOP_2)),
+    "gpt_oss": ("gpt_oss", "GptOss", {}, CHOSEN),
+    "granitemoe": ("granitemoe", "GraniteMoe", {}, CHOSEN),
 }
 
 
@@ -223,8 +190,8 @@ def test_of_equal_groups_the_lower_is_kept() -> None:
 
 def test_logits_choose_where_their_softmax_weighs_the_chosen() -> None:
     """Of two experts whose scores over all are 0, the one with the higher logit."""
-    routing = Routing(experts=3, top_k=2, weigh="chosen")
-    router = Router(nn.Parameter(torch.tensor([[300.0], [10.0], [20.0]])), routing)
+    chosen_of_three = Routing(experts=3, top_k=2, weigh="chosen")
+    router = Router(nn.Parameter(torch.tensor([[300.0], [10.0], [20.0]])), chosen_of_three)
     assert router(torch.ones(1, 1))[0].tolist() == [[0, 2]]
 
 

@@ -255,14 +255,10 @@ def test_messages_go_round_the_ring_and_a_single_stage_sends_none() -> None:
         {"forward": one, "backward": one},
         {"forward": one, "backward": ()},
     ]
-    assert arrivals(interleaved(3, 2, 1), 0) == {
-        "forward": (Message(1, 0),),
-        "backward": (Message(1, 0), Message(0, 0)),
-    }
-    assert arrivals(interleaved(3, 2, 1), 2) == {
-        "forward": (Message(0, 0), Message(1, 0)),
-        "backward": (Message(0, 0),),  # of chunk 1 on stage 0, for chunk 0 here
-    }
+    two, first, last = interleaved(3, 2, 1), Message(0, 0), Message(1, 0)
+    assert arrivals(two, 0) == {"forward": (last,), "backward": (last, first)}
+    # Backward: of chunk 1 on stage 0, for chunk 0 here.
+    assert arrivals(two, 2) == {"forward": (first, last), "backward": (first,)}
     assert messages(interleaved(1, 3, 2)) == ({"forward": (), "backward": ()},)
 
 

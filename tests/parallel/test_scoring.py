@@ -141,10 +141,8 @@ def test_sharp_scores_do_not_overflow() -> None:
     for name in ("window", "all"):
         got = results(in_documents, narrow, scored(name, torch.bfloat16))
         assert all(x.isfinite().all() for x in got)
-    assert (
-        max(distances(results(in_documents, exact, scored("window")), wanted("documents", exact, scored("window"))))
-        < 1e-11
-    )
+    got, want = results(in_documents, exact, scored("window")), wanted("documents", exact, scored("window"))
+    assert max(distances(got, want)) < 1e-11
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -234,9 +232,8 @@ def flash_forward(*given: Any, **sides: Any) -> tuple[Tensor, ...]:
     assert causal == (sides["window_size_left"] == -1)
     exponentials = weights_of(q, k, starts, sides)
     total = exponentials.sum(-1)
-    out = torch.einsum(
-        "hqk,khd->qhd", exponentials / total[..., None], v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    )
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    out = torch.einsum("hqk,khd->qhd", exponentials / total[..., None], values)
     return out, total.log(), starts, starts, starts
 
 

@@ -103,9 +103,8 @@ def test_gpt2_stores_its_matrices_transposed() -> None:
 
 
 def test_neox_interleaves_q_k_and_v_head_by_head() -> None:
-    hf, held = load(
-        Param("qkv", f"{MHA} embed", "query_key_value", "(heads (q: + k: + v:) head) embed"), MeshShape(tp=2)
-    )
+    param = Param("qkv", f"{MHA} embed", "query_key_value", "(heads (q: + k: + v:) head) embed")
+    hf, held = load(param, MeshShape(tp=2))
     per_head = hf["query_key_value"].reshape(4, 3, 3, 6)
     for (rank, _), array in held.items():
         mine = per_head[2 * rank : 2 * rank + 2]
@@ -122,9 +121,8 @@ def test_rope_halves_and_pairs() -> None:
         assert np.array_equal(array, np.concatenate([mine[:, 0::2], mine[:, 1::2]], 1))
 
 
-LISTED = Param(
-    "l.{layer}.up", "experts (gate: expert_mlp + up: expert_mlp) embed", "h.{layer}.experts.{experts}.{w1,w3}.weight"
-)
+GATED = "experts (gate: expert_mlp + up: expert_mlp) embed"
+LISTED = Param("l.{layer}.up", GATED, "h.{layer}.experts.{experts}.{w1,w3}.weight")
 
 
 @pytest.mark.parametrize(("split", "parts"), [(SPLIT, 1), (EXPERT_TENSOR_PARALLEL, 2)], ids=["folded", "etp"])

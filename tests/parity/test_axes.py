@@ -66,9 +66,8 @@ def alone(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
 
 
 def given(feature: str, alone: dict[str, list[dict[str, Any]]]) -> list[str]:
-    init = (
-        [f"checkpoint.init={alone['base'][0]['path']}"] if any(each in ADAPTERS for each in FEATURES[feature]) else []
-    )
+    adapts = any(each in ADAPTERS for each in FEATURES[feature])
+    init = [f"checkpoint.init={alone['base'][0]['path']}"] if adapts else []
     return [*COMMON, *FEATURES[feature], *init]
 
 
@@ -85,9 +84,8 @@ def same(found: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]
     for one, other in zip(found, wanted, strict=True):
         keys = [key for key in COMPARED if key in other]
         assert keys == [key for key in COMPARED if key in one]
-        np.testing.assert_allclose(
-            [one[key] for key in keys], [other[key] for key in keys], rtol=1e-9, err_msg=str(keys)
-        )
+        mine, theirs = ([each[key] for key in keys] for each in (one, other))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, err_msg=str(keys))
 
 
 @pytest.mark.in_turn(12)

@@ -149,10 +149,8 @@ def reference(c: Coefficients, case: Case = CASE) -> Found:
         objective = loss + (c.sequence + c.batch) * balance.sum() + c.z_loss * z_loss.sum()
         named = {name: p for name, p in step.gradients.parameters.items() if p.requires_grad}
         made = torch.autograd.grad(objective, list(named.values()), allow_unused=True)
-        gradients = {
-            name: np.zeros(p.shape) if g is None else g.numpy()
-            for (name, p), g in zip(named.items(), made, strict=True)
-        }
+        pairs = zip(named.items(), made, strict=True)
+        gradients = {name: np.zeros(p.shape) if g is None else g.numpy() for (name, p), g in pairs}
         before = corrections_of(step.gradients.parameters)
         signs = torch.sign(counts.double().mean(-1, keepdim=True) - counts).numpy()
         after = {
@@ -248,9 +246,8 @@ def test_nothing_moves_in_steps_that_are_left_out_or_in_evaluation() -> None:
 
 def test_a_balance_of_the_batch_waits_for_no_microbatch_that_is_still_to_come() -> None:
     step = train_step(Run(schedule="1f1b"), BATCH)
-    with pytest.raises(
-        RuntimeError, match=r"counts of all 4 microbatches .* and there are 1: choose the schedule gpipe"
-    ):
+    early = r"counts of all 4 microbatches .* and there are 1: choose the schedule gpipe"
+    with pytest.raises(RuntimeError, match=early):
         step.backward(padded(Run(), 0, step.mesh))
 
 

@@ -66,13 +66,8 @@ def test_blocks_can_be_compiled(pool: Pool, shard: ZeroShard) -> None:
 
 # -- memory
 
-SIZES = LLAMA | {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "head_dim": 16,
-    "num_key_value_heads": 4,
-}
+SIZES = LLAMA | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "head_dim": 16}
+SIZES |= {"num_key_value_heads": 4}
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -109,9 +109,8 @@ def test_a_mixture_is_the_formula_of_all_experts_for_all_tokens(pool: Pool, rout
         whole = {name: each.requires_grad_() for name, each in trained(model.parameters).items() if LAYER in name}
         held = whole | {name: torch.from_numpy(each) for name, each in buffers_of(model.parameters).items()}
         assert case.config.anatomy.routing is not None
-        y = formula(
-            x.requires_grad_(), {n.removeprefix(LAYER): p for n, p in held.items()}, case.config.anatomy.routing
-        )
+        own = {n.removeprefix(LAYER): p for n, p in held.items()}
+        y = formula(x.requires_grad_(), own, case.config.anatomy.routing)
         y.backward(dy)
         ones = {name: each.grad.numpy() for name, each in whole.items() if each.grad is not None}
         assert ones.keys() == whole.keys() and x.grad is not None

@@ -131,6 +131,7 @@ def other_config(folder: Path) -> None:
     index(json.loads((folder / "gpt2/index.json").read_text())["config"], "config")(folder)
 
 
+QKV = "attn.qkv.weight"
 FIELDS = ("config", "parameters", "sizes", "mesh", "layers_per_stage", "states", "files")
 NESTED = json.loads("[" * 900 + "]" * 900)
 
@@ -233,15 +234,9 @@ refused(
         "pieces-twice-an-axis": (sentence("mlp.down.weight", "embed embed"), "embed embed"),
         "pieces-of-fewer-axes": (sentence("mlp.down.weight", "embed"), "mlp.down.weight"),
         "pieces-more": (sentence("mlp.down.weight", "(a: embed mlp + b: embed)"), "mlp.down.weight (a)"),
-        "pieces-of-another-label": (
-            sentence("attn.qkv.weight", "(q: heads head + k: kv head + w: kv head) embed"),
-            "attn.qkv.weight",
-        ),
-        "pieces-of-another-size": (
-            sentence("attn.qkv.weight", "(q: heads head + k: heads head + v: kv head) embed"),
-            "attn.qkv.weight",
-        ),
-        "pieces-fewer": (sentence("attn.qkv.weight", "(q: heads head + k: kv head) embed"), "attn.qkv.weight"),
+        "pieces-of-another-label": (sentence(QKV, "(q: heads head + k: kv head + w: kv head) embed"), QKV),
+        "pieces-of-another-size": (sentence(QKV, "(q: heads head + k: heads head + v: kv head) embed"), QKV),
+        "pieces-fewer": (sentence(QKV, "(q: heads head + k: kv head) embed"), QKV),
         "name-attribute": (parameter("name", "{layer.__class__}"), "{layer.__class__}"),
         "name-attribute-chain": (parameter("name", "{layer.__class__.__init__.__globals__}"), "__globals__"),
         "name-index": (parameter("name", "{0}"), "'0'"),
@@ -423,13 +418,10 @@ refused(
         "later": (moved(1, 1), NOT_ONCE),
         "whole": (sliced(lambda t, path, name: t["files"][path]["ranges"].pop(name)), "lists all, "),
         "no-fingerprint": (
-            sliced(lambda t, path, name: t["files"][path]["fingerprints"].pop(name)),
-            "which have no fingerprints",
+            sliced(lambda t, at, n: t["files"][at]["fingerprints"].pop(n)),
+            "which have no finger",
         ),
-        "stranger": (
-            sliced(lambda t, path, name: t["files"][path]["fingerprints"].update(STRANGER)),
-            "which do not belong there",
-        ),
+        "stranger": (sliced(lambda t, at, _: t["files"][at]["fingerprints"].update(STRANGER)), "which do not belong"),
         "missing": (sliced(lambda t, path, name: t["files"].pop(path)), "names the files"),
         "number-large": (part_named("-part99999999"), "names the files"),
         "number-endless": (part_named("-part" + "9" * 5000), "names the files"),
@@ -445,12 +437,8 @@ refused(
 # -- Hugging Face folders
 
 CONFIG, SINGLE, HUB = "hf/config.json", "hf/model.safetensors", "shards/model.safetensors.index.json"
-Q0, NORM, HEAD, EMBED = (
-    "model.layers.0.self_attn.q_proj.weight",
-    "model.norm.weight",
-    "lm_head.weight",
-    "model.embed_tokens.weight",
-)
+Q0, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 WTE, GPT2_SINGLE = "transformer.wte.weight", "gpt2-hf/model.safetensors"
 FIRST = ", ".join([*FAMILIES][:3])
 LONG = "k" * 3 * 10**6
@@ -522,10 +510,7 @@ refused(
         "key-long": (config(**{LONG: 1}), "unknown field 'kk", "k [...] k"),
         "number-long": (config(vocab_size=LONG), "not of type int"),
         "quantised-by-config": (config(quantization_config={"bits": 4}), "quantization_config={'bits': 4}"),
-        "a-billion-layers": (
-            config(num_hidden_layers=10**9),
-            "config.json describes 9000000003 tensors (layer=1000000000), but there are 48",
-        ),
+        "a-billion-layers": (config(num_hidden_layers=10**9), "describes 9000000003 tensors (layer=1000000000), but"),
         "layers-beyond-floats": (config(num_hidden_layers=10**400), "is an integer of more than 64 bits"),
         "vocabulary": (config(vocab_size=2**60), "shape [13, 6] instead of [1152921504606846976, 6]"),
         "pickle": (
@@ -581,10 +566,7 @@ refused(
             "; norm.weight",
         ),
         "head-missing": (weights(lambda t: t.pop(HEAD)), "lm_head.weight is missing", "tie_word_embeddings=true"),
-        "tied-tables-differ": (
-            config(tie_word_embeddings=True),
-            f"{EMBED} (model.safetensors) and {HEAD} (model.safetensors) differ",
-        ),
+        "tied-tables-differ": (config(tie_word_embeddings=True), f"{EMBED} (model.safetensors) and {HEAD} (model.saf"),
     },
     CONVERT,
 )
@@ -601,10 +583,7 @@ refused(
             "some names start with 'transformer.' and some lack it",
             "; wpe.weight",
         ),
-        "tied-tables-of-two-dtypes": (
-            of_gpt2(two_dtypes),
-            f"{WTE} (model.safetensors) and {HEAD} (model.safetensors) differ",
-        ),
+        "tied-tables-of-two-dtypes": (of_gpt2(two_dtypes), f"{WTE} (model.safetensors) and {HEAD} (model.safetensors)"),
     },
     "convert gpt2-hf target",
 )
@@ -624,11 +603,7 @@ refused(
         "pickle": (named("a.bin"), "no .safetensors file of this folder: a.bin"),
         "long-name": (named("x" * 5000 + ".safetensors"), "names files that are not there: xxx"),
         "null-byte": (named("a\0.safetensors"), r"'a\x00.safetensors'"),
-        "missing": (
-            lambda folder: gone(*shards(folder)[1:3])(folder),
-            "not there: model-00002-of-",
-            ", model-00003-of-",
-        ),
+        "missing": (lambda folder: gone(*shards(folder)[1:3])(folder), "there: model-00002-of-", ", model-00003-of-"),
         "names-too-much": (
             edit(HUB, lambda tree: tree["weight_map"].update(ghost=tree["weight_map"][NORM])),
             "does not hold",
@@ -811,17 +786,14 @@ asked(
 )
 refused("source", {"empty": (lambda folder: (folder / "empty").mkdir(), "config.json")}, "convert empty target")
 refused("target", {"in-source-by-a-link": (link("inside", "ckpt"), "lies in", "ckpt")}, "reshard ckpt inside/target")
-refused(
-    "source",
-    {
-        "in-target": (
-            lambda folder: ((folder / "outer").mkdir(), (folder / "hf").rename(folder / "outer/hf")),
-            "outer",
-            "exists",
-        )
-    },
-    "convert outer/hf outer",
-)
+
+
+def within_the_target(folder: Path) -> None:
+    (folder / "outer").mkdir()
+    (folder / "hf").rename(folder / "outer/hf")
+
+
+refused("source", {"in-target": (within_the_target, "outer", "exists")}, "convert outer/hf outer")
 refused(
     "target",
     {

@@ -130,9 +130,8 @@ def test_no_code_travels(folder: Path) -> None:
     settings = {"eos_token": "é", "model_max_length": 10**30}  # as transformers writes where there is no limit
     for at in ("hf", "ckpt/tokenizer"):
         (folder / at).mkdir(exist_ok=True)
-        (folder / at / "tokenizer_config.json").write_text(
-            json.dumps({**settings, "auto_map": code["auto_map"]} | files)
-        )
+        coded = {**settings, "auto_map": code["auto_map"]} | files
+        (folder / at / "tokenizer_config.json").write_text(json.dumps(coded))
         for name in ("code.py", "adapter_model.bin", "README.md"):
             (folder / at / name).write_text("boom()")
     (folder / "ckpt/tokenizer/adapter_config.json").write_text("{}")

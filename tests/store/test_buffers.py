@@ -89,9 +89,8 @@ def test_the_dtype_of_a_model_is_that_of_its_weights(tmp_path: Path) -> None:
     held = load_file(tmp_path / "hf/model.safetensors")
     for layer in (1, 2, 4):
         correction = model.parameters[f"layers.{layer}.mlp.router.correction"]
-        assert (
-            torch.equal(correction, held[f"model.layers.{layer}.mlp.gate.correction"]) and not correction.requires_grad
-        )
+        wanted = held[f"model.layers.{layer}.mlp.gate.correction"]
+        assert torch.equal(correction, wanted) and not correction.requires_grad
     assert model.parameters["embed.weight"].dtype == torch.bfloat16
 
 

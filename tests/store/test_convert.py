@@ -68,19 +68,9 @@ def layouts(draw: st.DrawFn, section: Section) -> tuple[list[str], Layout]:
     mesh = MeshShape(pp=draw(st.integers(1, 3)), ep=ep, tp=draw(st.sampled_from([1, 2, 4])))
     etp = draw(st.sampled_from([1, mesh.tp])) if "experts" in schema.sizes else 1
     layers = draw(splits(LAYERS, mesh).filter(lambda counts: min(counts) > 0))
-    asked = [
-        "--tp",
-        str(mesh.tp),
-        "--pp",
-        str(mesh.pp),
-        "--ep",
-        str(ep),
-        "--etp",
-        str(etp),
-        "--jobs",
-        str(draw(st.integers(1, 3))),
-    ]
-    asked += ["--chunks", str(len(layers) // mesh.pp), "--layers-per-stage", ",".join(map(str, layers))]
+    options: dict[str, object] = {"tp": mesh.tp, "pp": mesh.pp, "ep": ep, "etp": etp, "jobs": draw(st.integers(1, 3))}
+    options |= {"chunks": len(layers) // mesh.pp, "layers-per-stage": ",".join(map(str, layers))}
+    asked = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return asked, Layout(schema, mesh, layers, split_of(etp))
 
 
@@ -107,15 +97,8 @@ def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factor
             there = checkpoint.layout
             assert (there.mesh, there.layers, there.split) == (layout.mesh, layout.layers, layout.split)
             seen.add((layout.mesh, layout.layers))
-        run(
-            convert,
-            source,
-            folder / "back",
-            "--to",
-            "hf",
-            "--max-shard-size",
-            data.draw(st.sampled_from(["1KB", "5GB"])),
-        )
+        size = data.draw(st.sampled_from(["1KB", "5GB"]))
+        run(convert, source, folder / "back", "--to", "hf", "--max-shard-size", size)
         one, two = (
             {k: t for file in f.glob("*.safetensors") for k, t in load_file(file).items()}
             for f in (folder / "hf", folder / "back")
@@ -124,9 +107,8 @@ def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factor
         for name in one:
             assert one[name].dtype == two[name].dtype and one[name].shape == two[name].shape
             assert torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8)), name
-        assert json.loads((folder / "back/config.json").read_text()) == json.loads(
-            (folder / "hf/config.json").read_text()
-        )
+        written, again = (json.loads((folder / name / "config.json").read_text()) for name in ("hf", "back"))
+        assert written == again
         for name, content in COMPANIONS.items():
             assert (folder / "back" / name).read_bytes() == content
         shutil.rmtree(folder)
@@ -214,9 +196,8 @@ def test_there_and_back_once(family: str, tmp_path: Path) -> None:
     run(reshard, tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2", "--chunks", "2")
     assert_holds(tmp_path / "b", {"weights": bits}, {"weights": "BF16"})
     run(convert, tmp_path / "b", tmp_path / "back", "--to", "hf")
-    assert (tmp_path / "back/model.safetensors").read_bytes()[-64:] == (tmp_path / "hf/model.safetensors").read_bytes()[
-        -64:
-    ]
+    one, other = ((tmp_path / f / "model.safetensors").read_bytes() for f in ("hf", "back"))
+    assert one[-64:] == other[-64:]
     before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)
@@ -381,9 +362,8 @@ def test_the_dtypes_of_listed_and_stacked_experts(ours_listed: bool) -> None:
                 return "F16" if stored.name == odd else "BF16"
 
         layout = Layout(schema, MeshShape(ep=2, tp=2), (1,))
-        plan = to_checkpoint(
-            Odd(Path("a"), Index({}, layout, ("weights",), None, {}), schema, {"weights": read}), layout
-        )
+        source = Odd(Path("a"), Index({}, layout, ("weights",), None, {}), schema, {"weights": read})
+        plan = to_checkpoint(source, layout)
         return {tensor.dtype for file in plan.files for tensor in file.tensors}
 
     assert planned("") == {"BF16"}

@@ -70,9 +70,8 @@ def test_names_are_those_that_transformers_writes(name: str, case: tuple[int, bo
     files = {file.name: tensors_of(file) for file in tmp_path.glob("*.safetensors")}
     shards, dtypes = planned(theirs, size)
     mine = {file: {s.name: (dtypes[s.name], s.shape) for s in held} for file, held in shards}
-    assert {k: v for held in mine.values() for k, v in held.items()} == {
-        k: v for held in files.values() for k, v in held.items()
-    }
+    written, shown = ({k: v for held in each.values() for k, v in held.items()} for each in (mine, files))
+    assert written == shown
     # Theirs is cut in the order of the state dict, ours in that of the table: where several fit into a file, the files
     # may be others; so they are where theirs holds stacked what it writes as a list, which it keeps together.
     listed = size == 1 and any(len(held) > 1 for held in files.values())

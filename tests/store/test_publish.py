@@ -531,9 +531,8 @@ def test_races(tmp_path):
     """Two processes want the same 80 names: each is one's alone, whole."""
     context, wins = forkserver(), []
     pipes = [context.Pipe() for _ in "ab"]
-    racers = [
-        context.Process(target=race, args=(tmp_path, name, up)) for name, (_, up) in zip("ab", pipes, strict=True)
-    ]
+    named = zip("ab", pipes, strict=True)
+    racers = [context.Process(target=race, args=(tmp_path, name, up)) for name, (_, up) in named]
     for racer in racers:
         racer.start()
     for racer, (ours, _) in zip(racers, pipes, strict=True):

@@ -80,11 +80,8 @@ def change(file: Path, tensor: str, how: Callable[[Tensor], Any]) -> None:
     """Change the bytes of one float32 tensor in place; ``how`` is given it to write to."""
     entry = TensorFile.open(file).entries[tensor]
     data = bytearray(file.read_bytes())
-    how(
-        torch.frombuffer(data, dtype=torch.float32, offset=entry.start, count=(entry.stop - entry.start) // 4).view(
-            entry.shape
-        )
-    )
+    values = torch.frombuffer(data, dtype=torch.float32, offset=entry.start, count=(entry.stop - entry.start) // 4)
+    how(values.view(entry.shape))
     file.write_bytes(data)
 
 

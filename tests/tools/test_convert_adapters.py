@@ -87,9 +87,8 @@ def ours(made: Made) -> Tensor:
     """Our logits of the model with its adapters beside it."""
     base, adapters, mesh = HuggingFace.open(made.folder), Checkpoint.open(made.checkpoint), Mesh.single()
     tuning = Tuning(made.lora)
-    model = Model.create(
-        base.config, layout_of(base.config, MeshShape(), tuning=tuning), mesh, torch.float32, tuning=tuning
-    )
+    layout = layout_of(base.config, MeshShape(), tuning=tuning)
+    model = Model.create(base.config, layout, mesh, torch.float32, tuning=tuning)
     model.train(False)
     loader = Loader(model.parameters, Control.create(mesh))
     with torch.no_grad():
@@ -154,9 +153,8 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
         if delta_of := stacked(name, adapters, made.lora.rank):
             names, delta = delta_of
             used |= names
-            torch.testing.assert_close(
-                merged[name].double(), weight.double() + made.lora.scale * delta, rtol=1e-6, atol=1e-6
-            )
+            wanted = weight.double() + made.lora.scale * delta
+            torch.testing.assert_close(merged[name].double(), wanted, rtol=1e-6, atol=1e-6)
         elif a in adapters:
             used |= {a, b}
             delta = adapters[b].double() @ adapters[a].double() * made.lora.scale
@@ -262,9 +260,8 @@ def test_adapters_of_a_part_of_their_base_are_merged_alone(
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
     assert "of which gemma3_text is a part, and peft would find no linear of these names" in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
-    config = Config(
-        lora=LoraConfig(rank=2, alpha=1.0, targets=("attn",)), checkpoint=CheckpointConfig(init=str(folder))
-    )
+    lora = LoraConfig(rank=2, alpha=1.0, targets=("attn",))
+    config = Config(lora=lora, checkpoint=CheckpointConfig(init=str(folder)))
     (told,) = remarks(Start(), config, configure({"config": str(folder)}), MeshShape())
     assert f"gemma3_text is a part of the larger model of {folder}" in told
 

@@ -57,9 +57,8 @@ def test_what_a_run_has_met_replaces_what_is_assumed(
     costs, sources = data["costs"], data["sources"]
     assert (costs["restart"], costs["load_memory"], costs["load_disk"]) == (4.0, 0.0, 50.0)
     assert (sources["restart"], sources["load_disk"]) == (f"measured in {tmp_path}", "given")
-    assert [(each["level"], each["from_disk"]) for each in data["levels"]] == list(
-        zip(LEVELS, (1, 1, 0.25), strict=True)
-    )
+    found = [(each["level"], each["from_disk"]) for each in data["levels"]]
+    assert found == list(zip(LEVELS, (1, 1, 0.25), strict=True))
     assert data["checkpoint"]["every"] == 1 and data["checkpoint"]["of_rank"] <= data["checkpoint"]["of_node"]
     assert measured_costs(MET[2:]) == {}
     assert main([*SPLIT, "--incidents", "elsewhere"]) == 2

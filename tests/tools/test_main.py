@@ -191,9 +191,8 @@ def test_a_status_says_how_it_ended(line: str, wanted: int, tmp_path: Path, monk
 
 
 def test_the_page_has_a_row_for_every_status() -> None:
-    page = (
-        (Path(__file__).parents[2] / "docs/launch.md").read_text().partition("## Exit statuses")[2].partition("##")[0]
-    )
+    page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
+    page = page.partition("## Exit statuses")[2].partition("##")[0]
     rows = {int(each) for row in re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE) for each in row.split(",")}
     assert rows == {*(wanted for _, wanted in STATUSES), *exits.MEANING, exits.of_signal(signal.SIGTERM), CLOSED_PIPE}
 

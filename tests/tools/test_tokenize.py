@@ -139,9 +139,8 @@ def test_files_that_a_tokenizer_names_are_not_read(tmp_path, monkeypatch):
     """transformers is shown what is read of a folder, which names no file wherever it is, and no class of its own."""
     (tmp_path / "vocab.json").write_text("{}")
     (tmp_path / "secret.py").touch()
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"vocab_file": "/etc/passwd", "init_inputs": ["x"], "eos_token": "x"}'
-    )
+    settings = '{"vocab_file": "/etc/passwd", "init_inputs": ["x"], "eos_token": "x"}'
+    (tmp_path / "tokenizer_config.json").write_text(settings)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "auto_map": {"AutoTokenizer": "secret.T"}}')
 
     def look(folder):  # in another process, which gives back what it says
@@ -262,10 +261,7 @@ BAD = {
     "encoding.txt": (b"good\xe9bad", "encoding.txt: not UTF-8: byte 0xe9 at 4"),
     "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "json.jsonl, line 3: not JSON"),
     "line_encoding.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "line_encoding.jsonl, line 2: not UTF-8"),
-    "key.jsonl": (
-        b'{"text": "a"}\n{"body": 1, "id": 2}',
-        "line 2: no key 'text' among 'body', 'id': name the one with",
-    ),
+    "key.jsonl": (b'{"text": "a"}\n{"body": 1, "id": 2}', "line 2: no key 'text' among 'body', 'id': name the one"),
     "array.jsonl": (b'["a"]', "line 1: a JSON list, not an object"),
     "number.jsonl": (b'{"text": 3}', "line 1: 'text' is a int, not text"),
     "surrogate.jsonl": (b'{"text": "ab\\ud800"}', r"line 1: 'text' has the lone surrogate '\ud800' at 2"),
@@ -449,9 +445,8 @@ def test_a_resume_makes_the_bytes_of_an_undisturbed_run(lines, trained, monkeypa
 def test_what_a_kill_leaves_is_gone_on_with(lines, trained):
     out, whole = lines.parent / "out", lines.parent / "whole"
     given = [str(lines), "--tokenizer", str(trained), "--workers", "1", "--out"]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, *given, str(out)], cwd=Path(__file__).parents[2], check=False
-    )
+    command = [sys.executable, "-c", KILLED, *given, str(out)]
+    killed = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
     assert killed.returncode == -signal.SIGKILL and not (out / "corpus.bin").exists()
     assert main([*given, str(out), "--resume"]) == 0 and main([*given, str(whole)]) == 0
     assert contents(out) == contents(whole)
