@@ -46,6 +46,7 @@ AGENT = tuple(
     f"megacore.recovery.{name}" for name in ("agent", "memory_checkpoints", "partners", "protection", "rendezvous")
 )
 """Are torch's elastic agent, imported once the config is known to be right."""
+TOKENS = ("indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "grouping", "stage")
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",
@@ -70,6 +71,7 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
         and name not in (FILLS_TENSORS, *MEASURE, *AGENT)
     ),
     *(f"tools.{name}" for name in ("context", "convert", "reshard", "inspect", "main", "plan", "status")),
+    *("tools.tokenize", "tools.merge_tokens", *(f"megacore.data.{name}" for name in TOKENS)),
 ]
 
 

@@ -599,12 +599,3 @@ def test_a_shuffled_corpus_has_each_document_once(lines, trained, tmp_path):
     plain = orders.pop("none")
     assert all(sorted(order) == sorted(plain) and order != plain for order in orders.values())
     assert orders["1"] != orders["2"]
-
-
-def test_the_data_side_imports_no_torch():
-    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "grouping", "stage"]
-    names = [f"megacore.tools.{name}" for name in ("tokenize", "merge_tokens")]
-    names += [f"megacore.data.{module}" for module in modules]
-    code = f"import sys, {', '.join(names)}\n"
-    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
