@@ -163,24 +163,6 @@ def test_selective_recomputation_communicates_nothing_again(pool: Pool) -> None:
         assert pool.run(2, messages, recompute) == [(LAYERS * 4, LAYERS * (6 + again))] * 2
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize(("recompute", "offload"), [("selective", False), ("full", True)])
-def test_compiled_blocks_compute_the_same(recompute: Recompute, offload: bool) -> None:
-    """The compiler chooses what it keeps of a block; blocks are still computed again, and offloaded."""
-    gradients = []
-    for compiled in (False, True):
-        chunk = made(LLAMA | {"num_hidden_layers": 2}, torch.float64, Activations(recompute, offload))
-        if compiled:
-            torch.compiler.reset()
-            for block in chunk.layers.values():
-                block.compile(backend="aot_eager")
-        x = torch.randn(TOKENS, EMBED, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        blocks(chunk, x).square().sum().backward()
-        gradients.append([x.grad, *(p.grad for p in chunk.layers.parameters())])
-    for mine, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, want, rtol=1e-12, atol=1e-12)
-
-
 def test_evaluation_keeps_nothing() -> None:
     for recompute, offload in OPTIONS:
         chunk = made(GPT2, torch.float32, Activations(recompute, offload))

@@ -53,10 +53,12 @@ class Case:
     preset: str = "llama-tiny"
     layers: int = 2
     mlp_chunk: int | None = None
+    offload: bool = False
 
 
 EXPERTS = Case("experts", preset="mixtral-tiny")
 CHUNKED = Case("chunked", mlp_chunk=20)
+OFFLOADED = Case("offloaded", recompute="full", offload=True)
 # Its latents are made by linears that every rank holds.
 LATENT = Case("latent", preset="deepseek_v3-tiny", layers=1)
 UNLIKE = Case("unlike", preset="deepseek_v3-tiny", layers=3, recompute="full")
@@ -107,7 +109,7 @@ def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> lis
     """Of the input of some blocks, and of what is trained."""
     config = configure({"preset": case.preset, "num_hidden_layers": case.layers})
     layout = layout_of(config, mesh.shape, tuning=case.tuning)
-    activations = Activations(case.recompute, mlp_chunk=case.mlp_chunk)
+    activations = Activations(case.recompute, case.offload, case.mlp_chunk)
     model = Model.create(config, layout, mesh, dtype, activations=activations, tuning=case.tuning)
     model.parameters.initialise(0)
     for name, parameter in model.parameters.items():
@@ -185,8 +187,8 @@ def compared(case: Case) -> float:
         return max(float((mine - want).norm() / want.norm()) for mine, want in pairs)
 
 
-@pytest.mark.in_turn(7)
-@pytest.mark.parametrize("case", [*CASES, EXPERTS, CHUNKED, LATENT, LATENT_FP8], ids=lambda case: case.name)
+@pytest.mark.in_turn(8)
+@pytest.mark.parametrize("case", [*CASES, EXPERTS, CHUNKED, OFFLOADED, LATENT, LATENT_FP8], ids=lambda case: case.name)
 def test_compiled_ranks_compute_the_same(pool: Pool, case: Case) -> None:
     assert max(pool.run(2, compared, case)) < case.tolerance
 
