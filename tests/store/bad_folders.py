@@ -510,7 +510,10 @@ refused(
         "key-long": (config(**{LONG: 1}), "unknown field 'kk", "k [...] k"),
         "number-long": (config(vocab_size=LONG), "not of type int"),
         "quantised-by-config": (config(quantization_config={"bits": 4}), "quantization_config={'bits': 4}"),
-        "a-billion-layers": (config(num_hidden_layers=10**9), "describes 9000000003 tensors (layer=1000000000), but"),
+        "a-billion-layers": (
+            config(num_hidden_layers=10**9),
+            "config.json describes 9000000003 tensors (layer=1000000000), but there are 48",
+        ),
         "layers-beyond-floats": (config(num_hidden_layers=10**400), "is an integer of more than 64 bits"),
         "vocabulary": (config(vocab_size=2**60), "shape [13, 6] instead of [1152921504606846976, 6]"),
         "pickle": (
