@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("megacore.tools.generate", "what a model says after a prompt, computed by the parallel model"),
     "evaluate": ("megacore.tools.evaluate", "loss and perplexity of a model on text"),
     "status": ("megacore.tools.status", "where a run stands: steps, rate, checkpoints, what befell it"),
+    "report": ("megacore.tools.report", "a page about runs: curves beside each other, configs, incidents"),
     "config": ("megacore.tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
     "models": ("megacore.tools.models", "the families and presets that there are, and what is special of each"),
     "context": ("megacore.tools.context", "which rank of cp holds, computes and sends what of given documents"),

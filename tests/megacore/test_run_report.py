@@ -1,0 +1,74 @@
+"""`megacore report`: every series ends in what was recorded, Vega-Lite takes the specs, and texts stay texts."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.run_report import CHARTS, POINTS
+from megacore.tools.report import main
+
+vl_convert = pytest.importorskip("vl_convert")
+
+
+def run(folder: Path, steps: int, lr: float) -> list[dict[str, Any]]:
+    records = list[dict[str, Any]]()
+    for step in range(1, steps + 1):
+        numbers = {"loss": 8.0 / step, "grad_norm": 0.5 + step % 7, "lr": lr, "tokens_per_second": 1e4 + step}
+        records.append({"step": step, "tokens": 64 * step, "mfu": None, **numbers})
+        if step % 100 == 0:
+            records.append({"step": step, "validation_loss": 9.0 / step})
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.yaml").write_text(f"optimizer: {{lr: {lr}}}\nlog: {{wandb: '</script><b>'}}\n")
+    incident = {"kind": "spike", "action": "told", "step": 70, "at": 0.0, "detail": "<img src=x>"}
+    (folder / "incidents.jsonl").write_text(json.dumps({"id": 0, **incident}) + "\n")
+    return records
+
+
+def test_a_page_has_all_that_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {name: run(tmp_path / name, steps, lr) for name, steps, lr in (("a", 5000, 0.125), ("b", 230, 0.25))}
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert f"{tmp_path}/a/report.html: a report of" in capsys.readouterr().out
+    markup = re.sub("<script.*?</script>", "", page, flags=re.DOTALL)
+    assert len(page) < 5_000_000 and page.count("</script") == 2 and not re.search("<b>|<img|(src|href)=", markup)
+    assert re.search(r"<code>optimizer.lr</code></td><td><code>0.125</code></td><td><code>0.25</code>", page)
+    charts = json.loads(re.search(r"const charts = (.*);\n", page)[1])  # type: ignore[index]
+    assert [chart["title"] for chart in charts] == [
+        "Loss",
+        "Validation loss",
+        "Learning rate",
+        "Gradient norm",
+        "Speed",
+    ]
+    keys = {title: key for key, (title, *_) in CHARTS.items()}
+    for chart in charts:
+        for name, records in known.items():
+            shown = [each for each in chart["data"]["values"] if each["run"] == name]
+            values = [each[keys[chart["title"]]] for each in records if keys[chart["title"]] in each]
+            assert shown[-1]["value"] == values[-1] and shown[-1]["step"] == len(values) * (
+                100 if len(values) < 60 else 1
+            )
+            assert (min(each["value"] for each in shown), len(shown) <= POINTS + 1) == (min(values), True)
+            assert max(each["value"] for each in shown) == max(values)
+        chart["encoding"]["x"] = {"field": "tokens", "type": "quantitative"}
+        assert "NaN" not in vl_convert.vegalite_to_svg(chart | {"width": 300})
+
+
+def test_the_running_mean_is_that_of_the_records_so_far(tmp_path: Path) -> None:
+    run(tmp_path / "a", 3, 0.125)
+    assert main([str(tmp_path / "a"), "--to", str(tmp_path / "r.html")]) == 0
+    charts = json.loads(re.search(r"const charts = (.*);\n", (tmp_path / "r.html").read_text())[1])  # type: ignore[index]
+    means = [each["mean"] for each in charts[0]["data"]["values"]]
+    kept = [0.95**n for n in range(3)]
+    wanted = [sum(kept[n] * 8.0 / (step - n) for n in range(step)) / sum(kept[:step]) for step in (1, 2, 3)]
+    assert means == pytest.approx(wanted)
+
+
+def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1 and "is not the folder of a run" in capsys.readouterr().err
+    run(tmp_path / "a", 3, 0.125)
+    assert main([str(tmp_path / "a")] * 2) == 1 and "is named twice" in capsys.readouterr().err
