@@ -101,7 +101,7 @@ def report(folders: Sequence[Path]) -> str:
         config=_table(("key", *(run.name for run in runs)), _differing(runs)),
         incidents=_table(("run", "when (UTC)", "step", "what", "what was done"), _befell(runs)),
         # Within a script, nothing but its end means anything to HTML.
-        bundle=vl_convert.javascript_bundle(None).replace("</script", "<\\/script"),
+        bundle=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
         charts=json.dumps([*_charts(runs)]).replace("<", "\\u003c"),
     )
 
