@@ -7,6 +7,7 @@ Facts are read from the source: which module defines a name, what it is for, how
 key of a recipe. Each is asked for in several ways. OUT/train.jsonl holds most of them, OUT/validation.jsonl one that is
 kept back from training, of the same facts: its loss falls when a model has learned the facts and not the questions.
 OUT/questions.txt has a few questions of the training set, one on each line, and OUT/answers.txt their answers.
+OUT/pairs.jsonl and OUT/validation_pairs.jsonl have the same questions with the answer and with that to another one.
 """
 
 from __future__ import annotations
@@ -148,6 +149,18 @@ def training(chosen: Sequence[Fact], drawn: random.Random) -> Iterator[str]:
         yield chat([turns.pop() for _ in range(min(len(turns), drawn.choice((1, 1, 2, 4))))])
 
 
+def pairs(chosen: Sequence[Fact], ways: slice, drawn: random.Random) -> Iterator[str]:
+    """Preferences in random order: the answer to a question, and what is the answer to another one of its kind."""
+    asked = [(question, fact) for fact in chosen for question in fact.questions[ways]]
+    drawn.shuffle(asked)
+    for question, fact in asked:
+        others = [each.answer for each in chosen if each.kind == fact.kind and each.answer != fact.answer]
+        said = {"prompt": [{"role": "user", "content": question}]}
+        for key, answer in (("chosen", fact.answer), ("rejected", drawn.choice(others or ["I do not know."]))):
+            said[key] = [{"role": "assistant", "content": answer}]
+        yield json.dumps(said) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder for the files")
@@ -160,11 +173,13 @@ def main() -> None:
     lines = {
         "train.jsonl": list(training(chosen, drawn)),
         "validation.jsonl": [chat([(fact.questions[HELD_OUT], fact.answer)]) for fact in chosen],
+        "pairs.jsonl": list(pairs(chosen, slice(None, HELD_OUT), drawn)),
+        "validation_pairs.jsonl": list(pairs(chosen, slice(HELD_OUT, None), drawn)),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, written in lines.items():
         (arguments.out / name).write_text("".join(written), "utf-8")
-        print(f"{arguments.out / name}: {len(written):,} chats about {len(chosen):,} of {len(known):,} facts")
+        print(f"{arguments.out / name}: {len(written):,} examples of {len(chosen):,} of {len(known):,} facts")
     asked = {
         "questions.txt": [fact.questions[0] for fact in chosen[:ASKED]],
         "answers.txt": [fact.answer for fact in chosen[:ASKED]],

@@ -27,6 +27,7 @@ from megacore.parallel.enum_errors import (
     OptimizerOffload,
     PipelineSchedule,
     Precision,
+    PreferenceLoss,
     Recompute,
     ZeroShard,
 )
@@ -51,6 +52,7 @@ AT_LEAST_1 = Bound("at least 1", lambda value: value >= 1)
 COUNTED = Bound("at least 1 and at most 2^20", lambda value: 1 <= value <= 2**20)
 SEED = Bound("at least 0 and below 2^63", lambda value: 0 <= value < 2**63)
 ABOVE_0 = Bound("above 0", lambda value: value > 0)
+BELOW_HALF = Bound("at least 0 and below 0.5", lambda value: 0 <= value < 0.5)
 BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
 UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
 TIMEOUT = Bound("minutes above 0, and at most a day (1440)", lambda value: 0 < value <= 1440)
@@ -313,6 +315,27 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, config=TYPED)
+class PreferenceConfig:
+    """Learning from pairs, what was chosen and what was rejected (see docs/finetune.md); null: none."""
+
+    loss: PreferenceLoss = "dpo"
+    """The loss of a pair; `dpo` and `ipo` compare with the weights that the run starts from."""
+    beta: Annotated[Float, ABOVE_0] | None = None
+    """The factor of the log-probabilities in the rewards (`dpo`, `simpo`), of the regularisation (`ipo`), or of the
+    odds ratio beside the cross entropy of what was chosen (`orpo`); null: 2 for `simpo`, 0.1 for the others."""
+    gamma: Annotated[Float, AT_LEAST_0] = 1.0
+    """The margin between the rewards (`simpo`)."""
+    label_smoothing: Annotated[Float, BELOW_HALF] = 0.0
+    """The probability that the two of a pair were mixed up (`dpo`, `simpo`)."""
+
+    @property
+    def factor(self) -> float:
+        """Beta, or what stands for null."""
+        usual = 2.0 if self.loss == "simpo" else 0.1
+        return usual if self.beta is None else self.beta
+
+
+@dataclass(frozen=True, config=TYPED)
 class LossConfig:
     """The terms of the loss beyond cross entropy, or another loss."""
 
@@ -563,6 +586,7 @@ class Config:
     chat: ChatConfig = ChatConfig()
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()
+    preference: PreferenceConfig | None = None
     experts: ExpertsConfig = ExpertsConfig()
     context: ContextConfig = ContextConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
@@ -579,6 +603,11 @@ class Config:
     """Import paths `package.module:name` of callbacks of your own (see docs/extending.md), in their order."""
     out: str = "runs/pretrain"
     """The run's own folder; runs/NAME for a recipe NAME.yaml."""
+
+    @property
+    def has_cross_entropy(self) -> bool:
+        """Whether the loss is the cross entropy of tokens, in nats."""
+        return self.loss.function is None and self.preference is None
 
     @property
     def tuning(self) -> Tuning:

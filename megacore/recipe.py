@@ -208,16 +208,16 @@ def _explain(error: ErrorDetails) -> str:
 
 
 def _nearest(where: Sequence[str | int]) -> str:
-    """Return the keys that an unknown one may have meant: what other trainers call so, its name in another section,
-    else one spelled alike beside it."""
+    """Return the keys that an unknown one may have meant: what other trainers call so, else one that is spelled
+    alike beside it, and its name in other sections."""
     *parents, key = where
     if (how := NO_CHOICE.get(dotted(where))) is not None:
         return how
     beside = _keys(parents)
-    alike = difflib.get_close_matches(str(key)[:100], beside, n=1)
     elsewhere = [f"{name}.{key}" for name in SECTIONS if key in _keys([name])]
+    alike = difflib.get_close_matches(str(key)[:100], beside, n=1, cutoff=0.8 if elsewhere else 0.6)
     named = [ours for ours, theirs in OTHER_NAMES.items() if key in theirs]
-    meant = named or elsewhere or [dotted([*parents, name]) for name in alike]
+    meant = named or [*(dotted([*parents, name]) for name in alike), *elsewhere]
     if meant:
         return f"did you mean {' or '.join(meant)}?"
     return f"{dotted(parents) or 'a recipe'} has {', '.join(beside)}"

@@ -21,7 +21,7 @@ from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.layers.context_attention import ContextAttention
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
 from megacore.parallel.layers.experts import Experts
-from megacore.parallel.layers.head_loss import head_loss
+from megacore.parallel.layers.head_loss import head_loss, head_losses
 from megacore.parallel.layers.linear import column_linear
 from megacore.parallel.layers.loss import Finish, Objective
 from megacore.parallel.layers.product import DENSE, Product
@@ -29,6 +29,7 @@ from megacore.parallel.layers.scores import token_scores
 from megacore.parallel.memory.recompute import PLAIN, Runner
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.parameters import Parameters, WeightGradient
+from megacore.parallel.preference import MicrobatchPairs, PairLoss
 from megacore.parallel.random import key
 from megacore.parallel.rank_sets import inner_ranks
 from megacore.parallel.token_loss import LossTokens, TokenLoss, token_loss
@@ -59,6 +60,7 @@ class Microbatch:
             ``lengths`` are those of all; None: they are not.
         rows: [t], the sequence that each token is of; None where they are all tokens of the sequences, in their order.
         blank: The number of sequences that only fill it up: their tokens have no label, and are all padding.
+        pairs: The pairs of documents of preferences; None where there are none.
     """
 
     tokens: Tensor
@@ -77,6 +79,7 @@ class Microbatch:
     split: ContextSplit | None = None
     rows: Tensor | None = None
     blank: int = 0
+    pairs: MicrobatchPairs | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -85,13 +88,14 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Losses:
-    """The loss beyond plain cross entropy, computed ``chunk`` tokens at a time, or all at once; ``function`` takes the
-    place of all of it."""
+    """The loss beyond plain cross entropy, computed ``chunk`` tokens at a time, or all at once; ``function``, or
+    ``of_pairs`` of documents, takes the place of all of it."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk: int | None = None
     function: TokenLoss | None = None
+    of_pairs: PairLoss | None = None
 
 
 class TokenEmbedding(nn.Module):
@@ -194,9 +198,15 @@ class Head(nn.Module):
         self.product: Product = DENSE
 
     def forward(
-        self, x: Tensor, labels: Tensor | None, wanted: Tensor | None = None, inputs: Sequence[Tensor] = ()
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        wanted: Tensor | None = None,
+        inputs: Sequence[Tensor] = (),
+        pairs: MicrobatchPairs | None = None,
     ) -> Tensor:
-        """x: [tokens/tp, embed], labels: [tokens] -> the sum of the losses of this rank's tokens, a scalar.
+        """x: [tokens/tp, embed], labels: [tokens] -> the sum of the losses of this rank's tokens, a scalar; of pairs,
+        what is told of them: [preference.TOLD].
 
         Without labels -> the logits, [tokens, padded vocab/tp], or of n wanted tokens [n, padded vocab/tp]. A loss of
         somebody's own is told of the tokens and their positions, the ``inputs``, each [tokens].
@@ -216,6 +226,12 @@ class Head(nn.Module):
             how = self.losses.function, self.group, self.vocab, self.finish
             return token_loss(products, LossTokens.of(*mine), *how)
         objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)
+        if self.losses.of_pairs is not None:
+            assert pairs is not None  # of whose documents the labels are
+            places = pairs.places if wanted is None else pairs.places[wanted]
+            by = objective, self.losses.chunk, self.bias, self.product
+            losses = head_losses(self.norm(x), self.weight, labels, *by)
+            return self.losses.of_pairs(losses, objective.own(places), pairs)
         return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk, self.bias, self.product)
 
     def scores(self, x: Tensor, labels: Tensor, score: Score) -> Tensor:
@@ -287,7 +303,7 @@ class Decoder(nn.Module):
             torch.manual_seed(key(microbatch.seed, virtual, dp, *inner) >> 1)
         x = self.hidden(x, microbatch)
         inputs = microbatch.tokens, microbatch.positions
-        return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted, inputs)
+        return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted, inputs, microbatch.pairs)
 
     def hand_late(self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None]) -> None:
         """Have the head and the experts hand their weights' gradients to whoever computes them later; a head that is

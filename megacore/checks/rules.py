@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megacore.checkpoints import AUTO
-from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig
+from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, PreferenceConfig
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING
@@ -177,6 +177,35 @@ def _own_loss(facts: RuleContext) -> Iterator[str]:
     given = [f"{key} ({value})" for key, value in terms.items() if value]
     if loss.function is not None and given:
         yield f"loss.function ({loss.function}) takes the place of {', '.join(given)} too: leave them out"
+
+
+def _preference(facts: RuleContext) -> Iterator[str]:
+    config, section = facts.config, facts.config.preference
+    if section is None:
+        return
+    loss = config.loss
+    asked: dict[str, object] = {"loss.function": loss.function, "loss.label_smoothing": loss.label_smoothing}
+    asked |= {"loss.z_loss": loss.z_loss}
+    if given := [f"{key} ({value})" for key, value in asked.items() if value]:
+        yield f"preference.loss ({section.loss}) takes the place of {', '.join(given)} too: leave them out"
+    if config.chat.train_on != "assistant":
+        yield (
+            f"chat.train_on ({config.chat.train_on}): preferences are of all that stands behind the prompt of a pair: "
+            "leave it out"
+        )
+    others = [corpus.path for corpus in (*config.data.train, *config.data.validation) if not corpus.has_examples]
+    if others:
+        yield (
+            f"preference.loss ({section.loss}) learns from files of pairs, 'chosen' and 'rejected', and "
+            f"{', '.join(others)} is none: name files of pairs, or leave preference out"
+        )
+    if section.gamma != PreferenceConfig().gamma and section.loss != "simpo":
+        yield f"preference.gamma ({section.gamma:g}) is for preference.loss=simpo, not {section.loss}: leave it out"
+    if section.label_smoothing and section.loss not in ("dpo", "simpo"):
+        yield (
+            f"preference.label_smoothing ({section.label_smoothing:g}) is for preference.loss=dpo or simpo, not "
+            f"{section.loss}: leave it out"
+        )
 
 
 def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
@@ -515,9 +544,10 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _mlp_chunk, _offload, _positions,
-    _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device, _fp16, _moments, _fp8,
-    _async_tp, _held_out, _tuning, _balances, _experts, _batch_balance, _adapters, _one_start, _repetition, _export,
+    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _mlp_chunk,
+    _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device,
+    _fp16, _moments, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _batch_balance, _adapters,
+    _one_start, _repetition, _export,
 )  # fmt: skip
 
 

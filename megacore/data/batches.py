@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -26,12 +26,24 @@ HELD = DEPTH + 2
 
 
 @dataclass(frozen=True)
+class BatchPairs:
+    """The pairs of documents of a microbatch: `places` int64 [micro, length], the document that a token's label is of,
+    as its place in [pairs, 2], flattened; `counted` int64 [pairs, 2], the numbers of their labels; `reference` fp64
+    [pairs, 2], as of :class:`~megacore.data.samples.Sample`."""
+
+    places: npt.NDArray[np.int64]
+    counted: npt.NDArray[np.int64]
+    reference: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
 class Batch:
     """One microbatch.
 
     tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: the lengths of the rows'
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
-    true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up.
+    true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up. pairs:
+    those of preferences.
     Of a rank of cp: split, how the tokens are shared out, and rows: [its tokens], the row that each is of; the other
     arrays are of those tokens, too.
     """
@@ -44,6 +56,7 @@ class Batch:
     split: ContextSplit | None = None
     rows: npt.NDArray[np.int64] | None = None
     blank: int = 0
+    pairs: BatchPairs | None = None
 
     def of_rank(self, context: ContextParallel, rank: int) -> Batch:
         """Return what a rank of cp holds of the microbatch: arrays of [its tokens], and the documents of all."""
@@ -54,7 +67,8 @@ class Batch:
         own = split.indices(rank)
         padding = None if self.padding is None else self.padding.ravel()[own]
         tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
-        return Batch(tokens, labels, positions, self.documents, padding, split, own // length, self.blank)
+        pairs = None if self.pairs is None else replace(self.pairs, places=self.pairs.places.ravel()[own])
+        return Batch(tokens, labels, positions, self.documents, padding, split, own // length, self.blank, pairs)
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
@@ -78,7 +92,22 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
     first[:, 1:] = last[:, :-1]
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
     lengths = np.diff(np.flatnonzero(first), append=first.size)
-    return Batch(inputs, labels, positions, tuple(lengths.tolist()), padding, blank=blank)
+    pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
+    return Batch(inputs, labels, positions, tuple(lengths.tolist()), padding, blank=blank, pairs=pairs)
+
+
+def _pairs(
+    references: Sequence[npt.NDArray[np.float64]], documents: npt.NDArray[np.int32], labels: npt.NDArray[np.int64]
+) -> BatchPairs | None:
+    """references: [pairs, 2] of each row, or none at all; documents: [rows, length + 1]; labels: [rows, length]."""
+    if not references:
+        return None
+    sizes = np.array([each.size for each in references])
+    # What follows the last document of a row is padding, which has no labels.
+    within = np.minimum(documents[:, :-1], sizes[:, None] - 1)
+    places = within + (np.cumsum(sizes) - sizes)[:, None]
+    counted = np.bincount(places[labels != IGNORE], minlength=int(sizes.sum())).reshape(-1, 2)
+    return BatchPairs(places, counted, np.concatenate(references))
 
 
 def filled_up(global_batch: int, micro_batch: int, data_size: int) -> int:

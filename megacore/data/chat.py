@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megacore.data.formats import WEIGHT, BadExample, Message, example, text_of
+from megacore.data.formats import WEIGHT, BadExample, Example, Message, example, preference, text_of
 
 TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
@@ -59,6 +59,26 @@ def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on:
             spans.append((at, at + len(part)))
         at += len(part)
     return [Passage(text, spans, templated=False, ends=True)]
+
+
+def of_pair(row: Mapping[str, Any], template: Callable[[], Template]) -> list[Passage]:
+    """Return the prompt of a row of preferences, and the prompt with each of its answers; what of them counts is told
+    by their tokens.
+
+    Raises:
+        BadExample: it is no pair.
+    """
+    prompt, *answered = preference(row)
+    return [_written(prompt, True, template), *(_written(each, False, template) for each in answered)]
+
+
+def _written(said: Example, is_prompt: bool, template: Callable[[], Template]) -> Passage:
+    if not said.messages:
+        return Passage("".join(part for part, _ in said.parts), [], templated=False, ends=not is_prompt)
+    text = text_of(template().render(said.messages, said.tools, is_prompt)[0], _WRITTEN)
+    if said.tools and not is_prompt and _same(text, said.messages, None, template()):
+        raise BadExample(_unwritten("the pair", "tools"))
+    return Passage(text, [], templated=True, ends=False)
 
 
 # -- what the template makes of a chat

@@ -71,7 +71,7 @@ class Corpora:
             source, folder = files_of(config, corpus), Path(config.out) / EXAMPLES
             examples = Preparation(source, folder, config.chat, length, model).examples()
             name = corpus.path if corpus.split is None else f"{corpus.path} ({corpus.split})"
-            remarks.extend(_remarks(name, examples.facts, length))
+            remarks.extend(_remarks(name, examples.facts, length, _unit(config)))
             return examples, partial(_split_examples, config, corpus, examples, remarks)
 
         files = [opened(corpus) for corpus in data.train]
@@ -145,7 +145,7 @@ def _split_examples(
             chosen = of_least([(chosen, examples.lengths[chosen])], corpus.least, f"{corpus.path} {name}")
         made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name)
         rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
-        remarks.append(f"  {name}: {chosen.size:,} examples in {rows}")
+        remarks.append(f"  {name}: {chosen.size:,} {_unit(config)} in {rows}")
         return made
 
     sides = split_documents(int(chats.max(initial=-1)) + 1, fraction, data.seed)
@@ -153,13 +153,15 @@ def _split_examples(
     return packed(kept, name), packed(held, "held out") if held.size else None
 
 
-def _remarks(path: str, known: Facts, length: int) -> list[str]:
+def _unit(config: Config) -> str:
+    return "examples" if config.preference is None else "pairs"
+
+
+def _remarks(path: str, known: Facts, length: int, what: str = "examples") -> list[str]:
     kinds = ", ".join(
         f"{name} in {count:,} rows" if len(known.formats) > 1 else name for name, count in known.formats.items()
     )
-    lines = [
-        f"{path}: {kinds}: {known.examples:,} examples of {known.tokens:,} tokens, {known.counted:,} of which count"
-    ]
+    lines = [f"{path}: {kinds}: {known.examples:,} {what} of {known.tokens:,} tokens, {known.counted:,} of which count"]
     if known.split:
         lines.append(f"  {known.split:,} chats are several examples, as the template rewrites what is past")
     if known.cut or known.dropped:
@@ -171,6 +173,12 @@ def _remarks(path: str, known: Facts, length: int) -> list[str]:
 
 def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...]) -> Source:
     return sources[0] if len(sources) == 1 else Blend(sources, [corpus.weight for corpus in corpora])
+
+
+def packed_of(source: Source) -> list[Packed]:
+    """Return what of the samples to train on, or of those held out, is rows of examples."""
+    sources = source.sources if isinstance(source, Blend) else (source,)
+    return [each for each in sources if isinstance(each, Packed)]
 
 
 def facts(corpus: CorpusConfig) -> Corpus | None:

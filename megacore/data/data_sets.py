@@ -56,15 +56,16 @@ def resolved(config: Config, begun: Sequence[str] = ()) -> Config:
 def files_of(config: Config, corpus: CorpusConfig) -> ExampleFiles:
     """Return the files of a corpus of a resolved config. Those of the hub are fetched, unless they are in its cache.
     Raises InputError, StoreError: as of :func:`resolved`."""
+    pairs = config.preference is not None
     if not corpus.is_set:
-        return ExampleFiles(corpus.path, [without_link(Path(corpus.path))], config.data.map)
+        return ExampleFiles(corpus.path, [without_link(Path(corpus.path))], config.data.map, pairs)
     split, name = corpus.split or "*", corpus.hub_name
     folder = Path(corpus.path) if name is None else hub.fetch(name, _patterns(split), shown=True)
     files = [folder / file for file in _of_split(corpus, split, list(_walk(folder)))]
     for file in files:
         if leaves(file, snapshot(file) or file.parent):
             raise InputError(f"{file} is a link that leads out of its folder: put the file itself there")
-    return ExampleFiles(corpus.path, files, config.data.map)
+    return ExampleFiles(corpus.path, files, config.data.map, pairs)
 
 
 def _listing(corpus: CorpusConfig) -> list[str]:

@@ -1,7 +1,8 @@
 """Files of examples, made once into tokens and what of them counts: a folder that all ranks map into memory.
 
 A document of its token file is an example. Its sequences are by turns tokens that do not count and tokens that do; the
-first one does not. It is empty where the example is of the same chat as the one before.
+first one does not. It is empty where the example is of the same chat as the one before. A pair of preferences is two
+documents of one chat: what was chosen, and what was rejected.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from megacore.config import ChatConfig
 from megacore.data import text
 from megacore.data.encode import EncodedPieces, with_progress
-from megacore.data.formats import BadExample, example, format_of, renamed
+from megacore.data.formats import BadExample, check_preference, example, format_of, preference, renamed
 from megacore.data.grouping import grouped
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, Tokens
@@ -73,19 +74,28 @@ _SUMS = ("examples", "tokens", "counted", "split", "cut", "dropped", "skipped")
 
 
 class Examples:
-    """Prepared examples in a folder. `lengths`: tokens of each, [count]. `chats`: which of the rows that hold examples
-    each is of, [count], from 0 on."""
+    """Prepared examples in a folder, or pairs of documents.
 
-    def __init__(self, folder: Path) -> None:
+    `lengths`: tokens of each, [count]. `chats`: which of the rows that hold examples each is of, [count], from 0 on.
+    `reference`: of pairs, the log-probabilities of their answers by the reference, fp64 [count, 2]: NaN until they are
+    known.
+    """
+
+    def __init__(self, folder: Path, pairs: bool = False) -> None:
+        self.folder, self.documents = folder, 2 if pairs else 1
+        """The number of documents of each."""
         self._dataset = IndexedDataset(folder / NAME)
         try:
             known = read_json(folder / FACTS, folder)
             formats = {str(name): int(count) for name, count in known["formats"].items()}
             self.facts = Facts(**known | {"faults": tuple(known["faults"]), "formats": formats})
-            self.chats = np.cumsum(self._dataset.lengths[self._dataset.bounds[:-1]] > 0) - 1
+            chats = np.cumsum(self._dataset.lengths[self._dataset.bounds[:-1]] > 0) - 1
+            self.chats = chats.reshape(-1, self.documents)[:, 0]
         except (StoreError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(f"{folder} is not as it was prepared: remove it ({error})") from error
-        self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
+        self.lengths = self._dataset.document_lengths().reshape(-1, self.documents).sum(1)
+        self.count = len(self.lengths)
+        self.reference = np.full((self.count, 2), np.nan) if pairs else None
 
     @property
     def identity(self) -> str:
@@ -93,7 +103,7 @@ class Examples:
         return self._dataset.identity
 
     def example(self, index: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Return the tokens [lengths[index]] of an example, and which of them count."""
+        """Return the tokens [n] of a document, and which of them count."""
         dataset = self._dataset
         runs = dataset.lengths[int(dataset.bounds[index]) : int(dataset.bounds[index + 1])]
         return dataset.document(index), np.repeat(np.arange(runs.size) % 2 == 1, runs)
@@ -104,11 +114,13 @@ class Examples:
 
 @dataclass(frozen=True)
 class ExampleFiles:
-    """Files of examples, under the name that the recipe has for them, and {our key: theirs} where that is another."""
+    """Files of examples, under the name that the recipe has for them, and {our key: theirs} where that is another;
+    pairs: whether they are to be preferences."""
 
     name: str
     files: Sequence[Path]
     keys: Mapping[str, str] = field(default_factory=dict)
+    pairs: bool = False
 
     def pieces(self) -> list[FileRange]:
         """Return the pieces of all files. InputError as of :func:`megacore.data.text.cut`."""
@@ -117,9 +129,9 @@ class ExampleFiles:
     def look(self, bad_lines: str) -> None:
         """Look at the first rows, which takes no tokenizer. Raises InputError: they are none to be trained on."""
         facts, size = Facts(), 0
-        rows = (row for piece in self.pieces() for row in recognized(text.rows(piece), self.keys))
+        rows = (row for piece in self.pieces() for row in recognized(text.rows(piece), self.keys, self.pairs))
         for row in islice(rows, LOOKED_AT):
-            fault = row if isinstance(row, Fault) else _fault(row)
+            fault = row if isinstance(row, Fault) else _fault(row, self.pairs)
             size += 0 if isinstance(row, Fault) else row.size
             facts = _with_fault(facts, fault) if fault is not None else facts + Facts(examples=1)
             if size > LOOKED_AT_BYTES:
@@ -129,27 +141,29 @@ class ExampleFiles:
             raise InputError(_bad_lines(self.name, facts, " among its first rows" if more else ""))
 
 
-def recognized(rows: Iterable[Record | Fault], keys: Mapping[str, str]) -> Iterator[Record | Fault]:
+def recognized(rows: Iterable[Record | Fault], keys: Mapping[str, str], pairs: bool) -> Iterator[Record | Fault]:
     """Yield rows under our keys, those without a format as faults. InputError where one is of a format that is not
-    trained on."""
+    trained on, or not of `pairs` where these are wanted."""
     for row in rows:
         if isinstance(row, Fault):
             yield row
             continue
         try:
             found = replace(row, values=renamed(row.values, keys))
-            refused = format_of(found.values).refused
+            refused = not pairs and format_of(found.values).refused
+            if pairs:
+                check_preference(found.values)
         except BadExample as error:
             yield row.fault(str(error))
             continue
         if refused:
-            raise InputError(str(_fault(found)))
+            raise InputError(str(_fault(found, pairs)))
         yield found
 
 
-def _fault(row: Record) -> Fault | None:
+def _fault(row: Record, pairs: bool) -> Fault | None:
     try:
-        example(row.values)
+        preference(row.values) if pairs else example(row.values)
     except BadExample as error:
         return row.fault(str(error))
     return None
@@ -193,7 +207,7 @@ class Preparation:
             with _lock(self.folder / f".{target.name}.lock"):
                 if not target.exists():
                     self._prepare(target)
-        found = Examples(target)
+        found = Examples(target, self.source.pairs)
         _check_ids(found.facts.vocabulary, self.model.vocabulary, self.source.name)
         return found
 
@@ -202,6 +216,7 @@ class Preparation:
         date, one of the hub's by its commit."""
         rules = replace(self.chat, pack=True, template=None)  # packing comes later, and the template is with the files
         facts = [FORMAT, [*map(_version, self.source.files)], dict(self.source.keys), asdict(rules), self.length]
+        facts += [self.source.pairs] * self.source.pairs
         kind = [self.model.config.get(key) for key in ("model_type", "tokenizer_class", "eos_token_id")]
         files = [[name, blake2b(file.read()).hexdigest()] for name, file in sorted(self.model.files.items())]
         versions = [version("transformers"), version("tokenizers")]
@@ -214,7 +229,7 @@ class Preparation:
         with publish(target) as made, self.model.folder() as folder:
             facts, parts = Facts(), (part for piece in pieces for part in text.blocks(piece))
             groups = grouped(parts, lambda part: part.work)
-            tasks = (ExampleTask(group, folder, self.chat, self.length, self.source.keys) for group in groups)
+            tasks = (ExampleTask(group, folder, self.chat, self.length, self.source) for group in groups)
             name = f"prepare {Path(self.source.name).name}"
             with (
                 IndexedWriter(made / NAME, self.model.vocabulary) as writer,
@@ -266,13 +281,13 @@ def _lock(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExampleTask:
-    """Pieces to prepare by the tokenizer in a folder; keys: as of :class:`ExampleFiles`."""
+    """Pieces of a source to prepare by the tokenizer in a folder."""
 
     pieces: list[FileRange]
     folder: Path
     chat: ChatConfig
     length: int
-    keys: Mapping[str, str]
+    source: ExampleFiles
 
 
 @dataclass(frozen=True)
@@ -311,6 +326,22 @@ class _ExampleBuilder:
         for tokens in examples:
             self._add(tokens, self.facts.examples > before)
 
+    def add_pair(self, pair: Sequence[Tokens], kind: str) -> None:
+        """Keep a pair, or drop it. What does not fit into a row is cut at the ends of both answers, but no answer to
+        less than half of the row."""
+        sizes, room = [len(ids) for ids, _ in pair], self.task.length + 1
+        self.facts += Facts(formats={kind: 1})
+        cut = int(sum(sizes) > room)
+        if cut:
+            limits = [max(room // 2, room - other) for other in reversed(sizes)]
+            pair = [(ids[:limit], counted[:limit]) for (ids, counted), limit in zip(pair, limits, strict=True)]
+        if cut and (self.task.chat.too_long == "drop" or not all(counted.any() for _, counted in pair)):
+            self.facts += Facts(dropped=1)
+            return
+        for number, document in enumerate(pair):
+            self._keep(*document, goes_on=number > 0)
+        self.facts += Facts(1, cut=cut)
+
     def _add(self, tokens: Tokens, goes_on: bool) -> None:
         ids, counted = _until_counted(tokens)
         limit, cut = self.task.length + 1, 0
@@ -323,10 +354,14 @@ class _ExampleBuilder:
                 self.facts += Facts(dropped=1)
                 return
             cut = 1
+        self._keep(ids, counted, goes_on)
+        self.facts += Facts(1, cut=cut)
+
+    def _keep(self, ids: Integers, counted: npt.NDArray[np.bool_], goes_on: bool) -> None:
         self.tokens.append(ids)
         runs = np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size)
         self.runs.append(np.concatenate([np.zeros(2 * goes_on, np.int64), runs]))
-        self.facts += Facts(1, ids.size, int(counted.sum()), cut=cut, vocabulary=int(ids.max()) + 1)
+        self.facts += Facts(0, ids.size, int(counted.sum()), vocabulary=int(ids.max()) + 1)
 
 
 def _until_counted(tokens: Tokens) -> Tokens:
@@ -341,16 +376,20 @@ _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 def encode_examples(task: ExampleTask) -> EncodedExamples:
     """Encode one task in this process."""
     tokenizer, made = _load(task.folder), _ExampleBuilder(task)
-    rows = (row for piece in task.pieces for row in recognized(text.rows(piece), task.keys))
+    pairs = task.source.pairs
+    rows = (row for piece in task.pieces for row in recognized(text.rows(piece), task.source.keys, pairs))
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
-        encoded = iter(tokenizer.examples([each for each in group if isinstance(each, Record)], task.chat.train_on))
+        records = [each for each in group if isinstance(each, Record)]
+        encoded = iter(tokenizer.pairs(records) if pairs else tokenizer.examples(records, task.chat.train_on))
         for row in group:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):
                 made.skip(found)
                 continue
             assert isinstance(row, Record)
-            if kept := [tokens for tokens in found if tokens[1].any()]:
+            if pairs:
+                made.add_pair(found, str(format_of(row.values)))
+            elif kept := [tokens for tokens in found if tokens[1].any()]:
                 made.add(kept, str(format_of(row.values)))
             else:
                 made.skip(row.fault("the loss would count none of its tokens"))

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from megacore.data.text import kind_of, text_problem
 from megacore.say import brief
@@ -27,7 +28,7 @@ WEIGHT = "weight"
 """The field of a message that is 0 where a turn of the assistant is not to be learned."""
 TRAINED, UNTRAINED = "trained", "untrained"
 """In the place of a role: bare text, that no template writes."""
-_PREFERENCES = "which are preferences, and there is no training on them here"
+_RATED = "which are ratings, and there is no training on them here"
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,17 @@ class Format:
 _KWARGS = ("chat_template_kwargs", "leave them out")
 FORMATS = (
     Format(
-        "preferences",
+        "chosen and rejected",
         ("chosen", "rejected"),
-        refused=f"{_PREFERENCES}: learn what was chosen by data.map={{messages: chosen}}, or {{completion: chosen}}",
+        also=("prompt", "tools"),
+        not_read=(_KWARGS,),
+        refused="which are preferences: learn from both by preference.loss=dpo (or ipo, simpo, orpo), or what was "
+        "chosen by data.map={messages: chosen}, or {completion: chosen}",
     ),
     Format(
         "rated completions",
         ("completion", "label"),
-        refused=f"{_PREFERENCES}: keep the good completions, without the label",
+        refused=f"{_RATED}: keep the good completions, without the label",
     ),
     Format("messages", ("messages",), also=("tools",), not_read=(("system", "make it the first message"), _KWARGS)),
     Format("ShareGPT", ("conversations",), also=("system", "tools"), not_read=(_KWARGS,)),
@@ -90,6 +94,7 @@ FORMATS = (
     ),
 )
 """In this order: of rows that have the keys of several, the first one counts."""
+PREFERENCES = FORMATS[0]
 IN_TURNS = ("role", "content", "from", "value")
 """Keys of a message."""
 KEYS = tuple(dict.fromkeys([key for each in FORMATS for key in (*each.needs, *each.also)] + [*IN_TURNS]))
@@ -157,12 +162,10 @@ def example(row: Mapping[str, Any]) -> Example:
     Raises:
         BadExample: it is no example.
     """
-    kind, present = format_of(row), {key: value for key, value in row.items() if value is not None}
+    kind = format_of(row)
     if kind.refused:
         raise BadExample(f"has {' and '.join(map(repr, kind.needs))}, {kind.refused}")
-    for key, way_out in kind.not_read:
-        if present.get(key):
-            raise BadExample(f"has {key!r} beside {kind.needs[0]!r}, which is not read: {way_out}")
+    present = _read(row, kind)
     tools = _tools(present.get("tools")) if "tools" in kind.also else None
     if not kind.turns:
         return Example(_listed(present, kind), tools)
@@ -172,6 +175,80 @@ def example(row: Mapping[str, Any]) -> Example:
     if kind.turns[-1][0] == TRAINED:
         return Example(parts=[(text, role == TRAINED) for role, text in turns])
     return Example([{"role": role, "content": text} for role, text in turns if text or role != "system"])
+
+
+def _read(row: Mapping[str, Any], kind: Format) -> dict[str, Any]:
+    """Return what a row has that is not null. BadExample if that has more of the text than would be read."""
+    present = {key: value for key, value in row.items() if value is not None}
+    for key, way_out in kind.not_read:
+        if present.get(key):
+            raise BadExample(f"has {key!r} beside {kind.needs[0]!r}, which is not read: {way_out}")
+    return present
+
+
+def check_preference(row: Mapping[str, Any]) -> None:
+    """Raise BadExample for a row that is no pair."""
+    missing = [key for key in PREFERENCES.needs if row.get(key) is None]
+    if missing:
+        keys = ", ".join(repr(key[:_LONG]) for key, value in islice(row.items(), _LOOKED_AT) if value is not None)
+        raise BadExample(
+            f"has {keys or 'no keys'}, and no {' and no '.join(map(repr, missing))}: preference.loss learns from "
+            "pairs, name their keys as in data.map={chosen: KEY, rejected: KEY}"
+        )
+
+
+def preference(row: Mapping[str, Any]) -> list[Example]:
+    """Return the prompt of a pair, the prompt with what was chosen, and the prompt with what was rejected.
+
+    Where the row has no prompt, it is what both begin with: messages, or characters.
+
+    Raises:
+        BadExample: the row is no pair.
+    """
+    check_preference(row)
+    present = _read(row, PREFERENCES)
+    prompt, *answers = (present.get(key) for key in ("prompt", *PREFERENCES.needs))
+    if not any(isinstance(each, list) for each in answers):
+        said = None if prompt is None else text_of(prompt, "the prompt")
+        begin, *ends = _parted(said, *map(text_of, answers, PREFERENCES.needs))
+        return [Example(parts=[(text, False)]) for text in (begin, *(begin + end for end in ends))]
+    chats = [*map(_messages, answers, PREFERENCES.needs)]
+    if isinstance(prompt, str) and all(chat[0]["role"] == "user" and chat[0]["content"] == prompt for chat in chats):
+        prompt = None  # which the chats begin with
+    before, *behind = _parted(None if prompt is None else _messages(prompt, "the prompt"), *chats)
+    for key, chat in zip(PREFERENCES.needs, behind, strict=True):
+        if chat[-1]["role"] != "assistant":
+            raise BadExample(
+                f"{key} ends with the {chat[-1]['role']}, not with the assistant, of whom it is to be learned"
+            )
+    tools = _tools(present.get("tools"))
+    messages = (before, *([*before, *chat] for chat in behind))
+    return [Example([{key: turn[key] for key in turn if key != WEIGHT} for turn in chat], tools) for chat in messages]
+
+
+Said = TypeVar("Said", str, list[Message])
+
+
+def _parted(prompt: Said | None, chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
+    """Return the prompt, which is what both answers begin with where there is none, and the answers behind it."""
+    if prompt is None:
+        differ = (index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+        end = next(differ, -1)
+        if end > 0 and chosen[end - 1] == " ":
+            end -= 1  # a blank before the answers is theirs, as of most tokens
+        if end < 0:
+            end = min(len(chosen), len(rejected)) - 1
+        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    if not prompt:
+        raise BadExample(
+            "has no prompt: give 'prompt', or begin 'chosen' and 'rejected' with the same messages or text"
+        )
+    for key, answer in zip(PREFERENCES.needs, (chosen, rejected), strict=True):
+        if not answer:
+            raise BadExample(f"the {key} answer is empty")
+    if chosen == rejected:
+        raise BadExample("the chosen and the rejected answer are the same")
+    return prompt, chosen, rejected
 
 
 def _joined(present: Mapping[str, Any], keys: Sequence[str], kind: Format) -> str:

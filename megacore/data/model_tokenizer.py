@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data import pretrained
-from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, passages
+from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, of_pair, passages
 from megacore.data.grouping import grouped
 from megacore.data.guard import Guard, GuardError
 from megacore.data.text import Fault, InputError, Record
@@ -150,6 +150,31 @@ class ModelTokenizer:
         encoded = iter(self.encode([each for found in made if isinstance(found, list) for each in found]))
         return [[next(encoded) for _ in found] if isinstance(found, list) else found for found in made]
 
+    def pairs(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Tokens] | str]:
+        """Return the tokens of what was chosen and of what was rejected in each row, or why there are none.
+
+        Both begin with the prompt. What counts begins where the tokens of the first of them differ from those of the
+        prompt alone: an answer's first characters may be one token with the prompt's last.
+
+        NoTemplateError if it takes a chat template, and there is none.
+        """
+        made: list[list[Passage] | str] = []
+        for row in rows:
+            try:
+                made.append(of_pair(row, lambda: self.template))
+            except BadExample as error:
+                made.append(str(error))
+        encoded = iter(self.encode([each for found in made if isinstance(found, list) for each in found]))
+        return [found if isinstance(found, str) else _behind(*(next(encoded)[0] for _ in found)) for found in made]
+
+
+def _behind(prompt: npt.NDArray[np.int64], *texts: npt.NDArray[np.int64]) -> list[Tokens]:
+    """Return texts that begin with a prompt; what is behind it counts, but for a first token."""
+    sizes = [min(len(prompt), len(text)) for text in texts]
+    alike = [prompt[:size] == text[:size] for size, text in zip(sizes, texts, strict=True)]
+    begin = max(1, min(size if same.all() else int(same.argmin()) for size, same in zip(sizes, alike, strict=True)))
+    return [(text, np.arange(len(text)) >= begin) for text in texts]
+
 
 def _stops(folder: Path) -> list[int]:
     """Return the tokens at which generating ends, as the configs in a folder have them."""
@@ -174,8 +199,15 @@ class GuardedTokenizer:
 
         InputError if the tokenizer or its template take too much for them; NoTemplateError as of ModelTokenizer.
         """
+        return self._ask("examples", rows, train_on)
+
+    def pairs(self, rows: Sequence[Record]) -> list[list[Tokens] | Fault]:
+        """Return the tokens of the two documents of each row, or why there are none; raises as :meth:`examples`."""
+        return self._ask("pairs", rows)
+
+    def _ask(self, method: str, rows: Sequence[Record], *arguments: object) -> list[list[Tokens] | Fault]:
         try:
-            found = self._guard.call("examples", [row.values for row in rows], train_on)
+            found = self._guard.call(method, [row.values for row in rows], *arguments)
         except GuardError as error:
             more = f", or on one of the {len(rows) - 1:,} after it" if len(rows) > 1 else ""
             reason = f"the model's tokenizer or chat template fails on it{more}: {error}"

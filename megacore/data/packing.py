@@ -45,7 +45,7 @@ class Packed:
     """The samples of some examples, in epochs of `per_epoch` rows, each in an order that belongs to (seed, epoch).
 
     Which examples share a row is the same in every epoch. What is left of a row is padding: a document of its own, of
-    which nothing counts. ValueError if there are no examples.
+    which nothing counts. The two documents of a pair lie one after the other. ValueError if there are no examples.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Packed:
         if not chosen.size:
             raise ValueError(f"{name} has no examples: add some, or give this split a larger fraction")
         self.length = length
-        self._examples, self._seed = examples, seed
+        self.examples, self._seed = examples, seed
         chosen = chosen[shuffled(chosen.size, seed, Purpose.DOCUMENTS)]
         lengths = examples.lengths[chosen]
         if pack:
@@ -69,9 +69,9 @@ class Packed:
             chosen, lengths = chosen[longest_first], lengths[longest_first]
             rows = best_fit(lengths.tolist(), length + 1)
             together = np.argsort(rows, kind="stable")
-            self._chosen, sizes = chosen[together], np.bincount(rows)
+            self.chosen, sizes = chosen[together], np.bincount(rows)
         else:
-            rows, self._chosen, sizes = np.arange(chosen.size), chosen, np.ones(chosen.size, np.int64)
+            rows, self.chosen, sizes = np.arange(chosen.size), chosen, np.ones(chosen.size, np.int64)
         self._ends = np.cumsum(sizes)
         self.per_epoch = sizes.size
         filled = np.bincount(rows, weights=lengths)
@@ -83,11 +83,14 @@ class Packed:
         row = epoch_order(self.per_epoch, self._seed, epoch)[within]
         begin = int(self._ends[row - 1]) if row else 0
         tokens, counted = np.zeros(self.length + 1, np.int64), np.zeros(self.length + 1, np.bool_)
-        documents, filled = np.empty(self.length + 1, np.int32), 0
-        for number, example in enumerate(self._chosen[begin : int(self._ends[row])].tolist()):
-            own = slice(filled, filled + int(self._examples.lengths[example]))
-            tokens[own], counted[own] = self._examples.example(example)
-            documents[own] = number
+        documents, filled, each = np.empty(self.length + 1, np.int32), 0, self.examples.documents
+        examples = self.chosen[begin : int(self._ends[row])]
+        numbers = (examples[:, None] * each + np.arange(each)).ravel()
+        for number, document in enumerate(numbers.tolist()):
+            ids, counts = self.examples.example(document)
+            own = slice(filled, filled + len(ids))
+            tokens[own], counted[own], documents[own] = ids, counts, number
             filled = own.stop
-        documents[filled:] = int(self._ends[row]) - begin
-        return Sample(tokens, documents, counted, filled)
+        documents[filled:] = len(numbers)
+        known = self.examples.reference
+        return Sample(tokens, documents, counted, filled, None if known is None else known[examples])

@@ -44,12 +44,14 @@ def shuffled(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDA
 class Sample:
     """tokens int64 [length + 1]; documents int32 [length + 1], which of the sample's documents 0, 1, ... each is of;
     counted bool [length + 1], whether the loss counts the prediction of each; filled, the number of tokens that are not
-    the padding at the end, None where that is all."""
+    the padding at the end, None where that is all; reference fp64 [pairs, 2], where documents 2i and 2i + 1 are the
+    chosen and the rejected one of a pair: the log-probabilities of their answers by the reference."""
 
     tokens: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int32]
     counted: npt.NDArray[np.bool_]
     filled: int | None = None
+    reference: npt.NDArray[np.float64] | None = None
 
     def blank(self) -> Sample:
         """Return a sample of the same tokens that all count as padding: the model computes it, and learns nothing."""

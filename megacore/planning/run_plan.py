@@ -172,7 +172,8 @@ class Plan:
 
 def problems_on_paper(config: Config, world: int, model: ModelConfig) -> list[str]:
     """Return the problems of the numbers; where data and models lie and what this machine has does not matter here."""
-    named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
+    stand_in = CorpusConfig("-" if config.preference is None else "-.jsonl")
+    named = replace(config, data=replace(config.data, train=config.data.train or (stand_in,)))
     if config.lora is not None:
         named = replace(named, checkpoint=replace(config.checkpoint, init=config.checkpoint.init or "-"))
     return problems(named, world, model, gpus=world, local_ranks=world)

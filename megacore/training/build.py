@@ -13,7 +13,7 @@ from megacore import checkpoints
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batches
-from megacore.data.corpora import end_of_text
+from megacore.data.corpora import end_of_text, packed_of
 from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
 from megacore.models.assemble import Model
@@ -21,10 +21,12 @@ from megacore.models.decoder import Losses
 from megacore.models.stages import layout_of
 from megacore.parallel import kernels
 from megacore.parallel.balance import Coefficients
+from megacore.parallel.enum_errors import WITH_REFERENCE
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.preference import TOLD, PairLoss, Preference
 from megacore.parallel.token_loss import loss_of
 from megacore.parallel.weights.layout import Layout
 from megacore.recipe import ConfigError
@@ -42,6 +44,7 @@ from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Meter, Metrics
 from megacore.training.callbacks.profile import Profile
 from megacore.training.callbacks.recompute import Recompute
+from megacore.training.callbacks.reference import ReferenceScores
 from megacore.training.callbacks.repeat_steps import RepeatSteps
 from megacore.training.callbacks.replicas import Replicas
 from megacore.training.callbacks.report import FinalReport
@@ -87,7 +90,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     folder = offload.folder if offload else None
     state = TrainingState(model.parameters, optimizer, folder, replace(layout, schema=config.tuning.kept(schema)))
     contents = _contents(setup, state, _adapters(config, start, control))
-    pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients)
+    loss = () if config.preference is None else (TOLD,)
+    pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients, loss)
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
@@ -120,6 +124,9 @@ def _callbacks(
         bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision], kernels.mm)
     made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
+    if config.preference is not None and config.preference.loss in WITH_REFERENCE:
+        sources = [packed for side in (setup.corpora.train, held_out) if side for packed in packed_of(side)]
+        made.append(ReferenceScores(sources, lambda source: _batches(setup, source, mesh, model)))
     made += [DataStates(), Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
     keeping: list[Callback] = [checkpoints_on_disk, *([evaluation] if evaluation else [])]
     return [*made, *(keeping[::-1] if decides(config) else keeping), Garbage(), Profile(), FinalReport()]
@@ -130,7 +137,11 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     come."""
     config = setup.config
     function = None if config.loss.function is None else loss_of(config.loss.function)
-    losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk, function)
+    section, of_pairs = config.preference, None
+    if section is not None:
+        weights = Preference(section.loss, section.factor, section.gamma, section.label_smoothing)
+        of_pairs = PairLoss(weights, mesh.along("cp", "tp"))
+    losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk, function, of_pairs)
     activations = Activations(config.memory.recompute, config.memory.offload_activations, config.memory.mlp_chunk)
     dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
     experts = config.experts

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from megacore import checkpoints
 from megacore.config import Config
+from megacore.data.corpora import EXAMPLES, packed_of
 from megacore.data.samples import Epochs
+from megacore.parallel.enum_errors import WITH_REFERENCE
 from megacore.planning.overheads import Storage, save_of
 from megacore.planning.peak_memory import Memory, memory
 from megacore.planning.recipe_setting import setting_of
@@ -29,6 +31,7 @@ def outlook(setup: Setup, world: int, here: int) -> str:
         ("ranks", f"{world:,}, {here:,} of them here" if here < world else f"{world:,}, all here"),
         *_course(setup),
         ("memory", _memory(memory(setting), here, kind)),
+        *_reference(setup),
         *_written(config, setting, here),
     ]
     said = [*remarks(setup.start, config, model, shape, setup.corpora.identities), *setup.corpora.remarks]
@@ -46,6 +49,16 @@ def _course(setup: Setup) -> Iterator[tuple[str, str]]:
     if isinstance(samples, Epochs):
         epochs = f"; the data is gone through {end.samples / samples.per_epoch:,.2f} times"
     yield "tokens", f"{step:,} in a step, {end.tokens:,} in all{epochs}"
+
+
+def _reference(setup: Setup) -> Iterator[tuple[str, str]]:
+    """Yield what the weights that the run starts from are asked before its first step."""
+    section, sides = setup.config.preference, (setup.corpora.train, setup.corpora.validation)
+    if section is not None and section.loss in WITH_REFERENCE:
+        sources = [packed for side in sides if side for packed in packed_of(side)]
+        pairs, rows = sum(len(each.chosen) for each in sources), sum(each.per_epoch for each in sources)
+        kept = Path(setup.config.out) / EXAMPLES
+        yield "reference", f"of {pairs:,} pairs in {rows:,} rows, computed once before the first step, kept in {kept}"
 
 
 def _memory(stages: tuple[Memory, ...], here: int, kind: str) -> str:

@@ -325,9 +325,20 @@ def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
     return [(step, value) for step, value in points if step is not None and value is not None]
 
 
-def draw(records: Sequence[Record], picture: Path, reference: float | None = None) -> None:
+def rewards(told: Sequence[float], prefix: str = "") -> dict[str, float]:
+    """Return the metrics of what the loss of pairs says beside the loss, of a mean pair; of no pairs none."""
+    if not told:
+        return {}
+    chosen, rejected, accuracy = told
+    found = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": accuracy}
+    return {f"{prefix}reward_{name}": value for name, value in found.items()}
+
+
+def draw(
+    records: Sequence[Record], picture: Path, reference: float | None = None, unit: str = " in nats per token"
+) -> None:
     """Draw the loss curve of a run of the records of its metrics.jsonl; ``reference`` is a level to compare with, the
-    unigram entropy of the corpus."""
+    unigram entropy of the corpus; ``unit`` is of the loss."""
     pyplot = pictures.pyplot()
     train, held_out = curve(records, "loss"), curve(records, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -337,7 +348,7 @@ def draw(records: Sequence[Record], picture: Path, reference: float | None = Non
         axes.plot(*zip(*held_out, strict=True), label="validation", marker="o")
     if reference is not None:
         axes.axhline(reference, color="gray", linestyle="--", label="unigram entropy")
-    axes.set(xlabel="step", ylabel="loss in nats per token")
+    axes.set(xlabel="step", ylabel=f"loss{unit}")
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()

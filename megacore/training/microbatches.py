@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.data.batches import Batch
+from megacore.data.batches import Batch, BatchPairs
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
 from megacore.parallel.labels import with_labels
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.preference import MicrobatchPairs
 from megacore.parallel.random import key
 
 _TOGETHER = 64
@@ -50,7 +52,16 @@ class Uploader:
             split=batch.split,
             rows=self._to_device(batch.rows) if balanced and batch.rows is not None else None,
             blank=batch.blank,
+            pairs=None if batch.pairs is None else self._pairs(batch.pairs),
         )
+
+    def _pairs(self, pairs: BatchPairs) -> MicrobatchPairs:
+        """Return pairs in a number that the ranks of cp x tp divide."""
+        shape = self.mesh.shape
+        fill = (0, -len(pairs.counted) % (shape.cp * shape.tp)), (0, 0)
+        counted, reference = (np.pad(each, fill) for each in (pairs.counted, pairs.reference))
+        places, *of_pairs = map(self._to_device, (pairs.places, counted, reference))
+        return MicrobatchPairs(places, *(each.unflatten(0, (-1, 2)) for each in of_pairs))
 
     def _to_device(self, array: object) -> Tensor:
         tensor = torch.as_tensor(array).flatten()

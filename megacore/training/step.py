@@ -35,11 +35,13 @@ class Stats:
     """Scalars on the device, the same on every rank; reading them waits for the step.
 
     Args:
-        loss: Mean loss of the counted tokens of the global batch.
+        loss: Mean loss of the counted tokens of the global batch, or of its pairs.
+        tokens: The number of them.
         grad_norm: Norm of the whole model's gradient before clipping.
         own_loss: This rank's part of the loss, the one that is not the same everywhere.
         overflow: Whether the gradient alone is not finite, and a smaller scale may mend that in later steps.
         squares: This rank's part of the squares of the gradient, which is scaled, fp64.
+        told: What else the loss says, means over the pairs: [n]; of no pairs, [0].
     """
 
     loss: Tensor
@@ -49,6 +51,7 @@ class Stats:
     scale: Tensor
     overflow: Tensor
     squares: Tensor
+    told: Tensor
 
     @cached_property
     def finite(self) -> Tensor:
@@ -116,19 +119,26 @@ class TrainStep:
         squares = self.gradients.squares()
         # The norm comes last: whoever has it knows that every rank has summed all of its gradients, and that each can
         # do the rest alone.
-        loss, norm = total_loss(own, self.mesh), self.gradients.norm(squares) / scale
-        return Stats(loss, norm, tokens, own, scale, self.scaler.overflow(loss, norm), squares)
+        (loss, told), norm = _parts(total_loss(own, self.mesh)), self.gradients.norm(squares) / scale
+        return Stats(loss, norm, tokens, _parts(own)[0], scale, self.scaler.overflow(loss, norm), squares, told)
+
+
+def _parts(loss: Tensor) -> tuple[Tensor, Tensor]:
+    """loss: a scalar or [n] -> the loss, a scalar, and what else it says."""
+    return loss.flatten()[0], loss.flatten()[1:]
 
 
 def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
-    """Return (mean loss of the counted tokens, their number) of a global batch, scalars, the same on all ranks."""
+    """Return (mean loss of the counted tokens or pairs, a scalar or [n], and their number) of a global batch, the same
+    on all ranks."""
     tokens = counted_tokens(microbatches, mesh)
     return total_loss(pipeline.evaluate(microbatches, 1 / tokens), mesh), tokens
 
 
 def counted_tokens(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:
-    """Return the number of labels of the global batch that count, at least 1: the one divisor of the loss."""
-    return all_reduce_(_counted(microbatches), mesh.batch).clamp_(min=1)
+    """Return the number of labels of the global batch that count, or of its pairs, at least 1: the one divisor of the
+    loss."""
+    return all_reduce_(_counted(microbatches, mesh), mesh.batch).clamp_(min=1)
 
 
 def counted_and_routed(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, ...]:
@@ -137,11 +147,14 @@ def counted_and_routed(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[
     tokens = _number([torch.ones_like(m.tokens) if m.padding is None else ~m.padding for m in microbatches])
     # The ranks of cp have other tokens of the same sequences.
     sequences = tokens.new_full((), sum(m.sequences - m.blank for m in microbatches) / mesh.shape.cp)
-    own = torch.stack([_counted(microbatches), sequences, tokens])
+    own = torch.stack([_counted(microbatches, mesh), sequences, tokens])
     return all_reduce_(own, mesh.batch).clamp_(min=1).unbind()
 
 
-def _counted(microbatches: Sequence[Microbatch]) -> Tensor:
+def _counted(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:
+    pairs = [m.pairs for m in microbatches if m.pairs is not None]
+    if pairs:  # each of which all ranks of cp have
+        return _number([each.real for each in pairs]) / mesh.shape.cp
     return _number([m.labels != IGNORE for m in microbatches])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,31 @@ from megacore.parallel.collectives import start_all_gather, start_reduce_scatter
 from megacore.parallel.layers.linear import column_linear
 from megacore.parallel.layers.loss import Objective
 from megacore.parallel.layers.product import DENSE, Product
+from megacore.parallel.mesh import Group
+
+
+class _Gradients:
+    """The gradients of a linear, which chunks of its rows add up to: dx [t, in], dw [out, in] and db [out], in fp32 at
+    least; those of them that are needed."""
+
+    def __init__(self, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
+        self.x, self.weight = x, weight
+        wide, device = torch.promote_types(weight.dtype, torch.float32), weight.device
+        self.dx = torch.empty_like(x) if needs[0] else None
+        self.dw = torch.zeros(weight.shape, dtype=wide, device=device) if needs[1] else None
+        self.db = torch.zeros(len(weight), dtype=wide, device=device) if needs[2] else None
+
+    def add(self, rows: slice, dlogits: Tensor) -> None:
+        if self.dx is not None:
+            kernels.mm(dlogits, self.weight, out=self.dx[rows])
+        if self.dw is not None:
+            kernels.add_product_(self.dw, dlogits.t(), self.x[rows])
+        if self.db is not None:
+            self.db += dlogits.sum(0, dtype=self.db.dtype)
+
+    def own(self, group: Group) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return dx of this rank's tokens, and the others."""
+        return None if self.dx is None else start_reduce_scatter(self.dx, group).wait(), self.dw, self.db
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -30,29 +56,17 @@ class _ChunkedLoss(torch.autograd.Function):
         training: bool,
     ) -> Tensor:
         full = start_all_gather(x, objective.group).wait()
-        need_dx, need_dw, need_db = (training and need for need in ctx.needs_input_grad[:3])
-        losses = []
-        dx = torch.empty_like(full) if need_dx else None
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        dw = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_dw else None
-        db = torch.zeros(len(weight), dtype=wide, device=weight.device) if need_db else None
+        needs = [training and need for need in ctx.needs_input_grad[:3]]
+        losses, gradients = [], _Gradients(full, weight, needs)
         one = torch.ones((), dtype=torch.promote_types(full.dtype, torch.float32), device=full.device)
-        for start in range(0, len(full), chunk):
-            rows = slice(start, start + chunk)
+        for rows in _chunks(full, chunk):
             logits = kernels.linear(full[rows], weight, bias)
             loss, log_sum = objective.losses(logits, labels[rows])
             losses.append(loss)
-            if dx is None and dw is None and db is None:
-                continue
-            dlogits = objective.gradient_(logits, labels[rows], log_sum, one.expand_as(loss))
-            if dx is not None:
-                kernels.mm(dlogits, weight, out=dx[rows])
-            if dw is not None:
-                kernels.add_product_(dw, dlogits.t(), full[rows])
-            if db is not None:
-                db += dlogits.sum(0, dtype=wide)
+            if any(needs):
+                gradients.add(rows, objective.gradient_(logits, labels[rows], log_sum, one.expand_as(loss)))
         ctx.dtypes = x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
-        ctx.save_for_backward(start_reduce_scatter(dx, objective.group).wait() if dx is not None else None, dw, db)
+        ctx.save_for_backward(*gradients.own(objective.group))
         return objective.own(torch.cat(losses)).sum()
 
     @staticmethod
@@ -60,6 +74,45 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         found = (_scaled(*each) for each in zip(ctx.saved_tensors, (dy, dy, dy), ctx.dtypes, strict=True))
         return *found, None, None, None, None
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """The backward computes the logits of each chunk again, as their gradient is only known there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, objective: Objective, chunk: int
+    ) -> Tensor:
+        full = start_all_gather(x, objective.group).wait()
+        found = [
+            objective.losses(kernels.linear(full[rows], weight, bias), labels[rows]) for rows in _chunks(full, chunk)
+        ]
+        losses, log_sums = (torch.cat(each) for each in zip(*found, strict=True))
+        ctx.objective, ctx.chunk = objective, chunk
+        ctx.save_for_backward(x, weight, bias, labels, log_sums)
+        return objective.own(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, labels, log_sums = ctx.saved_tensors
+        objective = ctx.objective
+        full, dy = (start_all_gather(each, objective.group).wait() for each in (x, dy))
+        gradients = _Gradients(full, weight, ctx.needs_input_grad[:3])
+        for rows in _chunks(full, ctx.chunk):
+            logits = kernels.linear(full[rows], weight, bias)
+            gradients.add(rows, objective.gradient_(logits, labels[rows], log_sums[rows], dy[rows]))
+        dx, dw, db = gradients.own(objective.group)
+        return (
+            dx,
+            None if dw is None else dw.to(weight.dtype),
+            None if db is None else db.to(bias.dtype),
+            *(None,) * 3,
+        )
+
+
+def _chunks(x: Tensor, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, len(x), chunk))
 
 
 def _scaled(gradient: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -89,6 +142,28 @@ def head_loss(
         ValueError: t does not divide over the group.
     """
     if chunk is None:
-        return objective(column_linear(x, weight, bias, objective.group, product=product), labels).sum()
+        return head_losses(x, weight, labels, objective, chunk, bias, product).sum()
     loss: Tensor = _ChunkedLoss.apply(x, weight, bias, labels, objective, chunk, torch.is_grad_enabled())
     return loss
+
+
+def head_losses(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    chunk: int | None = None,
+    bias: Tensor | None = None,
+    product: Product = DENSE,
+) -> Tensor:
+    """Return the losses of this rank's tokens: [t/tp], in fp32 at least, of the arguments of :func:`head_loss`.
+
+    With ``chunk`` the backward computes the logits again, and any gradient of the losses may come in.
+
+    Raises:
+        ValueError: t does not divide over the group.
+    """
+    if chunk is None:
+        return objective(column_linear(x, weight, bias, objective.group, product=product), labels)
+    losses: Tensor = _ChunkedLosses.apply(x, weight, bias, labels, objective, chunk)
+    return losses

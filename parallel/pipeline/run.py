@@ -129,7 +129,8 @@ class Outbox:
 class Pipeline:
     """The chunks of one stage and the schedule that drives them.
 
-    The chunk of the last virtual stage returns the loss of its microbatch, every other one its activations.
+    The chunk of the last virtual stage returns the loss of its microbatch, every other one its activations. A loss may
+    be [n]: the first number is trained, the others, which have no gradient, are told.
 
     Args:
         mesh: The live mesh.
@@ -137,6 +138,7 @@ class Pipeline:
         dtype: The dtype of the activations between stages.
         schedule: A name from :data:`~parallel.pipeline.schedules.SCHEDULES`.
         gradients: Lets weight gradients wait; needed by schedules whose backward is split.
+        loss: The shape of the loss.
 
     Raises:
         ValueError: there is no such schedule, or nobody to let weight gradients wait.
@@ -147,6 +149,7 @@ class Pipeline:
     dtype: torch.dtype
     schedule: str = "1f1b"
     gradients: WeightGradients | None = None
+    loss: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -162,11 +165,11 @@ class Pipeline:
 
         Args:
             microbatches: The microbatches of this data-parallel rank.
-            scale: The factor of each loss, a scalar: one over the global number of counted tokens.
+            scale: The factor of each loss, a scalar: one over the global number of counted tokens or pairs.
             enter: Told the kind of each action before it.
 
         Returns:
-            This rank's part of the step's loss, a scalar; the loss is the sum over all ranks.
+            This rank's part of the step's loss, a scalar or [n]; the loss is the sum over all ranks.
         """
         return _Run(self, SCHEDULES[self.schedule], microbatches, scale).run(enter)
 
@@ -227,7 +230,8 @@ class _Run:
         self.stages, self.stage = mesh.shape.pp, mesh.place.pp
         schedule, asked = _planned(build, self.stages, len(pipeline.chunks), len(microbatches))
         self.actions, self.requests = schedule[self.stage], asked[self.stage]
-        self.loss = torch.zeros((), dtype=torch.promote_types(pipeline.dtype, torch.float32), device=mesh.device)
+        dtype = torch.promote_types(pipeline.dtype, torch.float32)
+        self.loss = torch.zeros(pipeline.loss, dtype=dtype, device=mesh.device)
         self.scale = scale.to(self.loss.dtype)
         # (input, edge of the output) of each forward whose backward is still to come; the output itself is let go. It
         # has no edge where the first chunk trains nothing.
@@ -301,7 +305,7 @@ class _Run:
     def _backward(self, chunk: int, m: int) -> None:
         x, edge = self.alive.pop((chunk, m))
         if self._virtual(chunk) == self._last:
-            gradient = torch.ones((), dtype=self.loss.dtype, device=self.loss.device)
+            gradient = torch.ones(self.pipeline.loss, dtype=self.loss.dtype, device=self.loss.device)
         else:
             gradient = self._take(BACKWARD, chunk, m)
         if edge is not None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from megacore.config import Config
-from megacore.data.batches import Batch
+from megacore.data.batches import Batch, BatchPairs
 from megacore.parallel.labels import IGNORE
 from megacore.planning.trace import fake_cuda
 from megacore.planning.trace.fake_cuda import DeviceWatch, Gpu
@@ -61,7 +61,7 @@ class Case:
         rank: Which one is traced.
         layers: Of each chunk.
         labels: The share of the tokens that have a label.
-        documents: Lengths of the documents of a sequence.
+        documents: Lengths of the documents of a sequence; of preferences they are pairs.
     """
 
     overrides: str = ""
@@ -80,6 +80,7 @@ EXPERTS = "model.preset=mixtral-tiny"
 BALANCED = f"{EXPERTS} experts.sequence_balance=0.01 experts.z_loss=0.001"
 FEW = 0.1
 TEXTS = (20, 5, 7)
+PAIR = (20, 12)
 
 CASES: Mapping[str, Case] = {
     "bf16": Case(),
@@ -115,6 +116,8 @@ CASES: Mapping[str, Case] = {
     "documents": Case(documents=TEXTS),
     "documents, fp32": Case("train.precision=fp32", documents=TEXTS),
     "documents, selective": Case("memory.recompute=selective", documents=TEXTS),
+    "preferences": Case("preference.loss=dpo", documents=PAIR),
+    "preferences, lora, tp": Case(f"preference.loss=orpo mesh.tp=2 {LORA}", documents=PAIR),
     "lora": Case(LORA),
     "lora, dropout, full": Case(f"{LORA} lora.dropout=0.1 memory.recompute=full"),
     "lora, fp8": Case(f"{LORA} train.precision=fp8", layers=2),
@@ -279,7 +282,13 @@ def _batches(case: Case, config: Config) -> Iterator[Batch]:
     length, rng = config.data.sequence_length, np.random.default_rng(0)
     for _ in range(2 * config.mesh.pp):
         labels = np.where(np.arange(length) < case.labels * length, 1, IGNORE)[None]
-        yield Batch(rng.integers(0, 512, (1, length)), labels, np.arange(length)[None], case.documents)
+        pairs = None
+        if config.preference is not None and case.documents is not None:
+            places = np.arange(len(case.documents)).repeat(case.documents)
+            pairs = BatchPairs(
+                places[None], np.bincount(places).reshape(-1, 2), np.zeros((len(case.documents) // 2, 2))
+            )
+        yield Batch(rng.integers(0, 512, (1, length)), labels, np.arange(length)[None], case.documents, pairs=pairs)
 
 
 # -- the table

@@ -127,7 +127,7 @@ def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folde
 
 def validation_loss(recipe: str) -> float:
     made = trainer(recipe, [])
-    return of(made, Evaluation).loss(made)
+    return of(made, Evaluation).losses(made)[0]
 
 
 def test_the_validation_loss_is_one_mean_over_all_labels(pool: Pool, tmp_path: Path) -> None:
@@ -191,13 +191,13 @@ def test_the_examples_of_a_chat_are_held_out_together(recipe: str, tmp_path: Pat
     write_jsonl(tmp_path / "chats.jsonl", *({"messages": chat("hi", "hello", "and", "so")} for _ in range(12)))
     corpora = check(recipe, ["data.validation=[]", "data.validation_fraction=0.4"], 1, 1).corpora
     sides = [source for source in (corpora.train, corpora.validation) if isinstance(source, Packed)]
-    kept, held = (source._examples.chats[source._chosen].tolist() for source in sides)
+    kept, held = (source.examples.chats[source.chosen].tolist() for source in sides)
     assert len(kept) + len(held) == 24 and held
     assert {*kept} | {*held} == {*range(12)} and not {*kept} & {*held}
     for seed in range(4):  # one at least, however small the fraction
         few = ["data.validation=[]", "data.validation_fraction=0.0001", f"data.seed={seed}"]
         source = check(recipe, few, 1, 1).corpora.validation
-        assert isinstance(source, Packed) and source._chosen.size == 2
+        assert isinstance(source, Packed) and source.chosen.size == 2
 
 
 def test_examples_of_a_least_length_alone(recipe: str, tmp_path: Path) -> None:
@@ -208,8 +208,8 @@ def test_examples_of_a_least_length_alone(recipe: str, tmp_path: Path) -> None:
         check(recipe, [f"data.train=[{{path: {path}, least: {least}}}]"], 1, 1).corpora.train for least in (0, 20)
     )
     assert isinstance(whole, Packed) and isinstance(some, Packed)
-    long = whole._chosen[whole._examples.lengths[whole._chosen] >= 20]
-    assert {*some._chosen.tolist()} == {*long.tolist()} and 0 < long.size < whole._chosen.size
+    long = whole.chosen[whole.examples.lengths[whole.chosen] >= 20]
+    assert {*some.chosen.tolist()} == {*long.tolist()} and 0 < long.size < whole.chosen.size
     train = check(recipe, blend, 1, 1).corpora.train
     assert isinstance(train, Blend) and len(train.sources) == 2
     with pytest.raises(ConfigError, match=r"none of the \d+ document\(s\) of .*mixed.jsonl to train on has the 9999"):

@@ -123,7 +123,7 @@ BAD = [
     bad("", "recipe.yaml: line 1 is nested more than 32 levels", recipe="model: " + "{a: " * 99 + "1" + "}" * 99),
     # unknown keys, with the nearest spelling
     bad("optimzer.lr=1", "optimzer: unknown key", "did you mean optimizer?"),
-    bad("optimizer.beta=[0.9,0.95]", "optimizer.beta: unknown key", "did you mean optimizer.betas?"),
+    bad("optimizer.beta=[0.9,0.95]", "optimizer.beta: unknown key", "did you mean optimizer.betas or preference.beta?"),
     bad("data.shard=optimizer", "data.shard: unknown key; did you mean zero.shard?"),
     bad("data.replicas=2", "data.replicas: unknown key; did you mean zero.replicas?"),
     bad("lr=1", "lr: unknown key", "did you mean optimizer.lr?"),

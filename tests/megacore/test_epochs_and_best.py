@@ -42,10 +42,10 @@ KEEP_BEST = (
 def losses(*values: float) -> AbstractContextManager[object]:
     """Evaluations after steps 2, 4, ... find these."""
 
-    def loss(self: Evaluation, run: engine.Trainer) -> float:
-        return values[run.step // 2 - 1]
+    def found(self: Evaluation, run: engine.Trainer) -> list[float]:
+        return [values[run.step // 2 - 1]]
 
-    return mock.patch.object(Evaluation, "loss", loss)
+    return mock.patch.object(Evaluation, "losses", found)
 
 
 @pytest.mark.parametrize("epochs", [0.3, 1, 2.5])

@@ -211,7 +211,7 @@ def test_what_was_recognised_is_told(folders: Mapping[str, Path], tmp_path: Path
         ({"prompt": "a", "response": "b"}, "no 'completion': the nearest format is prompt and completion"),
         ({"question": "a", "answer": "b"}, "name its keys as in data.map={prompt: KEY, completion: KEY}"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has 'chosen' and 'rejected', which are preferences"),
-        ({"prompt": "a", "completion": "b", "label": False}, "has 'completion' and 'label', which are preferences"),
+        ({"prompt": "a", "completion": "b", "label": False}, "has 'completion' and 'label', which are ratings"),
         ({"conversations": [{"from": "bot", "value": "x"}]}, "message 1 is from 'bot': choose from system"),
         ({"conversations": [{"from": "gpt", "text": "x"}]}, "the value of message 1 is null, not text"),
         ({"conversations": [{"who": "gpt", "says": "x"}]}, "no 'role' and no 'from' among 'who', 'says'"),

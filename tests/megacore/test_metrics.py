@@ -77,12 +77,12 @@ def test_time_of_evaluation_is_not_counted(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=4", "log.every=2", "evaluate.every=1"], log=True)
     started = time.perf_counter()
 
-    def slow(run: engine.Trainer) -> float:
+    def slow(run: engine.Trainer) -> list[float]:
         run.enter("evaluate")
         time.sleep(0.2)
-        return 0.0
+        return [0.0]
 
-    of(made, Evaluation).loss = slow  # type: ignore[method-assign]
+    of(made, Evaluation).losses = slow  # type: ignore[method-assign]
     result = engine.result(made, made.fit())
     elapsed = time.perf_counter() - started
     counted = sum(2 * seconds for seconds in result.values("seconds_per_step"))

@@ -21,6 +21,8 @@ class Numbered:
 
     lengths: npt.NDArray[np.int64]
     count: int = field(init=False)
+    documents: int = 1
+    reference: None = None
 
     def __post_init__(self) -> None:
         self.count = len(self.lengths)

@@ -642,6 +642,14 @@ def test_the_plan_of_adapters_needs_no_model(capsys: pytest.CaptureFixture[str])
     assert "llama of 8,030,261,248 parameters (41,943,040 trained)" in out and "It fits" in out
 
 
+def test_the_plan_of_preferences_needs_no_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "finetune_preferences.yaml")
+    assert main(["plan", recipe, "--world", "2", "model.preset=llama-3.2-1b"]) == 0
+    assert "It fits" in capsys.readouterr().out
+    assert main(["plan", recipe, "--world", "2", "model.preset=llama-3.2-1b", "loss.z_loss=0.1"]) == 2
+    assert "preference.loss (dpo) takes the place of loss.z_loss (0.1) too" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

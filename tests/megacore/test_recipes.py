@@ -20,6 +20,7 @@ MACHINES = {
     "experts": (2, 0, None),
     "finetune": (2, 0, None),
     "finetune_lora": (2, 0, None),
+    "finetune_preferences": (2, 0, None),
     "long": (2, 0, None),
 }
 FINETUNED = "llama-3.2-1b"

@@ -553,13 +553,13 @@ def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe:
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=1000", "evaluate.every=3", "train.precision=fp32"])
     in_steps(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
     evaluation = of(made, Evaluation)
-    evaluate = evaluation.loss
+    evaluate = evaluation.losses
 
-    def seen(run: Trainer) -> float:
+    def seen(run: Trainer) -> list[float]:
         assert saved(tmp_path) == [3]
         return evaluate(run)
 
-    evaluation.loss = seen  # type: ignore[method-assign]
+    evaluation.losses = seen  # type: ignore[method-assign]
     assert made.fit() == 3
 
 

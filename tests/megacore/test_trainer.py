@@ -199,7 +199,7 @@ def test_skipping_goes_on_and_counts(pool: Pool, recipe: str, tmp_path: Path) ->
 def stats_of(loss: float, overflow: bool = False) -> Stats:
     norm = torch.tensor(torch.inf if overflow else 1.0)
     one = torch.tensor(loss)
-    return Stats(one, norm, torch.tensor(1), one, torch.tensor(1.0), torch.tensor(overflow), norm**2)
+    return Stats(one, norm, torch.tensor(1), one, torch.tensor(1.0), torch.tensor(overflow), norm**2, torch.empty(0))
 
 
 @pytest.mark.quick
@@ -328,9 +328,9 @@ def test_masks_differ_between_steps_microbatches_and_ranks(pool: Pool, dropout: 
 def test_evaluation_drops_nothing_and_training_goes_on_dropping(dropout: str) -> None:
     made = trainer(dropout, [])
     evaluation = of(made, Evaluation)
-    assert evaluation.loss(made) == evaluation.loss(made)
+    assert evaluation.losses(made) == evaluation.losses(made)
     plain = trainer(dropout, ["model.resid_pdrop=0.0", "model.embd_pdrop=0.0", "model.attn_pdrop=0.0"])
-    assert evaluation.loss(made) == of(plain, Evaluation).loss(plain)
+    assert evaluation.losses(made) == of(plain, Evaluation).losses(plain)
     batch = made.batches.microbatches(0)
     assert loss_of(made, batch, 1) != loss_of(plain, batch, 1)
 

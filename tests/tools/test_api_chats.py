@@ -45,6 +45,17 @@ def test_the_same_facts_asked_in_other_ways(tmp_path: Path) -> None:
     assert any(len(json.loads(line)["messages"]) > 2 for line in made["train.jsonl"])
 
 
+def test_pairs_prefer_the_answer_to_that_of_another_question(tmp_path: Path) -> None:
+    made = make(tmp_path, "--facts", "50")
+    for chats, pairs in (("train.jsonl", "pairs.jsonl"), ("validation.jsonl", "validation_pairs.jsonl")):
+        known, rows = turns(made[chats]), [json.loads(line) for line in made[pairs]]
+        said = [
+            (row["prompt"][0]["content"], row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows
+        ]
+        assert {question: answer for question, answer, _ in said} == known and len(said) == len(known)
+        assert all(answer != other for _, answer, other in said)
+
+
 def test_a_seed_gives_the_same_files(tmp_path: Path) -> None:
     first = make(tmp_path / "a", "--facts", "30", "--seed", "3")
     assert make(tmp_path / "b", "--facts", "30", "--seed", "3") == first

@@ -14,6 +14,7 @@ from megacore.config import Config
 from megacore.data.batches import Batches
 from megacore.store.io.errors import StoreError
 from megacore.store.weight_folders.checkpoint import TRAINER
+from megacore.training.metrics import rewards
 from megacore.training.step import evaluate
 from megacore.training.trainer import Callback, Trainer
 
@@ -68,16 +69,18 @@ class Evaluation(Callback):
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         if self.is_due(run) and not (run.stopping and decides(run.config)):
-            loss = self.loss(run)
+            loss, *told = self.losses(run)
             self._known.append((run.step, loss if math.isfinite(loss) else math.inf))
             run.enter("log")
-            record = {"validation_loss": loss, "evaluations_since_best": len(self._since_best()) - 1}
-            plain = run.config.loss.function is None  # another loss has no perplexity
-            run.call("on_log", record | ({"validation_perplexity": perplexity(loss)} if plain else {}))
+            record: dict[str, Any] = {"validation_loss": loss, "evaluations_since_best": len(self._since_best()) - 1}
+            if run.config.has_cross_entropy:  # another loss has no perplexity
+                record["validation_perplexity"] = perplexity(loss)
+            run.call("on_log", record | rewards(told, "validation_"))
             self._end_without_better(run)
 
-    def loss(self, run: Trainer) -> float:
-        """Return the mean loss over the first ``evaluate.batches`` global batches held out; the same on every rank."""
+    def losses(self, run: Trainer) -> list[float]:
+        """Return the mean loss over the first ``evaluate.batches`` global batches held out, and what else it says of
+        pairs; the same on every rank."""
         run.model.train(False)
         losses, counts = [], []
         for i in range(run.config.evaluate.batches):
@@ -87,7 +90,8 @@ class Evaluation(Callback):
             losses.append(loss * tokens)
             counts.append(tokens)
         run.model.train()
-        return (torch.stack(losses).sum() / torch.stack(counts).sum()).item()
+        mean = torch.stack(losses).sum(0) / torch.stack(counts).sum()
+        return mean.reshape(-1).tolist()
 
     @staticmethod
     def is_due(run: Trainer) -> bool:

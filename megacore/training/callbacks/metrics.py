@@ -16,7 +16,7 @@ from megacore.models.config import ModelConfig, flops_per_token
 from megacore.parallel.balance import Coefficients, Loads
 from megacore.parallel.mesh import Mesh
 from megacore.rank import RankPlace
-from megacore.training.metrics import Log, Record
+from megacore.training.metrics import Log, Record, rewards
 from megacore.training.step import Phase, Stats
 from megacore.training.trainer import Callback, Trainer
 
@@ -84,6 +84,7 @@ class Metrics(Callback):
             **self._meter.record(run.step, run.tell),
             "peak_memory_gib": run.control.largest(peak_memory_gib(run.mesh.device))[0],
             "skipped_steps": 0,
+            **rewards(stats.told.tolist()),
             **({"loss_scale": stats.scale.item()} if run.train_step.scaling.moves else {}),
             **self._loads(run),
         }

@@ -112,4 +112,4 @@ def computed(run: Trainer, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         microbatch = replace(microbatch, number=0)
     with step.gradients.handed_to(add):
         loss = step.pipeline.train([microbatch], step.scaler.scale / tokens, lambda kind: run.enter(PHASES[kind]))
-    return loss, total
+    return loss.flatten()[0], total

@@ -34,20 +34,22 @@ def report(config: Config, last: int, vocabulary: int) -> str:
     records = metrics.read(out / metrics.METRICS)
     known = facts(config.data.train[0]) if len(config.data.train) == 1 else None
     entropy = known.unigram_entropy if known else None
-    metrics.draw(records, out / metrics.PICTURE, entropy)
+    unit = " in nats per token" if config.preference is None else " of a pair"
+    metrics.draw(records, out / metrics.PICTURE, entropy, unit)
     losses = [loss for _, loss in metrics.curve(records, "loss")]
     held_out = [loss for _, loss in metrics.curve(records, "validation_loss")]
     lines = ["", f"Done after step {last} of {config.train.steps}." if last < config.train.steps else "Done."]
     if losses:
         recent = losses[-10:]
         lines.append(
-            f"  training loss    {sum(recent) / len(recent):.4f} nats per token (the last {len(recent)} records)"
+            f"  training loss    {sum(recent) / len(recent):.4f}{unit.replace(' in', '')} "
+            f"(the last {len(recent)} records)"
         )
     if held_out:
         lowest, at = min((loss, step) for step, loss in metrics.curve(records, "validation_loss"))
         best = f", the lowest {lowest:.4f} at step {at:,.0f}" if lowest < held_out[-1] else ""
         lines.append(f"  validation loss  {held_out[-1]:.4f}{best}")
-    lines += _above_a_guess(records, vocabulary) if config.loss.function is None else []
+    lines += _above_a_guess(records, vocabulary) if config.has_cross_entropy else []
     if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
         lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
     if goodput := [share for _, share in metrics.curve(records, "goodput")][-1:]:
