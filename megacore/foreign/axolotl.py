@@ -168,7 +168,7 @@ _RULES: dict[str, Rule] = {
     "deepspeed": off("import that JSON too, and put its keys beside these"),
     "fsdp": off("zero.shard=parameters, and zero.replicas for HYBRID_SHARD"),
     "fsdp_config*": off("zero.shard=parameters, and zero.replicas for HYBRID_SHARD"),
-    "rl": off("is not read yet: see docs/finetune.md"),
+    "rl": off("preference.loss learns from chosen and rejected: see docs/finetune.md"),
     "neftune_noise_alpha": off("noise on embeddings is not here"),
     "special_tokens.pad_token": without("nothing is padded here"),
     "special_tokens.*": only(why="tokens are those of the model's tokenizer"),

@@ -17,7 +17,7 @@ from megacore.parallel.layers.product import DENSE, Product
 from megacore.parallel.mesh import Group
 
 
-class _Gradients:
+class _ChunkGradients:
     """The gradients of a linear, which chunks of its rows add up to: dx [t, in], dw [out, in] and db [out], in fp32 at
     least; those of them that are needed."""
 
@@ -57,7 +57,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         full = start_all_gather(x, objective.group).wait()
         needs = [training and need for need in ctx.needs_input_grad[:3]]
-        losses, gradients = [], _Gradients(full, weight, needs)
+        losses, gradients = [], _ChunkGradients(full, weight, needs)
         one = torch.ones((), dtype=torch.promote_types(full.dtype, torch.float32), device=full.device)
         for rows in _chunks(full, chunk):
             logits = kernels.linear(full[rows], weight, bias)
@@ -98,7 +98,7 @@ class _ChunkedLosses(torch.autograd.Function):
         x, weight, bias, labels, log_sums = ctx.saved_tensors
         objective = ctx.objective
         full, dy = (start_all_gather(each, objective.group).wait() for each in (x, dy))
-        gradients = _Gradients(full, weight, ctx.needs_input_grad[:3])
+        gradients = _ChunkGradients(full, weight, ctx.needs_input_grad[:3])
         for rows in _chunks(full, ctx.chunk):
             logits = kernels.linear(full[rows], weight, bias)
             gradients.add(rows, objective.gradient_(logits, labels[rows], log_sums[rows], dy[rows]))
