@@ -215,6 +215,7 @@ def rows_of(folder: Path, *overrides: str) -> int:
     return train.per_epoch
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_run_computes_what_plain_torch_computes(folder: Path, loss: str) -> None:
     """Losses, rewards, gradients and updates; pairs are packed, a step has all of them. Transformers' norms and rotary
@@ -339,6 +340,7 @@ PROBLEMS = {
         "loss.z_loss=0.1 loss.label_smoothing=0.1",
         r"preference.loss \(dpo\) takes the place of loss.label_smoothing \(0.1\), loss.z",
     ),
+    "function": ("loss.function=math:sqrt", r"takes the place of loss.function \(math:sqrt\) too: leave them out"),
     "counts": ("chat.train_on=all", r"chat.train_on \(all\): preferences are of all that stands behind the prompt"),
     "gamma": ("preference.gamma=0.5", "preference.gamma .0.5. is for preference.loss=simpo, not dpo: leave it out"),
     "smoothed": ("preference.loss=ipo preference.label_smoothing=0.1", "is for preference.loss=dpo or simpo, not ipo"),
