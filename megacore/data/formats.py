@@ -62,7 +62,11 @@ FORMATS = (
         "chosen and rejected",
         ("chosen", "rejected"),
         also=("prompt", "tools"),
-        not_read=(_KWARGS,),
+        not_read=(
+            _KWARGS,
+            ("system", "make it the first message of the prompt"),
+            *((key, f"name it by data.map={{prompt: {key}}}") for key in ("question", "instruction", "input", "query")),
+        ),
         refused="which are preferences: learn from both by preference.loss=dpo (or ipo, simpo, orpo), or what was "
         "chosen by data.map={messages: chosen}, or {completion: chosen}",
     ),

@@ -384,6 +384,14 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
         {"prompt": "b", "chosen": said("a", "b"), "rejected": said("a", "d")},
         "the prompt is a str, not a list",
     ),
+    "system": (
+        {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"},
+        "has 'system' beside 'chosen', which is",
+    ),
+    "question": (
+        {"question": "a", "chosen": "The b", "rejected": "The c"},
+        "not read: name it by data.map={prompt: quest",
+    ),
     "kwargs": ({"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": {"a": 1}}, "which is not read"),
 }
 
