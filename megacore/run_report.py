@@ -27,8 +27,8 @@ POINTS = 1200
 SMOOTH = 0.95
 """What a running mean keeps of itself with each record."""
 CHARTS: Mapping[str, tuple[str, str, bool]] = {
-    "loss": ("Loss", "nats per token", False),
-    "validation_loss": ("Validation loss", "nats per token", False),
+    "loss": ("Loss", "nats per token, or of a pair", False),
+    "validation_loss": ("Validation loss", "nats per token, or of a pair", False),
     "lr": ("Learning rate", "", False),
     "grad_norm": ("Gradient norm", "before clipping", True),
     "tokens_per_second": ("Speed", "tokens per second", False),
@@ -37,7 +37,9 @@ CHARTS: Mapping[str, tuple[str, str, bool]] = {
     "goodput": ("Goodput", "share of the wall clock", False),
     "loss_scale": ("Loss scale", "", True),
     "load_max": ("Fullest expert", "over a mean one", False),
-    "accuracy": ("Pairs told right", "share", False),
+    "reward_margin": ("Margin of rewards", "chosen less rejected", False),
+    "reward_accuracy": ("Pairs told right", "share", False),
+    "validation_reward_accuracy": ("Held-out pairs told right", "share", False),
 }
 """{key of metrics.jsonl: (title, unit, whether its axis is logarithmic)}."""
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
