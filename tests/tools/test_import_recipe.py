@@ -72,6 +72,8 @@ max_steps: 200
 warmup_ratio: 0.1
 optimizer: adamw_torch_fused
 learning_rate: 2e-4
+rl: simpo
+rl_beta: 2.5
 bf16: auto
 gradient_checkpointing: true
 flash_attention: true
@@ -157,6 +159,7 @@ CASES: Mapping[str, tuple[str, str, list[str], Mapping[str, Any]]] = {
             "optimizer": {"lr": 2e-4, "weight_decay": 0.0, "betas": [0.9, 0.999]},
             "memory": {"recompute": "full"},
             "chat": {"pack": False, "train_on": "assistant"},
+            "preference": {"loss": "simpo", "beta": 2.5},
         },
     ),
     "megatron, LLaMA": (
