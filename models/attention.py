@@ -14,6 +14,9 @@ from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.parameters import Parameters
 
 
+Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
 class Attention(nn.Module):
     """x: [tokens/tp, embed] -> [tokens/tp, embed]: the branch of a block that mixes tokens.
 
@@ -54,13 +57,16 @@ class Attention(nn.Module):
         self._rotate = kernels.rotate(parameters.mesh.device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = self.queries_keys_values(x, None if self.rope is None else context.rotations[self.rope])
+        rotation = None if self.rope is None else context.rotations[self.rope]
+        q, k, v, gate = self.queries_keys_values(x, rotation)
         scoring = self.scoring if self.training else self._still
-        y: Tensor = self.out(context.attention(self.name, q, k, v, scoring).flatten(1))
+        y = context.attention(self.name, q, k, v, scoring)
+        y = self.out((y if gate is None else y * gate.sigmoid()).flatten(1))
         return y
 
-    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [tokens/tp, embed] -> q: [tokens, heads, head], k: [tokens, kv, head], v: [tokens, kv, value]."""
+    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
+        """x: [tokens/tp, embed] -> q: [tokens, heads, head], k: [tokens, kv, head], v: [tokens, kv, value], and the
+        logits of what the outputs are weighed by, [tokens, heads, value], where they are."""
         raise NotImplementedError
 
 
@@ -75,6 +81,8 @@ class MultiHeadAttention(Attention):
         norms: The norms of queries and of keys, [tokens, heads, head] -> same; None: there are none.
         limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
         norms_after_rope: Whether those norms are of heads that have rotated.
+
+    Where queries are fused with gates, ``.qkv`` has a piece ``q.gate``, the outputs are weighed by their sigmoids.
     """
 
     def __init__(
@@ -90,25 +98,30 @@ class MultiHeadAttention(Attention):
         shard = parameters.shards[f"{name}.qkv.weight"]
         rows, head = shard.shape[0], shard.sizes["head"]
         kv = shard.piece("v").numel // shard.sizes["embed"] // head
-        heads = rows // head - 2 * kv
+        gated = "q.gate" in shard.param.sentence.labels
+        heads = (rows // head - 2 * kv) // (1 + gated)
         super().__init__(parameters, name, rope, scoring, heads=heads, kv=kv, head=head, value=head)
+        self.gated = gated
         self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")
         self.norms = None if norms is None else nn.ModuleList(norms)
         self._split_and_rotate = kernels.split_and_rotate(parameters.mesh.device)
 
-    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
         qkv = self.qkv(x)
-        if self.norms is None and self.limit is None and rotation is not None:
-            return self._split_and_rotate(qkv, *rotation, self.heads, self.kv)
-        q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
+        if self.norms is None and self.limit is None and rotation is not None and not self.gated:
+            return *self._split_and_rotate(qkv, *rotation, self.heads, self.kv), None
+        gates = self.heads * self.gated
+        q, gate, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, gates, self.kv, self.kv], 1)
         if not self.norms_after_rope:
             q, k = self._normalised(q, k)
         if self.limit is not None:
             q, k, v = (x.clamp(-self.limit, self.limit) for x in (q, k, v))
         if rotation is not None:
             q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)
-        return (*self._normalised(q, k), v) if self.norms_after_rope else (q, k, v)
+        if self.norms_after_rope:
+            q, k = self._normalised(q, k)
+        return q, k, v, gate if self.gated else None
 
     def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.norms is None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megacore.models.anatomy import Anatomy
+from megacore.models.anatomy import ACTIVATIONS, Anatomy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,11 +88,18 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
 
 def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
-    """Self-attention of a layer, ``layers.<layer>.attn``, of latents where it has some."""
+    """Self-attention of a layer, ``layers.<layer>.attn``, of latents where it has some; the gated delta rule,
+    ``layers.<layer>.delta``, where it has that."""
     from megacore.models.attention import MultiHeadAttention
+    from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
     from megacore.parallel.kernels.scoring import Scoring
+    from megacore.parallel.layers.norm import RMSNorm
 
+    delta = f"layers.{layer}.delta"
+    if f"{delta}.norm.weight" in parameters:
+        of_head = RMSNorm.of(parameters[f"{delta}.norm.weight"], anatomy.norm_eps, parameters.mesh)
+        return GatedDeltaRule(parameters, delta, ACTIVATIONS[anatomy.activation], of_head)
     name, own = f"layers.{layer}.attn", anatomy.layers[layer]
     scoring = Scoring(
         scale=anatomy.attention_scale,

@@ -14,6 +14,7 @@ from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.layers.experts import Counts
+from megacore.parallel.layers.states import States
 
 
 class MaskedAttention(Protocol):
@@ -61,10 +62,12 @@ class Context:
         attention: The attention of the tokens, which knows its mask.
         rotations: The cos, sin: [t, turning/2] of each rope that layers name, at the tokens' positions.
         routed: The tokens that this rank routes to experts.
+        states: What layers with a state are handed where a span of tokens begins.
         counts: {experts: how many rows they have}, kept for when a block is computed again.
     """
 
     attention: MaskedAttention
     rotations: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     routed: RoutedTokens = field(default_factory=RoutedTokens)
+    states: States | None = None
     counts: dict[nn.Module, Counts] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.context_split import ContextParallel, ContextSplit
 from megacore.parallel.enum_errors import Score
 from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.layers.context_attention import ContextAttention
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
 from megacore.parallel.layers.experts import Experts
@@ -26,6 +27,7 @@ from megacore.parallel.layers.linear import column_linear
 from megacore.parallel.layers.loss import Finish, Objective
 from megacore.parallel.layers.product import DENSE, Product
 from megacore.parallel.layers.scores import token_scores
+from megacore.parallel.layers.states import ContextStates, States
 from megacore.parallel.memory.recompute import PLAIN, Runner
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.parameters import Parameters, WeightGradient
@@ -52,6 +54,7 @@ class Microbatch:
         lengths: Lengths of the whole sequences that the documents are the ends of, where rotary frequencies are to go
             by it rather than by the sequence length.
         attention: The attention of the tokens, if it is not that of sequences and documents.
+        states: What their layers with a state are handed, if it is not that.
         padding: [t], true where a token is padding, which routers need not balance; None: nowhere.
         number: Its place in a training step; None where none is under way.
         wanted: [n], the tokens whose losses or logits are asked for; None for all. Losses are shared out over tp, so
@@ -73,6 +76,7 @@ class Microbatch:
     replica: int | None = None
     lengths: tuple[int, ...] | None = None
     attention: MaskedAttention | None = None
+    states: States | None = None
     wanted: Tensor | None = None
     padding: Tensor | None = None
     number: int | None = None
@@ -336,7 +340,17 @@ class Decoder(nn.Module):
     def context(self, microbatch: Microbatch) -> Context:
         """Return what the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
-        return Context(microbatch.attention or self.attention(microbatch), rotations, self._routed(microbatch))
+        attention, states = microbatch.attention or self.attention(microbatch), microbatch.states
+        return Context(attention, rotations, self._routed(microbatch), states or self.states(microbatch))
+
+    def states(self, microbatch: Microbatch, whole: bool = False) -> States:
+        """Return what layers with a state are handed where documents begin, or parts of them; ``whole`` is that of
+        :meth:`ContextStates.of`."""
+        device = microbatch.tokens.device
+        if microbatch.split is not None:
+            return ContextStates.of(microbatch.split, self._mesh.cp, device, whole)
+        rows = (microbatch.sequence_length,) * microbatch.sequences
+        return States(Spans(microbatch.documents or rows, device))
 
     def attention(self, microbatch: Microbatch, context: ContextParallel | None = None) -> MaskedAttention:
         """Return how the tokens of sequences and documents look at each other; ``context`` has split them, or the

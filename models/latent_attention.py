@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megacore.models.attention import Attention
+from megacore.models.attention import Attention, Projected
 from megacore.models.blocks import column, replicated
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.scoring import Scoring
@@ -53,7 +53,7 @@ class LatentAttention(Attention):
         self.latent, self.rotary, self.rest = sizes["kv_latent"], rotary, rest
         self.group = parameters.mesh.tp
 
-    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
         q = self.q_b(self.q_a_norm(self.q_a(x))).unflatten(-1, (self.heads, self.head))
         latent, turning = self.kv_a(x).split([self.latent, self.rotary], -1)
         still, v = self.kv_b(self.kv_a_norm(latent)).split([self.heads * self.rest, self.heads * self.value], -1)
@@ -61,4 +61,4 @@ class LatentAttention(Attention):
         if rotation is not None:
             q, turning = self._rotate(q, *rotation), self._rotate(turning, *rotation)
         still, v = (each.unflatten(-1, (self.heads, -1)) for each in (still, v))
-        return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v
+        return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v, None

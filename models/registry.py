@@ -70,6 +70,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen2_moe": "megacore.models.families.qwen2_moe.Qwen2MoeConfig",
     "qwen3": "megacore.models.families.qwen3.Qwen3Config",
     "qwen3_moe": "megacore.models.families.qwen3_moe.Qwen3MoeConfig",
+    "qwen3_next": "megacore.models.families.qwen3_next.Qwen3NextConfig",
     "seed_oss": "megacore.models.families.seed_oss.SeedOssConfig",
     "smollm3": "megacore.models.families.smollm3.SmolLM3Config",
     "solar_open": "megacore.models.families.solar_open.SolarOpenConfig",

@@ -14,6 +14,9 @@ QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
 QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
 HEADS, KV_HEADS = "(heads head)", "(kv head)"
 GATE_UP = "(gate: mlp + up: mlp)"
+# What the gated delta rule makes of a token, head by head of keys.
+STATE_VALUES = "state_heads each state_value"
+STATE_QKV = f"q: state_heads state_key + k: state_heads state_key + v: {STATE_VALUES}"
 
 Rows = tuple[Param, ...]
 
@@ -131,6 +134,35 @@ class Table:
         return (
             *self.linear("attn.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
             *self.linear("attn.out", "embed", HEADS, f"self_attn.{out}", bias=out_bias, ends=True),
+        )
+
+    def gated_attention(self, *, bias: bool = False) -> Rows:
+        """Queries and gates, head by head, keys, values and what comes out, as Qwen3-Next's ``self_attn`` has them."""
+        here = "(q: (own: heads head + gate: heads head) + k: kv head + v: kv head)"
+        stored = "(q: heads (own: head + gate: head) + k: kv head + v: kv head)"
+        hf = "self_attn.{q,k,v}_proj"
+        return (
+            *self.linear("attn.qkv", here, "embed", hf, bias=bias, stored=f"{stored} embed", stored_bias=stored),
+            *self.linear("attn.out", "embed", HEADS, "self_attn.o_proj", bias=bias, ends=True),
+        )
+
+    def delta_rule(self, inner: str, hf: str, *, stored: str = "") -> Rows:
+        """Return the gated delta rule, as Qwen3-Next's ``linear_attn`` has it.
+
+        Args:
+            inner: The sentence of what is projected: q, k, v, z, b, a, in this order.
+            hf: Hugging Face's names of its pieces.
+            stored: Its sentence of them, where it differs.
+        """
+        each, name, theirs = "(state_heads each)", "layers.{layer}.delta", f"{self.layer}.linear_attn"
+        return (
+            *self.linear("delta.inner", inner, "embed", f"linear_attn.{hf}", stored=stored and f"{stored} embed"),
+            Param(f"{name}.conv.weight", f"({STATE_QKV}) one taps", f"{theirs}.conv1d.weight", std=self.std, vector=True),
+            # Of decays spread evenly from 0.01 to 16.
+            Param(f"{name}.fade", each, f"{theirs}.A_log", mean=8.005, std=4.616, uniform=True, log=True),
+            Param(f"{name}.fade_bias", each, f"{theirs}.dt_bias", mean=1.0),
+            *self.norm("delta.norm", "linear_attn.norm", "state_value", mean=1.0),
+            *self.linear("delta.out", "embed", "(state_heads each state_value)", "linear_attn.out_proj", ends=True),
         )
 
     def latent_attention(self, *, latent_queries: bool, bias: bool = False, pairs: bool = True) -> Rows:

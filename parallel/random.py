@@ -57,4 +57,6 @@ def initial_values(layout: Layout, shard: Shard, label: str, seed: int) -> np.nd
         inside = tuple(slice(start - s, stop - s) for (start, stop), (s, _) in zip(hit, box, strict=True))
         chosen = tuple(slice(start - a, stop - a) for (start, stop), a in zip(hit, low, strict=True))
         values[inside] = drawn[chosen] * np.float32(param.std) + np.float32(param.mean)
+        if param.log:
+            values[inside] = np.log(values[inside])
     return values

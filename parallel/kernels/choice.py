@@ -25,14 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.parallel.kernels import activation, bands, cpu, grouped, norm, rotation
+from megacore.parallel.kernels import activation, bands, cpu, delta_rule, grouped, norm, rotation
 from megacore.parallel.kernels import documents as within
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.narrow_adamw import NarrowAdamW
 from megacore.parallel.kernels.scoring import PLAIN, Scoring
+from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.kernels.upcast import cpu_has_bf16, upcasts
 
 _FLASH_3 = "flash_attn_interface"
+_LINEAR = "fla.ops.gated_delta_rule"
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
 
 
@@ -238,6 +240,29 @@ def documents_attention(
     if torch.compiler.is_compiling():
         return within.masked(q, k, v, documents, sequences, scoring)
     return within.one_by_one(q, k, v, documents, scoring)
+
+
+@cache
+def has_flash_linear_attention() -> bool:
+    """Return whether flash-linear-attention is installed with the gated delta rule; nothing is run to find out."""
+    return importlib.util.find_spec("fla") is not None and importlib.util.find_spec(_LINEAR) is not None
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, spans: Spans
+) -> tuple[Tensor, Tensor]:
+    """Do as :func:`parallel.kernels.delta_rule.delta_rule`: by flash-linear-attention for two bytes on a GPU, where it
+    is installed, else by torch's operators."""
+    if q.device.type != "cuda" or q.dtype.itemsize != 2 or not has_flash_linear_attention():
+        return delta_rule.delta_rule(q, k, v, g, beta, initial, spans)
+    apply = importlib.import_module(_LINEAR).chunk_gated_delta_rule
+    each = v.shape[2]
+    q, k = (x.repeat_interleave(each, 1)[None] for x in (q, k))
+    v, g, beta = (x.flatten(1, 2)[None] for x in (v, g, beta))
+    initial = None if initial is None else initial.flatten(1, 2)
+    named = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "cu_seqlens": spans.starts}
+    y, last = apply(q, k, v, g, beta, initial_state=initial, **named)
+    return y[0].unflatten(1, (-1, each)), last.unflatten(1, (-1, each))
 
 
 def take_flash_attention(device: torch.device, dropout: bool) -> None:

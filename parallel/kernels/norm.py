@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megacore.parallel.kernels.again import keeping_inputs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -29,34 +29,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offse
 Normal = Callable[[Tensor], Tensor]
 
 
-def _formula(normal: Normal, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
+def _formula(x: Tensor, weight: Tensor, bias: Tensor | None, normal: Normal, offset: float) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     y = normal(x.to(wide)) * (weight.to(wide) + offset)
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
-class _Formula(torch.autograd.Function):
-    """Keeps its inputs alone, none of what the formula makes in fp32, and goes through it again."""
-
-    @staticmethod
-    def forward(ctx: Any, normal: Normal, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.normal, ctx.offset = normal, offset
-        return _formula(normal, x, weight, bias, offset)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        inputs: list[Any] = [each if each is None else each.detach().requires_grad_() for each in ctx.saved_tensors]
-        with torch.enable_grad():
-            x, weight, bias = inputs
-            y = _formula(ctx.normal, x, weight, bias, ctx.offset)
-        dx, dw, *db = torch.autograd.grad(y, [each for each in inputs if each is not None], dy)
-        return None, dx, dw, db[0] if db else None, None
-
-
 def _in_fp32(normal: Normal, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
     if torch.compiler.is_compiling():
-        return _formula(normal, x, weight, bias, offset)
-    y: Tensor = _Formula.apply(normal, x, weight, bias, offset)
+        return _formula(x, weight, bias, normal, offset)
+    # None of what the formula makes in fp32 is kept.
+    (y,) = keeping_inputs(lambda *inputs: (_formula(*inputs, normal, offset),), x, weight, bias)
     return y

@@ -20,6 +20,7 @@ SPLIT: Split = {
     "heads": ("tp",),
     "kv": ("tp",),
     "groups": ("tp",),
+    "state_heads": ("tp",),
     "mlp": ("tp",),
     "shared_mlp": ("tp",),
     "expert_mlp": (),
@@ -64,6 +65,7 @@ class Param:
         mean: Mean of the initial values.
         std: Standard deviation of the initial values.
         uniform: Whether they are spread evenly about the mean, rather than normally.
+        log: Whether the initial values are the logarithms of such numbers.
         vector: Whether it multiplies or adds element by element, though it has two dimensions: the norms of several
             heads, each with weights of its own.
         buffer: Whether it gets no gradient and is fp32 in any run: training moves it otherwise, or leaves it alone. It
@@ -80,6 +82,7 @@ class Param:
     mean: float = 0.0
     std: float = 0.0
     uniform: bool = False
+    log: bool = False
     vector: bool = False
     buffer: bool = False
 

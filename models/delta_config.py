@@ -1,0 +1,138 @@
+"""The config of families in which most layers follow the gated delta rule, and some attend (Qwen3-Next). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import FULL, LINEAR, Anatomy
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
+from megacore.parallel import limits
+from megacore.parallel.weights.schema import Param
+
+_B, _A = "b: state_heads each", "a: state_heads each"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
+    axes: ClassVar[Mapping[str, str]] = {
+        **DecoderConfig.axes,
+        "state_heads": "linear_num_key_heads",
+        "state_key": "linear_key_head_dim",
+        "state_value": "linear_value_head_dim",
+        "taps": "linear_conv_kernel_dim",
+    }
+    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.25)
+
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    # None becomes what full_attention_interval says: the last one of every so many layers attends.
+    layer_types: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer_types is None:
+            object.__setattr__(self, "layer_types", _kinds(self.num_hidden_layers, 4))
+        super().__post_init__()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, "each": self.linear_num_value_heads // self.linear_num_key_heads, "one": 1}
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        return super().anatomy_of(norm_offset=1.0, **own)
+
+    def layers_of(self, kind: str) -> list[int]:
+        """Return the layers of a kind."""
+        return [layer for layer, each in enumerate(self.layer_types or ()) if each == kind]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return ("mtp.",)
+
+    def delta_rule(self, t: Table) -> Rows:
+        """Return the rows of the layers that follow the delta rule: four linears, as Qwen3.5 has them."""
+        inner = f"(qkv: ({STATE_QKV}) + z: {STATE_VALUES} + {_B} + {_A})"
+        return t.delta_rule(inner, "in_proj_{qkv,z,b,a}")
+
+    def network(self, t: Table) -> Rows:
+        """Return the rows of the feed-forward networks."""
+        return t.gated_mlp()
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table(norm_mean=0.0)
+        attention = (
+            *t.gated_attention(bias=self.attention_bias),
+            *t.norm("attn.q_norm", "self_attn.q_norm", "head"),
+            *t.norm("attn.k_norm", "self_attn.k_norm", "head"),
+        )
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            in_layers(self.layers_of(LINEAR), self.delta_rule(t)),
+            in_layers(self.layers_of(FULL), attention),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            self.network(t),
+            tied=self.tie_word_embeddings,
+        )
+
+    def problems(self) -> list[str]:
+        found, kinds = super().problems(), self.layer_types or ()
+        if self.num_hidden_layers > limits.LAYERS:
+            return [*found, f"num_hidden_layers is {self.num_hidden_layers}: it may be up to {limits.LAYERS}"]
+        if unknown := sorted({*kinds} - {FULL, LINEAR}):
+            found.append(f"layer_types names {', '.join(unknown)}: only {FULL} and {LINEAR} are supported")
+        if len(kinds) != self.num_hidden_layers:
+            found.append(
+                f"layer_types names {len(kinds)} layers, and num_hidden_layers is {self.num_hidden_layers}: "
+                "give as many, or null"
+            )
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values < 1 or (keys > 0 and values % keys):
+            found.append(f"linear_num_value_heads ({values}) is not a multiple of linear_num_key_heads ({keys})")
+        return found
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        keys = tp * rng.choice((1, 2))
+        return drawn | {
+            "linear_conv_kernel_dim": rng.choice((2, 4)),
+            "linear_key_head_dim": rng.choice((3, 4)),
+            "linear_value_head_dim": rng.choice((3, 5)),
+            "linear_num_key_heads": keys,
+            "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
+            "layer_types": rng.choice((None, [rng.choice((FULL, LINEAR, LINEAR)) for _ in range(layers)])),
+        }
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        values, problems = super()._read(config)
+        every, layers = config.get("full_attention_interval"), values.get("num_hidden_layers")
+        if every is None or values.get("layer_types") is not None:
+            return values, problems
+        if type(every) is not int or every < 1:
+            return values, [*problems, f"full_attention_interval is {every!r}: it must be a whole number above 0"]
+        if isinstance(layers, int):
+            values["layer_types"] = _kinds(layers, every)
+        return values, problems
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return {*super()._consumed(), "full_attention_interval"}
+
+
+def _kinds(layers: int, every: int) -> tuple[str, ...] | None:
+    if layers > limits.LAYERS:
+        return None
+    return tuple(LINEAR if layer % every else FULL for layer in range(1, layers + 1))

@@ -1,0 +1,70 @@
+"""Qwen3-Next (Qwen Team 2025): the gated delta rule in three layers of four, gated attention in the fourth, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.decoder_config import shape
+from megacore.models.delta_config import DeltaConfig
+from megacore.models.experts_config import MoEConfig, SparseConfig
+from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(SparseConfig, DeltaConfig):
+    family: ClassVar[str] = "qwen3_next"
+    architecture: ClassVar[str] = "Qwen3NextForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = DeltaConfig.defaults
+    axes: ClassVar[Mapping[str, str]] = {
+        **DeltaConfig.axes,
+        **SparseConfig.axes,
+        "experts": "num_experts",
+        "routes": "num_experts",
+        "shared_mlp": "shared_expert_intermediate_size",
+    }
+
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    norm_topk_prob: bool = True
+
+    def delta_rule(self, t: Table) -> Rows:
+        gates = "b: {0}each + a: {0}each"
+        inner = f"(qkvz: ({STATE_QKV} + z: {STATE_VALUES}) + ba: ({gates.format('state_heads ')}))"
+        values = "each state_value"
+        heads = f"state_heads (q: state_key + k: state_key + v: {values} + z: {values})"
+        return t.delta_rule(
+            inner, "in_proj_{qkvz,ba}", stored=f"(qkvz: {heads} + ba: state_heads ({gates.format('')}))"
+        )
+
+    def network(self, t: Table) -> Rows:
+        shared = t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")
+        return self.feed_forward(t, t.experts() + shared)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"shared_expert_intermediate_size": rng.choice((10, 13))}
+
+
+_EACH = {
+    "vocab_size": 151936,
+    "head_dim": 256,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_next-tiny": _EACH
+    | shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    "qwen3-next-80b-a3b": _EACH | shape(2048, 5120, 48, 16) | {"num_key_value_heads": 2},
+}
+
+PARAMETERS: Mapping[str, int] = {}

@@ -1,0 +1,140 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464): attention whose memory is one matrix a head.
+
+A head has a state S: [key, value]. A token lets it fade by exp(g), and writes of its value what the state does not say
+of its key already, by a share beta; what its query reads is its output:
+
+    S = exp(g) S;    S = S + beta k (v - S' k)';    y = S' q
+
+with keys and queries of length 1, and queries over sqrt(key). Tokens are taken a chunk at a time (the WY representation
+of section 3.3): within a chunk all is products of matrices, and only from chunk to chunk the state goes step by step.
+Over a span of tokens it goes by S -> through S + gained, which is how ranks that share out a document hand it on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.parallel.kernels.again import keeping_inputs
+from megacore.parallel.kernels.spans import Chunks, Spans
+
+CHUNK = 64
+"""Tokens of a chunk."""
+_EPSILON = 1e-6
+"""Added to the square of the length of a key or a query, as all do who have published weights."""
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, spans: Spans, size: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Return y: [t, heads, each, value] and the states behind the spans: [spans, heads, each, key, value], in fp32 at
+    least, in which all is computed. Autograd keeps the inputs alone.
+
+    Args:
+        q, k: [t, heads, key].
+        v: [t, heads, each, value]: so many heads of values share one of keys.
+        g: [t, heads, each], the logarithm of what is left of the state at each token.
+        beta: [t, heads, each], the share that is written.
+        initial: [spans, heads, each, key, value], the states before the spans; None for zeros.
+        spans: Those of the tokens.
+        size: Tokens of a chunk.
+    """
+    y, last = keeping_inputs(partial(_rule, chunks=spans.chunks(size)), q, k, v, g, beta, initial)
+    return y, last
+
+
+def transitions(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, size: int = CHUNK
+) -> Tensor:
+    """Return what each span makes of a state before it: [spans, heads, each, key, key + value], ``through`` beside
+    ``gained``. The arguments are those of :func:`delta_rule`."""
+    (found,) = keeping_inputs(partial(_through, chunks=spans.chunks(size)), k, v, g, beta)
+    return found
+
+
+def handed_on(transition: Tensor, state: Tensor) -> Tensor:
+    """transition: [..., key, key + value] of a span, state: [..., key, value] before it -> behind it."""
+    key = transition.shape[-2]
+    return transition[..., key:] + transition[..., :key] @ state
+
+
+def _rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    dtype = v.dtype
+    k, v, g, beta = _cut(k, v, g, beta, chunks)
+    fade, w, u, tail, left = _writes(k, v, g, beta)
+    if initial is None:
+        state = u.new_zeros(chunks.counts[0], *u.shape[1:3], k.shape[-1], v.shape[-1])
+    else:
+        state = initial.to(u.dtype).index_select(0, chunks.order)
+    states, last = _scan(w, u, tail, left, chunks, state)
+    q = _unit(_chunked(q, chunks)) * q.shape[-1] ** -0.5
+    inside = (q @ k.mT)[:, :, None] * fade
+    y = inside @ (u - w @ states) + q[:, :, None] * g.cumsum(-1).exp()[..., None] @ states
+    y = y.movedim(3, 1).flatten(0, 1).index_select(0, chunks.places)
+    return y.to(dtype), last.index_select(0, chunks.back)
+
+
+def _through(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor]:
+    k, v, g, beta = _cut(k, v, g, beta, chunks)
+    _, w, u, tail, left = _writes(k, v, g, beta)
+    key, value = k.shape[-1], v.shape[-1]
+    state = torch.eye(key, key + value, dtype=u.dtype, device=u.device).expand(chunks.counts[0], *u.shape[1:3], -1, -1)
+    _, last = _scan(w, F.pad(u, (key, 0)), tail, left, chunks, state)
+    return (last.index_select(0, chunks.back),)
+
+
+def _cut(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return keys of length 1: [chunks, heads, size, key], and what there is of each head of values: [chunks, heads,
+    each, size, ...]. What is behind a span's end writes nothing, and lets nothing fade."""
+    g, beta = (
+        _wide(x.index_select(0, chunks.tokens)).index_fill(0, chunks.behind, 0.0).unflatten(0, (-1, chunks.size))
+        for x in (g, beta)
+    )
+    return _unit(_chunked(k, chunks)), _chunked(v, chunks, 3), g.movedim(1, 3), beta.movedim(1, 3)
+
+
+def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
+    """x: [t, heads, ..., n] -> [chunks, heads, ..., size, n]."""
+    return _wide(x.index_select(0, chunks.tokens)).unflatten(0, (-1, chunks.size)).movedim(1, to)
+
+
+def _writes(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what is left at each token of what each before it wrote; w and u, of which the tokens write u - w S; the
+    keys as they are at the chunk's end, and what is left of the state there."""
+    sums = g.cumsum(-1)
+    later = torch.ones(*sums.shape[-1:] * 2, dtype=torch.bool, device=k.device).triu(1)
+    fade = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()
+    known = (k @ k.mT)[:, :, None] * fade * beta[..., None]
+    wanted = torch.cat([v * beta[..., None], k[:, :, None] * (beta * sums.exp())[..., None]], -1)
+    # Of the triangle its diagonal is taken for ones, and what is above it is not looked at.
+    written = torch.linalg.solve_triangular(known, wanted, upper=False, unitriangular=True)
+    u, w = written.split([v.shape[-1], k.shape[-1]], -1)
+    tail = k[:, :, None] * (sums[..., -1:] - sums).exp()[..., None]
+    return fade, w, u, tail, sums[..., -1].exp()[..., None, None]
+
+
+def _scan(
+    w: Tensor, u: Tensor, tail: Tensor, left: Tensor, chunks: Chunks, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the state before each chunk, and behind each span, in the order of the chunks."""
+    states, ended, at = list[Tensor](), list[Tensor](), 0
+    for count in chunks.counts:
+        ended.insert(0, state[count:])
+        states.append(state := state[:count])
+        some = slice(at, at + count)
+        state = left[some] * state + tail[some].mT @ (u[some] - w[some] @ state)
+        at += count
+    return torch.cat(states), torch.cat([state, *ended])
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,240 @@
+"""What layers with a state are handed at the beginning of a span of tokens: nothing, or what another rank has made.
+
+Over cp a document's tokens are shared out in spans. What a span makes of a state is known without the state
+(:func:`parallel.kernels.delta_rule.transitions`): the ranks gather that, a message of one size whatever the number of
+tokens, and each composes the states of its own spans of those before them. In the backward it is gathered again, and
+the gradients go home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacore.parallel import kernels
+from megacore.parallel.collectives import start_all_gather, start_reduce_scatter
+from megacore.parallel.context_split import ContextSplit
+from megacore.parallel.kernels.convolution import causal_convolution
+from megacore.parallel.kernels.delta_rule import handed_on, transitions
+from megacore.parallel.kernels.spans import Spans
+from megacore.parallel.mesh import Group
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """The states of documents that a rank has whole: each begins with none.
+
+    Args:
+        spans: This rank's tokens.
+    """
+
+    spans: Spans
+
+    def convolve(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        """x: [t, channels], weight: [channels, taps] -> [t, channels], as :func:`causal_convolution` does it; ``name``
+        is the layer that asks."""
+        return causal_convolution(x, weight, self.before(name, x, weight.shape[1] - 1), self.spans)
+
+    def delta_rule(self, name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """q, k: [t, heads, key], v: [t, heads, each, value], g, beta: [t, heads, each] -> [t, heads, each, value], as
+        :func:`~parallel.kernels.delta_rule.delta_rule` does it; ``name`` is the layer that asks."""
+        initial = self.entering(name, k, v, g, beta)
+        y, last = kernels.gated_delta_rule(q, k, v, g, beta, initial, self.spans)
+        self.leaving(name, last)
+        return y
+
+    def before(self, name: str, x: Tensor, count: int) -> Tensor:
+        """x: [t, channels] -> [spans, count, channels], what stands before each span."""
+        return x.new_zeros(len(self.spans), count, x.shape[1])
+
+    def entering(self, name: str, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor | None:
+        """Return the states before the spans: [spans, heads, each, key, value]; None for zeros."""
+        return None
+
+    def leaving(self, name: str, last: Tensor) -> None:
+        """Take the states behind the spans, like those before them."""
+
+
+def last_tokens(x: Tensor, before: Tensor, spans: Spans) -> Tensor:
+    """x: [t, channels], before: [spans, count, channels] -> [spans, count, channels]: the last tokens of each span, and
+    of a short one those before it."""
+    return torch.cat([x, before.flatten(0, 1)])[spans.last(before.shape[1])]
+
+
+@dataclass(frozen=True, eq=False)
+class ContextStates(States):
+    """The states of documents whose tokens are shared out over cp.
+
+    Args:
+        spans: This rank's tokens.
+        plan: The spans of all ranks.
+        group: The ranks of cp.
+    """
+
+    plan: _Plan
+    group: Group
+
+    @classmethod
+    def of(cls, split: ContextSplit, group: Group, device: torch.device, whole: bool = False) -> Self:
+        """Return those of a rank of a microbatch that has been split; ``whole``: of documents that one rank has to
+        itself the others are told, too."""
+        plan = _plan(split, group.size, whole)
+        return cls(Spans(plan.lengths[group.index], device), plan, group)
+
+    def before(self, name: str, x: Tensor, count: int) -> Tensor:
+        starts = [self.plan.rows(at, count) for at in self.plan.of(self.group.index)]
+        return self._tokens(x, super().before(name, x, count), starts)
+
+    def entering(self, name: str, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor | None:
+        def states(found: Tensor) -> Tensor:
+            entered = {(link.rank, link.span): state for link, state, _ in self._composed(found)}
+            nothing = found.new_zeros(*found.shape[1:-1], found.shape[-1] - found.shape[-2])
+            own = ((self.group.index, span) for span in range(len(self.spans)))
+            return torch.stack([entered.get(at, nothing) for at in own])
+
+        return self._of_all(transitions(k, v, g, beta, self.spans), states) if self.plan.most else None
+
+    def last_tokens(self, x: Tensor, count: int) -> Tensor:
+        """x: [t, channels] -> [documents, count, channels], on all ranks; of a plan of whole documents."""
+        ends = [self.plan.rows((chain, chain[-1].stop), count) for chain in self.plan.chains]
+        return self._tokens(x, super().before("", x, count), ends)
+
+    def last_states(self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Return the states behind the documents, on all ranks; of a plan of whole documents."""
+
+        def states(found: Tensor) -> Tensor:
+            last = {link.document: state for link, _, state in self._composed(found)}
+            return torch.stack([*last.values()])
+
+        return self._of_all(transitions(k, v, g, beta, self.spans), states)
+
+    def _tokens(self, x: Tensor, nothing: Tensor, places: list[list[int]]) -> Tensor:
+        """Return the tokens in these places among the last ones of all ranks' spans, behind which is one of zeros."""
+        if not self.plan.most:
+            return nothing
+        rows = torch.tensor(places, device=x.device)
+        return self._of_all(
+            last_tokens(x, nothing, self.spans), lambda found: F.pad(found.flatten(0, 1), (0, 0, 0, 1))[rows]
+        )
+
+    def _composed(self, found: Tensor) -> Iterator[tuple[_Link, Tensor, Tensor]]:
+        """Yield each span of all ranks with the state before it and the one behind it."""
+        for chain in self.plan.chains:
+            state = found.new_zeros(*found.shape[1:-1], found.shape[-1] - found.shape[-2])
+            for link in chain:
+                before, state = state, handed_on(found[link.place], state)
+                yield link, before, state
+
+    def _of_all(self, each: Tensor, made: Callable[[Tensor], Tensor]) -> Tensor:
+        """each: [spans, ...] of this rank -> what is made of those of all ranks: [place, ...]."""
+        own = [link.span for chain in self.plan.chains for link in chain if link.rank == self.group.index]
+        rows = each[torch.tensor(own, dtype=torch.int64, device=each.device)]
+        rows = F.pad(rows, (0, 0) * (each.dim() - 1) + (0, self.plan.most - len(own)))
+        result: Tensor = _OfAll.apply(rows, self.group, made)
+        return result
+
+
+class _OfAll(torch.autograd.Function):
+    """Each rank makes of the rows of all ranks what it needs; every rank goes through both collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, made: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.group, ctx.made = group, made
+        return made(start_all_gather(rows, group).wait())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        found = start_all_gather(rows, ctx.group).wait().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.made(found)
+        # Whose spans all begin a document has been told nothing.
+        dfound = torch.autograd.grad(y, found, dy)[0] if y.requires_grad else torch.zeros_like(found)
+        return start_reduce_scatter(dfound, ctx.group).wait(), None, None
+
+
+class _Link(NamedTuple):
+    """A span of a document that several ranks have: whose it is, the number it has there, where it is among the rows
+    that are gathered, and its [start, stop) in the microbatch."""
+
+    document: int
+    rank: int
+    span: int
+    place: int
+    start: int
+    stop: int
+
+
+_Chain = tuple[_Link, ...]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The spans of a microbatch.
+
+    Args:
+        lengths: Those of each rank.
+        chains: Those of each document that is told, in its order.
+        most: The rows of each rank that are gathered.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    chains: tuple[_Chain, ...]
+    most: int
+
+    def of(self, rank: int) -> list[tuple[_Chain, int]]:
+        """Return the chain of each span of a rank, and where the span starts; of one that is not told no chain."""
+        found = {link.span: (chain, link.start) for chain in self.chains for link in chain if link.rank == rank}
+        return [found.get(span, ((), 0)) for span in range(len(self.lengths[rank]))]
+
+    def rows(self, at: tuple[_Chain, int], count: int) -> list[int]:
+        """Return the rows of the ``count`` tokens before one of a chain, where each place has the last ``count`` of its
+        span; behind them is one for what is before the document."""
+        chain, end = at
+        return [
+            next(
+                (link.place * count + count - (link.stop - token) for link in chain if link.start <= token < link.stop),
+                len(self.lengths) * self.most * count,
+            )
+            for token in range(end - count, end)
+        ]
+
+
+@lru_cache(maxsize=16)
+def _plan(split: ContextSplit, ranks: int, whole: bool) -> _Plan:
+    lengths, links = list[tuple[int, ...]](), list[_Link]()
+    for rank in range(ranks):
+        tokens = split.indices(rank)
+        documents = np.searchsorted(split.starts, tokens, side="right") - 1
+        cuts = np.flatnonzero((np.diff(tokens) != 1) | (np.diff(documents) != 0)) + 1
+        starts, stops = np.array([0, *cuts]), np.array([*cuts, len(tokens)])
+        lengths.append(tuple((stops - starts).tolist()))
+        for span, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+            links.append(_Link(int(documents[start]), rank, span, 0, int(tokens[start]), int(tokens[stop - 1]) + 1))
+    links.sort(key=lambda link: link.start)
+    chains = [tuple(chain) for _, chain in groupby(links, key=lambda link: link.document)]
+    chains = [chain for chain in chains if whole or len(chain) > 1]
+    told = [0] * ranks
+    for chain in chains:
+        for link in chain:
+            told[link.rank] += 1
+    most, placed = max(told), [0] * ranks
+    numbered = []
+    for chain in chains:
+        new = []
+        for link in chain:
+            new.append(link._replace(place=link.rank * most + placed[link.rank]))
+            placed[link.rank] += 1
+        numbered.append(tuple(new))
+    return _Plan(tuple(lengths), tuple(numbered), most)
