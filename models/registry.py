@@ -69,6 +69,8 @@ FAMILIES: Mapping[str, str] = {
     "qwen2": "megacore.models.families.qwen2.Qwen2Config",
     "qwen2_moe": "megacore.models.families.qwen2_moe.Qwen2MoeConfig",
     "qwen3": "megacore.models.families.qwen3.Qwen3Config",
+    "qwen3_5_moe_text": "megacore.models.families.qwen3_5_moe.Qwen3_5MoeConfig",
+    "qwen3_5_text": "megacore.models.families.qwen3_5.Qwen3_5Config",
     "qwen3_moe": "megacore.models.families.qwen3_moe.Qwen3MoeConfig",
     "qwen3_next": "megacore.models.families.qwen3_next.Qwen3NextConfig",
     "seed_oss": "megacore.models.families.seed_oss.SeedOssConfig",

@@ -257,6 +257,7 @@ class Convention:
             one dimension more where it is odd.
         rope_types: Types by other names, {"su": "longrope"} (Phi-3).
         own_types: Types that mean something else in this family (Hunyuan).
+        ignored: Numbers that mean nothing where there are tokens of text alone (sections of a rope of images).
     """
 
     rope_theta: float = 10000.0
@@ -269,6 +270,7 @@ class Convention:
     pairs: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
     own_types: Mapping[str, type[Rope]] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
 
     @property
     def beside(self) -> dict[str, str]:
@@ -322,7 +324,7 @@ def from_hugging_face(config: Mapping[str, Any], convention: Convention = PLAIN)
         given.pop(_ORIGINAL, None)  # at the top level it is of the model, whatever its rope
 
     optional = {field.name: field.default is not MISSING for field in fields(kind)}
-    present = {name: value for name, value in given.items() if value is not None}
+    present = {name: value for name, value in given.items() if value is not None and name not in convention.ignored}
     values = {name: value for name, value in (derived | present).items() if name in optional and value is not None}
     problems += [
         f"rope_type {rope_type!r} has no field {name!r}{nearest(name, stored)} (choose from {', '.join(stored)})"

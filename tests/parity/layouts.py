@@ -400,7 +400,7 @@ def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
     if case.coefficients.batch and micro < of_rank:
         schedule = "gpipe"  # the others begin the backward before all tokens are routed
     shard = rng.choice(RUNGS)
-    return Run(
+    made = Run(
         mesh,
         2 if schedule.endswith("interleaved") else 1,
         schedule,
@@ -416,6 +416,8 @@ def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
         balance=rng.choice(("rows", "documents", "auto")),
         heads=within,
     )
+    # Two draws that differ in what is not there would have one name.
+    return made if mesh.cp > 1 else replace(made, balance=Run(mesh).balance)
 
 
 def draw(name: str, cases: Sequence[Case], meshes: Iterable[tuple[MeshShape, bool]], rounds: int = 1) -> Iterator[Pair]:

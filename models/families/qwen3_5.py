@@ -1,0 +1,46 @@
+"""Qwen3.5's text models (Qwen Team 2026): the gated delta rule in three layers of four, gated attention in the fourth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megacore.models.decoder_config import shape
+from megacore.models.delta_config import DeltaConfig
+from megacore.models.rope_config import Convention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5Config(DeltaConfig):
+    family: ClassVar[str] = "qwen3_5_text"
+    architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 256}
+    # Of text all three sections of a position are one number.
+    rope_convention: ClassVar[Convention] = Convention(
+        partial_rotary_factor=0.25, ignored=frozenset({"mrope_interleaved", "mrope_section"})
+    )
+
+
+TINY = {
+    "vocab_size": 512,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+EACH = {
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_5-tiny": EACH | shape(64, 176, 4, 4) | TINY,
+    "qwen3.5-9b": EACH | shape(4096, 12288, 32, 16) | {"num_key_value_heads": 4},
+}
+
+PARAMETERS: Mapping[str, int] = {}

@@ -1,0 +1,62 @@
+"""Qwen3.5's text models with experts (Qwen Team 2026): as Qwen3-Next, and experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.experts_config import MoEConfig
+from megacore.models.families.qwen3_5 import EACH, TINY, Qwen3_5Config
+from megacore.models.weight_rows import Rows, Table
+from megacore.parallel.routing import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
+    family: ClassVar[str] = "qwen3_5_moe_text"
+    architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
+    derived: ClassVar[frozenset[str]] = frozenset({"intermediate_size"})
+    axes: ClassVar[Mapping[str, str]] = {
+        **{axis: name for axis, name in Qwen3_5Config.axes.items() if axis != "mlp"},
+        "experts": "num_experts",
+        "routes": "num_experts",
+        "expert_mlp": "moe_intermediate_size",
+        "shared_mlp": "shared_expert_intermediate_size",
+    }
+
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+    num_experts: int = 256
+    num_experts_per_tok: int = 8
+
+    @property
+    def routing(self) -> Routing:
+        return replace(super().routing, normalised=True)
+
+    def network(self, t: Table) -> Rows:
+        return t.experts() + t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        sizes = {"moe_intermediate_size": rng.choice((6, 11)), "shared_expert_intermediate_size": rng.choice((10, 13))}
+        return drawn | sizes
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        values["intermediate_size"] = values.get("moe_intermediate_size", cls.moe_intermediate_size)
+        return super()._derive(values)
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_5_moe-tiny": EACH
+    | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    | TINY
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    "qwen3.5-35b-a3b": EACH | {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
+}
+
+PARAMETERS: Mapping[str, int] = {}
