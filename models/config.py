@@ -376,6 +376,10 @@ def _matmuls(schema: Schema) -> list[Param]:
     return [p for p in schema.params if p.decays and ("layer" in p.named_axes or "last" in p.at)]
 
 
+STATES = ("layers.{layer}.delta.conv.weight", "layers.{layer}.short.conv.weight")
+"""Weights that layers with a state have: those of the gated delta rule, and those of a short convolution alone."""
+
+
 @lru_cache(maxsize=64)
 def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = EVERYTHING) -> int:
     """Floating point operations of forward and backward for one token of a causal sequence.
@@ -386,12 +390,22 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     at (sequence + 1) / 2 on average, and at no more than its layer's window. (Chowdhery et al. 2022, arXiv 2204.02311,
     appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4 instead of 6; adapters
     count as any parameters do.
+
+    A layer with a state has no scores. Each of its heads multiplies the state three times, to know what it says of a
+    key, to write and to read: 18 * key * value; and a short convolution counts 6 for each of its weights.
     """
-    sizes = config.sizes
-    looked_at = sum(looks(sequence_length, layer.window) for layer in config.anatomy.layers)
+    sizes, whole = config.sizes, config.schema
+    mixed = {param.name: param for param in whole.params if param.name in STATES}
+    stateful = {layer for param in mixed.values() for layer in param.values("layer", sizes)}
+    attending = (own for layer, own in enumerate(config.anatomy.layers) if layer not in stateful)
+    looked_at = sum(looks(sequence_length, layer.window) for layer in attending)
     head = sizes["head"] + sizes.get("value", sizes["head"])
     attention = 6 * sizes["heads"] * head * looked_at // sequence_length
-    schema, frozen = tuning.schema(config.schema), tuning.frozen(config.schema)
+    attention += sum(6 * whole.numel(param) for param in mixed.values())
+    if (rule := mixed.get(STATES[0])) is not None:
+        each = sizes["state_heads"] * sizes["each"] * sizes["state_key"] * sizes["state_value"]
+        attention += 18 * len(rule.values("layer", sizes)) * each
+    schema, frozen = tuning.schema(whole), tuning.frozen(whole)
     still = 0
     for param in _matmuls(schema):
         names = list(whole_names(schema, param))

@@ -48,7 +48,7 @@ class DeltaConfig(DecoderConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "each": self.linear_num_value_heads // self.linear_num_key_heads, "one": 1}
+        return {**super().sizes, "each": self.linear_num_value_heads // max(1, self.linear_num_key_heads), "one": 1}
 
     def anatomy_of(self, **own: Any) -> Anatomy:
         return super().anatomy_of(norm_offset=1.0, **own)

@@ -21,6 +21,10 @@ class Qwen3_5Config(DeltaConfig):
         partial_rotary_factor=0.25, ignored=frozenset({"mrope_interleaved", "mrope_section"})
     )
 
+    @classmethod
+    def base_architecture(cls) -> str:
+        return super().base_architecture().replace("Model", "TextModel")
+
 
 TINY = {
     "vocab_size": 512,
@@ -39,7 +43,7 @@ EACH = {
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_5-tiny": EACH | shape(64, 176, 4, 4) | TINY,
+    "qwen3_5_text-tiny": EACH | shape(64, 176, 4, 4) | TINY,
     "qwen3.5-9b": EACH | shape(4096, 12288, 32, 16) | {"num_key_value_heads": 4},
 }
 

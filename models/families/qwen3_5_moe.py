@@ -52,7 +52,7 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_5_moe-tiny": EACH
+    "qwen3_5_moe_text-tiny": EACH
     | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     | TINY
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},

@@ -401,18 +401,28 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     attention = counted.pop("aten.bmm", 0)  # it does not look into windows
     linears = 6 * matmul_parameters(config) * length
-    sizes, windows = config.sizes, [layer.window for layer in config.anatomy.layers]
+    sizes, names = config.sizes, config.schema.by_name
     # A norm may sum its weight's gradient by a product with one row, where a token has one, and of its heads.
-    names = config.schema.by_name
-    alone = [n for n in names if n.endswith("norm.weight") and ("attn." not in n or n.endswith("_a_norm.weight"))]
+    of_heads = [n for n in names if ("attn." in n or "delta." in n) and not n.endswith("_a_norm.weight")]
+    alone = [n for n in names if n.endswith("norm.weight") and n not in of_heads]
     tokens = sum(config.schema.numel(names[n]) for n in alone)
-    heads = sizes["layer"] * sizes["head"] * (sizes["heads"] + sizes.get("kv", sizes["heads"]))
-    heads *= "layers.{layer}.attn.q_norm.weight" in names
+    normed = names.get("layers.{layer}.attn.q_norm.weight")
+    heads = sizes["head"] * (sizes["heads"] + sizes.get("kv", sizes["heads"]))
+    heads *= 0 if normed is None else len(normed.values("layer", sizes))
+    rule = names.get("layers.{layer}.delta.norm.weight")
+    with_state = () if rule is None else rule.values("layer", sizes)
+    if with_state:
+        values = sizes["state_heads"] * sizes["each"] * sizes["state_value"]
+        heads += len(with_state) * values
+    windows = [layer.window for n, layer in enumerate(config.anatomy.layers) if n not in with_state]
     assert (sum(counted.values()) - linears) / (2 * length) in {0, tokens, heads, tokens + heads}
     each = 12 * sizes["heads"] * sizes["head"]
-    if not any(windows):
+    if not any(windows) and not with_state:
         assert attention == each * sizes["layer"] * length * length
     causal = sum(looked_at(length, window) for window in windows)
     # What pads values that are narrower than keys does not count.
     each -= 6 * sizes["heads"] * (sizes["head"] - sizes.get("value", sizes["head"]))
+    if with_state:
+        conv = config.schema.numel(names["layers.{layer}.delta.conv.weight"])
+        linears += length * (18 * len(with_state) * values * sizes["state_key"] + 6 * conv)
     assert flops_per_token(config, length) * length == linears + each * causal
