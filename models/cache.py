@@ -1,15 +1,17 @@
-"""Keys and values of the tokens so far, so that each further token of a sequence is computed by itself.
+"""Keys and values of the tokens so far, or states that they left, so that each further token of a sequence is computed
+by itself.
 
 The ranks of cp share out the tokens of each sequence, and each keeps its own: a new token's attention to them is merged
-of the ranks' parts by the log-sum-exps.
+of the ranks' parts by the log-sum-exps. Of layers with a state every rank of cp keeps the whole state.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from megacore.models.attention import Attention
 from megacore.models.context import MaskedAttention
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.scoring import Scoring, attend, attend_partly
+from megacore.parallel.kernels.spans import Spans
+from megacore.parallel.layers.states import ContextStates, States, last_tokens
 from megacore.parallel.mesh import Group
 
 _FREE = torch.iinfo(torch.int64).max
@@ -35,6 +39,8 @@ class Cache:
         positions: [rows, slots], where the tokens of the slots are in their sequences.
         held: The positions that each rank of cp keeps of each row, in ascending order and that of its slots.
         group: The ranks of cp.
+        states: What layers with a state keep of each row: {layer: [rows, heads, each, key, value]}.
+        tails: {layer: [rows, taps - 1, channels]}, the last tokens that their convolutions mix in.
     """
 
     keys: Mapping[str, Tensor]
@@ -42,6 +48,8 @@ class Cache:
     positions: Tensor
     held: list[list[list[int]]]
     group: Group
+    states: dict[str, Tensor] = field(default_factory=dict)
+    tails: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -83,7 +91,8 @@ class Cache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make some rows, in ascending order, the first ones; what is behind them does not count any more."""
-        for tensor in (*self.keys.values(), *self.values.values(), self.positions):
+        kept = self.keys, self.values, self.states, self.tails
+        for tensor in (*chain(*(each.values() for each in kept)), self.positions):
             for to, row in enumerate(rows):
                 if to != row:
                     tensor[to] = tensor[row]
@@ -198,3 +207,70 @@ class Decode:
     def _masks(self) -> dict[int | None, tuple[int, int, Tensor]]:
         """{window: what is seen}."""
         return {}
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillStates(States):
+    """States of whole prompts one after the other, which are kept; what follows them is padding.
+
+    Args:
+        spans: This rank's tokens.
+        cache: The cache that keeps them.
+        whole: How they enter the spans.
+    """
+
+    cache: Cache
+    whole: States
+
+    @classmethod
+    def of(cls, cache: Cache, whole: States) -> PrefillStates:
+        return cls(whole.spans, cache, whole)
+
+    def before(self, name: str, x: Tensor, count: int) -> Tensor:
+        before = self.whole.before(name, x, count)
+        rows = len(self.cache.held)
+        if isinstance(self.whole, ContextStates):
+            self.cache.tails[name] = self.whole.last_tokens(x, count)[:rows]
+        else:
+            self.cache.tails[name] = last_tokens(x, before, self.spans)[:rows]
+        return before
+
+    def entering(self, name: str, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor | None:
+        if isinstance(self.whole, ContextStates):
+            self.cache.states[name] = self.whole.last_states(k, v, g, beta)[: len(self.cache.held)]
+        return self.whole.entering(name, k, v, g, beta)
+
+    def leaving(self, name: str, last: Tensor) -> None:
+        if not isinstance(self.whole, ContextStates):
+            self.cache.states[name] = last[: len(self.cache.held)]
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeStates(States):
+    """States of the cache's first n rows, of each of which there is one more token; what follows them is padding.
+
+    Args:
+        spans: A token for each row, and the padding.
+        cache: The states before the tokens, in the place of which those behind them come.
+        rows: n.
+    """
+
+    cache: Cache
+    rows: int
+
+    @classmethod
+    def of(cls, cache: Cache, rows: int, documents: Sequence[int], device: torch.device) -> DecodeStates:
+        return cls(Spans(tuple(documents), device), cache, rows)
+
+    def before(self, name: str, x: Tensor, count: int) -> Tensor:
+        before = super().before(name, x, count)
+        before[: self.rows] = self.cache.tails[name][: self.rows]
+        self.cache.tails[name][: self.rows] = last_tokens(x, before, self.spans)[: self.rows]
+        return before
+
+    def entering(self, name: str, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor | None:
+        kept = self.cache.states[name][: self.rows]
+        return F.pad(kept, (0, 0) * (kept.dim() - 1) + (0, len(self.spans) - self.rows))
+
+    def leaving(self, name: str, last: Tensor) -> None:
+        self.cache.states[name][: self.rows] = last[: self.rows]

@@ -49,6 +49,10 @@ SMALL: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 3,
 }
 
 
@@ -95,7 +99,10 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     # Of latents each head has keys and values of its own.
     own = {"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in known else {}
     # Which layers have windows, GPT-Neo says of all.
-    own |= {"attention_types": [[["local"], fields.get("num_hidden_layers", SMALL["num_hidden_layers"])]]}
+    layers = fields.get("num_hidden_layers", SMALL["num_hidden_layers"])
+    own |= {"attention_types": [[["local"], layers]]}
+    if "linear_num_key_heads" in known:  # and no layer in four would attend
+        own |= {"layer_types": [("full_attention", "linear_attention")[layer % 2] for layer in range(layers)]}
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
 
