@@ -105,14 +105,15 @@ class DeltaConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        keys = tp * rng.choice((1, 2))
+        keys, kinds = tp * rng.choice((1, 2)), [rng.choice((FULL, LINEAR, LINEAR)) for _ in range(layers)]
+        kinds[rng.randrange(layers)] = FULL  # transformers' cache asks one that attends how many tokens there are
         return drawn | {
             "linear_conv_kernel_dim": rng.choice((2, 4)),
             "linear_key_head_dim": rng.choice((3, 4)),
             "linear_value_head_dim": rng.choice((3, 5)),
             "linear_num_key_heads": keys,
             "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
-            "layer_types": rng.choice((None, [rng.choice((FULL, LINEAR, LINEAR)) for _ in range(layers)])),
+            "layer_types": rng.choice((None, kinds)) if layers > 3 else kinds,
         }
 
     @classmethod

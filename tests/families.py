@@ -49,10 +49,10 @@ SMALL: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
 }
 
 
@@ -102,7 +102,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     layers = fields.get("num_hidden_layers", SMALL["num_hidden_layers"])
     own |= {"attention_types": [[["local"], layers]]}
     if "linear_num_key_heads" in known:  # and no layer in four would attend
-        own |= {"layer_types": [("full_attention", "linear_attention")[layer % 2] for layer in range(layers)]}
+        own |= {"layer_types": ["linear_attention" if layer % 3 else "full_attention" for layer in range(layers)]}
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
 
