@@ -376,7 +376,7 @@ def _matmuls(schema: Schema) -> list[Param]:
     return [p for p in schema.params if p.decays and ("layer" in p.named_axes or "last" in p.at)]
 
 
-STATES = ("layers.{layer}.delta.conv.weight", "layers.{layer}.short.conv.weight")
+_STATES = ("layers.{layer}.delta.conv.weight", "layers.{layer}.short.conv.weight")
 """Weights that layers with a state have: those of the gated delta rule, and those of a short convolution alone."""
 
 
@@ -395,14 +395,14 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     key, to write and to read: 18 * key * value; and a short convolution counts 6 for each of its weights.
     """
     sizes, whole = config.sizes, config.schema
-    mixed = {param.name: param for param in whole.params if param.name in STATES}
+    mixed = {param.name: param for param in whole.params if param.name in _STATES}
     stateful = {layer for param in mixed.values() for layer in param.values("layer", sizes)}
     attending = (own for layer, own in enumerate(config.anatomy.layers) if layer not in stateful)
     looked_at = sum(looks(sequence_length, layer.window) for layer in attending)
     head = sizes["head"] + sizes.get("value", sizes["head"])
     attention = 6 * sizes["heads"] * head * looked_at // sequence_length
     attention += sum(6 * whole.numel(param) for param in mixed.values())
-    if (rule := mixed.get(STATES[0])) is not None:
+    if (rule := mixed.get(_STATES[0])) is not None:
         each = sizes["state_heads"] * sizes["each"] * sizes["state_key"] * sizes["state_value"]
         attention += 18 * len(rule.values("layer", sizes)) * each
     schema, frozen = tuning.schema(whole), tuning.frozen(whole)

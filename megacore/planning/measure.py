@@ -508,6 +508,12 @@ def _of_matrices(given: Mapping[str, Any]) -> tuple[MatMul, int]:
     return MatMul(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
 
 
+def _of_triangle(given: Mapping[str, Any]) -> tuple[MatMul, int]:
+    """a: [..., m, m], of which half counts, b: [..., m, n]."""
+    a, b = given["self"], given["B"]
+    return MatMul(a.shape[-1], b.shape[-1], -(-a.shape[-1] // 2), math.prod(a.shape[:-2]), _name(a)), 1
+
+
 def _of_groups(given: Mapping[str, Any]) -> tuple[MatMul, int]:
     """a: [rows, k], b: [groups, k, n], or a: [m, rows], b: [rows, n]; all groups have as many rows."""
     a, b, groups = given["self"], given["mat2"], len(given["offs"])
@@ -533,6 +539,7 @@ def _of_documents(given: Mapping[str, Any]) -> tuple[MatMul, int]:
 _MULTIPLY = {
     "(b|add|badd|_scaled_)?mm": _of_matrices,
     "_grouped_mm": _of_groups,
+    "linalg_solve_triangular": _of_triangle,
     ".*scaled_dot_product.*": _of_sequences,
     ".*flash_attention.*": _of_documents,
 }

@@ -21,7 +21,7 @@ from megacore.planning.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
 from megacore.planning.exchange import ExchangeWork
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, state, updated
-from megacore.planning.traffic import ALL_REDUCE, HEADS, SEND, TOKENS, Traffic, traffic
+from megacore.planning.traffic import ALL_REDUCE, HEADS, SEND, SPANS, TOKENS, Traffic, traffic
 
 _Of = npt.NDArray[np.float64]
 PRECISE = 4096
@@ -326,7 +326,7 @@ def _stage_times(
 
     tokens = [x for x in sent if x.what.startswith(f"{TOKENS},")]
     tensor, experts = (both([x for x in tokens if (x.kind == ALL_TO_ALL) == rows]) for rows in (False, True))
-    heads = both([x for x in sent if x.what.startswith(HEADS)])
+    heads = both([x for x in sent if x.what.startswith((HEADS, SPANS))])
     return _Times(seconds, tensor, experts, heads.plus(_hops(setting, act, cluster, stage)))
 
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megacore.planning.activations import ActivationMemory
-from megacore.planning.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective
+from megacore.planning.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, Collective
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, sharing
 
 TOKENS, HEADS, KEYS, GRADIENTS = "tokens", "tokens by heads", "keys and values", "gradients of keys and values"
-"""The things that layers send, forward and backward: over tp and ep, over cp by heads, and by hops; each to ranks of
-its own, so a time is that of one of them."""
+SPANS = "states of spans"
+"""The things that layers send, forward and backward: over tp and ep, over cp by heads, by hops, and what spans of a
+document make of a state; each to ranks of its own, so a time is that of one of them."""
 
 
 def ring(kind: str, size: float, ranks: int) -> float:
@@ -61,7 +62,7 @@ def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Tra
     for unit, number in act.stage(stage).items():
         for when, work in (("forward", unit.forward), ("backward", unit.backward), ("backward", unit.weights)):
             for message, count in work.messages.items():
-                what = HEADS if message.axis == "cp" else TOKENS
+                what = TOKENS if message.axis != "cp" else HEADS if message.kind == ALL_TO_ALL else SPANS
                 counts[message, f"{what}, {when}"] += count * number * setting.microbatches
             for exchange, count in work.exchanges.items():
                 for what, size, back in ((KEYS, exchange.keys, False), (GRADIENTS, exchange.gradients, True)):
