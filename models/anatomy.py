@@ -30,7 +30,7 @@ DRAWN = tuple(name for name in ACTIVATIONS if name != "swish")
 GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai"}
 """{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss)."""
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, CONVOLUTION = "full_attention", "sliding_attention", "linear_attention", "conv"
 """The kinds of layers of a ``config.json`` that says ``layer_types``."""
 ROPE = "rope"
 """The name of a model's rope where it has one."""

@@ -88,15 +88,18 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
 
 def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
-    """Self-attention of a layer, ``layers.<layer>.attn``, of latents where it has some; the gated delta rule,
-    ``layers.<layer>.delta``, where it has that."""
+    """Self-attention of a layer, ``layers.<layer>.attn``, of latents where it has some; or the gated delta rule,
+    ``layers.<layer>.delta``, or a short convolution, ``layers.<layer>.short``, where it has that."""
     from megacore.models.attention import MultiHeadAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
+    from megacore.models.short_convolution import ShortConvolution
     from megacore.parallel.kernels.scoring import Scoring
     from megacore.parallel.layers.norm import RMSNorm
 
-    delta = f"layers.{layer}.delta"
+    delta, short = (f"layers.{layer}.{mixer}" for mixer in ("delta", "short"))
+    if f"{short}.conv.weight" in parameters:
+        return ShortConvolution(parameters, short)
     if f"{delta}.norm.weight" in parameters:
         of_head = RMSNorm.of(parameters[f"{delta}.norm.weight"], anatomy.norm_eps, parameters.mesh)
         return GatedDeltaRule(parameters, delta, ACTIVATIONS[anatomy.activation], of_head)

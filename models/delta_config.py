@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR, Anatomy
 from megacore.models.decoder_config import DecoderConfig
+from megacore.models.hybrid_config import HybridConfig
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
 from megacore.parallel import limits
@@ -18,9 +19,10 @@ _B, _A = "b: state_heads each", "a: state_heads each"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaConfig(DecoderConfig):
+class DeltaConfig(HybridConfig):
     """Fields carry their Hugging Face names."""
 
+    with_state: ClassVar[str] = LINEAR
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
     axes: ClassVar[Mapping[str, str]] = {
         **DecoderConfig.axes,
@@ -38,13 +40,9 @@ class DeltaConfig(DecoderConfig):
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
-    # None becomes what full_attention_interval says: the last one of every so many layers attends.
-    layer_types: tuple[str, ...] | None = None
 
-    def __post_init__(self) -> None:
-        if self.layer_types is None:
-            object.__setattr__(self, "layer_types", _kinds(self.num_hidden_layers, 4))
-        super().__post_init__()
+    def attends(self, layer: int) -> bool:
+        return layer % 4 == 3
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -52,10 +50,6 @@ class DeltaConfig(DecoderConfig):
 
     def anatomy_of(self, **own: Any) -> Anatomy:
         return super().anatomy_of(norm_offset=1.0, **own)
-
-    def layers_of(self, kind: str) -> list[int]:
-        """Return the layers of a kind."""
-        return [layer for layer, each in enumerate(self.layer_types or ()) if each == kind]
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -87,16 +81,7 @@ class DeltaConfig(DecoderConfig):
         )
 
     def problems(self) -> list[str]:
-        found, kinds = super().problems(), self.layer_types or ()
-        if self.num_hidden_layers > limits.LAYERS:
-            return [*found, f"num_hidden_layers is {self.num_hidden_layers}: it may be up to {limits.LAYERS}"]
-        if unknown := sorted({*kinds} - {FULL, LINEAR}):
-            found.append(f"layer_types names {', '.join(unknown)}: only {FULL} and {LINEAR} are supported")
-        if len(kinds) != self.num_hidden_layers:
-            found.append(
-                f"layer_types names {len(kinds)} layers, and num_hidden_layers is {self.num_hidden_layers}: "
-                "give as many, or null"
-            )
+        found = super().problems()
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         if values < 1 or (keys > 0 and values % keys):
             found.append(f"linear_num_value_heads ({values}) is not a multiple of linear_num_key_heads ({keys})")
@@ -105,15 +90,14 @@ class DeltaConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        keys, kinds = tp * rng.choice((1, 2)), [rng.choice((FULL, LINEAR, LINEAR)) for _ in range(layers)]
-        kinds[rng.randrange(layers)] = FULL  # transformers' cache asks one that attends how many tokens there are
+        keys = tp * rng.choice((1, 2))
         return drawn | {
             "linear_conv_kernel_dim": rng.choice((2, 4)),
             "linear_key_head_dim": rng.choice((3, 4)),
             "linear_value_head_dim": rng.choice((3, 5)),
             "linear_num_key_heads": keys,
             "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
-            "layer_types": rng.choice((None, kinds)) if layers > 3 else kinds,
+            **({"layer_types": None} if layers > 3 and rng.random() < 0.5 else {}),
         }
 
     @classmethod
@@ -124,16 +108,10 @@ class DeltaConfig(DecoderConfig):
             return values, problems
         if type(every) is not int or every < 1:
             return values, [*problems, f"full_attention_interval is {every!r}: it must be a whole number above 0"]
-        if isinstance(layers, int):
-            values["layer_types"] = _kinds(layers, every)
+        if isinstance(layers, int) and layers <= limits.LAYERS:
+            values["layer_types"] = tuple(LINEAR if layer % every else FULL for layer in range(1, layers + 1))
         return values, problems
 
     @classmethod
     def _consumed(cls) -> set[str]:
         return {*super()._consumed(), "full_attention_interval"}
-
-
-def _kinds(layers: int, every: int) -> tuple[str, ...] | None:
-    if layers > limits.LAYERS:
-        return None
-    return tuple(LINEAR if layer % every else FULL for layer in range(1, layers + 1))

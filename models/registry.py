@@ -51,6 +51,8 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_v1_moe": "megacore.models.families.hunyuan_v1_moe.HunYuanMoEV1Config",
     "internlm3": "megacore.models.families.internlm3.InternLM3Config",
     "jais2": "megacore.models.families.jais2.Jais2Config",
+    "lfm2": "megacore.models.families.lfm2.Lfm2Config",
+    "lfm2_moe": "megacore.models.families.lfm2_moe.Lfm2MoeConfig",
     "llama": "megacore.models.families.llama.LlamaConfig",
     "minicpm3": "megacore.models.families.minicpm3.MiniCPM3Config",
     "minimax_m2": "megacore.models.families.minimax_m2.MiniMaxM2Config",

@@ -165,6 +165,16 @@ class Table:
             *self.linear("delta.out", "embed", "(state_heads each state_value)", "linear_attn.out_proj", ends=True),
         )
 
+    def short_convolution(self, *, bias: bool = False) -> Rows:
+        """Return a gated convolution of each channel, as LFM2's ``conv`` has it."""
+        conv, theirs = "layers.{layer}.short.conv", f"{self.layer}.conv.conv"
+        return (
+            *self.linear("short.inner", "(b: channels + c: channels + x: channels)", "embed", "conv.in_proj", bias=bias),
+            Param(f"{conv}.weight", "channels one taps", f"{theirs}.weight", std=self.std, vector=True),
+            *([Param(f"{conv}.bias", "channels", f"{theirs}.bias")] if bias else []),
+            *self.linear("short.out", "embed", "channels", "conv.out_proj", bias=bias, ends=True),
+        )
+
     def latent_attention(self, *, latent_queries: bool, bias: bool = False, pairs: bool = True) -> Rows:
         """Multi-head latent attention, as DeepSeek's ``self_attn`` has it.
 
@@ -209,11 +219,11 @@ class Table:
             *self.linear("attn.out", "embed", "(heads value)", "self_attn.o_proj", bias=bias, ends=True),
         )
 
-    def gated_mlp(self, *, bias: bool = False) -> Rows:
-        """Return a gated feed-forward network, as LLaMA's ``mlp`` has it."""
+    def gated_mlp(self, up: str = "mlp.{gate,up}_proj", down: str = "mlp.down_proj", *, bias: bool = False) -> Rows:
+        """Return a gated feed-forward network, as LLaMA's ``mlp`` has it, or of other names."""
         return (
-            *self.linear("mlp.up", GATE_UP, "embed", "mlp.{gate,up}_proj", bias=bias),
-            *self.linear("mlp.down", "embed", "mlp", "mlp.down_proj", bias=bias, ends=True),
+            *self.linear("mlp.up", GATE_UP, "embed", up, bias=bias),
+            *self.linear("mlp.down", "embed", "mlp", down, bias=bias, ends=True),
         )
 
     def plain_mlp(self, up: str, down: str, *, bias: bool = False) -> Rows:

@@ -101,8 +101,10 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     # Which layers have windows, GPT-Neo says of all.
     layers = fields.get("num_hidden_layers", SMALL["num_hidden_layers"])
     own |= {"attention_types": [[["local"], layers]]}
-    if "linear_num_key_heads" in known:  # and no layer in four would attend
-        own |= {"layer_types": ["linear_attention" if layer % 3 else "full_attention" for layer in range(layers)]}
+    # And which have a state; where one in four attends, it would be none.
+    for field, mixer in (("linear_num_key_heads", "linear_attention"), ("conv_L_cache", "conv")):
+        if field in known:
+            own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
 

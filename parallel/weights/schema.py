@@ -21,6 +21,7 @@ SPLIT: Split = {
     "kv": ("tp",),
     "groups": ("tp",),
     "state_heads": ("tp",),
+    "channels": ("tp",),
     "mlp": ("tp",),
     "shared_mlp": ("tp",),
     "expert_mlp": (),

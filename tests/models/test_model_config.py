@@ -55,6 +55,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "glm4_moe": {"hidden_size": 6144},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 
 THEIRS: dict[str, tuple[type, dict[str, Any]]] = {

@@ -242,8 +242,8 @@ SPREAD = {
     "gpt_oss": ContextParallel(4, "ring", "rows", 2),
     "deepseek_v3": ContextParallel(2, "ring", "documents"),
     "qwen3_moe": ContextParallel(4, "heads", "rows", 4),
-    "qwen3_next": ContextParallel(4, "ring", "rows", 2),
-    "qwen3_5_text": ContextParallel(4, "ring", "rows"),
+    "qwen3_next": ContextParallel(),
+    "qwen3_5_text": ContextParallel(4, "ring", "rows", 2),
 }
 
 
@@ -270,7 +270,7 @@ def of_rank(
         shape,
         PACKED,
         lengths=PACKED,
-        split=split,
+        split=split if context.size > 1 else None,
         rows=own.new_zeros(own.shape),
     )
     (decoder,) = ours.chunks

@@ -1,0 +1,137 @@
+"""LFM2 (Liquid AI 2025, arXiv 2511.23404): gated short convolutions in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import CONVOLUTION, FULL
+from megacore.models.config import positive
+from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.hybrid_config import HybridConfig
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import Rows, Table, in_layers
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvolutionConfig(HybridConfig):
+    """What LFM2 and LFM2 with experts have in common."""
+
+    with_state: ClassVar[str] = CONVOLUTION
+    derived: ClassVar[frozenset[str]] = frozenset({"attention_dropout", "head_dim", "hidden_act"})
+    spellings: ClassVar[Mapping[str, str]] = {"tie_embedding": "tie_word_embeddings"}
+    eps: ClassVar[str] = "norm_eps"
+    axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "channels": "hidden_size", "taps": "conv_L_cache"}
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
+
+    norm_eps: float = 1e-5
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = True
+    conv_bias: bool = False
+    conv_L_cache: int = 3  # noqa: N815
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, "one": 1}
+
+    def network(self, t: Table) -> Rows:
+        """Return the rows of the feed-forward networks."""
+        return t.gated_mlp("feed_forward.{w1,w3}", "feed_forward.w2")
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        attention = (
+            *t.attention(out="out_proj"),
+            *t.norm("attn.q_norm", "self_attn.q_layernorm", "head"),
+            *t.norm("attn.k_norm", "self_attn.k_layernorm", "head"),
+        )
+        return t.model(
+            t.norm("attn_norm", "operator_norm"),
+            in_layers(self.layers_of(CONVOLUTION), t.short_convolution(bias=self.conv_bias)),
+            in_layers(self.layers_of(FULL), attention),
+            t.norm("mlp_norm", "ffn_norm"),
+            self.network(t),
+            tied=self.tie_word_embeddings,
+            norm="model.embedding_norm",
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"conv_L_cache": rng.choice((2, 3))}
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        values |= {"hidden_act": "silu", "attention_dropout": 0.0}
+        return super()._derive(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2Config(ShortConvolutionConfig):
+    family: ClassVar[str] = "lfm2"
+    architecture: ClassVar[str] = "Lfm2ForCausalLM"
+    # Of published files; nothing reads them.
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "block_dim",
+            "block_mlp_init_scale",
+            "block_norm_eps",
+            "block_out_init_scale",
+            "block_use_swiglu",
+            "block_use_xavier_init",
+            "conv_dim",
+            "conv_dim_out",
+            "conv_use_xavier_init",
+            "num_heads",
+            "use_pos_enc",
+        }
+    )
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    spellings: ClassVar[Mapping[str, str]] = {
+        **ShortConvolutionConfig.spellings,
+        "block_ff_dim": "intermediate_size",
+    }
+    axes: ClassVar[Mapping[str, str]] = {**ShortConvolutionConfig.axes, "mlp": "feed_forward_size"}
+
+    block_multiple_of: int = 256
+    block_ffn_dim_multiplier: float | None = 1.0
+    block_auto_adjust_ff_dim: bool = True
+    # The layers that attend where layer_types is null; None: all.
+    full_attn_idxs: tuple[int, ...] | None = None
+
+    def attends(self, layer: int) -> bool:
+        return self.full_attn_idxs is None or layer in self.full_attn_idxs
+
+    @property
+    def feed_forward_size(self) -> int:
+        """Hidden features of a feed-forward network."""
+        if not self.block_auto_adjust_ff_dim:
+            return self.intermediate_size
+        size, multiple = int(2 * self.intermediate_size / 3), max(1, self.block_multiple_of)
+        if self.block_ffn_dim_multiplier is None:
+            return size
+        return -(-int(self.block_ffn_dim_multiplier * size) // multiple) * multiple
+
+    def problems(self) -> list[str]:
+        return super().problems() + positive(self, "block_multiple_of")
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"block_multiple_of": rng.choice((1, 8)), "block_ffn_dim_multiplier": rng.choice((1.0, 1.3))}
+
+
+_EACH = {"vocab_size": 65536, "num_key_value_heads": 8, "max_position_embeddings": 128000}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "lfm2-tiny": shape(64, 192, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "full_attn_idxs": [1, 3]}
+    | {"block_multiple_of": 32},
+    "lfm2-350m": _EACH | shape(1024, 6656, 16, 16) | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "lfm2-1.2b": _EACH | shape(2048, 12288, 16, 32) | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+}
+
+PARAMETERS: Mapping[str, int] = {}

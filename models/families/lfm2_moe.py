@@ -1,0 +1,96 @@
+"""LFM2 with experts (Liquid AI 2025): behind two dense layers, chosen by sigmoids that a correction balances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import CONVOLUTION, FULL
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.families.lfm2 import ShortConvolutionConfig
+from megacore.models.weight_rows import Rows, Table, in_layers
+from megacore.parallel.routing import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
+    family: ClassVar[str] = "lfm2_moe"
+    architecture: ClassVar[str] = "Lfm2MoeForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    axes: ClassVar[Mapping[str, str]] = {
+        **ShortConvolutionConfig.axes,
+        "experts": "num_experts",
+        "routes": "num_experts",
+        "expert_mlp": "moe_intermediate_size",
+    }
+
+    # As LFM2 has them.
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = True
+    # Which is always said.
+    layer_types: tuple[str, ...]
+    moe_intermediate_size: int = 1792
+    num_dense_layers: int = 2
+    num_experts: int = 32
+    num_experts_per_tok: int = 4
+    use_expert_bias: bool = True
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
+
+    def attends(self, layer: int) -> bool:
+        raise NotImplementedError
+
+    @property
+    def routing(self) -> Routing:
+        own = {"score": "sigmoid", "normalised": self.norm_topk_prob, "epsilon": 1e-6}
+        return replace(super().routing, factor=self.routed_scaling_factor, **own)
+
+    @property
+    def sparse_layers(self) -> range:
+        return range(self.num_dense_layers, self.num_hidden_layers)
+
+    def network(self, t: Table) -> Rows:
+        name = "feed_forward.experts.{experts}"
+        experts = t.experts(
+            hf=f"{name}.{{w1,w3}}",
+            down=f"{name}.w2",
+            router="feed_forward.gate",
+            correction="feed_forward.expert_bias" if self.use_expert_bias else "",
+            held=("feed_forward.experts", "feed_forward.gate"),
+        )
+        dense = range(min(self.num_dense_layers, self.num_hidden_layers))
+        return in_layers(dense, super().network(t)) + in_layers(self.sparse_layers, experts)
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not 0 <= self.num_dense_layers < self.num_hidden_layers:
+            found.append(
+                f"num_dense_layers is {self.num_dense_layers}: it must be from 0 to below num_hidden_layers "
+                f"({self.num_hidden_layers})"
+            )
+        return found
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {
+            "moe_intermediate_size": rng.choice((6, 11)),
+            "num_dense_layers": rng.choice((0, 1)) * (layers > 1),
+            "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        }
+
+
+_KINDS = [FULL if layer in (2, 6, 10, 14, 18, 21) else CONVOLUTION for layer in range(24)]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "lfm2_moe-tiny": shape(64, 96, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    | {"moe_intermediate_size": 32, "num_experts": 8, "num_dense_layers": 1, "layer_types": _KINDS[:4]},
+    "lfm2-8b-a1b": shape(2048, 7168, 24, 32)
+    | {"vocab_size": 65536, "max_position_embeddings": 128000, "layer_types": _KINDS},
+}
+
+PARAMETERS: Mapping[str, int] = {}
