@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
     pad_token_id: int | None = 0
     tie_word_embeddings: bool = True
     # Which is always said.
-    layer_types: tuple[str, ...]
+    layer_types: tuple[str, ...] = field()
     moe_intermediate_size: int = 1792
     num_dense_layers: int = 2
     num_experts: int = 32

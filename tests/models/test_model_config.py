@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -410,9 +411,9 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     normed = names.get("layers.{layer}.attn.q_norm.weight")
     heads = sizes["head"] * (sizes["heads"] + sizes.get("kv", sizes["heads"]))
     heads *= 0 if normed is None else len(normed.values("layer", sizes))
-    rule = names.get("layers.{layer}.delta.norm.weight")
-    with_state = () if rule is None else rule.values("layer", sizes)
-    if with_state:
+    mixed = {n.split(".")[2]: p for n, p in names.items() if re.search(r"(delta|short)\.conv\.weight", n)}
+    with_state = [layer for param in mixed.values() for layer in param.values("layer", sizes)]
+    if "delta" in mixed:
         values = sizes["state_heads"] * sizes["each"] * sizes["state_value"]
         heads += len(with_state) * values
     windows = [layer.window for n, layer in enumerate(config.anatomy.layers) if n not in with_state]
@@ -423,7 +424,7 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     causal = sum(looked_at(length, window) for window in windows)
     # What pads values that are narrower than keys does not count.
     each -= 6 * sizes["heads"] * (sizes["head"] - sizes.get("value", sizes["head"]))
-    if with_state:
-        conv = config.schema.numel(names["layers.{layer}.delta.conv.weight"])
-        linears += length * (18 * len(with_state) * values * sizes["state_key"] + 6 * conv)
+    if "delta" in mixed:
+        linears += length * 18 * len(with_state) * values * sizes["state_key"]
+    linears += length * sum(6 * config.schema.numel(param) for param in mixed.values())
     assert flops_per_token(config, length) * length == linears + each * causal

@@ -125,7 +125,8 @@ def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[s
     block, module, number, which = found.groups()
     end = "experts" if which in ("w2", "down_proj", "output_linear") else "experts.base_layer"
     # Mixtral's module has another name in memory.
-    module, end = ("mlp" if "gate" in name or number else module), which if which in ("gate", "router") else end
+    end = which if which in ("gate", "router") else end
+    module = "mlp" if module == "block_sparse_moe" and ("gate" in name or number) else module
     names = [f"base_model.model.{block}.{module}.{end}.lora_{each}.weight" for each in "AB"]
     a, b = (adapters[each].double() for each in names)
     if "linear" in which:
