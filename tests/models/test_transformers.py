@@ -242,6 +242,7 @@ SPREAD = {
     "gpt_oss": ContextParallel(4, "ring", "rows", 2),
     "deepseek_v3": ContextParallel(2, "ring", "documents"),
     "qwen3_moe": ContextParallel(4, "heads", "rows", 4),
+    "lfm2": ContextParallel(4, "gather", "rows"),
     "qwen3_next": ContextParallel(),
     "qwen3_5_text": ContextParallel(4, "ring", "rows", 2),
 }
@@ -298,7 +299,7 @@ def test_packed_documents_over_cp_are_each_by_itself(pool: Pool, name: str) -> N
     loss.backward()
 
     config = family(name).config.from_hugging_face(hf_config.to_dict())
-    one, buffers = native(layout_of(config, MeshShape()), [0]), saved_buffers(theirs)
+    one, buffers = [*native(layout_of(config, MeshShape()), [0])], saved_buffers(theirs)
     state = as_saved(theirs, {name: p.detach() for name, p in theirs.named_parameters()} | buffers)
     weights = move(config.schema, state, hugging_face(config.schema), one)
     found = pool.run(context.size, of_rank, hf_config.to_dict(), weights, tokens, labels, context)
