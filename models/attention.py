@@ -13,7 +13,6 @@ from megacore.parallel import kernels
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.parameters import Parameters
 
-
 Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 

@@ -157,7 +157,9 @@ class Table:
         each, name, theirs = "(state_heads each)", "layers.{layer}.delta", f"{self.layer}.linear_attn"
         return (
             *self.linear("delta.inner", inner, "embed", f"linear_attn.{hf}", stored=stored and f"{stored} embed"),
-            Param(f"{name}.conv.weight", f"({STATE_QKV}) one taps", f"{theirs}.conv1d.weight", std=self.std, vector=True),
+            Param(
+                f"{name}.conv.weight", f"({STATE_QKV}) one taps", f"{theirs}.conv1d.weight", std=self.std, vector=True
+            ),
             # Of decays spread evenly from 0.01 to 16.
             Param(f"{name}.fade", each, f"{theirs}.A_log", mean=8.005, std=4.616, uniform=True, log=True),
             Param(f"{name}.fade_bias", each, f"{theirs}.dt_bias", mean=1.0),
@@ -169,7 +171,9 @@ class Table:
         """Return a gated convolution of each channel, as LFM2's ``conv`` has it."""
         conv, theirs = "layers.{layer}.short.conv", f"{self.layer}.conv.conv"
         return (
-            *self.linear("short.inner", "(b: channels + c: channels + x: channels)", "embed", "conv.in_proj", bias=bias),
+            *self.linear(
+                "short.inner", "(b: channels + c: channels + x: channels)", "embed", "conv.in_proj", bias=bias
+            ),
             Param(f"{conv}.weight", "channels one taps", f"{theirs}.weight", std=self.std, vector=True),
             *([Param(f"{conv}.bias", "channels", f"{theirs}.bias")] if bias else []),
             *self.linear("short.out", "embed", "channels", "conv.out_proj", bias=bias, ends=True),

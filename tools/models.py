@@ -28,9 +28,9 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 """
 
 NOT_CARRIED = {
-    "states in place of keys and values, or convolutions": "bailing_hybrid, bamba, falcon_h1, falcon_mamba, "
-    "granitemoehybrid, jamba, kimi_linear, lfm2, lfm2_moe, mamba, mamba2, minimax, nemotron_h, olmo_hybrid, qwen3_5, "
-    "qwen3_next, recurrent_gemma, rwkv, xlstm, zamba, zamba2",
+    "other states in place of keys and values": "bailing_hybrid, bamba, falcon_h1, falcon_mamba, "
+    "granitemoehybrid, jamba, kimi_linear, mamba, mamba2, minimax, nemotron_h, olmo_hybrid, recurrent_gemma, rwkv, "
+    "xlstm, zamba, zamba2",
     "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
     "ALiBi in place of positions": "bloom, mpt",
     "a router that draws experts at random in training (SparseMixer)": "phimoe",
@@ -105,6 +105,11 @@ def special(config: ModelConfig) -> list[str]:
 
 def _of_table(schema: Schema) -> Iterator[str]:
     names = {param.name.removeprefix("layers.{layer}."): param for param in schema.params}
+    for mixer, words in (("delta", "the gated delta rule"), ("short", "short convolutions")):
+        if (row := names.get(f"{mixer}.conv.weight")) is not None:
+            yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
+    if (row := names.get("attn.qkv.weight")) is not None and "q.gate" in row.sentence.labels:
+        yield "gated attention"
     if min(schema.sizes.get(axis, schema.sizes["heads"]) for axis in ("kv", "groups")) < schema.sizes["heads"]:
         yield "shared keys and values"
     if "attn_norm.weight" not in names and "attn_out_norm.weight" in names:

@@ -31,7 +31,7 @@ class ShortConvolutionConfig(HybridConfig):
     pad_token_id: int | None = 0
     tie_word_embeddings: bool = True
     conv_bias: bool = False
-    conv_L_cache: int = 3  # noqa: N815
+    conv_L_cache: int = 3
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -45,8 +45,13 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
 
     @property
     def routing(self) -> Routing:
-        own = {"score": "sigmoid", "normalised": self.norm_topk_prob, "epsilon": 1e-6}
-        return replace(super().routing, factor=self.routed_scaling_factor, **own)
+        return replace(
+            super().routing,
+            score="sigmoid",
+            normalised=self.norm_topk_prob,
+            epsilon=1e-6,
+            factor=self.routed_scaling_factor,
+        )
 
     @property
     def sparse_layers(self) -> range:

@@ -1,4 +1,4 @@
-"""Qwen3.5's text models (Qwen Team 2026): the gated delta rule in three layers of four, gated attention in the fourth."""
+"""Qwen3.5's text models (Qwen Team 2026): three layers of four follow the gated delta rule, the fourth attends."""
 
 from __future__ import annotations
 

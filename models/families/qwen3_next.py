@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megacore.models.decoder_config import shape
 from megacore.models.delta_config import DeltaConfig
-from megacore.models.experts_config import MoEConfig, SparseConfig
+from megacore.models.experts_config import SparseConfig
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table
 
 

@@ -46,9 +46,7 @@ def delta_rule(
     return y, last
 
 
-def transitions(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, size: int = CHUNK
-) -> Tensor:
+def transitions(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, size: int = CHUNK) -> Tensor:
     """Return what each span makes of a state before it: [spans, heads, each, key, key + value], ``through`` beside
     ``gained``. The arguments are those of :func:`delta_rule`."""
     (found,) = keeping_inputs(partial(_through, chunks=spans.chunks(size)), k, v, g, beta)
@@ -118,9 +116,7 @@ def _writes(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tens
     return fade, w, u, tail, sums[..., -1].exp()[..., None, None]
 
 
-def _scan(
-    w: Tensor, u: Tensor, tail: Tensor, left: Tensor, chunks: Chunks, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _scan(w: Tensor, u: Tensor, tail: Tensor, left: Tensor, chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state before each chunk, and behind each span, in the order of the chunks."""
     states, ended, at = list[Tensor](), list[Tensor](), 0
     for count in chunks.counts:

@@ -29,7 +29,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offse
 Normal = Callable[[Tensor], Tensor]
 
 
-def _formula(x: Tensor, weight: Tensor, bias: Tensor | None, normal: Normal, offset: float) -> Tensor:
+def _formula(normal: Normal, offset: float, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     y = normal(x.to(wide)) * (weight.to(wide) + offset)
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
@@ -37,7 +37,7 @@ def _formula(x: Tensor, weight: Tensor, bias: Tensor | None, normal: Normal, off
 
 def _in_fp32(normal: Normal, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
     if torch.compiler.is_compiling():
-        return _formula(x, weight, bias, normal, offset)
+        return _formula(normal, offset, x, weight, bias)
     # None of what the formula makes in fp32 is kept.
-    (y,) = keeping_inputs(lambda *inputs: (_formula(*inputs, normal, offset),), x, weight, bias)
+    (y,) = keeping_inputs(lambda *inputs: (_formula(normal, offset, *inputs),), x, weight, bias)
     return y

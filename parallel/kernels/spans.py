@@ -98,8 +98,9 @@ class _Cut:
 
 def _positions(lengths: Sequence[int]) -> tuple[_Integers, _Integers]:
     """Return [t], the span of each token, and its place there."""
-    spans = np.repeat(np.arange(len(lengths)), lengths)
-    return spans, np.arange(len(spans)) - (np.cumsum(lengths) - lengths)[spans]
+    held = np.array(lengths, np.int64)
+    spans = np.repeat(np.arange(len(held)), held)
+    return spans, np.arange(len(spans)) - (np.cumsum(held) - held)[spans]
 
 
 @lru_cache(maxsize=16)

@@ -77,6 +77,7 @@ GEMMA3 = "model.preset=gemma3_text-tiny model.sliding_window=8"
 DROPS = GPT2 + " model.embd_pdrop=0.1 model.attn_pdrop=0.1 model.resid_pdrop=0.1"
 LORA = "lora.rank=4"
 EXPERTS = "model.preset=mixtral-tiny"
+DELTA = "model.preset=qwen3_5_text-tiny"
 BALANCED = f"{EXPERTS} experts.sequence_balance=0.01 experts.z_loss=0.001"
 FEW = 0.1
 TEXTS = (20, 5, 7)
@@ -106,6 +107,11 @@ CASES: Mapping[str, Case] = {
     "norms of heads": Case(GEMMA3),
     "norms of heads, compiled": Case(f"{GEMMA3} train.compile=true"),
     "norms over heads, tp": Case("mesh.tp=2 model.preset=olmo2-tiny"),
+    "delta rule": Case(DELTA),
+    "delta rule, documents, full": Case(f"{DELTA} memory.recompute=full", documents=TEXTS),
+    "delta rule, compiled": Case(f"{DELTA} train.compile=true"),
+    "delta rule, tp, cp": Case(f"{DELTA} mesh.tp=2 mesh.cp=2", rank=2),
+    "short convolution": Case("model.preset=lfm2-tiny"),
     "selective": Case("memory.recompute=selective"),
     "full": Case("memory.recompute=full"),
     "activations on host": Case("memory.offload_activations=true"),

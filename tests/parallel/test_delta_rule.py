@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import starmap
 
 import pytest
 import torch
@@ -20,12 +20,21 @@ CPU = torch.device("cpu")
 CASES = [((13, 13), 4), ((5, 1, 8, 3, 16), 4), ((1,), 64), ((1, 1, 1), 2), ((7, 64, 1), 16), ((130,), 64)]
 
 
-def draw(t: int, heads: int = 2, each: int = 3, key: int = 5, value: int = 4) -> list[Tensor]:
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def draw(t: int, heads: int = 2, each: int = 3, key: int = 5, value: int = 4) -> Inputs:
     """q, k, v, g, beta of t tokens, all with gradients."""
     generator = torch.Generator().manual_seed(t)
-    shapes = (heads, key), (heads, key), (heads, each, value), (heads, each), (heads, each)
-    q, k, v, g, beta = (torch.randn(t, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return [x.detach().requires_grad_() for x in (q, k, v, -F.softplus(2 * g), beta.sigmoid())]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(t, *shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = normal(heads, key), normal(heads, key), normal(heads, each, value)
+    g, beta = -F.softplus(2 * normal(heads, each)), normal(heads, each).sigmoid()
+    for x in (q, k, v, g, beta):
+        x.requires_grad_()
+    return q, k, v, g, beta
 
 
 def step_by_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,43 +56,36 @@ def close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize(("lengths", "size"), CASES)
 @pytest.mark.parametrize("enters", [False, True], ids=["", "with-states"])
 def test_chunks_are_the_steps(lengths: tuple[int, ...], size: int, enters: bool) -> None:
-    inputs, spans = draw(sum(lengths)), Spans(lengths, CPU)
-    shape = len(lengths), 2, 3, 5, 4
+    _, k, v, g, beta = inputs = draw(sum(lengths))
+    spans, shape = Spans(lengths, CPU), (len(lengths), 2, 3, 5, 4)
     states = torch.randn(shape, dtype=torch.float64) if enters else torch.zeros(shape, dtype=torch.float64)
     states.requires_grad_(enters)
     each = zip(*(x.split(lengths) for x in inputs), states, strict=True)
-    want, ends = zip(*(step_by_step(*some) for some in each), strict=True)
+    want, ends = (torch.cat(x) for x in zip(*((y, end[None]) for y, end in starmap(step_by_step, each)), strict=True))
     got, last = delta_rule(*inputs, states if enters else None, spans, size)
-    close(got, torch.cat(want))
-    close(last, torch.stack(ends))
-    close(handed_on(transitions(*inputs[1:], spans, size), states), last)
-
+    on = handed_on(transitions(k, v, g, beta, spans, size), states)
+    close(got, want)
+    close(last, ends)
+    close(on, ends)
     wanted, factor = [*inputs, *[states] * enters], torch.randn(got.shape, dtype=torch.float64)
-    loss = (torch.cat(want) * factor).sum() + torch.stack(ends).square().sum()
-    for one, other in zip(
-        torch.autograd.grad(loss, wanted, retain_graph=True),
-        torch.autograd.grad((got * factor).sum() + last.square().sum(), wanted),
-        strict=True,
-    ):
+    grads, others = (
+        torch.autograd.grad((y * factor).sum() + end.square().sum(), wanted, retain_graph=True)
+        for y, end in ((want, ends), (got, last))
+    )
+    for one, other in zip(grads, others, strict=True):
         close(other, one)
-    of_states = torch.autograd.grad(torch.stack(ends).square().sum(), [*inputs[1:], *[states] * enters])
-    on = handed_on(transitions(*inputs[1:], spans, size), states).square().sum()
-    for one, other in zip(of_states, torch.autograd.grad(on, [*inputs[1:], *[states] * enters]), strict=True):
+    grads, others = (torch.autograd.grad(end.square().sum(), wanted[1:]) for end in (ends, on))
+    for one, other in zip(grads, others, strict=True):
         close(other, one)
 
 
 def test_chunks_are_those_of_transformers() -> None:
     q, k, v, g, beta = (x.detach() for x in draw(150))
     y, last = delta_rule(q, k, v, g, beta, None, Spans((75, 75), CPU))
-    rows = ((x.flatten(1, 2) if x is not q and x is not k else x).unflatten(0, (2, -1)) for x in (v, g, beta))
-    values, decay, share = (x.flatten(2, 3) if x.dim() == 5 else x for x in rows)
     with in_float64():
         theirs, state = torch_chunk_gated_delta_rule(
-            q.unflatten(0, (2, -1)),
-            k.unflatten(0, (2, -1)),
-            values,
-            g=decay,
-            beta=share,
+            *(x.unflatten(0, (2, 75)) for x in (q, k)),
+            *(x.flatten(1, 2).unflatten(0, (2, 75)) for x in (v, g, beta)),
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )
@@ -93,9 +95,10 @@ def test_chunks_are_those_of_transformers() -> None:
 
 
 def test_narrow_numbers_are_computed_in_fp32() -> None:
-    wide = [x.detach().bfloat16().double() for x in draw(40)]
-    want, _ = delta_rule(*wide, None, Spans((40,), CPU), 16)
-    got, last = delta_rule(*(x.bfloat16() for x in wide), None, Spans((40,), CPU), 16)
+    q, k, v, g, beta = (x.detach().bfloat16().double() for x in draw(40))
+    want, _ = delta_rule(q, k, v, g, beta, None, Spans((40,), CPU), 16)
+    q, k, v, g, beta = (x.bfloat16() for x in (q, k, v, g, beta))
+    got, last = delta_rule(q, k, v, g, beta, None, Spans((40,), CPU), 16)
     assert (got.dtype, last.dtype) == (torch.bfloat16, torch.float32)
     assert float((got - want).norm() / want.norm()) < 3e-3
 
@@ -117,4 +120,3 @@ def test_a_convolution_mixes_in_what_stands_before_in_its_span(lengths: tuple[in
         close(other, one)
     ends = torch.cat([x, before.flatten(0, 1)])[spans.last(taps - 1)]
     close(ends, torch.stack([row[1 - taps :] for row in rows]))
-    assert [0, *accumulate(lengths)][-1] == t

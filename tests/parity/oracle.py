@@ -189,7 +189,7 @@ class Measured:
 def lively(layout: Layout) -> Layout:
     """The same layout with every parameter drawn at random: a bias of zeros would hide mistakes. What moves choices is
     smaller than what makes them."""
-    params = tuple(replace(p, std=0.02 if p.buffer else p.std if p.log else p.std * 5 or 0.2) for p in layout.schema.params)
+    params = tuple(p if p.log else replace(p, std=0.02 if p.buffer else p.std * 5 or 0.2) for p in layout.schema.params)
     return replace(layout, schema=replace(layout.schema, params=params))
 
 

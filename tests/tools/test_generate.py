@@ -107,6 +107,8 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("mixtral", MeshShape(pp=2, ep=2)),
         ("gpt_oss", MeshShape(cp=2, tp=2)),
         ("gemma2", MeshShape(cp=4)),
+        ("qwen3_5_text", MeshShape(cp=2, tp=2)),
+        ("lfm2", MeshShape(cp=4)),
         ("deepseek_v2", MeshShape(cp=2, pp=2)),
     ],
     ids=lambda case: case if isinstance(case, str) else "-".join(f"{d}{case[d]}" for d in case.DIMS if case[d] > 1),
