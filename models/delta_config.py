@@ -93,7 +93,7 @@ class DeltaConfig(HybridConfig):
         keys = tp * rng.choice((1, 2))
         return drawn | {
             "linear_conv_kernel_dim": rng.choice((2, 4)),
-            "linear_key_head_dim": rng.choice((3, 4)),
+            "linear_key_head_dim": rng.choice((4, 6)),
             "linear_value_head_dim": rng.choice((3, 5)),
             "linear_num_key_heads": keys,
             "linear_num_value_heads": keys * rng.choice((1, 2, 3)),

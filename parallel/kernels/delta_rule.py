@@ -104,15 +104,18 @@ def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
 def _writes(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what is left at each token of what each before it wrote; w and u, of which the tokens write u - w S; the
     keys as they are at the chunk's end, and what is left of the state there."""
-    sums = g.cumsum(-1)
-    later = torch.ones(*sums.shape[-1:] * 2, dtype=torch.bool, device=k.device).triu(1)
-    fade = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()
+    sums, (size,) = g.cumsum(-1), g.shape[-1:]
+    # What is 1 by itself is no difference of sums: its gradient would be rounding, beside which small ones get lost.
+    here = torch.eye(size, dtype=g.dtype, device=g.device)
+    later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu()
+    fade = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp() + here
     known = (k @ k.mT)[:, :, None] * fade * beta[..., None]
     wanted = torch.cat([v * beta[..., None], k[:, :, None] * (beta * sums.exp())[..., None]], -1)
     # Of the triangle its diagonal is taken for ones, and what is above it is not looked at.
     written = torch.linalg.solve_triangular(known, wanted, upper=False, unitriangular=True)
     u, w = written.split([v.shape[-1], k.shape[-1]], -1)
-    tail = k[:, :, None] * (sums[..., -1:] - sums).exp()[..., None]
+    rest = F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+    tail = k[:, :, None] * rest.exp()[..., None]
     return fade, w, u, tail, sums[..., -1].exp()[..., None, None]
 
 

@@ -80,14 +80,14 @@ class ContextStates(States):
         group: The ranks of cp.
     """
 
-    plan: _Plan
+    plan: _Chains
     group: Group
 
     @classmethod
     def of(cls, split: ContextSplit, group: Group, device: torch.device, whole: bool = False) -> Self:
         """Return those of a rank of a microbatch that has been split; ``whole``: of documents that one rank has to
         itself the others are told, too."""
-        plan = _plan(split, group.size, whole)
+        plan = _chains(split, group.size, whole)
         return cls(Spans(plan.lengths[group.index], device), plan, group)
 
     def before(self, name: str, x: Tensor, count: int) -> Tensor:
@@ -180,7 +180,7 @@ _Chain = tuple[_Link, ...]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Chains:
     """The spans of a microbatch.
 
     Args:
@@ -212,7 +212,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=16)
-def _plan(split: ContextSplit, ranks: int, whole: bool) -> _Plan:
+def _chains(split: ContextSplit, ranks: int, whole: bool) -> _Chains:
     lengths, links = list[tuple[int, ...]](), list[_Link]()
     for rank in range(ranks):
         tokens = split.indices(rank)
@@ -237,4 +237,4 @@ def _plan(split: ContextSplit, ranks: int, whole: bool) -> _Plan:
             new.append(link._replace(place=link.rank * most + placed[link.rank]))
             placed[link.rank] += 1
         numbered.append(tuple(new))
-    return _Plan(tuple(lengths), tuple(numbered), most)
+    return _Chains(tuple(lengths), tuple(numbered), most)
