@@ -20,6 +20,7 @@ from torch import Tensor
 from megacore.models.attention import Attention
 from megacore.models.context import MaskedAttention
 from megacore.parallel.collectives import all_gather
+from megacore.parallel.kernels.delta_rule import Enter
 from megacore.parallel.kernels.scoring import Scoring, attend, attend_partly
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.layers.states import ContextStates, States, last_tokens
@@ -235,14 +236,12 @@ class PrefillStates(States):
             self.cache.tails[name] = last_tokens(x, before, self.spans)[:rows]
         return before
 
-    def entering(self, name: str, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor | None:
-        if isinstance(self.whole, ContextStates):
-            self.cache.states[name] = self.whole.last_states(k, v, g, beta)[: len(self.cache.held)]
-        return self.whole.entering(name, k, v, g, beta)
+    def entering(self, name: str) -> Tensor | Enter | None:
+        return self.whole.entering(name)
 
     def leaving(self, name: str, last: Tensor) -> None:
-        if not isinstance(self.whole, ContextStates):
-            self.cache.states[name] = last[: len(self.cache.held)]
+        of_all = self.whole.last_states(last) if isinstance(self.whole, ContextStates) else last
+        self.cache.states[name] = of_all[: len(self.cache.held)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +267,7 @@ class DecodeStates(States):
         self.cache.tails[name][: self.rows] = last_tokens(x, before, self.spans)[: self.rows]
         return before
 
-    def entering(self, name: str, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor | None:
+    def entering(self, name: str) -> Tensor | Enter | None:
         kept = self.cache.states[name][: self.rows]
         return F.pad(kept, (0, 0) * (kept.dim() - 1) + (0, len(self.spans) - self.rows))
 

@@ -249,11 +249,11 @@ def has_flash_linear_attention() -> bool:
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, spans: Spans
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | delta_rule.Enter | None, spans: Spans
 ) -> tuple[Tensor, Tensor]:
     """Do as :func:`parallel.kernels.delta_rule.delta_rule`: by flash-linear-attention for two bytes on a GPU, where it
-    is installed, else by torch's operators."""
-    if q.device.type != "cuda" or q.dtype.itemsize != 2 or not has_flash_linear_attention():
+    is installed and no state comes from other ranks, else by torch's operators."""
+    if callable(initial) or q.device.type != "cuda" or q.dtype.itemsize != 2 or not has_flash_linear_attention():
         return delta_rule.delta_rule(q, k, v, g, beta, initial, spans)
     apply = importlib.import_module(_LINEAR).chunk_gated_delta_rule
     each = v.shape[2]

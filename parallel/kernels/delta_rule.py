@@ -12,6 +12,7 @@ Over a span of tokens it goes by S -> through S + gained, which is how ranks tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,8 +28,20 @@ _EPSILON = 1e-6
 """Added to the square of the length of a key or a query, as all do who have published weights."""
 
 
+Enter = Callable[[Tensor], Tensor]
+"""What the spans make of the states before them, [spans, heads, each, key, key + value], ``through`` beside ``gained``
+-> those states."""
+
+
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, spans: Spans, size: int = CHUNK
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Tensor | Enter | None,
+    spans: Spans,
+    size: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return y: [t, heads, each, value] and the states behind the spans: [spans, heads, each, key, value], in fp32 at
     least, in which all is computed. Autograd keeps the inputs alone.
@@ -38,19 +51,14 @@ def delta_rule(
         v: [t, heads, each, value]: so many heads of values share one of keys.
         g: [t, heads, each], the logarithm of what is left of the state at each token.
         beta: [t, heads, each], the share that is written.
-        initial: [spans, heads, each, key, value], the states before the spans; None for zeros.
+        initial: [spans, heads, each, key, value], the states before the spans, or what makes them of the transitions;
+            None for zeros.
         spans: Those of the tokens.
         size: Tokens of a chunk.
     """
-    y, last = keeping_inputs(partial(_rule, chunks=spans.chunks(size)), q, k, v, g, beta, initial)
+    given, enter = (None, initial) if callable(initial) else (initial, None)
+    y, last = keeping_inputs(partial(_rule, chunks=spans.chunks(size), enter=enter), q, k, v, g, beta, given)
     return y, last
-
-
-def transitions(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, size: int = CHUNK) -> Tensor:
-    """Return what each span makes of a state before it: [spans, heads, each, key, key + value], ``through`` beside
-    ``gained``. The arguments are those of :func:`delta_rule`."""
-    (found,) = keeping_inputs(partial(_through, chunks=spans.chunks(size)), k, v, g, beta)
-    return found
 
 
 def handed_on(transition: Tensor, state: Tensor) -> Tensor:
@@ -60,16 +68,28 @@ def handed_on(transition: Tensor, state: Tensor) -> Tensor:
 
 
 def _rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, chunks: Chunks
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Tensor | None,
+    chunks: Chunks,
+    enter: Enter | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = v.dtype
     k, v, g, beta = _cut(k, v, g, beta, chunks)
     fade, w, u, tail, left = _writes(k, v, g, beta)
-    if initial is None:
-        state = u.new_zeros(chunks.counts[0], *u.shape[1:3], k.shape[-1], v.shape[-1])
+    if enter is not None:
+        # Of a state that is not known yet: both parts of the transition at once, and what enters is added at the end.
+        states, last = _scan(w, F.pad(u, (k.shape[-1], 0)), tail, left, chunks, _nothing_through(k, v, chunks))
+        entering = enter(last.index_select(0, chunks.back)).index_select(0, chunks.order)
+        before = torch.cat([entering[:count] for count in chunks.counts])
+        states, last = handed_on(states, before), handed_on(last, entering)
     else:
-        state = initial.to(u.dtype).index_select(0, chunks.order)
-    states, last = _scan(w, u, tail, left, chunks, state)
+        state = u.new_zeros(chunks.counts[0], *u.shape[1:3], k.shape[-1], v.shape[-1])
+        state = state if initial is None else initial.to(u.dtype).index_select(0, chunks.order)
+        states, last = _scan(w, u, tail, left, chunks, state)
     q = _unit(_chunked(q, chunks)) * q.shape[-1] ** -0.5
     inside = (q @ k.mT)[:, :, None] * fade
     y = inside @ (u - w @ states) + q[:, :, None] * g.cumsum(-1).exp()[..., None] @ states
@@ -77,13 +97,11 @@ def _rule(
     return y.to(dtype), last.index_select(0, chunks.back)
 
 
-def _through(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor]:
-    k, v, g, beta = _cut(k, v, g, beta, chunks)
-    _, w, u, tail, left = _writes(k, v, g, beta)
+def _nothing_through(k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
+    """Return the transitions of no tokens: all goes through, and nothing is gained."""
     key, value = k.shape[-1], v.shape[-1]
-    state = torch.eye(key, key + value, dtype=u.dtype, device=u.device).expand(chunks.counts[0], *u.shape[1:3], -1, -1)
-    _, last = _scan(w, F.pad(u, (key, 0)), tail, left, chunks, state)
-    return (last.index_select(0, chunks.back),)
+    nothing = torch.eye(key, key + value, dtype=k.dtype, device=k.device)
+    return nothing.expand(chunks.counts[0], *v.shape[1:3], -1, -1)
 
 
 def _cut(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:

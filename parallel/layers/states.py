@@ -1,9 +1,9 @@
 """What layers with a state are handed at the beginning of a span of tokens: nothing, or what another rank has made.
 
 Over cp a document's tokens are shared out in spans. What a span makes of a state is known without the state
-(:func:`parallel.kernels.delta_rule.transitions`): the ranks gather that, a message of one size whatever the number of
-tokens, and each composes the states of its own spans of those before them. In the backward it is gathered again, and
-the gradients go home.
+(:mod:`parallel.kernels.delta_rule`): the ranks gather that, a message of one size whatever the number of
+tokens, and each composes the states of its own spans of those before them. In the backward, which goes through the rule
+again, it is gathered again, and the gradients go home.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacore.parallel import kernels
 from megacore.parallel.collectives import start_all_gather, start_reduce_scatter
 from megacore.parallel.context_split import ContextSplit
 from megacore.parallel.kernels.convolution import causal_convolution
-from megacore.parallel.kernels.delta_rule import handed_on, transitions
+from megacore.parallel.kernels.delta_rule import Enter, handed_on
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.mesh import Group
 
@@ -47,8 +47,7 @@ class States:
     def delta_rule(self, name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """q, k: [t, heads, key], v: [t, heads, each, value], g, beta: [t, heads, each] -> [t, heads, each, value], as
         :func:`~parallel.kernels.delta_rule.delta_rule` does it; ``name`` is the layer that asks."""
-        initial = self.entering(name, k, v, g, beta)
-        y, last = kernels.gated_delta_rule(q, k, v, g, beta, initial, self.spans)
+        y, last = kernels.gated_delta_rule(q, k, v, g, beta, self.entering(name), self.spans)
         self.leaving(name, last)
         return y
 
@@ -56,8 +55,9 @@ class States:
         """x: [t, channels] -> [spans, count, channels], what stands before each span."""
         return x.new_zeros(len(self.spans), count, x.shape[1])
 
-    def entering(self, name: str, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor | None:
-        """Return the states before the spans: [spans, heads, each, key, value]; None for zeros."""
+    def entering(self, name: str) -> Tensor | Enter | None:
+        """Return the states before the spans, [spans, heads, each, key, value], or what makes them of the spans'
+        transitions; None for zeros."""
         return None
 
     def leaving(self, name: str, last: Tensor) -> None:
@@ -94,28 +94,25 @@ class ContextStates(States):
         starts = [self.plan.rows(at, count) for at in self.plan.of(self.group.index)]
         return self._tokens(x, super().before(name, x, count), starts)
 
-    def entering(self, name: str, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor | None:
+    def entering(self, name: str) -> Tensor | Enter | None:
         def states(found: Tensor) -> Tensor:
             entered = {(link.rank, link.span): state for link, state, _ in self._composed(found)}
             nothing = found.new_zeros(*found.shape[1:-1], found.shape[-1] - found.shape[-2])
             own = ((self.group.index, span) for span in range(len(self.spans)))
             return torch.stack([entered.get(at, nothing) for at in own])
 
-        return self._of_all(transitions(k, v, g, beta, self.spans), states) if self.plan.most else None
+        return (lambda each: self._of_all(each, states)) if self.plan.most else None
 
     def last_tokens(self, x: Tensor, count: int) -> Tensor:
         """x: [t, channels] -> [documents, count, channels], on all ranks; of a plan of whole documents."""
         ends = [self.plan.rows((chain, chain[-1].stop), count) for chain in self.plan.chains]
         return self._tokens(x, super().before("", x, count), ends)
 
-    def last_states(self, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return the states behind the documents, on all ranks; of a plan of whole documents."""
-
-        def states(found: Tensor) -> Tensor:
-            last = {link.document: state for link, _, state in self._composed(found)}
-            return torch.stack([*last.values()])
-
-        return self._of_all(transitions(k, v, g, beta, self.spans), states)
+    def last_states(self, last: Tensor) -> Tensor:
+        """last: [spans, ...], the states behind this rank's -> [documents, ...], those behind the documents on all
+        ranks; of a plan of whole documents."""
+        ends = torch.tensor([chain[-1].place for chain in self.plan.chains], device=last.device)
+        return self._of_all(last, lambda found: found[ends])
 
     def _tokens(self, x: Tensor, nothing: Tensor, places: list[list[int]]) -> Tensor:
         """Return the tokens in these places among the last ones of all ranks' spans, behind which is one of zeros."""
@@ -148,15 +145,15 @@ class _OfAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, made: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(rows)
+        found = start_all_gather(rows, group).wait()
+        ctx.save_for_backward(found)
         ctx.group, ctx.made = group, made
-        return made(start_all_gather(rows, group).wait())
+        return made(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        found = start_all_gather(rows, ctx.group).wait().requires_grad_()
+        found = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.made(found)
         # Whose spans all begin a document has been told nothing.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import starmap
+from collections.abc import Sequence
+from itertools import accumulate, starmap
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megacore.parallel.kernels.convolution import causal_convolution
-from megacore.parallel.kernels.delta_rule import delta_rule, handed_on, transitions
+from megacore.parallel.kernels.delta_rule import delta_rule, handed_on
 from megacore.parallel.kernels.spans import Spans
 
 CPU = torch.device("cpu")
@@ -49,6 +50,13 @@ def step_by_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state
     return torch.stack(outputs), state
 
 
+def same_gradients(made: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> None:
+    factor = torch.randn(made[0][0].shape, dtype=torch.float64)
+    each = [torch.autograd.grad((y * factor).sum() + end.square().sum(), wanted) for y, end in made]
+    for one, other in zip(*each, strict=True):
+        close(other, one)
+
+
 def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
@@ -56,27 +64,30 @@ def close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize(("lengths", "size"), CASES)
 @pytest.mark.parametrize("enters", [False, True], ids=["", "with-states"])
 def test_chunks_are_the_steps(lengths: tuple[int, ...], size: int, enters: bool) -> None:
-    _, k, v, g, beta = inputs = draw(sum(lengths))
+    inputs = draw(sum(lengths))
     spans, shape = Spans(lengths, CPU), (len(lengths), 2, 3, 5, 4)
     states = torch.randn(shape, dtype=torch.float64) if enters else torch.zeros(shape, dtype=torch.float64)
     states.requires_grad_(enters)
     each = zip(*(x.split(lengths) for x in inputs), states, strict=True)
     want, ends = (torch.cat(x) for x in zip(*((y, end[None]) for y, end in starmap(step_by_step, each)), strict=True))
     got, last = delta_rule(*inputs, states if enters else None, spans, size)
-    on = handed_on(transitions(k, v, g, beta, spans, size), states)
     close(got, want)
     close(last, ends)
-    close(on, ends)
-    wanted, factor = [*inputs, *[states] * enters], torch.randn(got.shape, dtype=torch.float64)
-    grads, others = (
-        torch.autograd.grad((y * factor).sum() + end.square().sum(), wanted, retain_graph=True)
-        for y, end in ((want, ends), (got, last))
-    )
-    for one, other in zip(grads, others, strict=True):
-        close(other, one)
-    grads, others = (torch.autograd.grad(end.square().sum(), wanted[1:]) for end in (ends, on))
-    for one, other in zip(grads, others, strict=True):
-        close(other, one)
+    same_gradients([(want, ends), (got, last)], [*inputs, *[states] * enters])
+
+
+@pytest.mark.parametrize(("lengths", "size"), CASES)
+def test_spans_of_a_document_hand_their_states_on(lengths: tuple[int, ...], size: int) -> None:
+    inputs, nothing = draw(sum(lengths)), torch.zeros(2, 3, 5, 4, dtype=torch.float64)
+
+    def enter(transitions: Tensor) -> Tensor:
+        return torch.stack([*accumulate(transitions[:-1], lambda state, each: handed_on(each, state), initial=nothing)])
+
+    want, end = step_by_step(*inputs, nothing)
+    got, last = delta_rule(*inputs, enter, Spans(lengths, CPU), size)
+    close(got, want)
+    close(last[-1], end)
+    same_gradients([(want, end), (got, last[-1])], inputs)
 
 
 def test_chunks_are_those_of_transformers() -> None:
