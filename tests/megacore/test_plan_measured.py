@@ -64,7 +64,10 @@ WINDOW = 64
 def small(name: str, vocab: int) -> dict[str, Any]:
     """What a family of the registry draws, in these sizes, with the first seed whose rope fits them."""
     config = family(name).config
-    derived = {*getattr(config, "derived", ()), *(name for name, it in vars(config).items() if isinstance(it, property))}
+    derived = {
+        *getattr(config, "derived", ()),
+        *(name for name, it in vars(config).items() if isinstance(it, property)),
+    }
     axes = {axis: config.saved.get(field, field) for axis, field in config.axes.items() if field not in derived}
     sizes = {field: SIZES[axis] for axis, field in axes.items() if axis in SIZES}
     if "kv_latent" in axes:  # each head has keys of its own
