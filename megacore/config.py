@@ -23,7 +23,9 @@ from megacore.parallel.enum_errors import (
     SPLIT_BACKWARD,
     ContextBalance,
     ContextExchange,
+    MatrixScale,
     Moments,
+    OptimizerName,
     OptimizerOffload,
     PipelineSchedule,
     Precision,
@@ -273,8 +275,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), or beside it Muon for matrices (docs/optimizer.md)."""
 
+    name: OptimizerName = "adamw"
+    """The rule of the matrices of blocks: that of all else, or `muon`."""
     lr: Annotated[Float, ABOVE_0] = 3e-4
     """The highest learning rate; `schedule` moves it."""
     betas: tuple[Annotated[Float, BELOW_1], Annotated[Float, BELOW_1]] = (0.9, 0.95)
@@ -296,6 +300,24 @@ class OptimizerConfig:
     max_skipped: Annotated[Int, UP_TO_99] | None = 10
     """Skipped steps among 100, or steps whose samples are left out, that end the run all the same; null: no number
     does. What overflows in fp16 and only lowers the loss scale does not count."""
+
+
+@dataclass(frozen=True, config=TYPED)
+class MuonConfig:
+    """Muon (Jordan et al. 2024, Liu et al. 2025, arXiv 2502.16982), with `optimizer.name=muon`; weight decay is that of
+    `optimizer`."""
+
+    lr: Annotated[Float, ABOVE_0] | None = None
+    """The highest learning rate of matrices; null: optimizer.lr."""
+    scale: MatrixScale = "match_rms_adamw"
+    """The factor of the learning rate for a matrix of so many rows and columns: 0.2 sqrt(max(rows, columns)), with
+    which updates are as large as AdamW's, or sqrt(max(1, rows / columns)) (`original`)."""
+    momentum: Annotated[Float, BELOW_1] = 0.95
+    """The share of the mean of gradients that a step keeps."""
+    nesterov: Bool = True
+    """Whether the gradient of a step counts once more in its update."""
+    steps: Annotated[Int, UP_TO_99] = 5
+    """Steps of Newton and Schulz, of five products of matrices each."""
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -593,6 +615,7 @@ class Config:
     memory: MemoryConfig = MemoryConfig()
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
+    muon: MuonConfig = MuonConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -166,7 +166,8 @@ EXPECTED = {
 }
 
 OTHER_NAMES = {
-    "optimizer.lr": ("learning_rate", "max_lr"),
+    "optimizer.name": ("optim", "optimizer_name"),
+    "optimizer.lr": ("learning_rate", "max_lr", "lr"),
     "optimizer.betas": ("beta1", "beta2", "adam_beta1", "adam_beta2"),
     "optimizer.clip": ("max_grad_norm", "grad_clip", "clip_grad"),
     "schedule.name": ("lr_scheduler", "lr_scheduler_type"),
@@ -187,10 +188,6 @@ OTHER_NAMES = {
     "out": ("output_dir", "out_dir"),
 }
 """{a key: what other trainers call it}."""
-NO_CHOICE = {
-    f"optimizer.{key}": "the optimizer is AdamW, and there is no other: leave it out" for key in ("name", "type")
-}
-"""{what is no key because there is nothing to choose: how it is}."""
 
 
 def _explain(error: ErrorDetails) -> str:
@@ -211,8 +208,6 @@ def _nearest(where: Sequence[str | int]) -> str:
     """Return the keys that an unknown one may have meant: what other trainers call so, else one that is spelled
     alike beside it, and its name in other sections."""
     *parents, key = where
-    if (how := NO_CHOICE.get(dotted(where))) is not None:
-        return how
     beside = _keys(parents)
     elsewhere = [f"{name}.{key}" for name in SECTIONS if key in _keys([name])]
     alike = difflib.get_close_matches(str(key)[:100], beside, n=1, cutoff=0.8 if elsewhere else 0.6)

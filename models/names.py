@@ -70,6 +70,11 @@ def buffers(schema: Schema) -> Iterator[str]:
     return (name for param in schema.params if param.buffer for name in whole_names(schema, param))
 
 
+def matrices(schema: Schema) -> Iterator[str]:
+    """Return the names of the tensors that may be updated as whole matrices."""
+    return (name for param in schema.params if param.is_matrix for name in whole_names(schema, param))
+
+
 def frozen(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> frozenset[str]:
     """Return the tensors that are not trained: buffers, those of ``freeze``, and those that are not of ``only`` (None:
     all are)."""

@@ -11,3 +11,6 @@ OFFLOAD_AHEAD = 256 << 20
 
 NORM_BLOCK = 1 << 18
 """Elements of a gradient that a core widens at a time for the norm: they stay in its cache."""
+
+MATRIX_ELEMENTS = 1 << 28
+"""Elements of matrices that a rank has on their way at once, in 2 bytes each."""

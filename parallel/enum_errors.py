@@ -21,7 +21,10 @@ Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
 """The precision of weights and activations; fp8 is that of the products of linears."""
 Moments = Literal["fp32", "bf16"]
 """The width of the optimizer's moments."""
-
+OptimizerName = Literal["adamw", "muon"]
+"""The rule of updates; `muon` is that of matrices, beside AdamW for the rest."""
+MatrixScale = Literal["match_rms_adamw", "original"]
+"""How large the updates of whole matrices are, in the words of torch.optim.Muon."""
 
 ContextExchange = Literal["auto", "ring", "gather", "heads"]
 """The way in which queries meet keys of other ranks of cp: hop by hop, all at once, or by heads (Ulysses)."""

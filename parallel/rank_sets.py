@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.schema import Param, Split
 
 RankSet = tuple[int, ...]
 
@@ -42,6 +43,19 @@ def inner_ranks(ranks: RankSet, index: int, heads: int) -> RankSet:
 def of_context(shape: MeshShape, heads: int) -> list[RankSet]:
     """Return the sets of :func:`inner_ranks` of all ranks."""
     return [inner_ranks(ranks, first, heads) for ranks in shape.all_along("cp") for first in range(0, shape.cp, heads)]
+
+
+def matrix_dims(param: Param, split: Split) -> tuple[str, ...]:
+    """Return the dimensions of the mesh along which ranks hold some of one matrix of a parameter, or a copy: those of
+    the tokens, but for those along which ranks hold other matrices."""
+    others = {dim for axis in (*param.leading, *param.named_axes) if axis != "layer" for dim in split.get(axis, ())}
+    return tuple(dim for dim in TOKENS if dim not in others)
+
+
+def of_matrices(layout: Layout) -> Iterator[list[RankSet]]:
+    """Yield the sets of ranks along each of :func:`matrix_dims`, of all matrices."""
+    for dims in dict.fromkeys(matrix_dims(p, layout.split) for p in layout.schema.params if p.is_matrix):
+        yield layout.mesh.all_along(*dims)
 
 
 def channel_kinds(stages: int) -> int:

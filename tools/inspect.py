@@ -171,6 +171,7 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in files),
         "adapters": _adapters(index.adapters) if index.adapters else None,
         "frozen": sorted(index.frozen),
+        "optimizer": "muon" if index.muon else None,
         "step": index.step,
         "mesh": {dim: layout.mesh[dim] for dim in ("pp", "ep", "tp")} if ours else None,
         "split": {axis: list(dims) for axis, dims in index.split.items()} if ours else None,
@@ -319,6 +320,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "adapters", f"LoRA, rank {adapters['rank']}, alpha {adapters['alpha']:g} (scaled by {scale})"
         targets = ", ".join(map(brief, adapters["targets"]))
         yield "of", f"{brief(adapters['base'])} (fingerprint {adapters['base_fingerprint']}): {targets}"
+    if facts["optimizer"]:
+        yield "optimizer", "muon: the matrices of blocks have one moment"
     if facts["frozen"]:
         yield "frozen", f"{len(facts['frozen'])} tensors, without optimizer state"
     for state, dtypes in facts["dtypes"].items():

@@ -396,6 +396,24 @@ def _moments(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _muon(facts: RuleContext) -> Iterator[str]:
+    config = facts.config
+    if config.optimizer.name != "muon":
+        return
+    if config.memory.offload_optimizer != "none":
+        yield (
+            f"optimizer.name muon multiplies matrices on the device, and memory.offload_optimizer "
+            f"({config.memory.offload_optimizer}) has the CPU update: set it to none, or optimizer.name=adamw"
+        )
+    if config.lora is not None:
+        yield "optimizer.name muon is for the matrices of a model, and lora trains none of them: set it to adamw"
+    if config.optimizer.moments == "bf16" and config.muon.momentum >= 1 - 2**-8:
+        yield (
+            f"muon.momentum ({config.muon.momentum:g}) moves its mean by less than bf16 can hold: choose it below "
+            "0.996, or optimizer.moments=fp32"
+        )
+
+
 def _fp8(facts: RuleContext) -> Iterator[str]:
     layers = facts.sizes["layer"]
     if facts.config.train.precision == "fp8" and layers < 3:
@@ -546,7 +564,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _mlp_chunk,
     _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device,
-    _fp16, _moments, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _batch_balance, _adapters,
+    _fp16, _moments, _muon, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _batch_balance, _adapters,
     _one_start, _repetition, _export,
 )  # fmt: skip
 

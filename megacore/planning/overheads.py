@@ -23,7 +23,8 @@ from megacore.data.batches import HELD, Batches
 from megacore.data.blend import Blend
 from megacore.data.indexed import IndexedDataset, Integers
 from megacore.data.samples import BLOCKS, Source, parts
-from megacore.parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_context, of_mesh
+from megacore.models import names
+from megacore.parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_context, of_matrices, of_mesh
 from megacore.parallel.weights.pattern import Sizes
 from megacore.parallel.weights.transfer import Stored, native
 from megacore.planning.setting import Setting
@@ -193,6 +194,14 @@ def _states(setting: Setting) -> Mapping[str, int]:
     return {WEIGHTS: widths.parameter, **master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS))}
 
 
+def _lacking(setting: Setting) -> Mapping[str, frozenset[str]]:
+    """Return {state: the tensors that have none}."""
+    frozen = setting.frozen
+    whole = frozenset(names.matrices(setting.model.schema)) if setting.muon_steps else frozenset[str]()
+    first, second = MOMENTS
+    return {WEIGHTS: frozenset(), MASTER: frozen, first: frozen, second: frozen | whole}
+
+
 def _busiest(by_rank: Mapping[int, int], per_node: int) -> tuple[int, int, int, int]:
     """Return how many ranks and nodes have some bytes, and the most that one rank and one node has."""
     by_node = Counter[int]()
@@ -206,14 +215,14 @@ def save_of(setting: Setting, per_node: int, storage: Storage, interval: float |
     """Return the costs of a save as `megacore.training.save` does it: weights of everything, other states of what is
     trained."""
     layout = replace(setting.layout, schema=setting.tuning.kept(setting.model.schema))
-    disk, states, frozen = on_disk(layout), _states(setting), setting.frozen
+    disk, states, lacking = on_disk(layout), _states(setting), _lacking(setting)
     by_rank, files = Counter[int](), 0
     for ranks in layout.mesh.all_along("dp", "cp"):
         stored = list(native(disk, [disk.mesh.rank(replace(layout.mesh.place(ranks[0]), dp=0, cp=0))]))
         held = {
             state: own
             for state, width in states.items()
-            if (own := [(each, width) for each in stored if state == WEIGHTS or each.name not in frozen])
+            if (own := [(each, width) for each in stored if each.name not in lacking[state]])
         }
         for rank, share in zip(ranks, share_out(disk, held, len(ranks)), strict=True):
             files += len(share)
@@ -226,15 +235,15 @@ def save_of(setting: Setting, per_node: int, storage: Storage, interval: float |
 def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
     """Return the costs of a resume as `megacore.training.initial_state` does it: masters of what is trained, other
     weights, then moments."""
-    layout, states, frozen = setting.layout, _states(setting), setting.frozen
+    layout, states, lacking = setting.layout, _states(setting), _lacking(setting)
     by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes
     first = MASTER if MASTER in states else WEIGHTS
     for ranks in layout.mesh.all_along("dp", "cp"):
         stored = list(native(layout, [ranks[0]]))
-        trained = [each for each in stored if each.name not in frozen]
-        rest = [each for each in stored if each.name in frozen]
+        held = {state: [each for each in stored if each.name not in lacking[state]] for state in (MASTER, *MOMENTS)}
+        rest = [each for each in stored if each.name in lacking[MASTER]]
         before = by_rank.total()
-        for state, tensors in ((first, trained), (WEIGHTS, rest), *((moment, trained) for moment in MOMENTS)):
+        for state, tensors in ((first, held[MASTER]), (WEIGHTS, rest), *((moment, held[moment]) for moment in MOMENTS)):
             size += states[state] * sum(_unpadded(each, sizes) for each in tensors)
             for _, slices in share_reads(tensors, len(ranks)):
                 for part, reader in slices:
@@ -264,7 +273,8 @@ def _rounds(setting: Setting) -> list[list[RankSet]]:
     layout, rounds = setting.layout, Rounds()
     shared = divided(layout, None if setting.shard == "none" else setting.replicas)
     inner = of_context(layout.mesh, setting.context.heads)
-    batches = [*of_mesh(layout.mesh, setting.has_experts), inner, shared, layout.mesh.all_along("dp", "cp")]
+    whole = of_matrices(layout) if setting.muon_steps else ()
+    batches = [*of_mesh(layout.mesh, setting.has_experts), inner, shared, *whole, layout.mesh.all_along("dp", "cp")]
     return [each for sets in batches for each in rounds.new(sets)]
 
 

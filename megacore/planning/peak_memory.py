@@ -11,7 +11,7 @@ from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from megacore.parallel.pipeline.schedules import SCHEDULES
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.setting import SHARDS, Setting
-from megacore.planning.state_bytes import ParameterShare, Shares, sharing, state
+from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, sharing, state
 
 TERMS = ("parameters", "gradients", "masters", "moments", "activations", "logits", "working", "buffers")
 """The terms whose sum is the peak."""
@@ -230,7 +230,9 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
                 )
             )
     widened = min(NORM_BLOCK, sum(part.trained for part in shares)) if setting.device == "cpu" else 0
-    moments.append(_Moment("optimizer step", working=8 * widened))
+    width = 8 if setting.widths.parameter == 8 else 2
+    matrices = max((width * group.at_once for group in matrix_groups(setting, shares)), default=0)
+    moments.append(_Moment("optimizer step", working=max(8 * widened, matrices)))
     return moments
 
 

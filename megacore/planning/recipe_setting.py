@@ -42,6 +42,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         context=config.context.over(mesh.cp, model.drops_attention),
         mlp_chunk=config.memory.mlp_chunk,
         compiled=config.train.compile,
+        muon_steps=config.muon.steps if config.optimizer.name == "muon" else 0,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from megacore.models.config import ModelConfig
@@ -12,6 +12,7 @@ from megacore.parallel.budgets import BUCKET_BYTES
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import SPLIT_BACKWARD, Moments, OptimizerOffload, Precision, Recompute, ZeroShard
 from megacore.parallel.weights.layout import Layout
+from megacore.parallel.weights.schema import Param
 from megacore.planning.exchange import WHOLE, Packing
 
 SHARDS: tuple[ZeroShard, ...] = get_args(ZeroShard)
@@ -58,6 +59,7 @@ class Setting:
         documents: The lengths of a microbatch's documents, which attention stays within; None: each row is one.
         blank: Sequences of a step that only fill the microbatches up, on all ranks.
         compiled: Whether blocks are compiled.
+        muon_steps: Steps of Newton and Schulz that update matrices as wholes; 0: none are.
     """
 
     model: ModelConfig
@@ -84,6 +86,12 @@ class Setting:
     mlp_chunk: int | None = None
     blank: int = 0
     compiled: bool = False
+    muon_steps: int = 0
+
+    def widths_of(self, param: Param) -> Widths:
+        """Return the widths of a parameter's elements: of matrices that are updated as wholes there is one moment."""
+        one = self.muon_steps and param.is_matrix
+        return replace(self.widths, moments=self.widths.moments // 2) if one else self.widths
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from megacore.parallel.budgets import MATRIX_ELEMENTS
 from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.rank_sets import matrix_dims
 from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
 from megacore.parallel.weights.schema import Param, Schema
+from megacore.planning.costs import MatMul
 from megacore.planning.setting import SHARDS, Setting, Widths
 
 
@@ -195,7 +198,7 @@ def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
             buffers += part.elements
             continue
         ranks = sharing(part, setting)
-        total += state_of(part.trained, ranks, widths, setting.shard)
+        total += state_of(part.trained, ranks, setting.widths_of(part.param), setting.shard)
         still = part.elements - part.trained
         alone += -(-still // ranks) if setting.shard == "parameters" else still
         if pieces[part.param.name] > 1 and setting.shard in ("optimizer", "gradients"):
@@ -206,3 +209,66 @@ def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
 def updated(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     """Return :func:`state` of what is trained alone."""
     return state((replace(part, elements=part.trained) for part in shares), setting)
+
+
+# -- matrices that are updated as wholes (`parallel.gradients.matrices`)
+
+
+@dataclass(frozen=True)
+class MatrixGroup:
+    """The matrices that the ranks along some dimensions of the mesh share out.
+
+    Args:
+        ranks: Their number.
+        owned: The elements that a rank updates.
+        whole: The elements of all of the matrices.
+        largest: Those of the matrices of one tensor, or of one expert of it.
+        products: {a product of matrices: how often all ranks together compute it in a step}.
+    """
+
+    dims: tuple[str, ...]
+    ranks: int
+    owned: int
+    whole: int
+    largest: int
+    products: Mapping[MatMul, int]
+
+    @property
+    def owners(self) -> int:
+        """The ranks that together have each element once."""
+        return max(1, round(self.whole / self.owned))
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.owned // MATRIX_ELEMENTS)
+
+    @property
+    def at_once(self) -> int:
+        """The elements that a rank has on their way in a round: of its matrices as they came, whole, and three times in
+        a product of them, and of all that comes back."""
+        return 5 * max(self.largest, self.whole // (self.ranks * self.rounds)) + min(self.owned, MATRIX_ELEMENTS)
+
+
+def matrix_groups(setting: Setting, shares: Sequence[ParameterShare]) -> Iterator[MatrixGroup]:
+    """Yield the groups of a rank that has some shares; none where everything is updated element by element."""
+    layout, sizes = setting.layout, setting.layout.schema.sizes
+    by_dims = dict[tuple[str, ...], list[ParameterShare]]()
+    for part in shares if setting.muon_steps else ():
+        if part.param.is_matrix and part.trained:
+            by_dims.setdefault(matrix_dims(part.param, layout.split), []).append(part)
+    for dims, parts in by_dims.items():
+        owned = sum(-(-part.trained // (1 if setting.shard == "none" else sharing(part, setting))) for part in parts)
+        products, whole, largest = Counter[MatMul](), 0, 0
+        for part in {part.param.name: part for part in parts}.values():
+            spread = (dim for axis in part.param.leading for dim in layout.split.get(axis, ()))
+            stacked, ranks = 1, layout.mesh.size([*spread])
+            for axis in part.param.leading:
+                stacked *= sizes[axis]
+            number = part.tensors * part.trained // part.elements * stacked // ranks
+            shapes = [sorted(pattern.shape(sizes)[-2:]) for pattern in part.param.matrices.values()]
+            for short, long in shapes:
+                for product in (MatMul(short, short, long), MatMul(short, short, short), MatMul(short, long, short)):
+                    products[product] += setting.muon_steps * number
+            own = sum(short * long for short, long in shapes)
+            whole, largest = whole + number * own, max(largest, own)
+        yield MatrixGroup(dims, layout.mesh.size(dims), owned, whole, largest, products)

@@ -20,8 +20,8 @@ from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
 from megacore.planning.exchange import ExchangeWork
 from megacore.planning.setting import SHARDS, Setting
-from megacore.planning.state_bytes import ParameterShare, Shares, state, updated
-from megacore.planning.traffic import ALL_REDUCE, HEADS, SEND, SPANS, TOKENS, Traffic, traffic
+from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, state, updated
+from megacore.planning.traffic import ALL_REDUCE, GATHERED, HEADS, RETURNED, SEND, SPANS, TOKENS, Traffic, traffic
 
 _Of = npt.NDArray[np.float64]
 PRECISE = 4096
@@ -346,27 +346,31 @@ def _hops(setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int)
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:
-    """Return the seconds that the sums of gradients and the gathering of parameters add to a step."""
+    """Return the seconds that the sums of gradients and the gathering of parameters and matrices add to a step."""
     mesh, m, rung = setting.layout.mesh, setting.microbatches, SHARDS.index(setting.shard)
     gathers = [x for x in sent if x.what == "parameters"]
+    whole = cluster.seconds(mesh, [x for x in sent if x.what in (GATHERED, RETURNED)])
     sums = [x for x in sent if "gradients" in x.what and x.kind != SEND]
     if rung == 3:
-        return cluster.shown(mesh, [*sums, *gathers], m * (times.forward + times.backward))
+        return whole + cluster.shown(mesh, [*sums, *gathers], m * (times.forward + times.backward))
     # A sum starts with the last gradient of the step, so it hides behind one backward; what is split goes with each.
     beside = times.backward * (m if rung == 2 else 1)
-    return cluster.shown(mesh, sums, beside) + cluster.shown(mesh, gathers, times.forward)
+    return whole + cluster.shown(mesh, sums, beside) + cluster.shown(mesh, gathers, times.forward)
 
 
 def _optimizer(setting: Setting, cluster: Cluster, shares: Sequence[ParameterShare]) -> float:
-    """Return the seconds of reading and writing what AdamW works on.
+    """Return the seconds of reading and writing what an update works on, and of its products of whole matrices.
 
     Offloaded, the host does it, window by window: gradients come and parameters go beside its work, each in a
     direction of its own, and states are read and written; the slowest of these shows.
     """
     own = updated(shares, setting)
-    states = own.masters + own.moments
+    states, products = own.masters + own.moments, 0.0
+    for group in matrix_groups(setting, shares):
+        own_s = (count * cluster.multiplied_s(each, cluster.tflops) for each, count in group.products.items())
+        products += sum(own_s) / group.ranks
     if setting.offload_optimizer == "none":
-        return (own.gradients * 2 + states * 2 + own.parameters) / cluster.device.bandwidth
+        return (own.gradients * 2 + states * 2 + own.parameters) / cluster.device.bandwidth + products
     device, values = cluster.device, own.masters or own.parameters
     ways = [(own.gradients * 2 + states * 2 + values) / device.cpu, max(own.gradients, values) / device.host]
     if setting.offload_optimizer == "file":

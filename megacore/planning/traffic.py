@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, Collective
 from megacore.planning.setting import SHARDS, Setting
-from megacore.planning.state_bytes import ParameterShare, Shares, sharing
+from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, sharing
 
 TOKENS, HEADS, KEYS, GRADIENTS = "tokens", "tokens by heads", "keys and values", "gradients of keys and values"
 SPANS = "states of spans"
 """The things that layers send, forward and backward: over tp and ep, over cp by heads, by hops, and what spans of a
 document make of a state; each to ranks of its own, so a time is that of one of them."""
+GATHERED, RETURNED = "matrices, gathered", "matrices, returned"
+"""The things that an update of whole matrices sends."""
 
 
 def ring(kind: str, size: float, ranks: int) -> float:
@@ -52,6 +54,7 @@ def traffic(setting: Setting, stage: int) -> tuple[Traffic, ...]:
         *_layers(setting, act, stage),
         *_pipeline(setting, stage),
         *_data(setting, act, Shares.of(setting).stages[stage], stage),
+        *_matrices(setting, Shares.of(setting).stages[stage]),
     ]
     return tuple(each for each in messages if each.ranks > 1 and each.count and each.size)
 
@@ -112,6 +115,19 @@ def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterSha
         used = sum(_used(act, stage, part) for part in group) // 2
         moved, uses = (used, 2 * setting.microbatches) if rung == 3 else (numel, 1)
         yield buckets(ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
+
+
+def _matrices(setting: Setting, shares: Sequence[ParameterShare]) -> Iterator[Traffic]:
+    """Yield the messages that bring whole matrices together, and back; of a rank, the mean of all."""
+    width = 8 if setting.widths.parameter == 8 else 2
+    for group in matrix_groups(setting, shares):
+        axis = " x ".join(dim for dim in group.dims if setting.layout.mesh[dim] > 1)
+        for what, ranks, elements in (
+            (GATHERED, group.owners, group.whole // group.ranks),
+            (RETURNED, group.ranks, group.owned),
+        ):
+            size = elements * width // group.rounds
+            yield Traffic(ALL_TO_ALL, axis, what, ranks, group.rounds, size, False)
 
 
 def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:

@@ -59,6 +59,7 @@ from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
 from megacore.training.save import NAMES, Contents, Retention, Saver, TrainingState
 from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
 from megacore.training.trainer import Callback, Trainer
@@ -171,6 +172,7 @@ def _gradients(config: Config, model: Model) -> Gradients:
         config.zero.shard,
         config.zero.replicas,
         offload=config.memory.offload_parameters,
+        matrices=config.optimizer.name == "muon",
     )
     late = config.pipeline.splits_backward
     if late or (wide and model.parameters.mesh.device.type == "cuda"):  # whose products add in fp32; a CPU's would not
@@ -196,11 +198,20 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
                 clip=section.clip,
                 master_weights=section.master_weights,
                 moments=torch.bfloat16 if section.moments == "bf16" else None,
+                muon=_muon(config),
                 offload=offload,
             )
         )
     except StoreError as error:
         raise ConfigError([f"memory.offload_folder: {error}"]) from error
+
+
+def _muon(config: Config) -> Muon | None:
+    if config.optimizer.name != "muon":
+        return None
+    section = config.muon
+    ratio = 1.0 if section.lr is None else section.lr / config.optimizer.lr
+    return Muon(section.momentum, section.nesterov, section.steps, section.scale == "original", ratio)
 
 
 def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> Contents:
@@ -210,7 +221,8 @@ def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> 
     if start.source is None and (end := end_of_text(config)) is not None:
         raw = {**raw, "eos_token_id": end}
     frozen = config.tuning.frozen(setup.model.schema) if adapters is None else frozenset[str]()
-    return Contents(state, with_dtype(raw, NAMES[DTYPES[config.train.precision]]), setup.companions, adapters, frozen)
+    named, whole = with_dtype(raw, NAMES[DTYPES[config.train.precision]]), config.optimizer.name == "muon"
+    return Contents(state, named, setup.companions, adapters, frozen, whole)
 
 
 def _saver(config: Config, contents: Contents, control: Control) -> Saver:

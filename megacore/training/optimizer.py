@@ -1,4 +1,5 @@
-"""AdamW on the parts of the parameters that this rank updates: spans, or slices of flat buckets."""
+"""AdamW, and Muon where it is asked for, on the parts of the parameters that this rank updates: spans, or slices of
+flat buckets."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from megacore.parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
+from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.store.weight_folders.index import MASTER, MOMENTS
 from megacore.training.states.device_store import DeviceStore, Nothing, Rule
+from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload, OffloadedStore
 
 _AWAY_FROM_0 = 1e-6
@@ -19,13 +22,15 @@ _AWAY_FROM_0 = 1e-6
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with clipping by the global norm.
 
-    Weight decay applies to matrices, not to norms and biases.
+    Weight decay applies to matrices, not to norms and biases. With ``muon`` the matrices of blocks are updated by that
+    rule, as wholes; their one moment is the first.
 
     Args:
         lr, betas, eps, weight_decay: The paper's.
         clip: Largest global gradient norm; None for no clipping.
         master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
         moments: dtype of the moments; None for that of what is updated.
+        muon: The rule of the matrices of blocks, if not AdamW; nothing is offloaded then.
         offload: The place of masters and moments if not the device.
     """
 
@@ -40,14 +45,15 @@ class Optimizer:
         clip: float | None = 1.0,
         master_weights: bool = True,
         moments: torch.dtype | None = None,
+        muon: Muon | None = None,
         offload: Offload | None = None,
     ) -> None:
         self.clip = clip
         self._gradients = gradients
-        self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments)
-        device = gradients.parameters.mesh.device
+        self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments, muon)
+        device, matrices = gradients.parameters.mesh.device, None if muon is None else Matrices(gradients)
         self.store: DeviceStore | OffloadedStore = (
-            DeviceStore(gradients.parts, self._rule, device, _nothing(gradients))
+            DeviceStore(gradients.parts, self._rule, device, _nothing(gradients), matrices)
             if offload is None
             else OffloadedStore(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)
         )
@@ -56,8 +62,8 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Update what this rank owns from the summed gradients, without a message to anybody: parameters that are split
-        are to be gathered after it (``Gradients.updated``).
+        """Update what this rank owns from the summed gradients: parameters that are split are to be gathered after it
+        (``Gradients.updated``). AdamW sends no message to anybody, and Muon brings whole matrices together.
 
         Args:
             norm: The global norm of the gradient, without the scale.
@@ -90,9 +96,10 @@ class Optimizer:
         """Begin anew: no update has been done, and the moments are 0."""
         self.updates = 0
         for part in self._gradients.parts:
-            for state in MOMENTS:
-                moments = self.store.of(part, state)
-                moments[...] = torch.zeros_like(moments[...])
+            for state in self.store.states(part):
+                if state != MASTER:
+                    moments = self.store.of(part, state)
+                    moments[...] = torch.zeros_like(moments[...])
 
     # -- the state, by the names and in the shapes of the parameters
 
@@ -107,12 +114,13 @@ class Optimizer:
 
     def states(self) -> Mapping[str, Mapping[str, torch.dtype]]:
         """Return {state: {parameter: dtype}} of what is kept beside the parameters: masters that are wider, moments."""
-        first = {name: self._gradients.parts_of(name)[0] for name in self._names}
-        states = {state: {name: self.store.of(part, state).dtype for name, part in first.items()} for state in MOMENTS}
+        shards, kept = self._gradients.parameters.shards, self._rule.kept(self._gradients.parameters.dtype)
+        whole = {name for name in self._names if self._rule.muon is not None and shards[name].param.is_matrix}
         # A rank that trains nothing has the same states, and nothing in them.
-        wider = MASTER in self._rule.kept(self._gradients.parameters.dtype)
-        masters = {name: self.store.of(part, MASTER).dtype for name, part in first.items()}
-        return {MASTER: masters, **states} if wider else states
+        return {
+            state: {name: dtype for name in self._names if state != MOMENTS[1] or name not in whole}
+            for state, dtype in kept.items()
+        }
 
     @torch.no_grad()
     def read_into(self, state: str, name: str, host: Tensor | None, take: Take = all_of_it) -> None:

@@ -194,6 +194,12 @@ def go_on(config: Config, checkpoint: Checkpoint, checked: bool) -> Start:
         raise StoreError(
             f"{checkpoint.path} holds adapters of {held.base}: resume it with its lora and its checkpoint.init"
         )
+    name = "muon" if checkpoint.index.muon else "adamw"
+    if name != config.optimizer.name:
+        raise StoreError(
+            f"{checkpoint.path} has the moments of {name}, and the recipe says optimizer.name="
+            f"{config.optimizer.name}: set optimizer.name={name}, or start from its weights by checkpoint.init"
+        )
     return _going_on(checkpoint)
 
 
@@ -369,6 +375,7 @@ _TOLD = (
     "chat.",
     "experts.",
     "optimizer.",
+    "muon.",
     "schedule.",
     "lora.",
     "train.steps",

@@ -69,6 +69,7 @@ class Contents:
     companions: Mapping[str, Companion]
     adapters: Adapters | None = None
     frozen: frozenset[str] = frozenset()
+    muon: bool = False
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ class Saver:
     ) -> None:
         self.folder, self._contents = folder, contents
         layout, dtypes = on_disk(contents.state.layout), tuple(contents.state.dtypes)
-        self.index = Index(contents.raw, layout, dtypes, None, {}, contents.adapters, contents.frozen)
+        self.index = Index(contents.raw, layout, dtypes, None, {}, contents.adapters, contents.frozen, contents.muon)
         self._control, self._kept, self._several, self._send = control, kept, node is not None, send
         rank, world = control.mesh.rank, control.mesh.shape.world
         first = rank - rank % (node or world)

@@ -91,7 +91,8 @@ class TrainStep:
         return stats
 
     def update(self, stats: Stats, lr: float, halted: Tensor | None = None) -> None:
-        """Do the second half on this rank alone; parameters that are split are to be gathered after it."""
+        """Do the second half, on this rank alone where no matrices are updated as wholes; parameters that are split are
+        to be gathered after it."""
         go = stats.finite if halted is None else stats.finite & ~halted
         self.optimizer.update(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
         if self.balance is not None:

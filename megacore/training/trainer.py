@@ -212,7 +212,8 @@ class Trainer:
                 self.enter("data")
 
     def _commit(self, stats: Stats) -> None:
-        """Do the second half of a step: no rank needs another for it, but to gather split parameters afterwards."""
+        """Do the second half of a step: no rank needs another for it, but for whole matrices, and to gather split
+        parameters afterwards."""
         self._vetoed = None
         self.call("on_gradients", stats)
         self.enter("update")

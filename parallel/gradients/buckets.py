@@ -42,6 +42,11 @@ class OwnedShard(Protocol):
         """Whether weight decay applies to them."""
         ...
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether they are of matrices that are updated as wholes."""
+        ...
+
 
 class Elements(Protocol):
     """The values somebody has for the elements of a part: a tensor, or what is brought when it is asked for.
@@ -75,6 +80,7 @@ class Span:
         piece: The view of the span, None for the whole parameter.
         replicas: Ranks that hold the same elements.
         decays: Whether weight decay applies.
+        is_matrix: Whether it is of matrices that are updated as wholes.
     """
 
     name: str
@@ -82,6 +88,7 @@ class Span:
     piece: Piece | None
     replicas: tuple[int, ...]
     decays: bool
+    is_matrix: bool
 
     @property
     def numel(self) -> int:
@@ -130,6 +137,10 @@ class WholeSpan:
     @property
     def decays(self) -> bool:
         return self.span.decays
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.span.is_matrix
 
     @property
     def parts(self) -> Sequence[OwnedShard]:
@@ -309,21 +320,21 @@ class Bucket:
 # -- which spans there are, and which of them share a bucket
 
 
-def spans_of(parameters: Parameters, trained: bool) -> list[Span]:
+def spans_of(parameters: Parameters, trained: bool, matrices: bool = False) -> list[Span]:
     """Return the spans of all parameters that are trained, or of all others, in the order of the parameters; buffers
-    are neither."""
+    are neither. Where ``matrices`` are updated as wholes they know that they are of some."""
     named = ((name, p) for name, p in parameters.items() if not parameters.shards[name].param.buffer)
-    return [span for name, p in named if p.requires_grad == trained for span in _spans(parameters, name)]
+    return [span for name, p in named if p.requires_grad == trained for span in _spans(parameters, name, matrices)]
 
 
-def _spans(parameters: Parameters, name: str) -> list[Span]:
+def _spans(parameters: Parameters, name: str, matrices: bool) -> list[Span]:
     """Return one span, or one for each piece where their replicas differ (kv heads shared by ranks)."""
     shard = parameters.shards[name]
-    parameter, decays = parameters[name], shard.param.decays
+    parameter, kind = parameters[name], (shard.param.decays, matrices and shard.param.is_matrix)
     replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in shard.pieces}
     if len(set(replicas.values())) == 1:
-        return [Span(name, parameter, None, next(iter(replicas.values())), decays)]
-    return [Span(name, parameter, p, replicas[p.label], decays) for p in shard.pieces]
+        return [Span(name, parameter, None, next(iter(replicas.values())), *kind)]
+    return [Span(name, parameter, p, replicas[p.label], *kind) for p in shard.pieces]
 
 
 def crosses_stages(shape: MeshShape, ranks: Iterable[int]) -> bool:

@@ -77,6 +77,7 @@ class Gradients:
         replicas: Groups of data parallel ranks that do not split with each other; they divide dp.
         bucket_bytes: Largest size of a bucket of more than one parameter; on ``parameters`` each unit has its own.
         offload: Whether a rank's shard of split parameters lives in host memory.
+        matrices: Whether matrices of blocks are updated as wholes, and are parts of their own.
 
     Raises:
         ValueError: ``shard`` is another word.
@@ -91,15 +92,17 @@ class Gradients:
         replicas: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
         offload: bool = False,
+        matrices: bool = False,
     ) -> None:
         check_choice("shard", shard, get_args(ZeroShard))
         self.parameters, self.dtype = parameters, dtype
         self._mesh: Mesh = parameters.mesh
         self.splits, self._reshards = shard != "none", shard == "parameters"
-        self._replicas = replicas if self.splits else None
+        self.replicas = replicas if self.splits else None
+        """Groups of data parallel ranks that do not split with each other; None where nobody splits."""
         self._keeps = shard in ("none", "optimizer")
-        self._mesh.make_groups(divided(parameters.layout, self._replicas))
-        self.spans = spans_of(parameters, trained=True)
+        self._mesh.make_groups(divided(parameters.layout, self.replicas))
+        self.spans = spans_of(parameters, True, matrices)
         self.buckets: list[Bucket] = []
         self.values: dict[Bucket, FlatParameters] = {}
         """The flat parameters whose gradients lie in a bucket, where parameters are split."""
@@ -335,6 +338,10 @@ class Gradients:
         for each in self._owned.values():
             yield from ((part, held.span, there, here) for held in each for part, there, here in held.overlaps())
 
+    def owned_spans(self) -> list[WholeSpan | SplitSpan]:
+        """Return the spans that are trained, with what this rank owns of them."""
+        return [each for held in self._owned.values() for each in held if each.span.parameter.requires_grad]
+
     def read(
         self, name: str, of: Callable[[OwnedShard], Elements], host: Tensor | None, take: Take = all_of_it
     ) -> None:
@@ -393,7 +400,7 @@ class Gradients:
     def _groups(self, spans: Sequence[Span]) -> tuple[Group, Group]:
         """Return, for spans with the same replicas, this rank's group that splits them and those that own the same
         shard."""
-        mine = groups_of(self._mesh.shape, spans[0].replicas, self._replicas, self._mesh.rank)
+        mine = groups_of(self._mesh.shape, spans[0].replicas, self.replicas, self._mesh.rank)
         group, same = map(self._mesh.group, mine)
         return group, same
 

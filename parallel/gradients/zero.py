@@ -8,6 +8,7 @@ whole only while it is used, gathered while the unit before it computes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -27,12 +28,13 @@ _ALIGNED = 64
 @dataclass(frozen=True, eq=False)
 class Stretch:
     """The :class:`~parallel.gradients.buckets.OwnedShard` [n] from element ``start`` of flat memory on, within this
-    rank's shard; all of it decays or none."""
+    rank's shard; all of it decays or none, and is of matrices or not."""
 
     start: int
     data: Tensor
     summed: Tensor | None
     decays: bool
+    is_matrix: bool
 
     @property
     def stop(self) -> int:
@@ -52,14 +54,14 @@ class FlatParameters:
     otherwise memory of its own, on the device or wherever ``store`` keeps it.
 
     Args:
-        spans: The spans that lie in it; those to which weight decay applies come first.
+        spans: The spans that lie in it; matrices come first, then what else decays.
         group: The ranks that own a shard each.
         reshards: Whether the whole parameters go when they have been used.
         store: The store that the shard lives in then.
     """
 
     def __init__(self, spans: Sequence[Span], group: Group, reshards: bool, store: ShardStore) -> None:
-        self.flat = flat = FlatLayout(sorted(spans, key=lambda span: not span.decays), group, _ALIGNED)
+        self.flat = flat = FlatLayout(sorted(spans, key=_kind, reverse=True), group, _ALIGNED)
         self._store = store
         # A span that is only a piece of its parameter has no memory of its own in it: it is copied there.
         self._loose = any(place.span.piece is not None for place in flat.places)
@@ -85,14 +87,15 @@ class FlatParameters:
     def parts(self, gradient: Tensor | None) -> list[Stretch]:
         """Return the shards that this rank updates; gradient: [numel / group.size] of its shard, None if frozen."""
         lo, hi = self.flat.bounds(self.flat.group.index)
-        plain = next((place.start for place in self.flat.places if not place.span.decays), self.flat.used)
-        middle = min(max(plain, lo), hi)
-        return [
-            Stretch(start, self.own[where], None if gradient is None else gradient[where], decays)
-            for start, stop, decays in ((lo, middle, True), (middle, hi, False))
-            for where in [slice(start - lo, stop - lo)]
-            if start < stop
-        ]
+        parts, stop = list[Stretch](), self.flat.numel
+        for kind, alike in itertools.groupby(reversed(self.flat.places), key=lambda place: _kind(place.span)):
+            begin = list(alike)[-1].start
+            start, end = max(begin, lo), min(stop, hi)
+            stop = begin
+            if start < end:
+                where = slice(start - lo, end - lo)
+                parts.append(Stretch(start, self.own[where], None if gradient is None else gradient[where], *kind))
+        return parts[::-1]
 
     def gather(self) -> None:
         """Start to gather the parameters, if they are not there and not on their way."""
@@ -181,6 +184,10 @@ class SplitSpan:
             if start < stop:
                 here = slice(start - self.place.start, stop - self.place.start)
                 yield part, slice(start - part.start, stop - part.start), here
+
+
+def _kind(span: Span) -> tuple[bool, bool]:
+    return span.decays, span.is_matrix
 
 
 # -- units

@@ -40,6 +40,7 @@ NAMED = re.compile(r"\{(\w+)\}")
 """An axis that lives in a name."""
 WORDS = re.compile(r"\{(\w+(?:,\w+)+)\}")
 """Words in a Hugging Face name that spell one tensor for each outermost piece."""
+_PARTS_OF_HEADS = ("turn", "still")
 _VARIES = re.compile(r"\{\w+\}|\b\d+\b")
 """An axis or a number in a name."""
 
@@ -110,6 +111,31 @@ class Param:
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices, not to norms and biases."""
         return len(self.sentence.dims) > 1 and not self.vector
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is made of matrices of blocks, see :attr:`matrices`: no norm, bias, embedding, head or router, and
+        not what gives one number of each token."""
+        inner = "layer" in self.named_axes and self.decays and not self.buffer
+        return inner and self.sentence.axes.isdisjoint(("routes", "one"))
+
+    @cached_property
+    def matrices(self) -> Mapping[tuple[str, ...], Pattern]:
+        """{labels: the sentence, by itself} of the linear maps that it is made of, for each index of :attr:`leading`:
+        each outermost piece is one. The parts of a head that turn and that do not are one, if nothing else is."""
+        together: dict[str, list[str]] = {}
+        for label in self.sentence.labels:
+            together.setdefault("" if label in _PARTS_OF_HEADS else outermost(label), []).append(label)
+        return {
+            tuple(labels): self.sentence if len(together) == 1 else self.sentence.select(outermost(labels[0]))
+            for labels in together.values()
+        }
+
+    @cached_property
+    def leading(self) -> tuple[str, ...]:
+        """The axes before the last two dimensions: of experts that are stacked."""
+        before = Pattern(self.sentence.dims[:-2]).axes
+        return tuple(axis for axis in self.sentence.piece_axes(self.sentence.labels[0]) if axis in before)
 
     @cached_property
     def hf_names(self) -> tuple[str, ...]:

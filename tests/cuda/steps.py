@@ -87,6 +87,8 @@ CASES: Mapping[str, Case] = {
     "bf16": Case(),
     "bf16, no masters": Case("optimizer.master_weights=false"),
     "bf16 moments": Case("optimizer.moments=bf16"),
+    "muon": Case("optimizer.name=muon"),
+    "muon, bf16 moments, fp16": Case("optimizer.name=muon optimizer.moments=bf16 train.precision=fp16"),
     "fp16": Case("train.precision=fp16"),
     "fp32": Case("train.precision=fp32"),
     "fp64": Case("train.precision=fp64"),

@@ -130,8 +130,8 @@ BAD = [
     bad("train.warmup_steps=3", "train.warmup_steps", "schedule.warmup_steps?"),
     bad("optimizer.learning_rate=1", "optimizer.learning_rate: unknown key", "did you mean optimizer.lr?"),
     bad("batch_size=8", "batch_size: unknown key", "did you mean batch.global_size?"),
-    bad("optimizer.name=adam", "optimizer.name: unknown key", "the optimizer is AdamW", "leave it out"),
-    bad("optimizer=adamw", "optimizer: expected a mapping of lr, betas", "got 'adamw'"),
+    bad("optimizer.name=adam", "optimizer.name", "adam", "adamw", "muon"),
+    bad("optimizer=adamw", "optimizer: expected a mapping of name, lr, betas", "got 'adamw'"),
     bad("mesh.vocabulary=1", "mesh.vocabulary: unknown key", "mesh has pp, dp, cp, ep, tp"),
     bad("", "data.train[0].wieght", "did you mean data.train[0].weight?", recipe=corpora("[{path: a, wieght: 1}]")),
     bad("", "data.train[0].path", "missing", recipe=corpora("[{weight: 1}]")),
@@ -304,6 +304,16 @@ BAD = [
     bad("train.device=auto train.precision=fp64", "fp64", "train.device=cpu", gpus=8),
     # precision
     bad("optimizer.moments=bf16 optimizer.betas=[0.9,0.999]", "optimizer.betas [0.9, 0.999]", "below 0.996", "fp32"),
+    bad(
+        "optimizer.name=muon memory.offload_optimizer=host",
+        "memory.offload_optimizer (host) has the CPU",
+        "set it to none",
+    ),
+    bad("optimizer.name=muon lora.rank=2 checkpoint.init=x", "lora trains none of them", "set it to adamw"),
+    bad(
+        "optimizer.name=muon optimizer.moments=bf16 muon.momentum=0.999",
+        *("muon.momentum (0.999)", "below 0.996", "optimizer.moments=fp32"),
+    ),
     bad("train.precision=fp16 optimizer.master_weights=false", "fp16", "optimizer.master_weights", "bf16"),
     bad("train.precision=fp16 loss_scale.initial=2 loss_scale.minimum=4", "loss_scale.initial (2)", "minimum (4)"),
     bad(
@@ -391,6 +401,7 @@ GOOD = [
     bad("train.precision=fp8 train.compile=true"),
     bad("train.device=auto train.async_tp=true train.compile=true", gpus=8),
     bad("optimizer.moments=bf16 optimizer.betas=[0.9,0.99]"),
+    bad("optimizer.name=muon optimizer.moments=bf16 muon.lr=0.02 muon.scale=original muon.steps=3"),
     bad("batch.global_size=12 batch.micro_size=3 data.sequence_length=6 out=fresh/one"),
     bad("batch.global_size=7"),
     bad("batch.micro_size=8"),

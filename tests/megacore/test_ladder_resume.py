@@ -29,10 +29,14 @@ def climb(
     return straight, found
 
 
-def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path) -> None:
+OPTIMIZERS = [pytest.param(name, marks=pytest.mark.in_turn(2)) for name in ("adamw", "muon")]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path, name: str) -> None:
     """Two replicas with a microbatch each: every sum is a + b. Clipping goes by the norm, which is the same on each."""
     recipe = write_recipe(tmp_path)
-    overrides = ["train.precision=bf16", "batch.micro_size=4", "optimizer.clip=0.5"]
+    overrides = ["train.precision=bf16", "batch.micro_size=4", "optimizer.clip=0.5", f"optimizer.name={name}"]
     straight, found = climb(pool, tmp_path, 2, recipe, overrides)
     assert [result.last for result in found] == [10, 10]
     for key in ("loss", "validation_loss"):
@@ -42,11 +46,11 @@ def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path) -> None:
     engine.assert_same_files(path_of(tmp_path / "straight", 10), path_of(tmp_path / f"rung{len(ROUND) - 1}", 10), 4)
 
 
-@pytest.mark.in_turn(6, 0)
-def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.in_turn(12)) for name in ("adamw", "muon")])
+def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path, name: str) -> None:
     """Shared kv heads, tied tables on both ends, uneven gradients accumulated over microbatches."""
     recipe = write_recipe(tmp_path, RECIPE | {"model": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 1}})
-    straight, found = climb(pool, tmp_path, 8, recipe, ["mesh.tp=2", "mesh.pp=2"])
+    straight, found = climb(pool, tmp_path, 8, recipe, ["mesh.tp=2", "mesh.pp=2", f"optimizer.name={name}"])
     for one, other in zip(straight, found, strict=True):
         for name, value in one.weights.items():
             np.testing.assert_allclose(other.weights[name], value, rtol=1e-8, atol=1e-11, err_msg=name)

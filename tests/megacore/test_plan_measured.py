@@ -31,6 +31,7 @@ from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.budgets import BUCKET_BYTES
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextExchange, Recompute, ZeroShard
+from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory import recompute
 from megacore.parallel.mesh import Mesh
@@ -42,8 +43,10 @@ from megacore.planning.activations import ActivationMemory
 from megacore.planning.overheads import start_up
 from megacore.planning.peak_memory import TERMS, memory
 from megacore.planning.setting import SHARDS, Setting, Widths
+from megacore.planning.traffic import traffic
 from megacore.store.weight_folders.index import MOMENTS
 from megacore.training.optimizer import Optimizer
+from megacore.training.states.muon import Muon
 from megacore.training.step import TrainStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -114,6 +117,7 @@ class Case:
     heads: int = 1
     documents: tuple[int, ...] | None = None
     mlp_chunk: int | None = None
+    muon_steps: int = 0
 
     @property
     def context(self) -> ContextParallel:
@@ -154,11 +158,18 @@ class Run:
         )
         self.model.parameters.initialise(0)
         self.gradients = Gradients(
-            self.model.parameters, self.model.chunks, wide, case.shard, case.replicas, case.bucket_bytes
+            self.model.parameters,
+            self.model.chunks,
+            wide,
+            case.shard,
+            case.replicas,
+            case.bucket_bytes,
+            matrices=bool(case.muon_steps),
         )
         if setting.splits_backward:
             self.model.hand_weight_gradients(self.gradients.receive, late=True)
-        self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters)
+        muon = Muon(steps=case.muon_steps) if case.muon_steps else None
+        self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters, muon=muon)
         pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule, self.gradients)
         self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer)
 
@@ -180,11 +191,12 @@ class Run:
         split = (*self.gradients.values.values(), *self.gradients.frozen)
         parameters = [p.data for p in self.model.parameters.values()] + [values.own for values in split]
         lazy = [p.grad for p in self.model.parameters.values() if p.grad is not None]
+        store = device_store(self.optimizer)
         return {
             "parameters": parameters,
             "gradients": lazy + [bucket.gradient for bucket in self.gradients.buckets],
-            "masters": [t.tensor for t in device_store(self.optimizer).targets if t.master],
-            "moments": [state[m] for state in device_store(self.optimizer).adamw.state.values() for m in MOMENTS],
+            "masters": [t.tensor for t in store.targets if t.master],
+            "moments": [store.of(target.part, moment) for target in store.targets for moment in MOMENTS],
         }
 
 
@@ -422,6 +434,20 @@ ODD_OF_TWO = [
 ]
 
 
+# Few tokens, so that the peak is in the update.
+MUON = Case(vocab=64, length=16, muon_steps=5)
+BY_MUON = [
+    MUON,
+    replace(MUON, mesh=MeshShape(dp=2), precision="fp32", shard="parameters"),
+    replace(MUON, mesh=MeshShape(tp=2)),
+    replace(MUON, mesh=MeshShape(ep=2), family="mixtral"),
+]
+BY_MUON_OF_FOUR = [
+    replace(MUON, mesh=MeshShape(dp=2, tp=2), shard="parameters"),
+    replace(MUON, mesh=MeshShape(pp=2, dp=2)),
+    replace(MUON, mesh=MeshShape(tp=4)),
+    replace(MUON, mesh=MeshShape(ep=2, tp=2), etp=2, family="mixtral"),
+]
 NARROW = (("intermediate_size", 64),)  # so that the peak is in the attention
 IN_TWO = Case(MeshShape(cp=2), vocab=64, length=2048, fields=NARROW)
 OF_CONTEXT = [
@@ -459,6 +485,9 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("other parts-two", 2, EXTENDED_OF_TWO[2:], {PEAK}, 0),
     ("unheard of-one", 1, ODD, {PEAK}, 4),
     ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 4),
+    ("muon-one", 1, BY_MUON[:1], {STATE, PEAK}, 4),
+    ("muon-two", 2, BY_MUON[1:], {STATE, PEAK}, 4),
+    ("muon-four", 4, BY_MUON_OF_FOUR, {STATE, PEAK}, 4),
     ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 4),
     ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 4),
     *(
@@ -496,6 +525,28 @@ def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: l
     assert not wrong, "\n".join(wrong)
 
 
+def sent_by_update(cases: list[Case]) -> list[int]:
+    found = []
+    for case in cases:
+        run = Run(case)
+        run.step()
+        groups = [group.process_group for group in run.mesh._groups.values()]
+        with counting_sent(*groups) as sent:
+            run.optimizer.update(1e-3, torch.tensor(1.0))
+        found.append(sum(sent))
+    return found
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize(("world", "cases"), [(2, BY_MUON[1:]), (4, BY_MUON_OF_FOUR)], ids=["two", "four"])
+def test_whole_matrices_travel_as_planned(pool: Pool, world: int, cases: list[Case]) -> None:
+    """Of all ranks together; where replicas split states, at most so far, for a rank may work on what it owns."""
+    for case, *found in zip(cases, *pool.run(world, sent_by_update, cases), strict=True):
+        sent = [x.sent for stage in range(case.mesh.pp) for x in traffic(case.setting, stage) if "matrices" in x.what]
+        planned = sum(sent) * world / case.mesh.pp
+        assert sum(found) <= 1.03 * planned and (case.shard != "none" or sum(found) >= 0.97 * planned), case
+
+
 def test_the_operations_of_that_family_add_up() -> None:
     with registered():
         made = replace(Case(family="odd").setting, device="cuda")
@@ -513,6 +564,7 @@ GROUPS = [
     Case(MeshShape(pp=2, tp=2, ep=2), family="mixtral", shard="optimizer"),
     Case(MeshShape(pp=2, tp=2, dp=2), family="mixtral", shard="optimizer", replicas=2),
     Case(MeshShape(cp=4, tp=2), heads=2, shard="optimizer"),
+    Case(MeshShape(pp=2, tp=2, ep=2), family="mixtral", muon_steps=5),
 ]
 
 
@@ -524,7 +576,10 @@ def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
         dist.init_process_group("fake", rank=rank, world_size=case.mesh.world, store=FakeStore())
         mesh = Mesh.create(case.mesh)
         model = Model.create(config, layout_of(config, case.mesh), mesh, torch.float32, context=case.context)
-        Gradients(model.parameters, model.chunks, torch.float32, case.shard, case.replicas)
+        shared = case.shard, case.replicas, BUCKET_BYTES, False, bool(case.muon_steps)
+        gradients = Gradients(model.parameters, model.chunks, torch.float32, *shared)
+        if case.muon_steps:
+            Matrices(gradients)
         found.append(len(mesh._groups) + len(mesh._channels))
         dist.destroy_process_group()
     assert max(found) == start_up(case.setting, 8).communicators

@@ -464,6 +464,7 @@ REFUSED = [
     ("checkpoint.resume={new}", "checkpoint: ", "index.json"),
     (f"checkpoint.init={{six}} model.vocab_size={VOCAB + 1}", f"is {VOCAB + 1} in the recipe and {VOCAB} in the check"),
     ("out={out} checkpoint.resume=auto train.steps=5", "(5) is below the 6 steps that are done", "choose more than 6"),
+    ("checkpoint.resume={six} optimizer.name=muon", "has the moments of adamw", "set optimizer.name=adamw"),
     ("out={out}", "already holds a run", "checkpoint.resume=auto"),
     ("out={out} checkpoint.init={six}", "already holds a run"),
     # The newer ones would be another run's.

@@ -24,6 +24,7 @@ from megacore.parallel.balance import Coefficients
 from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.weights.layout import MeshShape
+from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 
 Pair = tuple[Case, Run]
@@ -476,6 +477,32 @@ UNEVEN_OTHERS: list[Pair] = [
 ]
 
 
+# -- matrices that are updated as wholes
+
+
+def by_muon(case: Case) -> Case:
+    return replace(case, name=f"{case.name}-muon", muon=Muon())
+
+
+WHOLE, WHOLE_TIED, WHOLE_EXPERTS = by_muon(UNTIED), by_muon(TIED), by_muon(STARVED)
+BY_MUON: list[Pair] = [
+    (WHOLE, interleaved(MeshShape(pp=2, tp=2))),
+    (WHOLE, Run(MeshShape(dp=4), replicas=2, shard="optimizer")),
+    (WHOLE, Run(MeshShape(tp=2, pp=2), schedule="zb-h1")),
+    (WHOLE, Run(MeshShape(cp=2, tp=2), shard="gradients")),
+    (WHOLE, Run(MeshShape(dp=2, ep=2, tp=2), shard="parameters", offload_parameters=True)),
+    (WHOLE_TIED, Run(MeshShape(tp=4, dp=2), shard="parameters")),  # shared kv heads, padded features
+    (WHOLE_TIED, Run(MeshShape(tp=4))),
+    (WHOLE_TIED, interleaved(MeshShape(pp=2, dp=2), shard="gradients")),
+    (WHOLE_EXPERTS, Run(MeshShape(ep=2, tp=2), micro=3, shard="gradients")),
+    (WHOLE_EXPERTS, Run(MeshShape(ep=2, tp=2), micro=3, etp=True, shard="parameters")),
+    (WHOLE_EXPERTS, Run(MeshShape(pp=2, ep=2, dp=2))),
+]
+OTHERS_BY_MUON: list[Pair] = [
+    (by_muon(cases[0]), OF_FAMILIES[at]) for cases in DRAWN for at in range(0, len(OF_FAMILIES), 2)
+]
+
+
 # -- all of them
 
 
@@ -505,6 +532,8 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
         meshes = CP_EXPERT_MESHES if name in MIXED else CP_MESHES
         yield 360, draw(name, of_family(name, seed), meshes)
     yield 4, UNEVEN
+    yield 6, BY_MUON
+    yield 120, OTHERS_BY_MUON
     yield 36, [*UNEVEN_RUNGS, *UNEVEN_OTHERS]
 
 

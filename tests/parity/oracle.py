@@ -43,6 +43,7 @@ from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from megacore.parallel.weights.transfer import execute, native, plan
 from megacore.training.optimizer import Optimizer
+from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep, evaluate
 
@@ -70,6 +71,7 @@ class Case:
         starved: Whether the last expert of each layer gets no token, where routers have corrections.
         length: Of each sequence.
         fp8: Whether linears between the ends multiply in fp8; what is scaled as a whole is a microbatch.
+        muon: The rule of matrices, if not AdamW.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Case:
     starved: bool = False
     length: int = LENGTH
     fp8: bool = False
+    muon: Muon | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -304,12 +307,11 @@ def measure(case: Case, run: Run) -> Measured:
     mesh = Mesh.create(run.mesh)
     model = model_of(case, run, mesh)
     # Small buckets, so that there are several.
-    gradients = Gradients(
-        model.parameters, model.chunks, torch.float64, run.shard, run.replicas, 20_000, run.offload_parameters
-    )
+    shared = run.shard, run.replicas, 20_000, run.offload_parameters, case.muon is not None
+    gradients = Gradients(model.parameters, model.chunks, torch.float64, *shared)
     if run.schedule in SPLIT_BACKWARD:
         model.hand_weight_gradients(gradients.receive, late=True)
-    optimizer = Recorded(gradients, lr=1e-2, clip=0.5, offload=run.offload)
+    optimizer = Recorded(gradients, lr=1e-2, clip=0.5, muon=case.muon, offload=run.offload)
     pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients)
     step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance)
     initial = snapshot(gradients)

@@ -189,6 +189,7 @@ refused(
         "stages-odd": (index([2, 2, 1], "layers_per_stage"), "3 virtual stages"),
         "stages-exchanged": (index([3, 2], "layers_per_stage"), "layers.2", "lacks"),
         "stages-interleaved": (index([1, 1, 1, 2], "layers_per_stage"), "layers.1", "lacks"),
+        "optimizer-unknown": (index("lion", "optimizer"), "of which only muon is known"),
         "states-unknown": (index(["weights", "master", "exp_avg", "momentum"], "states"), "momentum"),
         "states-without-weights": (index(["master", "exp_avg", "exp_avg_sq"], "states"), "states"),
         "states-twice": (index(["weights", "weights", "master", "exp_avg"], "states"), "states"),

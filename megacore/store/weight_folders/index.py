@@ -109,6 +109,7 @@ class Index:
         files: The files by path within the folder; Hugging Face's have no fingerprints.
         adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
         frozen: Tensors that were not trained: they have weights alone, as buffers do, which are not listed.
+        muon: Whether the matrices of blocks have been updated as wholes: of them there is the first moment alone.
     """
 
     raw: Mapping[str, Any]
@@ -118,6 +119,7 @@ class Index:
     files: Mapping[str, FileRecord]
     adapters: Adapters | None = None
     frozen: frozenset[str] = frozenset()
+    muon: bool = False
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -135,7 +137,13 @@ class Index:
 
     def has(self, state: str, tensor: str) -> bool:
         """Return whether a tensor has a state."""
+        if state == MOMENTS[1] and self.muon and tensor in self._matrices:
+            return False
         return state == STATES[0] or (tensor not in self.frozen and tensor not in self._buffers)
+
+    @cached_property
+    def _matrices(self) -> frozenset[str]:
+        return frozenset(names.matrices(self.schema))
 
     @cached_property
     def _buffers(self) -> frozenset[str]:
@@ -202,6 +210,7 @@ class Index:
             **({"split": {axis: list(dims) for axis, dims in self.split.items()}} if self.split else {}),
             "states": list(self.states),
             **({"frozen": sorted(still)} if (still := self.frozen - self._buffers) else {}),
+            **({"optimizer": "muon"} if self.muon else {}),
             **({"adapters": _spelled(self.adapters)} if self.adapters else {}),
             "files": {
                 name: {
@@ -301,7 +310,7 @@ def read_index(path: Path) -> Index:
         layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split)
         index = Index(raw, layout, states, step, records, _adapters(tree))
         _check_model(tree, index)
-        index = replace(index, frozen=_frozen(tree, index.schema))
+        index = replace(index, frozen=_frozen(tree, index.schema), muon=_muon(tree))
     except StoreError:
         raise
     except (ModelConfigError, ValueError, KeyError) as error:
@@ -385,6 +394,14 @@ def _frozen(tree: _Tree, schema: Schema) -> frozenset[str]:
     if strange := [name for name in named if not isinstance(name, str) or name not in known]:
         raise tree.error(f"has frozen={short(strange)}, which are no tensors of it")
     return frozenset(named)
+
+
+def _muon(tree: _Tree) -> bool:
+    """Return whether the optimizer was Muon; where none is named, it was AdamW, or there was none."""
+    name = tree.get("optimizer", str) if "optimizer" in tree.tree else "muon"
+    if name != "muon":
+        raise tree.error(f"has optimizer={short(name)}, of which only muon is known")
+    return "optimizer" in tree.tree
 
 
 def _record(tree: _Tree) -> FileRecord:

@@ -18,7 +18,6 @@ from megacore.corruption import Corrupted, outvoted
 from megacore.parallel.gradients.buckets import Elements, WholeSpan, spans_of
 from megacore.parallel.rank_sets import RankSet, groups_of
 from megacore.places import listed
-from megacore.store.weight_folders.index import MASTER, MOMENTS
 from megacore.training.trainer import Callback, Trainer
 
 _ROW = 1024
@@ -84,7 +83,7 @@ def held_tensors(run: Trainer) -> Iterator[tuple[RankSet, str, Elements]]:
         ranks = span.replicas if isinstance(part, WholeSpan) else groups_of(shape, span.replicas, split, rank)[1]
         yield ranks, span.name, part.data
         if part in trained:
-            for state in (MASTER, *MOMENTS) if store.masters else MOMENTS:
+            for state in store.states(part):
                 yield ranks, f"{state} of {span.name}", store.of(part, state)
     flat = {parameter for values in gradients.frozen for parameter in values.flat.parameters}
     for span in spans_of(run.model.parameters, trained=False):

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megacore.parallel import kernels
 from megacore.parallel.gradients.buckets import OwnedShard
+from megacore.parallel.gradients.matrices import Matrices
 from megacore.store.weight_folders.index import MASTER, MOMENTS
+from megacore.training.states.muon import Muon, WholeMatrices
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Rule:
         lr, betas, eps, weight_decay: The paper's; each step has a learning rate of its own.
         master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
         moments: dtype of the moments; None for that of what is updated.
+        muon: The rule of matrices, if it is another.
     """
 
     lr: float
@@ -29,6 +32,7 @@ class Rule:
     weight_decay: float
     master_weights: bool
     moments: torch.dtype | None
+    muon: Muon | None = None
 
     def value(self, parameter: torch.dtype) -> torch.dtype:
         """Return the dtype of what is updated for a parameter of this one."""
@@ -73,22 +77,44 @@ class Nothing:
     data: Tensor
     gradient: Tensor
     decays: bool = False
+    is_matrix: bool = False
 
 
 class DeviceStore:
-    """A store of masters and moments on the device: one fused kernel for everything, and no host is asked.
+    """A store of masters and moments on the device: one fused kernel for all that AdamW updates, and no host is asked.
 
-    ``nothing`` stands for the parts of a rank that has none.
+    ``nothing`` stands for the parts of a rank that AdamW has none of, ``matrices`` for those that are updated whole.
     """
 
-    def __init__(self, parts: Sequence[OwnedShard], rule: Rule, device: torch.device, nothing: Nothing) -> None:
-        self.targets = [UpdatedTensor.of(part, rule) for part in parts or [nothing]]
+    def __init__(
+        self,
+        parts: Sequence[OwnedShard],
+        rule: Rule,
+        device: torch.device,
+        nothing: Nothing,
+        matrices: Matrices | None = None,
+    ) -> None:
+        whole = {part for part in parts if matrices is not None and part.is_matrix}
+        self.targets = [UpdatedTensor.of(part, rule) for part in parts]
+        self._by_adamw = [t for t in self.targets if t.part not in whole] or [UpdatedTensor.of(nothing, rule)]
         groups = [
-            {"params": [t.tensor for t in self.targets if t.part.decays], "weight_decay": rule.weight_decay},
-            {"params": [t.tensor for t in self.targets if not t.part.decays], "weight_decay": 0.0},
+            {"params": [t.tensor for t in self._by_adamw if t.part.decays], "weight_decay": rule.weight_decay},
+            {"params": [t.tensor for t in self._by_adamw if not t.part.decays], "weight_decay": 0.0},
         ]
         self.adamw = kernels.adamw(
             [g for g in groups if g["params"]], device, rule.lr, rule.betas, rule.eps, rule.moments
+        )
+        self._whole = (
+            None
+            if rule.muon is None or matrices is None
+            else WholeMatrices(
+                rule.muon,
+                rule.weight_decay,
+                {t.part: t.tensor for t in self.targets if t.part in whole},
+                rule.value(nothing.data.dtype),
+                rule.moments,
+                matrices,
+            )
         )
         self._of = {id(target.part): target for target in self.targets}
 
@@ -108,24 +134,33 @@ class DeviceStore:
             go: A bool scalar on the device; where it is false nothing changes.
             divisor: An fp32 scalar on the device that the update divides gradients by where it reads them; or None.
         """
-        for target in self.targets:
+        for target in self._by_adamw:
             target.tensor.grad = target.part.gradient
         for group in self.adamw.param_groups:
             group["lr"] = lr
         kernels.step_if(self.adamw, go, divisor)
+        if self._whole is not None:
+            self._whole.update(lr, go, divisor)
         masters = [target for target in self.targets if target.master]
         if masters:
             torch._foreach_copy_([t.part.data for t in masters], [t.tensor for t in masters])
-        for target in self.targets:
+        for target in self._by_adamw:
             target.tensor.grad = None  # else this step's gradients would live through the next backward
 
     def of(self, part: OwnedShard, state: str) -> Tensor:
-        """Return the state of a part: a moment, or what is updated in place of the part's values."""
+        """Return the state of a part: a moment, empty if it has none, or what is updated in place of its values."""
         target = self._of[id(part)]
         if state == MASTER:
             return target.tensor
+        if self._whole is not None and part in self._whole.means:
+            return self._whole.means[part] if state == MOMENTS[0] else self._whole.means[part].new_empty(0)
         tensor: Tensor = self.adamw.state[target.tensor][state]
         return tensor
+
+    def states(self, part: OwnedShard) -> Sequence[str]:
+        """Return the names of what is kept of a part beside its values."""
+        moments = MOMENTS[: 1 if self._whole is not None and part in self._whole.means else None]
+        return (MASTER, *moments) if self.masters else moments
 
     @property
     def masters(self) -> bool:

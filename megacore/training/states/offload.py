@@ -138,6 +138,9 @@ class OffloadedStore:
             return part.data
         return _StoredElements(self._store, self._of[self._number[id(part)]], part, state, self.kept[state])
 
+    def states(self, part: OwnedShard) -> Sequence[str]:
+        return [*self.kept]
+
     def _send(self, window: Window, flats: Sequence[_FlatShard]) -> None:
         self._store.fetch(window.number)
         staging = self._stagings[window.number % len(self._stagings)]
