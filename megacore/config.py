@@ -321,6 +321,18 @@ class MuonConfig:
 
 
 @dataclass(frozen=True, config=TYPED)
+class EmaConfig:
+    """Exponential averages of the weights, kept beside them (docs/optimizer.md)."""
+
+    decay: Annotated[Float, BELOW_1] | None = None
+    """The share of an average that each update of the weights keeps; null: there are no averages."""
+    evaluate: Bool = False
+    """Whether evaluations tell the loss of the averages too, as `ema_validation_loss`."""
+    export: Bool = False
+    """Whether `checkpoint.export` takes the averages."""
+
+
+@dataclass(frozen=True, config=TYPED)
 class LoraConfig:
     """Low-rank adapters of the linears of the blocks, which are trained alone (see docs/lora.md); null: none."""
 
@@ -616,6 +628,7 @@ class Config:
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     muon: MuonConfig = MuonConfig()
+    ema: EmaConfig = EmaConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

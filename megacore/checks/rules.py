@@ -414,6 +414,25 @@ def _muon(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _ema(facts: RuleContext) -> Iterator[str]:
+    config, section = facts.config, facts.config.ema
+    if section.decay is None:
+        for key in (key for key in ("evaluate", "export") if getattr(section, key)):
+            yield f"ema.{key} is about averages, and ema.decay is null: set it, 0.999 say, or ema.{key}=false"
+    elif not config.optimizer.master_weights and config.train.precision not in ("fp32", "fp64"):
+        yield (
+            "ema.decay moves averages by less than 16 bits can hold: set optimizer.master_weights=true, which has "
+            "averages as wide as masters"
+        )
+    if section.evaluate and not config.evaluate.every:
+        yield "ema.evaluate is about evaluations, and evaluate.every is 0: set it, or ema.evaluate=false"
+    if section.export and (config.checkpoint.export is None or config.lora is not None):
+        yield (
+            "ema.export is about checkpoint.export of a whole model, which this run has not: name a folder there, or "
+            "set ema.export=false"
+        )
+
+
 def _fp8(facts: RuleContext) -> Iterator[str]:
     layers = facts.sizes["layer"]
     if facts.config.train.precision == "fp8" and layers < 3:
@@ -564,7 +583,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _mlp_chunk,
     _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device,
-    _fp16, _moments, _muon, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _batch_balance, _adapters,
+    _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _batch_balance, _adapters,
     _one_start, _repetition, _export,
 )  # fmt: skip
 

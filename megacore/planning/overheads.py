@@ -30,7 +30,7 @@ from megacore.parallel.weights.transfer import Stored, native
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster
 from megacore.store.tensor_files.shares import share_out, share_reads
-from megacore.store.weight_folders.index import MASTER, MOMENTS, STATES, on_disk
+from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS, STATES, on_disk
 
 WEIGHTS = STATES[0]
 STORAGE_OF_A_DEVICE = 2e12 / 16384
@@ -190,8 +190,8 @@ class Overheads:
 def _states(setting: Setting) -> Mapping[str, int]:
     """Return {state of a checkpoint: bytes of an element}."""
     widths = setting.widths
-    master = {MASTER: widths.master} if widths.master else {}
-    return {WEIGHTS: widths.parameter, **master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS))}
+    others = {MASTER: widths.master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS)), EMA: widths.average}
+    return {WEIGHTS: widths.parameter, **{state: width for state, width in others.items() if width}}
 
 
 def _lacking(setting: Setting) -> Mapping[str, frozenset[str]]:
@@ -199,7 +199,7 @@ def _lacking(setting: Setting) -> Mapping[str, frozenset[str]]:
     frozen = setting.frozen
     whole = frozenset(names.matrices(setting.model.schema)) if setting.muon_steps else frozenset[str]()
     first, second = MOMENTS
-    return {WEIGHTS: frozenset(), MASTER: frozen, first: frozen, second: frozen | whole}
+    return {WEIGHTS: frozenset(), MASTER: frozen, first: frozen, second: frozen | whole, EMA: frozen}
 
 
 def _busiest(by_rank: Mapping[int, int], per_node: int) -> tuple[int, int, int, int]:
@@ -240,10 +240,11 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
     first = MASTER if MASTER in states else WEIGHTS
     for ranks in layout.mesh.all_along("dp", "cp"):
         stored = list(native(layout, [ranks[0]]))
-        held = {state: [each for each in stored if each.name not in lacking[state]] for state in (MASTER, *MOMENTS)}
+        held = {state: [each for each in stored if each.name not in names] for state, names in lacking.items()}
         rest = [each for each in stored if each.name in lacking[MASTER]]
         before = by_rank.total()
-        for state, tensors in ((first, held[MASTER]), (WEIGHTS, rest), *((moment, held[moment]) for moment in MOMENTS)):
+        later = [(state, held[state]) for state in (*MOMENTS, EMA) if state in states]
+        for state, tensors in ((first, held[MASTER]), (WEIGHTS, rest), *later):
             size += states[state] * sum(_unpadded(each, sizes) for each in tensors)
             for _, slices in share_reads(tensors, len(ranks)):
                 for part, reader in slices:

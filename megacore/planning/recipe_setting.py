@@ -23,7 +23,12 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         layout=layout_of(
             model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning, config.mesh.split
         ),
-        widths=Widths.of(config.train.precision, config.optimizer.master_weights, config.optimizer.moments),
+        widths=Widths.of(
+            config.train.precision,
+            config.optimizer.master_weights,
+            config.optimizer.moments,
+            config.ema.decay is not None,
+        ),
         sequence_length=config.data.sequence_length,
         micro_size=micro,
         microbatches=computed // (micro * mesh.data),

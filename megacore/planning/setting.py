@@ -22,22 +22,26 @@ PARAMETER: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of one element of each part of the training state; ``moments`` is that of both together."""
+    """Bytes of one element of each part of the training state; ``moments`` is that of both together, ``average`` that
+    of an average of the weights, if there is one."""
 
     parameter: int
     gradient: int
     master: int
     moments: int
+    average: int = 0
 
     @classmethod
-    def of(cls, precision: Precision, master_weights: bool = True, moments: Moments = "fp32") -> Widths:
+    def of(
+        cls, precision: Precision, master_weights: bool = True, moments: Moments = "fp32", averages: bool = False
+    ) -> Widths:
         """Return the widths that the engine has. Parameters narrower than fp32 have fp32 masters, and gradients are
         then accumulated in fp32: 2 + 4 + 4 + 8 = 18 bytes where the literature counts 2-byte gradients, and 16.
         """
         parameter = PARAMETER[precision]
         mixed = master_weights and parameter < 4
         wide = 4 if mixed else parameter
-        return cls(parameter, wide, 4 if mixed else 0, 2 * (2 if moments == "bf16" else wide))
+        return cls(parameter, wide, 4 if mixed else 0, 2 * (2 if moments == "bf16" else wide), wide * averages)
 
 
 ADAM_16 = Widths(parameter=2, gradient=2, master=4, moments=8)

@@ -131,7 +131,7 @@ def _differ_in(mesh: MeshShape, ranks: tuple[int, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of the training state on one rank."""
+    """Bytes of the training state on one rank; averages of the weights count with the moments."""
 
     parameters: int
     gradients: int
@@ -173,7 +173,10 @@ def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> Sta
     gradients, parameters = (own if rung >= least else elements for least in (2, 3))
     states = own if rung >= 1 else elements
     return StateBytes(
-        parameters * widths.parameter, gradients * widths.gradient, states * widths.master, states * widths.moments
+        parameters * widths.parameter,
+        gradients * widths.gradient,
+        states * widths.master,
+        states * (widths.moments + widths.average),
     )
 
 

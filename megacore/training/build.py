@@ -199,6 +199,7 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
                 master_weights=section.master_weights,
                 moments=torch.bfloat16 if section.moments == "bf16" else None,
                 muon=_muon(config),
+                ema=config.ema.decay,
                 offload=offload,
             )
         )

@@ -17,6 +17,7 @@ from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.publish import replace_file
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
+from megacore.store.weight_folders.index import EMA
 from megacore.training.model_card import model_card
 
 CARD = "README.md"
@@ -54,7 +55,7 @@ def export(config: Config, step: int, last: int) -> MadeFolder | None:
         raise StoreError(f"cannot export to {target}: there is no checkpoint {which} in {folder}")
     checkpoint = found[chosen]
     opened = Checkpoint.open(checkpoint)
-    made = None if there else _made(opened, target, config.checkpoint.best)
+    made = None if there else _made(opened, target, config.checkpoint.best, config.ema.export)
     if config.checkpoint.push is not None:
         if not (target / CARD).exists():
             replace_file(target / CARD, model_card(config.checkpoint.push, config, opened).encode())
@@ -62,9 +63,13 @@ def export(config: Config, step: int, last: int) -> MadeFolder | None:
     return made
 
 
-def _made(opened: Checkpoint, target: Path, best: bool) -> MadeFolder:
-    adapters, checkpoint = opened.index.adapters is not None, opened.path
-    plan = to_peft(opened) if adapters else to_hugging_face(opened, parse_size(SHARD_SIZE))
+def _made(opened: Checkpoint, target: Path, best: bool, averaged: bool) -> MadeFolder:
+    adapters, checkpoint = opened.index.adapters is not None, opened.path / EMA if averaged else opened.path
+    source, dtype = opened, None
+    if averaged:  # in the dtype of the weights
+        source = opened.averaged()
+        dtype = next(opened.dtype("weights", each) for each in opened.stored() if opened.index.has(EMA, each.name))
+    plan = to_peft(opened) if adapters else to_hugging_face(source, parse_size(SHARD_SIZE), dtype)
     try:
         made = make_folder(plan, checkpoint, target, os.cpu_count() or 1)
     except StoreError as error:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megacore.control import Control
 from megacore.parallel.parameters import Parameters
-from megacore.store.weight_folders.index import MASTER, MOMENTS
+from megacore.store.weight_folders.index import MASTER
 from megacore.store.weight_folders.loader import Loader
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
     if start.trainer is not None:
         going_on = start.adapters or start.source
         assert going_on is not None  # it has said how far it is
-        for state in MOMENTS:
+        for state in optimizer.states().keys() - {MASTER}:
             for name, tensor in loader.tensors(going_on, state, trained & going_on.names(state)):
                 optimizer.load_from(state, name, tensor)
         optimizer.updates = start.progress.updates

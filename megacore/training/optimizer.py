@@ -3,7 +3,8 @@ flat buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from megacore.parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
 from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
-from megacore.store.weight_folders.index import MASTER, MOMENTS
+from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS
 from megacore.training.states.device_store import DeviceStore, Nothing, Rule
 from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload, OffloadedStore
@@ -31,6 +32,7 @@ class Optimizer:
         master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
         moments: dtype of the moments; None for that of what is updated.
         muon: The rule of the matrices of blocks, if not AdamW; nothing is offloaded then.
+        ema: The share of an average of the weights that an update keeps; None for no averages.
         offload: The place of masters and moments if not the device.
     """
 
@@ -46,11 +48,12 @@ class Optimizer:
         master_weights: bool = True,
         moments: torch.dtype | None = None,
         muon: Muon | None = None,
+        ema: float | None = None,
         offload: Offload | None = None,
     ) -> None:
         self.clip = clip
         self._gradients = gradients
-        self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments, muon)
+        self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments, muon, ema)
         device, matrices = gradients.parameters.mesh.device, None if muon is None else Matrices(gradients)
         self.store: DeviceStore | OffloadedStore = (
             DeviceStore(gradients.parts, self._rule, device, _nothing(gradients), matrices)
@@ -93,11 +96,11 @@ class Optimizer:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Begin anew: no update has been done, and the moments are 0."""
+        """Begin anew: no update has been done, and the moments are 0; averages are those of the first."""
         self.updates = 0
         for part in self._gradients.parts:
             for state in self.store.states(part):
-                if state != MASTER:
+                if state in MOMENTS:
                     moments = self.store.of(part, state)
                     moments[...] = torch.zeros_like(moments[...])
 
@@ -139,15 +142,33 @@ class Optimizer:
 
     @torch.no_grad()
     def load_from(self, state: str, name: str, host: Tensor) -> None:
-        """Fill the moments of a parameter from a host tensor of its shape, of any float dtype."""
+        """Fill the moments or averages of a parameter from a host tensor of its shape, of any float dtype."""
         self._gradients.write(name, self._state(state), host)
 
     @torch.no_grad()
     def load_weight(self, name: str, host: Tensor) -> None:
-        """Fill a parameter, and its master if it has one, from a host tensor of its shape, of any float dtype."""
+        """Fill a parameter, and its master and average if it has some, from a host tensor of its shape, of any float
+        dtype."""
         self._gradients.fill(name, host)
-        if self.store.masters and self._gradients.parameters[name].requires_grad:
-            self._gradients.write(name, self._state(MASTER), host)
+        if self._gradients.parameters[name].requires_grad:
+            for state in [MASTER] * self.store.masters + [EMA] * (self._rule.ema is not None):
+                self._gradients.write(name, self._state(state), host)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the parameters be their averages in this block, on all ranks at once."""
+        parts = self._gradients.parts
+        with torch.no_grad():
+            held = [part.data.clone() for part in parts]
+            self._fill_parts([self.store.of(part, EMA)[...] for part in parts])
+        yield
+        with torch.no_grad():
+            self._fill_parts(held)
+
+    def _fill_parts(self, values: Sequence[Tensor]) -> None:
+        for part, each in zip(self._gradients.parts, values, strict=True):
+            part.data.copy_(each.view(part.data.shape))
+        self._gradients.updated()
 
     def _state(self, state: str) -> Callable[[OwnedShard], Elements]:
         return lambda part: self.store.of(part, state)

@@ -33,7 +33,7 @@ from megacore.store.tensor_files.companions import TEMPLATES, TEXT, Companion
 from megacore.store.tensor_files.companions import companions as beside
 from megacore.store.weight_folders.checkpoint import TRAINER, Checkpoint
 from megacore.store.weight_folders.folder import WeightFolder
-from megacore.store.weight_folders.index import INDEX, MOMENTS, VersionError
+from megacore.store.weight_folders.index import EMA, INDEX, MOMENTS, VersionError
 from megacore.training.progress import DATA, Progress, recipe
 
 NOTED = "config.yaml"
@@ -320,6 +320,9 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
         was, now = _flat(start.trainer["recipe"]), _flat(_plain(recipe(config, mesh)))
         changed = [key for key in now if key in was and now[key] != was[key]]
         yield from (f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD))
+        source = start.adapters or start.source
+        if config.ema.decay is not None and source is not None and EMA not in source.states:
+            yield "  there are no averages of weights in it: they begin with its weights"
         if start.progress.updates and any(key in ("train.only", "train.freeze") for key in changed):
             yield (
                 f"  what is trained from here on only has moments of 0 and the bias correction of step "
@@ -376,6 +379,7 @@ _TOLD = (
     "experts.",
     "optimizer.",
     "muon.",
+    "ema.",
     "schedule.",
     "lora.",
     "train.steps",

@@ -17,6 +17,7 @@ from megacore.parallel.kernels.choice import (
     set_updates,
     split_and_rotate,
     step_if,
+    step_of,
     take_flash_attention,
     updates,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "set_updates",
     "split_and_rotate",
     "step_if",
+    "step_of",
     "take_flash_attention",
     "updates",
 ]

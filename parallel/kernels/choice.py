@@ -335,7 +335,13 @@ def adamw(
 def updates(optimizer: torch.optim.AdamW) -> int:
     """Return the steps that :func:`adamw`'s optimizer has taken, without those left out; reading it waits for the
     device."""
-    return int(next(iter(optimizer.state.values()))["step"])
+    return int(step_of(optimizer))
+
+
+def step_of(optimizer: torch.optim.AdamW) -> Tensor:
+    """Return the same number, a scalar on the device that nobody waits for."""
+    step: Tensor = next(iter(optimizer.state.values()))["step"]
+    return step
 
 
 def set_updates(optimizer: torch.optim.AdamW, count: int) -> None:

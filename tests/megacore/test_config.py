@@ -314,6 +314,10 @@ BAD = [
         "optimizer.name=muon optimizer.moments=bf16 muon.momentum=0.999",
         *("muon.momentum (0.999)", "below 0.996", "optimizer.moments=fp32"),
     ),
+    bad("ema.evaluate=true evaluate.every=10", "ema.evaluate is about averages", "ema.decay is null"),
+    bad("ema.decay=0.9 ema.evaluate=true", "evaluate.every is 0"),
+    bad("ema.decay=0.9 ema.export=true", "ema.export is about checkpoint.export of a whole model"),
+    bad("ema.decay=0.9 optimizer.master_weights=false", "16 bits", "optimizer.master_weights=true"),
     bad("train.precision=fp16 optimizer.master_weights=false", "fp16", "optimizer.master_weights", "bf16"),
     bad("train.precision=fp16 loss_scale.initial=2 loss_scale.minimum=4", "loss_scale.initial (2)", "minimum (4)"),
     bad(

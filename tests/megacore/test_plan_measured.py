@@ -44,7 +44,7 @@ from megacore.planning.overheads import start_up
 from megacore.planning.peak_memory import TERMS, memory
 from megacore.planning.setting import SHARDS, Setting, Widths
 from megacore.planning.traffic import traffic
-from megacore.store.weight_folders.index import MOMENTS
+from megacore.store.weight_folders.index import MASTER
 from megacore.training.optimizer import Optimizer
 from megacore.training.states.muon import Muon
 from megacore.training.step import TrainStep
@@ -118,6 +118,7 @@ class Case:
     documents: tuple[int, ...] | None = None
     mlp_chunk: int | None = None
     muon_steps: int = 0
+    ema: float | None = None
 
     @property
     def context(self) -> ContextParallel:
@@ -131,7 +132,7 @@ class Case:
         layout = layout_of(config, self.mesh, self.chunks, tuning=self.tuning, split=split_of(self.etp))
         alike = {each.name for each in fields(Setting)} & {*(each.name for each in fields(self)), "context"}
         own: dict[str, Any] = {name: getattr(self, name) for name in alike}
-        widths = Widths.of(self.precision, self.masters)
+        widths = Widths.of(self.precision, self.masters, averages=self.ema is not None)
         return Setting(config, layout, widths, self.length, self.micro, device="cpu", **own)
 
 
@@ -169,7 +170,7 @@ class Run:
         if setting.splits_backward:
             self.model.hand_weight_gradients(self.gradients.receive, late=True)
         muon = Muon(steps=case.muon_steps) if case.muon_steps else None
-        self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters, muon=muon)
+        self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters, muon=muon, ema=case.ema)
         pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule, self.gradients)
         self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer)
 
@@ -196,7 +197,9 @@ class Run:
             "parameters": parameters,
             "gradients": lazy + [bucket.gradient for bucket in self.gradients.buckets],
             "masters": [t.tensor for t in store.targets if t.master],
-            "moments": [store.of(target.part, moment) for target in store.targets for moment in MOMENTS],
+            "moments": [
+                store.of(t.part, each) for t in store.targets for each in store.states(t.part) if each != MASTER
+            ],
         }
 
 
@@ -279,6 +282,7 @@ MESHES = [MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(pp=2, dp=2), MeshSha
 STATES = [
     *(Case(mesh, tied=mesh.pp > 1, shard=shard, length=16) for mesh in MESHES for shard in SHARDS),
     Case(MeshShape(dp=4), shard="gradients", replicas=2, length=16),
+    Case(MeshShape(dp=2, tp=2), shard="optimizer", length=16, ema=0.9),
     Case(MeshShape(pp=2, tp=2), masters=False, length=16, microbatches=2),
     Case(MeshShape(pp=2, tp=2), "fp32", length=16, schedule="interleaved", chunks=2, microbatches=2),
     Case(MeshShape(dp=2, tp=2), "fp32", family="gpt2", length=16),

@@ -113,7 +113,7 @@ def test_more_damage_than_a_screen_holds(tmp_path: Path) -> None:
     for state in STATES:
         for file in (tmp_path / "c" / state).iterdir():
             file.write_bytes(b"")
-    with pytest.raises(StoreError, match="and 60 more") as caught:
+    with pytest.raises(StoreError, match="and 80 more") as caught:
         Checkpoint.open(tmp_path / "c")
     assert len(str(caught.value).splitlines()) == 22
 

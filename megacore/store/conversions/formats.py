@@ -15,7 +15,7 @@ from megacore.store.weight_folders.audit import DamageError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG, HuggingFace, fetched
-from megacore.store.weight_folders.index import INDEX, STATES, VersionError
+from megacore.store.weight_folders.index import EMA, INDEX, STATES, VersionError
 
 
 def open_folder(
@@ -33,7 +33,8 @@ def open_folder(
     if (name := HubName.of(path)) is not None:
         folder = fetched(name, ignored_fields)
         return replace(HuggingFace.open(folder, ignored_fields), hub=name.at(folder))
-    path = newest_of(path)
+    averages = path.name == EMA and (path.parent / INDEX).exists()
+    path = path.parent if averages else newest_of(path)
     if not path.is_dir():
         raise StoreError(f"{path} is not a folder{_on_the_hub(path)}")
     if not (path / INDEX).exists():
@@ -50,6 +51,8 @@ def open_folder(
         raise
     except StoreError as error:
         raise DamageError(path, str(error)) from error
+    if averages:
+        checkpoint = checkpoint.averaged()
     held = checkpoint.index.adapters
     if held is not None and not adapters:
         raise StoreError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacore.parallel.weights.transfer import Stored
@@ -20,8 +20,9 @@ from megacore.store.tensor_files.companions import Companion, companions
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.tensor_files.object_files import Files
 from megacore.store.tensor_files.tensors import os_errors
+from megacore.store.weight_folders import hugging_face_files
 from megacore.store.weight_folders.folder import SafetensorsFolder
-from megacore.store.weight_folders.index import FORMAT, INDEX, path_of, read_index
+from megacore.store.weight_folders.index import EMA, FORMAT, INDEX, path_of, read_index
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
 LISTED = 20  # problems of a checkpoint that are spelled out
@@ -76,6 +77,14 @@ class Checkpoint(SafetensorsFolder):
         with os_errors(self.path), open_file(self.path / TRAINER, self.path) as file:
             return file.read()
 
+    def averaged(self) -> AveragedCheckpoint:
+        """Return the averages of its weights as a model. Raises StoreError: it has none."""
+        if EMA not in self.states:
+            raise StoreError(f"{self.path} has no averages of weights: its run had no ema.decay")
+        raw = hugging_face_files.with_dtype(self.raw, next(self.dtype(EMA, stored) for stored in self.stored(EMA)))
+        index = replace(self.index, raw=raw, states=("weights",), step=None)
+        return AveragedCheckpoint(self.path, index, self.files)
+
     def _problems(self, state: str) -> Iterator[str]:
         # Files of which nothing would be trained are not there.
         for where, tensors in itertools.groupby(self.stored(state), key=lambda stored: stored.where):
@@ -100,3 +109,19 @@ class Checkpoint(SafetensorsFolder):
                 yield f"{name}: {tensor} is {entry.dtype}{list(entry.shape)}, not floats of {list(stored.shape)}"
             if set(record.fingerprints.get(tensor, ())) != set(stored.labels):
                 yield f"{INDEX} has no fingerprints of {tensor} in {name}"
+
+
+@dataclass(frozen=True)
+class AveragedCheckpoint(Checkpoint):
+    """A checkpoint whose weights are their averages, where there are some, and that is no state of a run."""
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        states = (EMA, state) if state in self.states else ()
+        return (each for of in states for each in self.index.stored(of) if self._holder(each) == of)
+
+    def location(self, state: str, stored: Stored) -> tuple[str, str]:
+        return path_of(self._holder(stored), stored.where), stored.name
+
+    def _holder(self, stored: Stored) -> str:
+        """Return the state that has a tensor."""
+        return EMA if self.index.has(EMA, stored.name) else "weights"

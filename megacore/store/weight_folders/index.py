@@ -28,8 +28,10 @@ FORMAT, VERSIONS = "megacore", (1, 2)
 """Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
 there may be experts; where nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
-STATES = ("weights", MASTER, *MOMENTS)
-"""Weights, their fp32 masters, and AdamW's two moments: each stored by the weights' own sentences and names."""
+EMA = "ema"
+STATES = ("weights", MASTER, *MOMENTS, EMA)
+"""Weights, their fp32 masters, AdamW's two moments, and averages of weights: each stored by the weights' own sentences
+and names."""
 
 _LONGEST_SENTENCE, _MOST_SUMS, _MOST_PLACES = 200, 8, 1 << 16
 _LONGEST_NAME, _MOST_TARGETS = 200, 1000

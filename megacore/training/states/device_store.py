@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.parallel import kernels
 from megacore.parallel.gradients.buckets import OwnedShard
 from megacore.parallel.gradients.matrices import Matrices
-from megacore.store.weight_folders.index import MASTER, MOMENTS
+from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS
 from megacore.training.states.muon import Muon, WholeMatrices
 
 
@@ -24,6 +24,8 @@ class Rule:
         master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
         moments: dtype of the moments; None for that of what is updated.
         muon: The rule of matrices, if it is another.
+        ema: The share of an average of the weights that an update keeps; None where there is none. The first update
+            sets it to the weights, as torch.optim.swa_utils does.
     """
 
     lr: float
@@ -33,16 +35,18 @@ class Rule:
     master_weights: bool
     moments: torch.dtype | None
     muon: Muon | None = None
+    ema: float | None = None
 
     def value(self, parameter: torch.dtype) -> torch.dtype:
         """Return the dtype of what is updated for a parameter of this one."""
         return torch.float32 if self.master_weights and parameter.itemsize < 4 else parameter
 
     def kept(self, parameter: torch.dtype) -> Mapping[str, torch.dtype]:
-        """Return {state: dtype} of what is kept beside a parameter of this dtype: a wider master, moments."""
+        """Return {state: dtype} of what is kept beside a parameter of this dtype: a wider master, moments, averages."""
         value = self.value(parameter)
-        moments = dict.fromkeys(MOMENTS, self.moments or value)
-        return moments if value == parameter else {MASTER: value, **moments}
+        master = {} if value == parameter else {MASTER: value}
+        averages = {} if self.ema is None else {EMA: value}
+        return {**master, **dict.fromkeys(MOMENTS, self.moments or value), **averages}
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ class DeviceStore:
             )
         )
         self._of = {id(target.part): target for target in self.targets}
+        self._ema = rule.ema
+        self._averages = {} if rule.ema is None else {t.part: t.tensor.clone() for t in self.targets}
 
     @property
     def updates(self) -> int:
@@ -141,6 +147,11 @@ class DeviceStore:
         kernels.step_if(self.adamw, go, divisor)
         if self._whole is not None:
             self._whole.update(lr, go, divisor)
+        if self._ema is not None:
+            first = kernels.step_of(self.adamw) <= 1
+            for part, average in self._averages.items():
+                goes = go.to(average.dtype)
+                average.lerp_(self._of[id(part)].tensor, torch.where(first, goes, goes * (1 - self._ema)))
         masters = [target for target in self.targets if target.master]
         if masters:
             torch._foreach_copy_([t.part.data for t in masters], [t.tensor for t in masters])
@@ -152,6 +163,8 @@ class DeviceStore:
         target = self._of[id(part)]
         if state == MASTER:
             return target.tensor
+        if state == EMA:
+            return self._averages[part]
         if self._whole is not None and part in self._whole.means:
             return self._whole.means[part] if state == MOMENTS[0] else self._whole.means[part].new_empty(0)
         tensor: Tensor = self.adamw.state[target.tensor][state]
@@ -160,7 +173,7 @@ class DeviceStore:
     def states(self, part: OwnedShard) -> Sequence[str]:
         """Return the names of what is kept of a part beside its values."""
         moments = MOMENTS[: 1 if self._whole is not None and part in self._whole.means else None]
-        return (MASTER, *moments) if self.masters else moments
+        return [*([MASTER] if self.masters else []), *moments, *([] if self._ema is None else [EMA])]
 
     @property
     def masters(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megacore.parallel.gradients.buckets import Elements, OwnedShard
 from megacore.parallel.kernels.narrow_adamw import Step, update
-from megacore.store.weight_folders.index import MASTER, MOMENTS
+from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS
 from megacore.training.states.device_store import Rule
 from megacore.training.states.windows import ALIGNED, BUFFERS, Segment, Window, WindowStore, cut
 
@@ -109,6 +109,9 @@ class OffloadedStore:
         if self.masters:
             for part in parts:
                 self.of(part, MASTER)[...] = part.data
+        if rule.ema is not None:
+            for part in parts:
+                self.of(part, EMA)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
         """Update the values of all parts. The host waits for the device, as it computes."""
@@ -166,6 +169,8 @@ class OffloadedStore:
                 Step(self.updates, lr, self._rule.betas, self._rule.eps, decay, divisor),
                 *([tensor[where] for where in here] for tensor in tensors),
             )
+        if self._rule.ema is not None:
+            states[EMA].lerp_(values[: len(states[EMA])], 1.0 if self.updates == 1 else 1 - self._rule.ema)
         with self._on.stream(self._up):
             for segment in window.segments:
                 target = flats[segment.part].values[segment.there]
