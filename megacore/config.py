@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BeforeValidator, ConfigDict, Strict
 from pydantic.dataclasses import dataclass
 
+from megacore.batch_sizes import BatchSizes
 from megacore.models.lora import Lora
 from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
@@ -271,6 +272,15 @@ class BatchConfig:
     """Sequences of one optimizer step over all ranks, which need not divide by them."""
     micro_size: Annotated[Int, COUNTED] = 1
     """Sequences of one microbatch."""
+    ramp: tuple[Annotated[Int, AT_LEAST_1], Annotated[Int, AT_LEAST_1], Annotated[Int, AT_LEAST_1]] | None = None
+    """[first size, increment, samples]: the way to `global_size`, which is reached after so many samples, each size
+    between for the same share of them (Megatron's `--rampup-batch-size`); null: all steps are alike. `schedule` and
+    `train.steps` count steps of any size."""
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """The sizes of the global batches of a run."""
+        return BatchSizes(self.global_size, self.ramp)
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -130,7 +130,7 @@ def trainer(
     made.callbacks = [each for each in made.callbacks if not isinstance(each, left_out)]
     if not log:
         looks = of(made, Metrics)
-        looks.on_start = lambda run: looks._meter.begin(run.step)  # type: ignore[method-assign]
+        looks.on_start = lambda run: looks._meter.begin(run.step, run.position.tokens)  # type: ignore[method-assign]
     if mesh.rank == 0 and log:
         Path(setup.config.out).mkdir(parents=True, exist_ok=True)
     return made

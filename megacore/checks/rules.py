@@ -527,6 +527,22 @@ def _off(asked: Iterable[str]) -> str:
     return ", ".join(f"{key}=0" for key in asked)
 
 
+def _ramp(facts: RuleContext) -> Iterator[str]:
+    batch = facts.config.batch
+    if batch.ramp is None:
+        return
+    first, increment, samples = batch.ramp
+    if first >= batch.global_size or (batch.global_size - first) % increment:
+        yield (
+            f"batch.ramp {list(batch.ramp)} does not come from {first} to batch.global_size ({batch.global_size}) in "
+            f"increments of {increment}: choose a first size below it, and an increment that divides what is between"
+        )
+    elif samples < (batch.global_size - first) // increment:
+        yield (
+            f"batch.ramp {list(batch.ramp)} has more sizes than samples: give it {batch.global_size} samples or more"
+        )
+
+
 def _batch_balance(facts: RuleContext) -> Iterator[str]:
     """Yield the problem of a balance whose counts come from forwards that are run after the first backward."""
     batch, schedule, groups = facts.config.batch, facts.config.pipeline.schedule, facts.dp * facts.config.mesh.ep
@@ -583,8 +599,8 @@ def _export(facts: RuleContext) -> Iterator[str]:
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _mlp_chunk,
     _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device,
-    _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _batch_balance, _adapters,
-    _one_start, _repetition, _export,
+    _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp, _batch_balance,
+    _adapters, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from megacore.batch_sizes import BatchSizes
 from megacore.data.samples import Sample, Source
 from megacore.data.skipped import NONE, SkippedSamples
 from megacore.parallel.context_split import ContextParallel, ContextSplit
@@ -137,8 +138,9 @@ class TokenError(ValueError):
 class Batches:
     """The microbatches of each global batch that one of `data_size` data-parallel ranks computes.
 
-    A global batch is `global_batch` successive samples of the source. Its microbatch m on rank d is the `micro_batch`
-    samples from (m data_size + d) micro_batch on: under any data_size and micro_batch a step is of the same samples.
+    A global batch is `global_batch` successive samples of the source, or as many as `sizes` says of its position. Its
+    microbatch m on rank d is the `micro_batch` samples from (m data_size + d) micro_batch on: under any data_size and
+    micro_batch a step is of the same samples.
     All ranks have as many microbatches, and all of these one shape, for messages between ranks want it so: where the
     global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
     where `context` shares it out. Ids outside of the vocabulary, if one is given, raise a TokenError when they are met.
@@ -154,6 +156,7 @@ class Batches:
     context: ContextParallel = ContextParallel()  # noqa: RUF009
     context_rank: int = 0
     skipped: SkippedSamples = NONE
+    sizes: BatchSizes | None = None
 
     def __post_init__(self) -> None:
         if min(self.global_batch, self.micro_batch) < 1:
@@ -179,8 +182,9 @@ class Batches:
 
     def microbatches_from(self, position: int) -> list[Batch]:
         """Return this rank's microbatches of the global batch that begins at `position` of the run's order."""
-        end = position + self.global_batch
-        filled = position + filled_up(self.global_batch, self.micro_batch, self.data_size)
+        size = self._size(position)
+        end = position + size
+        filled = position + filled_up(size, self.micro_batch, self.data_size)
         first = range(position + self.data_rank * self.micro_batch, filled, self.data_size * self.micro_batch)
         whole = (
             collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], self.separate_documents)
@@ -209,7 +213,10 @@ class Batches:
         """Yield the microbatches of the global batch that begins at sample `position`, and of all after it."""
         while True:
             yield self.microbatches_from(position)
-            position += self.global_batch
+            position += self._size(position)
+
+    def _size(self, position: int) -> int:
+        return self.global_batch if self.sizes is None else self.sizes.at(position)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
+from megacore.batch_sizes import BatchSizes, Ramp
 from megacore.foreign.rules import ForeignConfig, Given, Project, Rule, Verdict, off, only, to, where, without
 
 _KERNELS = "kernels are chosen here (docs/kernels.md)"
@@ -152,9 +153,23 @@ def _samples(key: str, after: str = "") -> Rule:
         size = config.given.get("global-batch-size")
         if not isinstance(size, int):
             return Verdict(remark="counts steps here: give --global-batch-size too", refused=True)
-        return Verdict({key: -(-(value - config.given.get(after, 0)) // size)})
+        sizes = BatchSizes(size, _ramp_of(config.given.get("rampup-batch-size")))
+        return Verdict({key: sizes.batches(value) - sizes.batches(config.given.get(after, 0))})
 
     return rule
+
+
+def _ramp_of(value: Any) -> Ramp | None:
+    match value:
+        case [int(first), int(increment), int(samples)] if min(value) > 0:
+            return first, increment, samples
+    return None
+
+
+def _ramp(value: Any, config: ForeignConfig) -> Verdict:
+    if (ramp := _ramp_of(value)) is None:
+        return Verdict(remark="is no first size, increment and number of samples", refused=True)
+    return Verdict({"batch.ramp": list(ramp)})
 
 
 def _ratio(value: Any, config: ForeignConfig) -> Verdict:
@@ -235,7 +250,7 @@ _RULES: dict[str, Rule] = {
     "encoder-seq-length": to("data.sequence_length"),
     "micro-batch-size": to("batch.micro_size"),
     "global-batch-size": to("batch.global_size"),
-    "rampup-batch-size": off("is not read: all steps have --global-batch-size"),
+    "rampup-batch-size": _ramp,
     "train-iters": to("train.steps"),
     "train-samples": _samples("train.steps"),
     "lr": to("optimizer.lr", float),

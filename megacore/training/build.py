@@ -96,7 +96,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
-    batches = _batches(setup, setup.corpora.train, mesh, model).without(start.progress.skipped_samples)
+    batches = replace(_batches(setup, setup.corpora.train, mesh, model), sizes=config.batch.sizes)
+    batches = batches.without(start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)
     rate = partial(learning_rate, schedule=config.schedule, base=config.optimizer.lr, total_steps=config.train.steps)
@@ -128,7 +129,7 @@ def _callbacks(
     if config.preference is not None and config.preference.loss in WITH_REFERENCE:
         sources = [packed for side in (setup.corpora.train, held_out) if side for packed in packed_of(side)]
         made.append(ReferenceScores(sources, lambda source: _batches(setup, source, mesh, model)))
-    made += [DataStates(), Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
+    made += [DataStates(), Metrics(Meter(config, setup.model, mesh, peak)), Incidents()]
     keeping: list[Callback] = [checkpoints_on_disk, *([evaluation] if evaluation else [])]
     return [*made, *(keeping[::-1] if decides(config) else keeping), Garbage(), Profile(), FinalReport()]
 

@@ -146,7 +146,7 @@ def _with_steps(config: Config, corpora: Corpora) -> Config:
     """Return a config with the steps that its epochs come to, if it counts those; the last may begin another one."""
     if config.train.epochs is None:
         return config
-    steps = -(-corpora.samples_of(config.train.epochs) // config.batch.global_size)
+    steps = config.batch.sizes.batches(corpora.samples_of(config.train.epochs))
     return replace(config, train=replace(config.train, steps=steps))
 
 

@@ -42,13 +42,13 @@ def outlook(setup: Setup, world: int, here: int) -> str:
 def _course(setup: Setup) -> Iterator[tuple[str, str]]:
     config, done = setup.config, setup.start.progress
     end, samples = done.at(config.train.steps, config), setup.corpora.train
-    step = config.batch.global_size * config.data.sequence_length
+    ramp, step = config.batch.ramp, config.batch.global_size * config.data.sequence_length
     left = f"{done.step + 1:,} to {end.step:,}" if done.step < end.step else f"none, {done.step:,} are done"
     yield "steps", left
     epochs = ""
     if isinstance(samples, Epochs):
         epochs = f"; the data is gone through {end.samples / samples.per_epoch:,.2f} times"
-    yield "tokens", f"{step:,} in a step, {end.tokens:,} in all{epochs}"
+    yield "tokens", f"{'' if ramp is None else 'at last '}{step:,} in a step, {end.tokens:,} in all{epochs}"
 
 
 def _reference(setup: Setup) -> Iterator[tuple[str, str]]:

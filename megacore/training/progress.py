@@ -48,7 +48,7 @@ class Progress:
 
     def at(self, step: int, config: Config, updates: int = 0, scaler: Mapping[str, Any] | None = None) -> Progress:
         """Return the progress at a later step of a run that goes on from here with this config."""
-        samples = (step - self.step) * config.batch.global_size
+        samples = config.batch.sizes.after(self.samples, step - self.step) - self.samples
         tokens = samples * config.data.sequence_length
         return replace(
             self,

@@ -374,6 +374,7 @@ def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[An
 _TOLD = (
     "data.",
     "batch.global_size",
+    "batch.ramp",
     "loss.",
     "chat.",
     "experts.",

@@ -109,8 +109,8 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
 
 def _epochs(config: Config) -> Iterator[str]:
     if config.train.epochs is not None:
-        samples = config.batch.global_size
-        yield f"train.epochs={config.train.epochs:g}: {config.train.steps:,} steps of {samples:,} samples"
+        steps = f"{config.train.steps:,} steps of {config.batch.sizes} samples"
+        yield f"train.epochs={config.train.epochs:g}: {steps}"
 
 
 def headline(config: Config, model: ModelConfig, shape: MeshShape, kind: str) -> str:

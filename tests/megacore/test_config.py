@@ -314,6 +314,13 @@ BAD = [
         "optimizer.name=muon optimizer.moments=bf16 muon.momentum=0.999",
         *("muon.momentum (0.999)", "below 0.996", "optimizer.moments=fp32"),
     ),
+    bad(
+        "batch.global_size=64 batch.ramp=[8,10,1000]",
+        "does not come from 8 to batch.global_size (64)",
+        "increments of 10",
+    ),
+    bad("batch.global_size=64 batch.ramp=[8,8,6]", "more sizes than samples", "give it 64"),
+    bad("batch.ramp=[0,8,100]", "batch.ramp ([0, 8, 100]): each number must be at least 1"),
     bad("ema.evaluate=true evaluate.every=10", "ema.evaluate is about averages", "ema.decay is null"),
     bad("ema.decay=0.9 ema.evaluate=true", "evaluate.every is 0"),
     bad("ema.decay=0.9 ema.export=true", "ema.export is about checkpoint.export of a whole model"),

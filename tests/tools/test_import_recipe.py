@@ -98,7 +98,8 @@ MODEL_ARGS=(
     --init-method-std 0.01 )
 torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} --bf16 --tensor-model-parallel-size $TP \
     --sequence-parallel --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 128 \
-    --train-samples 128000 --lr-warmup-samples 12800 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine \
+    --rampup-batch-size 32 32 6400 --train-samples 128000 --lr-warmup-samples 12800 \
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine \
     --adam-beta2=0.95 --weight-decay 0.1 --data-path 0.3 /data/a 0.7 /data/b --split 99,1,0 --save $SAVED | tee log
 """
 GPT2 = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024
@@ -187,9 +188,9 @@ CASES: Mapping[str, tuple[str, str, list[str], Mapping[str, Any]]] = {
                 "train": [{"path": "/data/a", "weight": 0.3}, {"path": "/data/b", "weight": 0.7}],
                 "validation_fraction": 0.01,
             },
-            "batch": {"micro_size": 1, "global_size": 128},
-            "train": {"steps": 1000, "precision": "bf16"},
-            "schedule": {"name": "cosine", "warmup_steps": 100, "min_ratio": 3e-5 / 3e-4},
+            "batch": {"micro_size": 1, "global_size": 128, "ramp": [32, 32, 6400]},
+            "train": {"steps": 67 + 34 + 22 + 950, "precision": "bf16"},
+            "schedule": {"name": "cosine", "warmup_steps": 67 + 34 + 22 + 50, "min_ratio": 3e-5 / 3e-4},
             "optimizer": {"lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
             "mesh": {"tp": 2},
             "zero": {"shard": "optimizer"},

@@ -118,7 +118,7 @@ class BadSteps(Callback):
 def samples(run: Trainer, step: int) -> list[SampleRange]:
     """Return the ranges of the samples of a step."""
     first = run.start.at(step - 1, run.config).samples
-    return run.start.skipped_samples.samples(first, run.config.batch.global_size)
+    return run.start.skipped_samples.samples(first, run.config.batch.sizes.at(first))
 
 
 def bounds(run: Trainer, step: int) -> SampleRange:

@@ -35,7 +35,7 @@ class Metrics(Callback):
             return Log(run.config, run.step, RankPlace.of_environment().began, run.tell) if run.mesh.rank == 0 else None
 
         self._log = run.control.attempt(log)
-        self._meter.begin(run.step)
+        self._meter.begin(run.step, run.position.tokens)
 
     def on_step(self, run: Trainer, stats: Stats) -> None:
         self._stats = stats
@@ -53,7 +53,7 @@ class Metrics(Callback):
             self._log.write(run.step, record)
 
     def on_rewind(self, run: Trainer) -> None:
-        self._meter.go_back(run.step)
+        self._meter.go_back(run.step, run.position.tokens)
         if self._log is not None:
             self._log.go_back(run.step)
 
@@ -80,8 +80,8 @@ class Metrics(Callback):
             "loss": loss,
             "grad_norm": norm,
             "lr": run.lr,
-            "tokens": run.position.tokens,
-            **self._meter.record(run.step, run.tell),
+            "tokens": (tokens := run.position.tokens),
+            **self._meter.record(run.step, tokens, run.tell),
             "peak_memory_gib": run.control.largest(peak_memory_gib(run.mesh.device))[0],
             "skipped_steps": 0,
             **rewards(stats.told.tolist()),
@@ -128,35 +128,34 @@ def expert_load_metrics(loads: Loads, coefficients: Coefficients) -> Record:
 
 
 class Meter:
-    """Throughput between two records, evaluation left out, from the last step on that was done before.
+    """Throughput between two records, evaluation left out.
 
     The peak of the device is for the utilisation; None if unknown.
     """
 
-    def __init__(self, config: Config, model: ModelConfig, mesh: Mesh, peak_tflops: float | None, step: int) -> None:
-        self._tokens_per_step = config.batch.global_size * config.data.sequence_length
+    def __init__(self, config: Config, model: ModelConfig, mesh: Mesh, peak_tflops: float | None) -> None:
         self._flops = flops_per_token(model, config.data.sequence_length, config.tuning)
         self._world, self._device = mesh.shape.world, mesh.device
         self._is_told = config.log.peak_tflops is not None
         self.peak_tflops = peak_tflops
-        self.begin(step)
+        self.begin(0, 0)
 
-    def begin(self, step: int) -> None:
-        """Count from here on, after this step."""
-        self._last_step, self._since, self._paused = step, time.perf_counter(), 0.0
+    def begin(self, step: int, tokens: int) -> None:
+        """Count from here on, after this step and the tokens until there."""
+        self._last_step, self._tokens, self._since, self._paused = step, tokens, time.perf_counter(), 0.0
 
-    def go_back(self, step: int) -> None:
+    def go_back(self, step: int, tokens: int) -> None:
         """Count from here on where the last record is of a step that is to be done again."""
         if step < self._last_step:
-            self.begin(step)
+            self.begin(step, tokens)
 
-    def record(self, step: int, tell: Callable[[str], object]) -> Record:
-        """Return what is recorded of the throughput up to a step, which the device has done; ``tell`` what is wrong
-        with the peak."""
+    def record(self, step: int, tokens: int, tell: Callable[[str], object]) -> Record:
+        """Return what is recorded of the throughput up to a step, which the device has done, and the tokens until
+        there; ``tell`` what is wrong with the peak."""
         now = time.perf_counter()
         steps, seconds = step - self._last_step, now - self._since
-        self._since, self._last_step = now, step
-        speed = steps * self._tokens_per_step / seconds
+        speed = (tokens - self._tokens) / seconds
+        self._since, self._last_step, self._tokens = now, step, tokens
         tflops = speed * self._flops / self._world / 1e12
         if self.peak_tflops is not None and tflops > self.peak_tflops:
             tell(self._exceeded(tflops, self.peak_tflops, step))
