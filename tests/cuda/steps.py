@@ -89,6 +89,7 @@ CASES: Mapping[str, Case] = {
     "bf16 moments": Case("optimizer.moments=bf16"),
     "muon": Case("optimizer.name=muon"),
     "muon, bf16 moments, fp16": Case("optimizer.name=muon optimizer.moments=bf16 train.precision=fp16"),
+    "averages": Case("ema.decay=0.999"),
     "fp16": Case("train.precision=fp16"),
     "fp32": Case("train.precision=fp32"),
     "fp64": Case("train.precision=fp64"),

@@ -102,6 +102,7 @@ def test_they_are_evaluated_and_exported_and_change_nothing(recipe: str, straigh
     np.testing.assert_allclose(one["model.norm.weight"], by_torch["norm.weight"], rtol=1e-14)
 
 
+@pytest.mark.in_turn(2)
 def test_averages_of_masters_know_more_than_bf16(recipe: str, tmp_path: Path) -> None:
     """And the export is as wide as the weights."""
     exports = ["train.precision=bf16", f"checkpoint.export={tmp_path / 'hf'}", "ema.export=true"]

@@ -159,6 +159,7 @@ RUNS: list[tuple[MeshShape, ZeroShard, int, bool]] = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("rule", [Muon(), Muon(0.9, False, 3, True, 0.3)], ids=["muon", "original"])
 @pytest.mark.parametrize(("mesh", "shard", "replicas", "etp"), RUNS, ids=str)
 def test_every_layout_updates_as_torch_does(

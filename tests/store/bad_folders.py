@@ -34,7 +34,7 @@ from changes import (
     tensors,
     write,
 )
-from tiny import GPT2, LLAMA, MIXTRAL, hugging_face_folder, layout_of, run_checkpoint, spread
+from tiny import GPT2, LLAMA, MIXTRAL, OF_ADAMW, hugging_face_folder, layout_of, run_checkpoint, spread
 
 from megacore.models.registry import FAMILIES
 from megacore.parallel import limits
@@ -50,7 +50,7 @@ def build(folder: Path) -> None:
     hugging_face_folder(folder / "hf", LLAMA)
     to_hugging_face(HuggingFace.open(folder / "hf"), 160).write(folder / "shards", jobs=1)
     run_checkpoint(folder / "ckpt", LLAMA, layout_of(LLAMA, (2, 3), pp=2, tp=2))
-    run_checkpoint(folder / "plain", LLAMA, layout_of(LLAMA, tp=2))
+    run_checkpoint(folder / "plain", LLAMA, layout_of(LLAMA, tp=2), states=OF_ADAMW)
     spread(folder / "plain", folder / "spread")
     shutil.rmtree(folder / "plain")
     hugging_face_folder(folder / "gpt2-hf", GPT2)

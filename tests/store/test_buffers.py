@@ -21,6 +21,7 @@ from megacore.store.conversions.conversion import to_checkpoint, to_hugging_face
 from megacore.store.conversions.formats import open_folder
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.store.weight_folders.index import STATES
 from megacore.tools import convert
 
 pytestmark = pytest.mark.usefixtures("not_durable")
@@ -33,7 +34,7 @@ SECTION: Section = {
     "correction": True,
 }
 CORRECTIONS = {f"model.layers.{layer}.mlp.gate.correction" for layer in (1, 2, 4)}
-DTYPES = {"weights": "BF16", "master": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
+DTYPES = {state: "BF16" if state == "weights" else "F32" for state in STATES}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -49,13 +49,13 @@ from megacore.store.conversions.conversion import to_checkpoint, to_hugging_face
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders import audit, hugging_face_files
 from megacore.store.weight_folders.checkpoint import Checkpoint
-from megacore.store.weight_folders.index import INDEX, Index, path_of
+from megacore.store.weight_folders.index import INDEX, STATES, Index, path_of
 from megacore.tools import convert, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 
 ROOT = Path(__file__).parents[2]
-DTYPES = {"weights": "BF16", "master": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
+DTYPES = {state: "BF16" if state == "weights" else "F32" for state in STATES}
 NUMBERS = range(len(SECTIONS["gpt2"]))
 
 
@@ -207,7 +207,7 @@ def test_the_safetensors_library_opens_all_files(tmp_path: Path) -> None:
     run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA, (2, 3), pp=2, tp=4))
     checkpoint = Checkpoint.open(tmp_path / "c")
     files = sorted((tmp_path / "c").rglob("*.safetensors"))
-    assert len(files) == 4 * 8
+    assert len(files) == len(STATES) * 8
     for file in files:
         with safetensors.safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
@@ -341,7 +341,7 @@ def test_only_the_weights_change_their_dtype(tmp_path: Path) -> None:
     to_checkpoint(opened, layout_of(GPT2, tp=2), dtype="F64").write(tmp_path / "d", jobs=1)
     made = Checkpoint.open(tmp_path / "d")
     found = {state: {dtype for dtype, _ in whole(made, state).values()} for state in held}
-    assert found == {"weights": {"F64"}, "master": {"F32"}, "exp_avg": {"F32"}, "exp_avg_sq": {"F32"}}
+    assert found == {state: {"F64" if state == "weights" else "F32"} for state in STATES}
     assert made.index.raw["dtype"] == "float64"
 
 

@@ -7,12 +7,13 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import GPT2, LLAMA, Section, layout_of, run_checkpoint, snapshot, spread
+from tiny import GPT2, LLAMA, OF_ADAMW, Section, layout_of, run_checkpoint, snapshot, spread
 
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of as staged
@@ -23,12 +24,13 @@ from megacore.store.tensor_files.shares import MOST_FILES, SHARE_BYTES, FileCont
 from megacore.store.tensor_files.tensors import TensorFile
 from megacore.store.weight_folders import audit
 from megacore.store.weight_folders.checkpoint import Checkpoint
-from megacore.store.weight_folders.index import STATES, on_disk, read_index
+from megacore.store.weight_folders.index import on_disk, read_index
 from megacore.tools import convert, inspect, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 
 WIDTHS = {"weights": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
+adamw_checkpoint = partial(run_checkpoint, states=OF_ADAMW)
 
 
 def states(layout: Layout, rank: int = 0, widths: Mapping[str, int] = WIDTHS) -> States:
@@ -49,7 +51,7 @@ def test_small_states_are_shared_out_whole() -> None:
     for replicas in range(1, 7):
         shares = share_out(layout_of(LLAMA), held, replicas)
         assert len(shares) == replicas
-        assert sorted(part.state for share in shares for part in share) == sorted(STATES)
+        assert sorted(part.state for share in shares for part in share) == sorted(OF_ADAMW)
         assert all(part.number is None and len(part.tensors) == len(held["weights"]) for s in shares for part in s)
     names = [[part.state for part in share] for share in share_out(layout_of(LLAMA), held, 2)]
     assert names == [["master", "exp_avg_sq"], ["exp_avg", "weights"]]
@@ -120,7 +122,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A checkpoint of one file for each state and place, and the same of more."""
     section, pp = request.param
     folder = tmp_path_factory.mktemp("pair")
-    run_checkpoint(folder / "plain", section, layout_of(section, (5,) if pp == 1 else (2, 3), pp=pp, tp=2))
+    adamw_checkpoint(folder / "plain", section, layout_of(section, (5,) if pp == 1 else (2, 3), pp=pp, tp=2))
     spread(folder / "plain", folder / "spread", replicas=40)
     return folder / "plain", folder / "spread"
 
@@ -128,7 +130,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("untied")
-    run_checkpoint(folder / "plain", LLAMA, layout_of(LLAMA, tp=2))
+    adamw_checkpoint(folder / "plain", LLAMA, layout_of(LLAMA, tp=2))
     return spread(folder / "plain", folder / "spread").path
 
 
@@ -136,7 +138,7 @@ def test_it_is_the_same_checkpoint(pair: tuple[Path, Path], tmp_path: Path) -> N
     plain, spread = map(Checkpoint.open, pair)
     assert (plain.index.version, spread.index.version) == (1, 2) and len(spread.index.files) > len(plain.index.files)
     assert any(record.ranges for record in spread.index.files.values())
-    for state in STATES:
+    for state in OF_ADAMW:
         assert spread.fingerprints(state) == plain.fingerprints(state)
     assert not audit.check(spread, jobs=1)
     again = read_index(pair[1] / "index.json")
@@ -153,7 +155,7 @@ def test_it_is_the_same_checkpoint(pair: tuple[Path, Path], tmp_path: Path) -> N
 @pytest.mark.parametrize(("head", "axis"), [(2, "embed"), (16, "head")])
 def test_slices_are_put_together_by_hand(head: int, axis: str, tmp_path: Path) -> None:
     """All pieces of a fused tensor are cut at the same places; a plain one is chunked. None of our code reads."""
-    run_checkpoint(tmp_path / "plain", {**LLAMA, "head_dim": head}, layout_of({**LLAMA, "head_dim": head}, tp=2))
+    adamw_checkpoint(tmp_path / "plain", {**LLAMA, "head_dim": head}, layout_of({**LLAMA, "head_dim": head}, tp=2))
     spread(tmp_path / "plain", tmp_path / "spread", replicas=400)
     files = json.loads((tmp_path / "spread/index.json").read_text())["files"]
     wanted = load_file(tmp_path / "plain/master/pp0-ep0-tp1.safetensors")

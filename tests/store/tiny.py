@@ -93,19 +93,26 @@ def hugging_face_folder(path: Path, section: Section, dtype: str = "BF16", seed:
     return bits
 
 
-def run_checkpoint(path: Path, section: Section, layout: Layout, dtype: str = "BF16") -> dict[str, Bits]:
-    """A checkpoint of a training run: weights, fp32 masters and moments, trainer.json; and the bits of each state."""
+OF_ADAMW = STATES[:4]
+"""What a run without averages has: tests of shares know which rank writes which part of these."""
+
+
+def run_checkpoint(
+    path: Path, section: Section, layout: Layout, dtype: str = "BF16", states: tuple[str, ...] = STATES
+) -> dict[str, Bits]:
+    """A checkpoint of a training run: weights, fp32 masters, moments and averages, trainer.json; and the bits of each
+    state."""
     config = configure(section)
     held = {
-        state: random_bits(config, dtype if state == "weights" else "F32", i, state) for i, state in enumerate(STATES)
+        state: random_bits(config, dtype if state == "weights" else "F32", i, state) for i, state in enumerate(states)
     }
 
     def reads(state: str) -> Read:
         kind = dtype if state == "weights" else "F32"
         return lambda stored: (kind, held[state][stored.name])
 
-    index = Index(config.to_hugging_face(), layout, STATES, 7, {})
-    source = Whole(path, index, config.schema, {state: reads(state) for state in STATES}, TRAINER)
+    index = Index(config.to_hugging_face(), layout, states, 7, {})
+    source = Whole(path, index, config.schema, {state: reads(state) for state in states}, TRAINER)
     to_checkpoint(source, layout).write(path, jobs=2)
     return held
 

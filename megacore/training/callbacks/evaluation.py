@@ -71,16 +71,15 @@ class Evaluation(Callback):
         if self.is_due(run) and not (run.stopping and decides(run.config)):
             loss, *told = self.losses(run)
             self._known.append((run.step, loss if math.isfinite(loss) else math.inf))
-            averaged = list[float]()
+            averaged = dict[str, float]()
             if run.config.ema.evaluate:
                 with run.train_step.optimizer.averaged():
-                    averaged = self.losses(run)[:1]
+                    averaged["ema_validation_loss"] = self.losses(run)[0]
             run.enter("log")
             record: dict[str, Any] = {"validation_loss": loss, "evaluations_since_best": len(self._since_best()) - 1}
             if run.config.has_cross_entropy:  # another loss has no perplexity
                 record["validation_perplexity"] = perplexity(loss)
-            record |= {"ema_validation_loss": each for each in averaged}
-            run.call("on_log", record | rewards(told, "validation_"))
+            run.call("on_log", record | averaged | rewards(told, "validation_"))
             self._end_without_better(run)
 
     def losses(self, run: Trainer) -> list[float]:
