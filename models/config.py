@@ -102,8 +102,6 @@ _FIXED = {
     "quantization_config": None,
     "rope_interleaved": False,
 }
-# What to do instead, where something can be done.
-_WAYS_OUT = {"quantization_config": ": let transformers load it with dequantize=True, and save that in bf16"}
 
 
 class ModelConfigError(ValueError):
@@ -270,7 +268,6 @@ class ModelConfig(ABC):
     def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:
         return [
             f"{name}={config[name]!r} would change the maths and is not supported: only {value!r} is"
-            + _WAYS_OUT.get(name, "")
             for name, value in {**_FIXED, **cls.fixed}.items()
             # What is off may be null or false.
             if name in config and config[name] != value and (config[name] or value)

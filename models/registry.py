@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from megacore.models.block_fp8 import dequantised
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.wrappers import unwrapped
 from megacore.parallel import limits
@@ -190,7 +191,7 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
         of_preset, values = known[section["preset"]]
         name, base = _agree(name, of_preset, "preset"), dict(values)
     if section.get("config") is not None:
-        base = base | unwrapped(_read_json(Path(section["config"])))[0]
+        base = base | dequantised(unwrapped(_read_json(Path(section["config"])))[0])[0]
         name = _agree(name, base.get("model_type"), "config")
     if name is None:
         raise ModelConfigError(

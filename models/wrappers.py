@@ -9,7 +9,7 @@ from typing import Any
 from megacore.models.config import ModelConfigError
 
 # What is said of the whole, and is the part's as well where that says nothing of its own.
-_SHARED = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype", "transformers_version")
+_SHARED = ("bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype", "transformers_version")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +27,7 @@ class Whole(WeightFolder):
     """
 
     declared: Schema
-    reads: Mapping[str, Read]
+    reads: Mapping[str, Callable[[Stored], tuple[str, np.ndarray]]]
     written: bytes | None = None
     beside: Mapping[str, Companion] = field(default_factory=dict)
 
@@ -38,7 +38,7 @@ class Whole(WeightFolder):
         return self.reads[state](stored)[0]
 
     def read(self, state: str = "weights") -> Read:
-        return self.reads[state]
+        return lambda stored, view=None: self.reads[state](stored)
 
     def companions(self) -> Mapping[str, Companion]:
         return self.beside

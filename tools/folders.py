@@ -68,8 +68,8 @@ def tell(given: Path, found: WeightFolder) -> None:
         err(f"{given}: taking {found.hub}, {found.path}")
     elif found.path != given:
         err(f"{given}: taking its newest checkpoint, {found.path}")
-    if found.left_out is not None:
-        err(found.left_out)
+    for remark in found.remarks:
+        err(remark)
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:

@@ -183,7 +183,7 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "files": files,
         "companions": list(folder.companions()),
         "ignored": list(folder.ignored),
-        "left_out": folder.left_out,
+        "remarks": folder.remarks,
         "tensors": None,
         "check": None,
         "diff": None,
@@ -343,8 +343,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "beside", ", ".join(map(brief, facts["companions"]))
     if facts["ignored"]:
         yield "ignored", f"{', '.join(accounting.summary(facts['ignored']))} (no weights)"
-    if facts["left_out"]:
-        yield "left out", facts["left_out"]
+    yield from (("remark", remark) for remark in facts["remarks"])
 
 
 def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> str:

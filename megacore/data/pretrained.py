@@ -3,6 +3,7 @@ for anywhere else."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,14 @@ def model(folder: Path, **options: Any) -> Any:
     return _load(AutoModelForCausalLM, folder, **eager, **options)
 
 
-def parameters(model: Any) -> dict[str, Any]:
-    """Return a model's parameters and buffers under their names on disk, not all of which are those in memory."""
+def parameters(model: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Yield a model's parameters and buffers, each with the names on disk of what it is made of: of one tensor in
+    memory there may be several."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    model._weight_conversions = None  # of a folder in fp8 there are some that cannot be reverted
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        yield tensor, list(revert_weight_conversion(model, {name: tensor}))
 
 
 def _load(kind: Any, folder: Path, **options: Any) -> Any:

@@ -275,14 +275,15 @@ def parallel_model(pair: Pair, mesh: Mesh, exchange: ContextExchange = "auto") -
 def transformers_model(pair: Pair) -> nn.Module:
     """Return the folder's model, in float32. Raises StoreError: transformers cannot load it."""
     schema, dtypes = pair.folder.config.schema, pair.dtypes()
-    model: nn.Module = pretrained.model(pair.folder.path, dtype=torch.float32)
-    model.eval()
-    prefixes = {wrapper.prefix for wrapper in WRAPPERS.values()}
-    parameters = pretrained.parameters(model)
-    parameters |= {name.removeprefix(prefix): each for prefix in prefixes for name, each in parameters.items()}
+    # Of a folder in fp8 only what lies so is loaded in the dtype that is asked for.
+    loaded = torch.float32 if pair.folder.fp8 is None else getattr(torch, pair.folder.fp8.dtype)
+    model: nn.Module = pretrained.model(pair.folder.path, dtype=loaded).float().eval()
+    prefixes = ["", *{wrapper.prefix for wrapper in WRAPPERS.values()}]
+    of_tensor = {s.name: dtypes[whole_name(schema, s), s.labels[0]] for s in pair.folder.stored()}
     with torch.no_grad():
-        for stored in pair.folder.stored():
-            _round(parameters[stored.name], *dtypes[whole_name(schema, stored), stored.labels[0]])
+        for tensor, names in pretrained.parameters(model):
+            for found in {of_tensor[n] for name in names for p in prefixes if (n := name.removeprefix(p)) in of_tensor}:
+                _round(tensor, *found)
     return model
 
 

@@ -306,8 +306,7 @@ def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
         return
     if not start.said:
         yield f"Starting from the weights of {start.source.name}."
-    if start.source.left_out is not None:
-        yield f"  {start.source.left_out}"
+    yield from (f"  {remark}" for remark in start.source.remarks)
     before = asdict(start.source.config)
     for name, value in asdict(model).items():
         if value != before.get(name):

@@ -23,6 +23,7 @@ from megacore.control import Control
 from megacore.parallel.gradients.buckets import Take, all_of_it
 from megacore.parallel.parameters import Parameters, view
 from megacore.parallel.weights.layout import Layout
+from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.transfer import Stored, native, plan
 from megacore.say import err
 from megacore.store.io.objects import ObjectPath, place
@@ -220,7 +221,7 @@ class Snapshot:
         dtypes = self.state.dtypes[part.state]
         host = _copies({s.name: (s.shape, dtypes[s.name]) for s in part.tensors}, on_device, self.state.folder)
 
-        def read(stored: Stored) -> tuple[str, Any]:
+        def read(stored: Stored, view: Piece | None = None) -> tuple[str, Any]:
             copy = host[stored.name]
             return NAMES[copy.dtype], copy.view(getattr(torch, f"uint{8 * copy.itemsize}")).numpy()
 

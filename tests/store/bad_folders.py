@@ -510,7 +510,10 @@ refused(
         "field-unknown": (config(sliding_window=4, residual=2), "'sliding_window'", "'residual'"),
         "key-long": (config(**{LONG: 1}), "unknown field 'kk", "k [...] k"),
         "number-long": (config(vocab_size=LONG), "not of type int"),
-        "quantised-by-config": (config(quantization_config={"bits": 4}), "quantization_config={'bits': 4}"),
+        "quantised-by-config": (
+            config(quantization_config={"bits": 4}),
+            "quantization_config has quant_method=None, bits=4",
+        ),
         "a-billion-layers": (
             config(num_hidden_layers=10**9),
             "config.json describes 9000000003 tensors (layer=1000000000), but there are 48",

@@ -17,6 +17,7 @@ from sentences import params as tables
 
 from megacore.parallel.weights.fingerprint import Logical, add_up, fingerprint
 from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Param, Schema
 from megacore.parallel.weights.transfer import Stored, native, plan, strided, whole_name
 from megacore.store.io.direct import LEAST, DirectFile
@@ -40,7 +41,7 @@ def files_of(
 ) -> tuple[stream.File, ...]:
     """One file for each rank of the targets."""
 
-    def read(stored: Stored) -> tuple[str, np.ndarray]:
+    def read(stored: Stored, view: Piece | None = None) -> tuple[str, np.ndarray]:
         return held, arrays[stored.where, stored.name]
 
     by_rank: dict[object, list[stream.Tensor]] = {}
@@ -170,7 +171,7 @@ def test_a_source_that_fails_stops_all(jobs: int, tmp_path: Path) -> None:
     arrays = arrays_of(whole_layout(), "F32", 0)
     files = files_of(ONE, whole_layout(), whole_layout(tp=8), arrays, "F32", "F32")
 
-    def read(stored: Stored) -> tuple[str, np.ndarray]:
+    def read(stored: Stored, view: Piece | None = None) -> tuple[str, np.ndarray]:
         raise StoreError("the source is gone")
 
     files = tuple(stream.File(file.path, file.tensors, read if i == 1 else file.read) for i, file in enumerate(files))

@@ -109,7 +109,7 @@ def run_checkpoint(
 
     def reads(state: str) -> Read:
         kind = dtype if state == "weights" else "F32"
-        return lambda stored: (kind, held[state][stored.name])
+        return lambda stored, view=None: (kind, held[state][stored.name])
 
     index = Index(config.to_hugging_face(), layout, states, 7, {})
     source = Whole(path, index, config.schema, {state: reads(state) for state in states}, TRAINER)

@@ -114,7 +114,7 @@ class AdaptedFolder(WeightFolder):
         return self._holder(stored).dtype(state, stored)
 
     def read(self, state: str = "weights") -> Read:
-        return lambda stored: self._holder(stored).read(state)(stored)
+        return lambda stored, view=None: self._holder(stored).read(state)(stored, view)
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         return {piece: value for folder in self.folders for piece, value in folder.fingerprints(state).items()}
@@ -252,7 +252,7 @@ class MergedFolder(WeightFolder):
     def read(self, state: str = "weights") -> Read:
         """Return a function that reads tensors; merged ones are kept a while, as blocks are asked for one by one."""
         plain = self.base.read(state)
-        return lambda stored: self._merged(stored) if self._is_adapted(stored) else plain(stored)
+        return lambda stored, view=None: self._merged(stored) if self._is_adapted(stored) else plain(stored, view)
 
     def _merged(self, stored: Stored) -> tuple[str, np.ndarray]:
         return self.dtype("weights", stored), self._computed.get(stored.name, partial(self._merge, stored))

@@ -18,7 +18,7 @@ from megacore.models.upcycle import DENSE, DOWN, EXPERTS, ROUTER, SHARED, UP, Up
 from megacore.parallel.random import initial_values
 from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.layout import MeshShape, Shard
-from megacore.parallel.weights.pattern import Pattern
+from megacore.parallel.weights.pattern import Pattern, Piece
 from megacore.parallel.weights.transfer import Stored, whole_name
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
@@ -79,12 +79,12 @@ class UpcycledFolder(WeightFolder):
     def read(self, state: str = "weights") -> Read:
         plain = self.dense.read(state)
 
-        def read(stored: Stored) -> tuple[str, np.ndarray]:
+        def read(stored: Stored, view: Piece | None = None) -> tuple[str, np.ndarray]:
             if stored.where is None:
                 dtype = self.dtype(state, stored)
                 return dtype, self._drawn(self._new[stored.name], dtype)
             if not self._is_scaled(stored):
-                return plain(stored)
+                return plain(stored, view)
             dtype = self.dtype(state, stored)
             make = partial(_times, *plain(stored), self.way.scale, dtype)
             return dtype, self._scaled.get((stored.where, stored.name), make)

@@ -206,7 +206,7 @@ def _nearest(names: list[str], missing: list[str]) -> list[str]:
 
 
 def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]) -> list[str]:
-    return _alike(
+    return alike(
         (f"shape {list(held.entry.shape)} instead of {list(expected[name].shape)}", held.name)
         for name, held in weights.items()
         if held.entry.shape != expected[name].shape
@@ -215,14 +215,14 @@ def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile])
 
 def _dtypes(weights: Mapping[str, TensorInFile]) -> list[str]:
     floats = f"{', '.join(FLOATS)} (a quantised model? Take the one it was made from)"
-    return _alike(
+    return alike(
         (f"dtype {held.entry.dtype} is not one of {floats}", held.name)
         for held in weights.values()
         if held.entry.dtype not in FLOATS
     )
 
 
-def _alike(found: Iterable[tuple[str, str]]) -> list[str]:
+def alike(found: Iterable[tuple[str, str]]) -> list[str]:
     """Return (problem, tensor) pairs as a line for each problem."""
     names: dict[str, list[str]] = {}
     for problem, name in found:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import blocks
 from megacore.store.io.errors import StoreError
@@ -22,6 +23,8 @@ _JOBS = 4
 """Files that a rank writes beside each other."""
 _AHEAD = 16
 """Headers that are asked for beside each other."""
+_NEAR = 1 << 20
+"""Bytes between two that are wanted which cost less than to ask twice."""
 
 
 def upload(folder: ObjectPath, files: Sequence[File], schema: Schema) -> dict[str, Fingerprints]:
@@ -75,11 +78,14 @@ class ObjectTensors(TensorFile):
 
     kept: TensorCache = field(default_factory=TensorCache)
 
-    def array(self, name: str) -> Bits:
+    def array(self, name: str, view: Piece | None = None) -> Bits:
         entry = self.entry(name)
-        return self.kept.get((self.path, name), lambda: self.part(name, [(0, entry.stop - entry.start)]))
+        return self.kept.get((self.path, name), lambda: self._filled(name, [(0, entry.stop - entry.start)]))
 
-    def part(self, name: str, spans: Sequence[tuple[int, int]]) -> Bits:
+    def part(self, name: str, views: Iterable[Piece]) -> Bits:
+        return self._filled(name, _spans(views, DTYPES[self.entry(name).dtype].itemsize))
+
+    def _filled(self, name: str, spans: Sequence[tuple[int, int]]) -> Bits:
         entry, path = self.entry(name), self.path
         assert isinstance(path, ObjectPath)
         made = np.empty(entry.shape, DTYPES[entry.dtype])  # what nobody touches takes no memory
@@ -87,6 +93,18 @@ class ObjectTensors(TensorFile):
         for start, stop in spans:
             path.fill(memory[start:stop], entry.start + start)
         return made
+
+
+def _spans(views: Iterable[Piece], width: int) -> list[tuple[int, int]]:
+    """Return the bytes [start, stop) of a tensor that views of it lie in, those that are near each other in one."""
+    spans = list[tuple[int, int]]()
+    for view in sorted(views, key=lambda view: view.offset):
+        last = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True))
+        start, stop = view.offset * width, (last + 1) * width
+        if spans and start <= spans[-1][1] + _NEAR:
+            start, stop = spans[-1][0], max(spans.pop()[1], stop)
+        spans.append((start, stop))
+    return spans
 
 
 class Files(dict[str, TensorFile]):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -23,8 +24,15 @@ from megacore.store.io.direct import WriteWindow
 from megacore.store.tensor_files.dtypes import as_dtype
 from megacore.store.tensor_files.tensors import DTYPES, TensorWriter, file_size, os_errors
 
-Read = Callable[[Stored], tuple[str, np.ndarray]]
-"""A function of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape)."""
+
+class Read(Protocol):
+    """A function of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape).
+
+    Where only a view of it is asked for, the rest may be anything.
+    """
+
+    def __call__(self, stored: Stored, view: Piece | None = None, /) -> tuple[str, np.ndarray]: ...
+
 
 Fingerprints = dict[str, dict[str, int]]
 """{tensor: {label: fingerprint}} of a file."""
@@ -180,7 +188,7 @@ def fill(block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, made: n
     if not block.is_full:
         made.fill(0)
     for copy in block.copies:
-        held, bits = read(copy.source)
+        held, bits = read(copy.source, copy.source_view)
         strided(made, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, tensor.dtype)
     return _fingerprints(block, made, schema)
 
@@ -199,7 +207,7 @@ def assemble(
     for block in blocks(copies, BLOCK_BYTES // made.itemsize):
         part = made.reshape(-1)[block.start : block.start + block.numel]
         for copy in block.copies:
-            held, bits = read(copy.source)
+            held, bits = read(copy.source, copy.source_view)
             strided(part, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, dtype)
             if found is not None:
                 view, seen = (copy.target_view, part) if held == dtype else (copy.source_view, bits)

@@ -16,7 +16,7 @@ import mmap
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.parallel import limits
+from megacore.parallel.weights.pattern import Piece
 from megacore.store.io.direct import Bytes, DirectFile
 from megacore.store.io.files import open_file
 from megacore.store.io.objects import place
@@ -153,9 +154,9 @@ class TensorFile:
             _listed(path, problems)
         return cls(path, entries, metadata, size, root)
 
-    def array(self, name: str) -> Bits:
-        """Return the bits of one tensor, [shape] in DTYPES[dtype]: a read-only view of the file, a copy if
-        unaligned."""
+    def array(self, name: str, view: Piece | None = None) -> Bits:
+        """Return the bits of one tensor, [shape] in DTYPES[dtype]: a read-only view of the file, a copy if unaligned.
+        Where only a view of it is asked for, the rest may be anything."""
         entry = self.entry(name)
         dtype = DTYPES[entry.dtype]
         count = (entry.stop - entry.start) // dtype.itemsize
@@ -167,9 +168,8 @@ class TensorFile:
             bits.flags.writeable = False
         return bits.reshape(entry.shape)
 
-    def part(self, name: str, spans: Sequence[tuple[int, int]]) -> Bits:
-        """Return the bits of one tensor of which only some bytes are asked for: spans, counted from its beginning. What
-        else is there means nothing."""
+    def part(self, name: str, views: Iterable[Piece]) -> Bits:
+        """Return the bits of one tensor of which only some views are asked for, once; the rest may be anything."""
         return self.array(name)
 
     def entry(self, name: str) -> Entry:

@@ -164,7 +164,7 @@ def compare_bits(
         for block in blocks(copies, BLOCK_BYTES // DTYPES[dtype].itemsize):
             here = bits.reshape(-1)[block.start :]
             for copy in block.copies:
-                held, there = read_other(copy.source)
+                held, there = read_other(copy.source, copy.source_view)
                 equal = _equal(strided(here, copy.target_view), dtype, strided(there, copy.source_view), held)
                 elements[copy.label] += equal.size
                 differ[copy.label] += equal.size - int(np.count_nonzero(equal))

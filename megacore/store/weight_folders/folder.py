@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from megacore.models.block_fp8 import BlockFp8
 from megacore.models.config import ModelConfig
 from megacore.parallel.weights.fingerprint import Logical, add_up
 from megacore.parallel.weights.layout import Layout
@@ -20,11 +21,8 @@ from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
 from megacore.store.tensor_files.stream import Read
-from megacore.store.tensor_files.tensors import DTYPES, TensorFile
+from megacore.store.tensor_files.tensors import TensorFile
 from megacore.store.weight_folders.index import Index
-
-_NEAR = 1 << 20
-"""Bytes between two that are wanted which cost less than to ask twice."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class WeightFolder(ABC):
         base: The folder of the model that adapters are read with.
         ignored: Tensors that hold no weights, by the names they have.
         others: Tensors of other parts of a model of which this is one, likewise.
+        fp8: How the weights lie that are read in a wider dtype; None: all are read as they lie.
         hub: The name of the hub, with its commit, that the folder was fetched by.
     """
 
@@ -45,6 +44,7 @@ class WeightFolder(ABC):
     base: SafetensorsFolder | None = field(default=None, kw_only=True)
     ignored: tuple[str, ...] = field(default=(), kw_only=True)
     others: tuple[str, ...] = field(default=(), kw_only=True)
+    fp8: BlockFp8 | None = field(default=None, kw_only=True)
     hub: HubName | None = field(default=None, kw_only=True)
 
     @property
@@ -91,6 +91,15 @@ class WeightFolder(ABC):
         parts = ", ".join(sorted(begin or {name.partition(".")[0] for name in self.others}))
         read = "the model without layers that predict further tokens" if begin else "its text model"
         return f"{self.path}: only {read} is read; {len(self.others)} tensors of {parts} are left out"
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences about what is not read of it, or not as it lies there."""
+        found = [] if self.left_out is None else [self.left_out]
+        if self.fp8 is not None:
+            blocks = f"a scale for each {self.fp8.rows} x {self.fp8.columns}"
+            found.append(f"{self.path}: its weights in fp8, with {blocks} of them, are read as {self.fp8.dtype}")
+        return found
 
     @abstractmethod
     def stored(self, state: str = "weights") -> Iterator[Stored]:
@@ -157,10 +166,10 @@ class SafetensorsFolder(WeightFolder):
         return self.files[file].entries[name].dtype
 
     def read(self, state: str = "weights") -> Read:
-        def read(stored: Stored) -> tuple[str, np.ndarray]:
+        def read(stored: Stored, view: Piece | None = None) -> tuple[str, np.ndarray]:
             path, name = self.location(state, stored)
             file = self.files[path]
-            return file.entries[name].dtype, file.array(name)
+            return file.entries[name].dtype, file.array(name, view)
 
         return read
 
@@ -171,9 +180,8 @@ class SafetensorsFolder(WeightFolder):
         found = dict[tuple[str, str], tuple[str, np.ndarray]]()
         for (path, name), of in views.items():
             file = self.files[path]
-            dtype = file.entry(name).dtype
-            found[path, name] = dtype, file.part(name, _spans(of, DTYPES[dtype].itemsize))
-        return lambda stored: found[self.location(state, stored)]
+            found[path, name] = file.entry(name).dtype, file.part(name, of)
+        return lambda stored, view=None: found[self.location(state, stored)]
 
     def written(self, state: str, stored: Stored) -> Mapping[str, int]:
         """Return {label: fingerprint when it was written} of one of :meth:`stored`; empty where none was kept."""
@@ -185,15 +193,3 @@ class SafetensorsFolder(WeightFolder):
             return add_up(self.layout.schema, ((stored, self.written(state, stored)) for stored in self.stored(state)))
         except ValueError as error:
             raise StoreError(f"{self.path}, {state}: {error}") from error
-
-
-def _spans(views: Iterable[Piece], width: int) -> list[tuple[int, int]]:
-    """Return the bytes [start, stop) of a tensor that views of it lie in, those that are near each other in one."""
-    spans = list[tuple[int, int]]()
-    for view in sorted(views, key=lambda view: view.offset):
-        last = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True))
-        start, stop = view.offset * width, (last + 1) * width
-        if spans and start <= spans[-1][1] + _NEAR:
-            start, stop = spans[-1][0], max(spans.pop()[1], stop)
-        spans.append((start, stop))
-    return spans

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megacore.models.block_fp8 import BlockFp8, dequantised
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import FAMILIES, family
 from megacore.models.wrappers import Wrapper, unwrapped
@@ -28,6 +29,7 @@ from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.accounting import Account, account, ignorable_by, printable, summary
 from megacore.store.tensor_files.companions import COMPANIONS, Companion, companions, travelling
+from megacore.store.tensor_files.fp8_files import decoded
 from megacore.store.tensor_files.tensors import TensorFile
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.index import FileRecord, Index
@@ -60,14 +62,17 @@ class HuggingFace(SafetensorsFolder):
         if not path.is_dir():
             raise StoreError(f"{path} is not a folder: give the one that holds {CONFIG} and the weights")
         problems: list[str] = []
-        raw, kind, config, wrapper = _config(path, ignored_fields, problems)
+        raw, kind, config, wrapper, fp8 = _config(path, ignored_fields, problems)
         files = _files(path, problems)
-        found = Account({})
+        found, held = Account({}), files.files if files else ()
+        if files and fp8:
+            held, damaged = decoded(held, fp8)
+            problems += damaged
         if files:
             if kind:
                 problems += _unnamed(files, kind)
             if config:
-                tensors = {name: file for file in files.files for name in file.entries}
+                tensors = {name: file for file in held for name in file.entries}
                 found = account(config, tensors, wrapper)
         if os.path.lexists(path / ADAPTER):
             problems.append(f"{ADAPTER}: an adapter changes what the weights compute: merge it into them and save that")
@@ -79,14 +84,14 @@ class HuggingFace(SafetensorsFolder):
         problems += found.problems
         if problems or config is None or files is None:
             raise _unusable(path, problems)
-        opened = {str(file.path.relative_to(path)): file for file in files.files}
+        opened = {str(file.path.relative_to(path)): file for file in held}
         holders = {tensor: name for name, file in opened.items() for tensor in file.entries}
         weights = {name: (holders[held.name], held.name) for name, held in found.weights.items()}
         used = {name: opened[name] for name, _ in weights.values()}
         records = {name: FileRecord(file.size, {of: {} for of in file.entries}) for name, file in used.items()}
         layout = Layout(config.schema, MeshShape(), (config.sizes["layer"],))
         index = Index(raw, layout, ("weights",), None, records)
-        return cls(path, index, used, weights, ignored=found.ignored, others=found.others)
+        return cls(path, index, used, weights, ignored=found.ignored, others=found.others, fp8=fp8)
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
         """Yield the tensors under the names of the family's table; ``where`` is the folder."""
@@ -154,22 +159,23 @@ class _WeightFiles:
 
 def _config(
     folder: Path, ignored_fields: Sequence[str], problems: list[str]
-) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None]:
+) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None, BlockFp8 | None]:
     """Return what can be made out of ``config.json``.
 
-    These are its fields, its family's kind of config, what they mean, and what they are wrapped in.
+    These are its fields, its family's kind of config, what they mean, what they are wrapped in, and how weights lie.
     """
     raw: dict[str, Any] = {}
-    kind, wrapper = None, None
+    kind, wrapper, fp8 = None, None, None
     try:
         raw, wrapper = unwrapped(_object(folder, CONFIG))
+        raw, fp8 = dequantised(raw)
         name = raw.get("model_type")
         if not isinstance(name, str):
             problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")
-            return raw, None, None, None
+            return raw, None, None, None, fp8
         kind = family(name).config
         raw = _without(raw, kind, ignored_fields, problems)
-        return raw, kind, kind.from_hugging_face(raw), wrapper
+        return raw, kind, kind.from_hugging_face(raw), wrapper, fp8
     except ModelConfigError as error:
         problems += [f"{CONFIG}: {problem}" for problem in error.problems]
         if kind and (unknown := [name for name in kind.unknown(raw) if _FIELD.fullmatch(name)]):
@@ -177,7 +183,7 @@ def _config(
             problems.append(f"{CONFIG}: `megacore convert` leaves out fields that change nothing by {options}")
     except StoreError as error:
         problems.append(str(error))
-    return raw, kind, None, wrapper
+    return raw, kind, None, wrapper, fp8
 
 
 def _without(

@@ -42,7 +42,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True)
-class _Read:
+class _StateRead:
     """The pieces that this rank has read of one state, and the fingerprints that are known of them."""
 
     folder: WeightFolder
@@ -77,15 +77,15 @@ class Loader:
         mesh = parameters.mesh
         mesh.make_groups(mesh.shape.all_along("dp", "cp"))
         self._replicas = mesh.along("dp", "cp")
-        self._reads: list[_Read] = []
+        self._reads: list[_StateRead] = []
 
     def tensors(self, folder: WeightFolder, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the
         folder's dtype; padding is zero. They count as sound only after :meth:`verify`. All of them are to be taken.
         Raises StoreError: a rank cannot read its share; on every rank, after the last tensor."""
 
-        def begin() -> tuple[_Read, list[_Target]]:
-            read = _Read(folder, state, folder.fingerprints(state))
+        def begin() -> tuple[_StateRead, list[_Target]]:
+            read = _StateRead(folder, state, folder.fingerprints(state))
             return read, list(self._planned(read, names))
 
         (read, planned), errors = self._control.attempt(begin), list[StoreError]()
@@ -103,7 +103,7 @@ class Loader:
 
         self._control.attempt(end)
 
-    def _planned(self, read: _Read, names: Set[str] | None) -> Iterator[_Target]:
+    def _planned(self, read: _StateRead, names: Set[str] | None) -> Iterator[_Target]:
         """Yield the tensors with who reads what: all replicas come to the same."""
         layout, group, turns = self._parameters.layout, self._replicas, Turns(self._replicas.size)
         held = native(layout, [self._parameters.mesh.rank])
@@ -122,7 +122,7 @@ class Loader:
             yield _Target(target, dtype, made)
 
     def _ahead(
-        self, thread: ThreadPoolExecutor, own: Sequence[tuple[_Target, _Slice]], read: _Read
+        self, thread: ThreadPoolExecutor, own: Sequence[tuple[_Target, _Slice]], read: _StateRead
     ) -> Iterator[Future[Tensor]]:
         """Yield the slices that this rank reads, some of them before they are asked for."""
         under_way = deque[Future[Tensor]]()
@@ -183,7 +183,7 @@ class Loader:
         if problems:
             raise StoreError("\n".join(problems))
 
-    def _wrong(self, read: _Read, of_ranks: Sequence[_Found]) -> set[Logical]:
+    def _wrong(self, read: _StateRead, of_ranks: Sequence[_Found]) -> set[Logical]:
         """Return the pieces of a state that the ranks have not read as they were written."""
         if not any(of_ranks):
             return set()
@@ -202,7 +202,7 @@ class Loader:
         return {piece for piece, value in made.items() if value != read.written.get(piece, value)}
 
 
-def _located(read: _Read, wrong: set[Logical]) -> tuple[str | None, list[str]]:
+def _located(read: _StateRead, wrong: set[Logical]) -> tuple[str | None, list[str]]:
     """Return (the damaged checkpoint, which of its files hold the pieces and how that shows); None if none is damaged
     now."""
     names = {name for name, _ in wrong}

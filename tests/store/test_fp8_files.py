@@ -1,0 +1,175 @@
+"""Folders whose weights lie in fp8 with a scale for each block, as DeepSeek-V3, Qwen3 and MiniMax-M2 are published."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import random_model, small
+from pool import Pool
+from safetensors.torch import load_file, save_file
+
+from megacore.inference.model_loader import model_from
+from megacore.models.registry import configure
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.conversions.convert import convert
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.fp8_files import numbers
+from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import inspect, verify
+
+Tensors = dict[str, torch.Tensor]
+FP8 = torch.float8_e4m3fn
+SINGLE, SHARDS = "model.safetensors", ("model-1.safetensors", "model-2.safetensors")
+BLOCKS = {"qwen3_moe": (3, 5), "deepseek_v3": (2, 2), "llama": (128, 128)}
+"""{family: rows and columns of a block}: they divide the sides of few matrices, of all, and of none."""
+
+
+def quantised(tensors: Tensors, rows: int, columns: int) -> tuple[Tensors, Tensors]:
+    """(the file's, what they stand for): the matrices of layers in fp8, of which some are no numbers."""
+    lie, mean = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if weight.ndim != 2 or "proj" not in name:
+            continue
+        scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+        narrow, wide = torch.empty(weight.shape, dtype=FP8), torch.empty(weight.shape, dtype=torch.float32)
+        for i in range(len(scales)):
+            for j in range(len(scales[0])):
+                part = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+                scales[i, j] = weight[part].float().abs().max() / 448
+                narrow[part] = (weight[part].float() / scales[i, j]).to(FP8)
+                wide[part] = narrow[part].float() * scales[i, j]
+        lie[name], lie[f"{name}_scale_inv"], mean[name] = narrow, scales, wide.to(torch.bfloat16)
+    return lie, mean
+
+
+def folder(path: Path, family: str, **config: Any) -> Tensors:
+    """Make one of two files, scales anywhere -> the tensors that it stands for."""
+    rows, columns = BLOCKS[family]
+    random_model(small(family)).bfloat16().save_pretrained(path)
+    lie, mean = quantised(load_file(path / SINGLE), rows, columns)
+    (path / SINGLE).unlink()
+    named = {name: SHARDS[len(name) % 2] for name in lie}
+    for shard in SHARDS:
+        save_file({name: t for name, t in lie.items() if named[name] == shard}, path / shard, {"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}))
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}
+    edit(path, quantization_config=said | config)
+    return mean
+
+
+def edit(path: Path, **fields: Any) -> None:
+    config = json.loads((path / "config.json").read_text()) | fields
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_each_of_the_256_numbers_is_the_one_that_torch_reads() -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    torch.testing.assert_close(
+        numbers(bits) * 256, torch.from_numpy(bits).view(FP8).float(), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_folder_is_read_as_what_it_stands_for(
+    family: str, tmp_path: Path, pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through layouts and back it is bitwise what was computed by hand, and what transformers makes of it; so it is on
+    ranks that load it, each the part that it holds."""
+    mean = folder(tmp_path / "fp8", family)
+    convert(tmp_path / "fp8", tmp_path / "ours", tp=2, pp=2, ep=1 if family == "llama" else 2)
+    convert(tmp_path / "ours", tmp_path / "back", to="hf")
+    back = load_file(tmp_path / "back" / SINGLE)
+    assert back.keys() == mean.keys()
+    assert all(torch.equal(back[name], mean[name]) and back[name].dtype == torch.bfloat16 for name in mean)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    assert configure({"config": str(tmp_path / "fp8")}) == configure({"config": str(tmp_path / "back")})
+    # transformers wants blocks that divide.
+    assert verify.main([str(tmp_path / "ours"), str(tmp_path / ("fp8" if family == "deepseek_v3" else "back"))]) == 0
+    assert inspect.main([str(tmp_path / "ours"), "--diff", str(tmp_path / "fp8")]) == 0
+    rows, columns = BLOCKS[family]
+    assert f"in fp8, with a scale for each {rows} x {columns} of them, are read as bfloat16" in capsys.readouterr().err
+    for of_rank in zip(*(pool.run(2, held, tmp_path / name) for name in ("fp8", "back")), strict=True):
+        assert of_rank[0] == of_rank[1]
+
+
+def held(path: Path) -> dict[str, bytes]:
+    """What a rank of two has of a folder."""
+    parameters = model_from(HuggingFace.open(path), Mesh.create(MeshShape(tp=2)), torch.float32).parameters
+    return {name: parameters[name].detach().numpy().tobytes() for name in parameters}
+
+
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, value: torch.Tensor) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: value})
+
+
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+SCALE, OTHER, NORM = f"{WEIGHT}_scale_inv", WEIGHT.replace("0", "1"), "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop(SCALE), rf"an fp8 weight has no _scale_inv: {WEIGHT}$"),
+        (drop(WEIGHT), rf"a scale is of no fp8 weight: {SCALE}"),
+        (put(OTHER, torch.zeros(16, 16)), rf"a scale is of no fp8 weight: {OTHER}_scale_inv$"),
+        (put(f"{NORM}_scale_inv", torch.ones(1, 1)), rf"a scale is of no fp8 weight: {NORM}_scale_inv$"),
+        (put(SCALE, torch.ones(6, 3)), rf"scales have shape \[6, 3\], and blocks of 3 x 5 take \[6, 4\]: {SCALE}$"),
+        (
+            put(SCALE, torch.ones(6, 4).to(torch.float8_e8m0fnu)),
+            rf"scales have dtype F8_E8M0, which is not .*: {SCALE}$",
+        ),
+        (put(SCALE, torch.full((6, 4), torch.nan)), rf"{SCALE} .*must be finite and above 0, .* it is damaged$"),
+        (put(SCALE, torch.zeros(6, 4)), rf"{SCALE} .*must be finite and above 0"),
+        (
+            put(WEIGHT, torch.zeros(16, 4, 4).to(FP8)),
+            rf"an fp8 weight has shape \[16, 4, 4\], and only matrices.*{WEIGHT}",
+        ),
+        (put(WEIGHT, torch.zeros(16, 15).to(FP8)), r"shape \[16, 15\] instead of \[16, 16\]"),
+        (put(NORM, torch.zeros(16).to(torch.float8_e5m2)), r"dtype F8_E5M2 is not one of F64"),
+    ],
+)
+def test_what_is_damaged_is_told(change: Callable[[Tensors], object], said: str, tmp_path: Path) -> None:
+    lie, _ = quantised(hf_tensors(tmp_path / "hf"), 3, 5)
+    change(lie)
+    save_file(lie, tmp_path / "hf" / SINGLE, {"format": "pt"})
+    edit(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [3, 5]})
+    with pytest.raises(StoreError, match=re.compile(said, re.MULTILINE)):
+        convert(tmp_path / "hf", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def hf_tensors(path: Path) -> Tensors:
+    random_model(small("llama")).bfloat16().save_pretrained(path)
+    return load_file(path / SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4},
+            "quantization_config has quant_method='gptq', bits=4: of",
+        ),
+        ({"weight_block_size": None}, "has weight_block_size=None: of quantised weights only those in fp8"),
+        ({"weight_block_size": [128, 0]}, r"has weight_block_size=\[128, 0\]"),
+        ({"activation_scheme": "static", "fmt": "e5m2"}, "has fmt='e5m2', activation_scheme='static': of"),
+    ],
+)
+def test_what_lies_otherwise_is_refused(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder(tmp_path, "llama", **config)
+    for read in (HuggingFace.open, lambda path: configure({"config": str(path)})):
+        with pytest.raises(ValueError, match=said):
+            read(tmp_path)
