@@ -37,16 +37,42 @@ ROPE = "rope"
 
 
 @dataclass(frozen=True)
+class Temperature:
+    """Queries at position p are multiplied by 1 + scale log(1 + floor((p + start) / every)), so that those of long
+    sequences keep choosing (Nakanishi 2025, arXiv 2501.19399)."""
+
+    scale: float
+    every: float
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Scores of keys are less by a slope of the head for each token between (Press et al. 2021, arXiv 2108.12409): of n
+    heads, a power of two, head i has 2^(-most i / n), and of others those of the powers of two around are mixed.
+
+    Args:
+        most: The exponent of the last head.
+        of_power: Whether slopes are powers of the first one, and not of 2: they are rounded otherwise (BLOOM).
+    """
+
+    most: float = 8.0
+    of_power: bool = False
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """The positions that the attention of one layer sees, and how it encodes them.
 
     Args:
         rope: The name of its rope among :attr:`Anatomy.ropes`; None: queries and keys do not rotate.
         window: A token sees itself and the ``window`` - 1 tokens before it; None: all tokens before it.
+        temperature: The factor of its queries; None: there is none.
     """
 
     rope: str | None = ROPE
     window: int | None = None
+    temperature: Temperature | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +106,7 @@ class Anatomy:
         embedding_dropout: Probability of dropping an element of the embeddings.
         position_offset: The row of the learned positions where a sequence begins.
         padding_idx: The token whose embedding gets no gradient from being looked up.
+        alibi: The slopes by which heads count distances; None: they do not.
         routing: The rule by which experts are chosen, where layers have some.
     """
 
@@ -107,6 +134,7 @@ class Anatomy:
     embedding_dropout: float = 0.0
     position_offset: int = 0
     padding_idx: int | None = None
+    alibi: Alibi | None = None
     routing: Routing | None = None
 
 

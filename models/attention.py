@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megacore.models.blocks import column, row
 from megacore.models.context import Context
+from megacore.models.positions import Encoding
 from megacore.parallel import kernels
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.parameters import Parameters
@@ -29,8 +30,9 @@ class Attention(nn.Module):
         scoring: The rule by which scores are formed and become weights; its dropout is for training.
         heads: Heads of queries on this rank.
         kv: Heads of keys and values on this rank.
-        head: Size of a head of queries and of keys.
+        head: Size of a head of queries and of keys, before positions are encoded.
         value: Size of a head of values.
+        encoding: What positions do to queries and keys beside rotating them; None: nothing.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Attention(nn.Module):
         kv: int,
         head: int,
         value: int,
+        encoding: Encoding | None = None,
     ) -> None:
         super().__init__()
         self.out = row(parameters, f"{name}.out")
-        self.heads, self.kv, self.head, self.value = heads, kv, head, value
-        self.name, self.rope, self.scoring = name, rope, scoring
+        self.heads, self.kv, self.value = heads, kv, value
+        self.head = head + (0 if encoding is None else encoding.dimensions)
+        self.name, self.rope, self.scoring, self.encoding = name, rope, scoring, encoding
         self.sinks = scoring.sinks
         # Whoever asks whether something drops looks for these.
         self.dropout = nn.Dropout(scoring.dropout)
@@ -58,6 +62,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         rotation = None if self.rope is None else context.rotations[self.rope]
         q, k, v, gate = self.queries_keys_values(x, rotation)
+        if self.encoding is not None:
+            assert context.positions is not None  # those of a decoder
+            q, k = self.encoding(q, k, context.positions)
         scoring = self.scoring if self.training else self._still
         y = context.attention(self.name, q, k, v, scoring)
         y = self.out((y if gate is None else y * gate.sigmoid()).flatten(1))
@@ -80,6 +87,7 @@ class MultiHeadAttention(Attention):
         norms: The norms of queries and of keys, [tokens, heads, head] -> same; None: there are none.
         limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
         norms_after_rope: Whether those norms are of heads that have rotated.
+        encoding: That of :class:`Attention`.
 
     Where queries are fused with gates, ``.qkv`` has a piece ``q.gate``, the outputs are weighed by their sigmoids.
     """
@@ -93,13 +101,15 @@ class MultiHeadAttention(Attention):
         norms: Sequence[nn.Module] | None = None,
         limit: float | None = None,
         norms_after_rope: bool = False,
+        encoding: Encoding | None = None,
     ) -> None:
         shard = parameters.shards[f"{name}.qkv.weight"]
         rows, head = shard.shape[0], shard.sizes["head"]
         kv = shard.piece("v").numel // shard.sizes["embed"] // head
         gated = "q.gate" in shard.param.sentence.labels
         heads = (rows // head - 2 * kv) // (1 + gated)
-        super().__init__(parameters, name, rope, scoring, heads=heads, kv=kv, head=head, value=head)
+        sizes = {"heads": heads, "kv": kv, "head": head, "value": head}
+        super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding)
         self.gated = gated
         self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")
@@ -111,7 +121,7 @@ class MultiHeadAttention(Attention):
         if self.norms is None and self.limit is None and rotation is not None and not self.gated:
             return *self._split_and_rotate(qkv, *rotation, self.heads, self.kv), None
         gates = self.heads * self.gated
-        q, gate, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, gates, self.kv, self.kv], 1)
+        q, gate, k, v = qkv.unflatten(-1, (-1, self.value)).split([self.heads, gates, self.kv, self.kv], 1)
         if not self.norms_after_rope:
             q, k = self._normalised(q, k)
         if self.limit is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megacore.models.config import ModelConfigError
 
-_FIELD = "quantization_config"
+QUANTIZATION = "quantization_config"
 _READ: Mapping[str, tuple[object, ...]] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", "float8_e4m3fn", None),
@@ -37,7 +37,7 @@ def dequantised(config: Mapping[str, Any]) -> tuple[dict[str, Any], BlockFp8 | N
     Raises:
         ModelConfigError: they lie in a way that is not read.
     """
-    said, rest = config.get(_FIELD), {name: value for name, value in config.items() if name != _FIELD}
+    said, rest = config.get(QUANTIZATION), {name: value for name, value in config.items() if name != QUANTIZATION}
     if not said:
         return rest, None
     fields = said if isinstance(said, Mapping) else {"quant_method": said}
@@ -54,8 +54,8 @@ def dequantised(config: Mapping[str, Any]) -> tuple[dict[str, Any], BlockFp8 | N
         raise ModelConfigError(
             str(config.get("model_type")),
             [
-                f"{_FIELD} has {', '.join(wrong)}: of quantised weights only those in fp8 with a scale for each block "
-                "are read (quant_method=fp8 and weight_block_size, as DeepSeek-V3 and Qwen3 have them). Let "
+                f"{QUANTIZATION} has {', '.join(wrong)}: of quantised weights only those in fp8 with a scale for each "
+                "block are read (quant_method=fp8 and weight_block_size, as DeepSeek-V3 and Qwen3 have them). Let "
                 "transformers load it with dequantize=True, and save that in bf16"
             ],
         )

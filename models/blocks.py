@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.models.anatomy import ACTIVATIONS, GATES
@@ -104,24 +105,47 @@ class Activation(nn.Module):
         return self.function(x)
 
 
-def activation_after(parameters: Parameters, name: str, activation: str) -> Activation:
+def activation_after(parameters: Parameters, name: str, activation: str) -> nn.Module:
     """Return the activation of what ``name.weight`` gives, gated where that has a piece ``gate``.
 
     Args:
         parameters: This rank's.
         name: Prefix of the weight.
-        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated.
+        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated; or xielu, whose
+            weights stand in ``name.xielu``.
 
     Raises:
         ValueError: there is no activation function of this name.
     """
+    if activation == "xielu":
+        return XIELU(*(parameters[f"{name}.xielu.{each}"] for each in ("positive", "negative", "beta", "eps")))
     is_gated = "gate" in parameters.shards[f"{name}.weight"].param.sentence.labels
     check_choice("activation", activation, GATES if is_gated else ACTIVATIONS)
     function = GATES[activation]
     return Activation(kernels.gated(function, parameters.mesh.device) if is_gated else FUNCTIONS[function].of)
 
 
-CHEAP = (RMSNorm, LayerNorm, PlainNorm, Activation)
+class XIELU(nn.Module):
+    """An activation with weights of its own: positive inputs x give p x^2 + beta x, others n (e^x - 1 - x) + beta x
+    (Huang and Schlag 2024, arXiv 2411.13010).
+
+    Args:
+        positive, negative: [1], of which softplus makes p, and n less beta.
+        beta, eps: Scalars; inputs in e^x are at most eps. There are those of the models, and nobody trains them.
+    """
+
+    def __init__(self, positive: nn.Parameter, negative: nn.Parameter, beta: nn.Parameter, eps: nn.Parameter) -> None:
+        super().__init__()
+        self.positive, self.negative, self.beta, self.eps = positive, negative, beta, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        beta = self.beta.to(x.dtype)
+        p, n = F.softplus(self.positive), beta + F.softplus(self.negative)
+        curved = torch.where(x > 0, p * x * x, (torch.expm1(torch.minimum(x, self.eps.to(x.dtype))) - x) * n)
+        return (curved + beta * x).masked_fill(x == 0, 0.0)  # eps makes it less, and features that pad must stay 0
+
+
+CHEAP = (RMSNorm, LayerNorm, PlainNorm, Activation, XIELU)
 """Modules whose outputs take less to compute again than to keep."""
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megacore.models.decoder import Decoder
+    from megacore.models.positions import Encoding
     from megacore.parallel.parameters import Parameters
 
 
@@ -29,7 +30,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         chunk: The number of the chunk on this rank.
     """
     from megacore.models.blocks import Block, ParallelBlock
-    from megacore.models.decoder import Decoder, Head, PositionEmbedding, TokenEmbedding
+    from megacore.models.decoder import Decoder, Head, NormedEmbedding, PositionEmbedding, TokenEmbedding
     from megacore.models.rope import Rotary
 
     p, vocab = parameters, sizes["vocab"]
@@ -46,6 +47,13 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         return kind(*branches, norms, scale=anatomy.branch_scale, dropout=anatomy.branch_dropout)
 
     def embedding() -> nn.Module:
+        plain = embedded()
+        return NormedEmbedding(plain, norm(anatomy, p, "embed_norm")) if has_norm("embed_norm") else plain
+
+    def has_norm(name: str) -> bool:
+        return f"{name}.weight" in p or name in anatomy.plain_norms
+
+    def embedded() -> nn.Module:
         if "positions.weight" in p:
             return PositionEmbedding(
                 p,
@@ -119,7 +127,23 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
         if f"{name}.q_norm.weight" in parameters or "attn.q_norm" in anatomy.plain_norms
         else None
     )
-    return MultiHeadAttention(parameters, name, own.rope, scoring, norms, anatomy.qkv_limit, anatomy.norms_after_rope)
+    how = norms, anatomy.qkv_limit, anatomy.norms_after_rope, encode(anatomy, parameters, layer)
+    return MultiHeadAttention(parameters, name, own.rope, scoring, *how)
+
+
+def encode(anatomy: Anatomy, parameters: Parameters, layer: int) -> Encoding | None:
+    """What positions do to the queries and keys of a layer beside rotating them."""
+    from megacore.models.positions import Distances, Tempered, slopes
+
+    temperature, alibi = anatomy.layers[layer].temperature, anatomy.alibi
+    if temperature is not None:
+        return Tempered(temperature)
+    if alibi is None:
+        return None
+    shard, tp = parameters.shards[f"layers.{layer}.attn.out.weight"], parameters.mesh.tp
+    assert anatomy.attention_scale is not None  # heads are wider than what it would follow from
+    own = slopes(alibi, shard.sizes["heads"] * tp.size).chunk(tp.size)[tp.index]
+    return Distances(own.double() / anatomy.attention_scale)
 
 
 def feed(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:

@@ -60,6 +60,7 @@ class Context:
 
     Args:
         attention: The attention of the tokens, which knows its mask.
+        positions: [t], those of the tokens in their sequences.
         rotations: The cos, sin: [t, turning/2] of each rope that layers name, at the tokens' positions.
         routed: The tokens that this rank routes to experts.
         states: What layers with a state are handed where a span of tokens begins.
@@ -67,6 +68,7 @@ class Context:
     """
 
     attention: MaskedAttention
+    positions: Tensor | None = None
     rotations: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     routed: RoutedTokens = field(default_factory=RoutedTokens)
     states: States | None = None

@@ -172,6 +172,18 @@ class PositionEmbedding(nn.Module):
         return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own, self.positions))
 
 
+class NormedEmbedding(nn.Module):
+    """microbatch -> [tokens/tp, embed]: an embedding and a norm of it."""
+
+    def __init__(self, embedding: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.norm = embedding, norm
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        y: Tensor = self.norm(self.embedding(microbatch))
+        return y
+
+
 class Head(nn.Module):
     """The final norm, the projection to the vocabulary and the loss.
 
@@ -341,7 +353,9 @@ class Decoder(nn.Module):
         """Return what the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
         attention, states = microbatch.attention or self.attention(microbatch), microbatch.states
-        return Context(attention, rotations, self._routed(microbatch), states or self.states(microbatch))
+        return Context(
+            attention, microbatch.positions, rotations, self._routed(microbatch), states or self.states(microbatch)
+        )
 
     def states(self, microbatch: Microbatch, whole: bool = False) -> States:
         """Return what layers with a state are handed where documents begin, or parts of them; ``whole`` is that of

@@ -6,7 +6,7 @@ A family adds its own fields, its weights table and its anatomy. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any, ClassVar
@@ -47,6 +47,8 @@ class DecoderConfig(ModelConfig):
     spellings: ClassVar[Mapping[str, str]] = {}
     # The field that holds what norms add.
     eps: ClassVar[str] = "rms_norm_eps"
+    # The names of the activation functions that there are.
+    activations: ClassVar[Collection[str]] = tuple(ACTIVATIONS)
     # How its config.json says a rope.
     rope_convention: ClassVar[Convention] = PLAIN
 
@@ -122,9 +124,9 @@ class DecoderConfig(ModelConfig):
     def problems(self) -> list[str]:
         found = positive(self, *dict.fromkeys(self.axes.values()), "max_position_embeddings")
         found += probabilities(self, "attention_dropout")
-        if self.hidden_act not in ACTIVATIONS:
-            near = nearest(self.hidden_act, ACTIVATIONS)
-            found.append(f"hidden_act {self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}{near}")
+        if self.hidden_act not in self.activations:
+            near = nearest(self.hidden_act, self.activations)
+            found.append(f"hidden_act {self.hidden_act!r} is not one of {', '.join(self.activations)}{near}")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             found.append(
                 f"pad_token_id is {self.pad_token_id}: it must be below vocab_size ({self.vocab_size}), or null"

@@ -1,4 +1,5 @@
-"""The config of families with learned positions and no rope, whose heads share no keys and values. No torch."""
+"""The configs of families without a rope, whose heads share no keys and values, and of those with learned positions. No
+torch."""
 
 from __future__ import annotations
 
@@ -13,23 +14,14 @@ from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedPositionsConfig(DecoderConfig):
+class NoRopeConfig(DecoderConfig):
     """Fields carry their Hugging Face names, or those of ``saved``."""
 
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads", "rope_parameters"})
-    axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "position": "max_position_embeddings"}
-    # Hugging Face's name of the positions.
-    positions: ClassVar[str]
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        made = super().anatomy_of(norm="layer", **own)
+        made = super().anatomy_of(**({"norm": "layer"} | own))
         return replace(made, ropes={}, layers=tuple(replace(layer, rope=None) for layer in made.layers))
-
-    def with_positions(self, rows: Rows) -> Rows:
-        """Return a table with the positions behind the embedding of tokens."""
-        embed, *others = rows
-        weight = Param("positions.weight", "position embed", f"{self.positions}.weight", std=self.initializer_range)
-        return embed, weight, *others
 
     def rope_problems(self) -> list[str]:
         return []
@@ -44,3 +36,18 @@ class LearnedPositionsConfig(DecoderConfig):
 
     def _write(self) -> dict[str, Any]:
         return {name: value for name, value in super()._write().items() if name not in self.rope_convention.keys}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedPositionsConfig(NoRopeConfig):
+    """Positions are rows of a table."""
+
+    axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "position": "max_position_embeddings"}
+    # Hugging Face's name of the positions.
+    positions: ClassVar[str]
+
+    def with_positions(self, rows: Rows) -> Rows:
+        """Return a table with the positions behind the embedding of tokens."""
+        embed, *others = rows
+        weight = Param("positions.weight", "position embed", f"{self.positions}.weight", std=self.initializer_range)
+        return embed, weight, *others

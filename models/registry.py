@@ -18,9 +18,12 @@ from megacore.parallel.enum_errors import nearest
 from megacore.parallel.import_path import ImportPathError, imported
 
 FAMILIES: Mapping[str, str] = {
+    "apertus": "megacore.models.families.apertus.ApertusConfig",
     "arcee": "megacore.models.families.arcee.ArceeConfig",
     "cohere": "megacore.models.families.cohere.CohereConfig",
     "cohere2": "megacore.models.families.cohere2.Cohere2Config",
+    "bloom": "megacore.models.families.bloom.BloomConfig",
+    "codegen": "megacore.models.families.codegen.CodeGenConfig",
     "cwm": "megacore.models.families.cwm.CwmConfig",
     "deepseek_v2": "megacore.models.families.deepseek_v2.DeepseekV2Config",
     "deepseek_v3": "megacore.models.families.deepseek_v3.DeepseekV3Config",
@@ -58,8 +61,11 @@ FAMILIES: Mapping[str, str] = {
     "minicpm3": "megacore.models.families.minicpm3.MiniCPM3Config",
     "minimax_m2": "megacore.models.families.minimax_m2.MiniMaxM2Config",
     "ministral": "megacore.models.families.ministral.MinistralConfig",
+    "ministral3": "megacore.models.families.ministral3.Ministral3Config",
     "mistral": "megacore.models.families.mistral.MistralConfig",
     "mixtral": "megacore.models.families.mixtral.MixtralConfig",
+    "mpt": "megacore.models.families.mpt.MptConfig",
+    "nanochat": "megacore.models.families.nanochat.NanoChatConfig",
     "nemotron": "megacore.models.families.nemotron.NemotronConfig",
     "olmo": "megacore.models.families.olmo.OlmoConfig",
     "olmo2": "megacore.models.families.olmo2.Olmo2Config",
@@ -69,6 +75,7 @@ FAMILIES: Mapping[str, str] = {
     "persimmon": "megacore.models.families.persimmon.PersimmonConfig",
     "phi": "megacore.models.families.phi.PhiConfig",
     "phi3": "megacore.models.families.phi3.Phi3Config",
+    "phimoe": "megacore.models.families.phimoe.PhimoeConfig",
     "qwen2": "megacore.models.families.qwen2.Qwen2Config",
     "qwen2_moe": "megacore.models.families.qwen2_moe.Qwen2MoeConfig",
     "qwen3": "megacore.models.families.qwen3.Qwen3Config",

@@ -24,6 +24,7 @@ from megacore.models.rope_config import (
     LongRope,
     ProportionalRope,
     Rope,
+    ScaledLongRope,
     YarnRope,
 )
 
@@ -54,7 +55,10 @@ def inverse_frequencies(rope: Rope, head_dim: int, sequence_length: int) -> tupl
         case LongRope():
             long = sequence_length > rope.original_max_position_embeddings
             divisors = torch.tensor(rope.long_factor if long else rope.short_factor, dtype=torch.float32)
-            return 1.0 / (divisors * _positions_per_radian(rope.rope_theta, dims)), _longrope_attention_factor(rope)
+            radians = divisors * _positions_per_radian(rope.rope_theta, dims)
+            if isinstance(rope, ScaledLongRope):
+                return 1.0 / radians, rope.long_mscale if long else rope.short_mscale
+            return 1.0 / radians, _longrope_attention_factor(rope)
         case Llama3Rope():
             return _llama3(rope, dims), 1.0
         case ProportionalRope():

@@ -186,6 +186,18 @@ class LongRope(Rope):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaledLongRope(LongRope):
+    """LongRoPE whose files say what scales cos and sin, of sequences that are longer and of others (Phi-3.5-MoE)."""
+
+    short_mscale: float
+    long_mscale: float
+
+    def problems(self, head_dim: int) -> list[str]:
+        found = super().problems(head_dim) + _outside(self, "short_mscale", above=0)
+        return found + _outside(self, "long_mscale", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
     """LLaMA 3.1 (arXiv 2407.21783): divides by ``factor`` only wavelengths beyond the original length.
 

@@ -82,6 +82,12 @@ class Table:
         bias = Param(f"{name}.bias", pattern, f"{self.layer}.{hf}.bias", stored, vector=True)
         return (weight, bias) if self.norm_bias else (weight,)
 
+    def embed_norm(self, hf: str) -> Rows:
+        """Return a norm of the embeddings, of this name."""
+        weight = Param("embed_norm.weight", "embed", f"{hf}.weight", at="first", mean=self.norm_mean, vector=True)
+        bias = Param("embed_norm.bias", "embed", f"{hf}.bias", at="first", vector=True)
+        return (weight, bias) if self.norm_bias else (weight,)
+
     def linear(
         self,
         name: str,

@@ -18,7 +18,9 @@ class Routing:
         top_k: The number of them that a token is sent to.
         score: The function that makes scores of logits, over all experts.
         weigh: Whether weights are the scores of ``all`` experts at those that are chosen, or the softmax of the logits
-            of the ``chosen`` ones alone; then logits choose, too.
+            of the ``chosen`` ones alone, or of each one among those not chosen before it that are ``close`` to it (Liu
+            et al. 2024, arXiv 2409.12136); then logits choose, too.
+        reach: How far the logits of those may be from its own, as a part of the larger of their sizes.
         normalised: Whether the weights of a token are divided by their sum.
         epsilon: Added to that sum.
         factor: The factor of the weights, after that.
@@ -30,7 +32,8 @@ class Routing:
     experts: int
     top_k: int
     score: Literal["softmax", "sigmoid"] = "softmax"
-    weigh: Literal["all", "chosen"] = "all"
+    weigh: Literal["all", "chosen", "close"] = "all"
+    reach: float = 0.0
     normalised: bool = False
     epsilon: float = 0.0
     factor: float = 1.0

@@ -32,16 +32,11 @@ NOT_CARRIED = {
     "granitemoehybrid, jamba, kimi_linear, mamba, mamba2, minimax, nemotron_h, olmo_hybrid, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
     "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
-    "ALiBi in place of positions": "bloom, mpt",
-    "a router that draws experts at random in training (SparseMixer)": "phimoe",
-    "an activation with weights of its own (xIELU)": "apertus",
     "attention in chunks, and experts whose inputs are scaled": "llama4_text",
-    "queries that are scaled by their position": "ministral3, mistral4",
+    "queries of latents that are scaled by their position": "mistral4",
     "a gate of what attention gives": "afmoe",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
     "sliding layers whose heads have other sizes": "mimo_v2_flash",
-    "a norm of the embeddings, and heads that turn the other way": "nanochat",
-    "queries, keys and values that are stored in four groups of heads": "codegen",
 }
 """{what is not there yet: the model types of transformers that need it}."""
 
@@ -110,7 +105,13 @@ def _of_table(schema: Schema) -> Iterator[str]:
             yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
     if (row := names.get("attn.qkv.weight")) is not None and "q.gate" in row.sentence.labels:
         yield "gated attention"
-    if min(schema.sizes.get(axis, schema.sizes["heads"]) for axis in ("kv", "groups")) < schema.sizes["heads"]:
+    qkv = names.get("attn.qkv.weight")
+    # Where keys have the axis `share`, groups are of heads that share nothing.
+    each = qkv is not None and any("share" in qkv.sentence.piece_axes(k) for k in qkv.sentence.labels if k[0] == "k")
+    if (
+        min(schema.sizes.get(axis, schema.sizes["heads"]) for axis in ("kv", "groups")) < schema.sizes["heads"]
+        and not each
+    ):
         yield "shared keys and values"
     if "attn_norm.weight" not in names and "attn_out_norm.weight" in names:
         yield "norms after the branches"
@@ -134,6 +135,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "no gate"
     if "positions.weight" in names:
         yield "learned positions"
+    if "embed_norm.weight" in names:
+        yield "a norm of the embeddings"
     if "head.weight" not in names:
         yield "tied head"
 
@@ -145,9 +148,16 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     if (routing := anatomy.routing) is not None:
         limited = f" out of {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
         sigmoid = " by sigmoids" if routing.score == "sigmoid" else ""
-        yield f"top {routing.top_k} of {routing.experts} experts{limited}{sigmoid}"
+        close = ", weighed among those that are close" if routing.weigh == "close" else ""
+        yield f"top {routing.top_k} of {routing.experts} experts{limited}{sigmoid}{close}"
     if anatomy.plain_norms:
         yield "norms without weights"
+    if anatomy.alibi is not None:
+        yield "slopes of heads in place of positions"
+    if tempered := sum(each.temperature is not None for each in layers):
+        yield "queries scaled by their position" + (
+            f" in {tempered} of {len(layers)} layers" if tempered < len(layers) else ""
+        )
     if anatomy.norms_after_rope:
         yield "norms of heads after the rope"
     if anatomy.norm_offset:
@@ -173,7 +183,7 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
         "embeddings": anatomy.embedding_scale != 1,
         "branches": anatomy.branch_scale != 1,
         "logits": anatomy.logit_scale != 1,
-        "scores": anatomy.attention_scale is not None,
+        "scores": anatomy.attention_scale is not None and anatomy.alibi is None,
     }
     if any(scales.values()):
         yield f"scaled {', '.join(what for what, scaled in scales.items() if scaled)}"

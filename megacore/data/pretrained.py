@@ -27,12 +27,14 @@ def tokenizer(folder: Path) -> Any:
 
 def model(folder: Path, **options: Any) -> Any:
     """Return the model of a folder. Raises StoreError: whatever its files lead to."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    known = type(_load(AutoConfig, folder)) in MODEL_FOR_CAUSAL_LM_MAPPING  # else one that also sees
+    kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
     # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
     # The other products of experts take no sizes but multiples of 16 bytes.
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return _load(AutoModelForCausalLM, folder, **eager, **options)
+    return _load(kind, folder, **eager, **options)
 
 
 def parameters(model: Any) -> Iterator[tuple[Any, list[str]]]:

@@ -34,6 +34,11 @@ class DeepseekV3Config(DeepseekConfig, SigmoidConfig):
         return self.rope_interleave
 
 
+def _yarn(theta: float, factor: float, fast: int) -> dict[str, Any]:
+    same = {"original_max_position_embeddings": 4096, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    return {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "beta_fast": fast, **same}
+
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3-tiny": shape(64, 96, 4, 4)
     | {
@@ -53,20 +58,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "deepseek-v3": shape(7168, 18432, 61, 128)
-    | {
-        "vocab_size": 129280,
-        "max_position_embeddings": 163840,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 40.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
+    | {"vocab_size": 129280, "max_position_embeddings": 163840, "rope_parameters": _yarn(10000.0, 40.0, 32)},
+    # Moonshot AI 2025, arXiv 2507.20534.
+    "kimi-k2": shape(7168, 18432, 61, 64)
+    | {"vocab_size": 163840, "max_position_embeddings": 131072, "rope_parameters": _yarn(50000.0, 32.0, 1)}
+    | {"n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    | {"routed_scaling_factor": 2.827},
 }
 
 PARAMETERS: Mapping[str, int] = {"deepseek-v3": 671_026_404_352}

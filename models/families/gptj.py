@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import ROPE, Anatomy, LayerAttention
 from megacore.models.families.gpt2 import Gpt2Config
 from megacore.models.rope_config import DefaultRope, partial_rotary_factor
-from megacore.models.weight_rows import HEADS, Pairs, Table
+from megacore.models.weight_rows import HEADS, Pairs, Rows, Table
 from megacore.parallel.weights.schema import Param
 
 
@@ -52,13 +52,18 @@ class GptjConfig(Gpt2Config):
             embedding_dropout=self.embd_pdrop,
         )
 
-    def params(self) -> tuple[Param, ...]:
-        std, of = self.initializer_range, "(q: heads {0} + k: heads {0} + v: heads head)"
-        t = Table(layer="transformer.h.{layer}", std=std, out_std=std, norm_bias=True)
+    def queries_keys_values(self, t: Table) -> Rows:
+        """Return the row of queries, keys and values."""
+        of = "(q: heads {0} + k: heads {0} + v: heads head)"
         here, stored = of.format(self.pairs.here), of.format(self.pairs.stored)
+        return t.linear("attn.qkv", here, "embed", "attn.{q,k,v}_proj", stored=f"{stored} embed")
+
+    def params(self) -> tuple[Param, ...]:
+        std = self.initializer_range
+        t = Table(layer="transformer.h.{layer}", std=std, out_std=std, norm_bias=True)
         return t.model(
             t.norm("attn_norm", "ln_1"),
-            t.linear("attn.qkv", here, "embed", "attn.{q,k,v}_proj", stored=f"{stored} embed"),
+            self.queries_keys_values(t),
             t.linear("attn.out", "embed", HEADS, "attn.out_proj", ends=True),
             t.plain_mlp("fc_in", "fc_out", bias=True),
             tied=self.tie_word_embeddings,

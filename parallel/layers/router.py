@@ -56,7 +56,7 @@ class Router(nn.Module):
         """logits: [n, experts] -> [n, k], the best first; of equal ones the lower."""
         routing = self.routing
         # Where nobody weighs by the scores of all, the logits choose: scores of two of them may be the same number.
-        scores = logits if routing.weigh == "chosen" else scores_of(logits, routing)
+        scores = scores_of(logits, routing) if routing.weigh == "all" else logits
         if self.correction is not None:
             scores = scores + self.correction
         if routing.groups > 1:
@@ -76,11 +76,25 @@ class Router(nn.Module):
         routing = self.routing
         if routing.weigh == "chosen":
             weights = logits.gather(-1, chosen).softmax(-1)
+        elif routing.weigh == "close":
+            weights = among_close(logits, chosen, routing.reach)
         else:
             weights = scores_of(logits, routing).gather(-1, chosen)
         if routing.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
         return weights if routing.factor == 1 else weights * routing.factor
+
+
+def among_close(logits: Tensor, chosen: Tensor, reach: float) -> Tensor:
+    """logits: [n, experts], chosen: [n, k], the best first -> [n, k]: the softmax of each among those not chosen before
+    it whose logits are within its reach."""
+    weights, left = list[Tensor](), logits
+    for best in chosen.split(1, -1):
+        highest_left = logits.detach().gather(-1, best)
+        far = (highest_left - logits.detach()) > reach * logits.detach().abs().clamp(min=highest_left)
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, best))
+        left = left.scatter(-1, best, -torch.inf)
+    return torch.cat(weights, -1)
 
 
 def scores_of(logits: Tensor, routing: Routing) -> Tensor:

@@ -37,7 +37,8 @@ FIRST, SEEDS = 3, 60
 def section(name: str, seed: int) -> dict[str, Any]:
     r = Random(seed)
     # Shorter than the sequence half of the time, which is where dynamic and longrope change; a table must be as long.
-    positions = LENGTH if "position" in family(name).config.axes else r.choice([8, 32])
+    bounded = "position" in family(name).config.axes or name == "mpt"
+    positions = LENGTH if bounded else r.choice([8, 32])
     return drawn(name, seed, layers=r.choice([1, 2, 3]), vocab=r.choice([17, 64]), positions=positions, tp=1)
 
 

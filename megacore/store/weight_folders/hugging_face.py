@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megacore.models.block_fp8 import BlockFp8, dequantised
+from megacore.models.block_fp8 import QUANTIZATION, BlockFp8, dequantised
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import FAMILIES, family
 from megacore.models.wrappers import Wrapper, unwrapped
@@ -168,7 +168,11 @@ def _config(
     kind, wrapper, fp8 = None, None, None
     try:
         raw, wrapper = unwrapped(_object(folder, CONFIG))
-        raw, fp8 = dequantised(raw)
+        try:
+            raw, fp8 = dequantised(raw)
+        except ModelConfigError as error:  # told with whatever else there is
+            problems += [f"{CONFIG}: {problem}" for problem in error.problems]
+            raw = {name: value for name, value in raw.items() if name != QUANTIZATION}
         name = raw.get("model_type")
         if not isinstance(name, str):
             problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")

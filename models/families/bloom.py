@@ -1,0 +1,115 @@
+"""BLOOM (BigScience 2022, arXiv 2211.05100): no positions but slopes of heads (ALiBi), and a norm of the embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import Alibi, Anatomy
+from megacore.models.config import probabilities
+from megacore.models.learned_positions import NoRopeConfig
+from megacore.models.weight_rows import HEADS, QKV_BY_HEAD, QKV_EACH
+from megacore.parallel.weights.schema import Param
+
+_DERIVED = frozenset({"hidden_act", "intermediate_size", "max_position_embeddings"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BloomConfig(NoRopeConfig):
+    family: ClassVar[str] = "bloom"
+    architecture: ClassVar[str] = "BloomForCausalLM"
+    eps: ClassVar[str] = "layer_norm_epsilon"
+    base_model_prefix: ClassVar[str] = "transformer"
+    tied: ClassVar[tuple[str, str]] = ("transformer.word_embeddings.weight", "lm_head.weight")
+    # How kernels fuse and sums are rounded, and what nobody reads.
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "attention_softmax_in_fp32",
+            "bias_dropout_fusion",
+            "masked_softmax_fusion",
+            "n_inner",
+            "offset_alibi",
+            "pretraining_tp",
+            "seq_length",
+            "skip_bias_add",
+            "skip_bias_add_qkv",
+            "slow_but_exact",
+        }
+    )
+    fixed: ClassVar[Mapping[str, Any]] = {"apply_residual_connection_post_layernorm": False}
+    derived: ClassVar[frozenset[str]] = NoRopeConfig.derived | _DERIVED
+    spellings: ClassVar[Mapping[str, str]] = {"n_embed": "hidden_size"}
+    saved: ClassVar[Mapping[str, str]] = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+
+    hidden_act: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    hidden_dropout: float = 0.0
+    tie_word_embeddings: bool = True
+
+    @property
+    def max_positions(self) -> int | None:
+        return None
+
+    @property
+    def anatomy(self) -> Anatomy:
+        alibi, dropout = Alibi(of_power=True), self.hidden_dropout
+        return self.anatomy_of(
+            alibi=alibi, attention_scale=self.head_dim**-0.5, branch_dropout=dropout, padding_idx=None
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table(layer="transformer.h.{layer}", norm_bias=True)
+        qkv, stored = ("attn.qkv", QKV_EACH, "embed", "self_attention.query_key_value"), f"{QKV_BY_HEAD} embed"
+        return t.model(
+            t.embed_norm("transformer.word_embeddings_layernorm"),
+            t.norm("attn_norm", "input_layernorm"),
+            t.linear(*qkv, bias=True, stored=stored, stored_bias=QKV_BY_HEAD),
+            t.linear("attn.out", "embed", HEADS, "self_attention.dense", bias=True, ends=True),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.plain_mlp("dense_h_to_4h", "dense_4h_to_h", bias=True),
+            tied=self.tie_word_embeddings,
+            embed="transformer.word_embeddings",
+            norm="transformer.ln_f",
+        )
+
+    def problems(self) -> list[str]:
+        return super().problems() + probabilities(self, "hidden_dropout")
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        # Whatever a file says of lengths, the class does not read it.
+        return super()._read({name: value for name, value in config.items() if name != "max_position_embeddings"})
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        hidden = values.get("hidden_size")
+        values |= {"hidden_act": cls.hidden_act, "max_position_embeddings": 2048}
+        values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
+        return super()._derive(values)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return {cls.saved.get(name, name): value for name, value in drawn.items()}
+
+
+def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"vocab_size": 250880, "hidden_size": hidden, "n_layer": layers, "n_head": heads}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "bloom-tiny": _shape(64, 4, 4) | {"vocab_size": 512},
+    "bloom-560m": _shape(1024, 24, 16),
+    "bloom-1b7": _shape(2048, 24, 16),
+    "bloom-7b1": _shape(4096, 30, 32),
+    "bloom-176b": _shape(14336, 70, 112),
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "bloom-560m": 559_214_592,
+    "bloom-1b7": 1_722_408_960,
+    "bloom-7b1": 7_069_016_064,
+    "bloom-176b": 176_247_271_424,
+}

@@ -1,0 +1,86 @@
+"""Ministral 3 (Mistral AI 2025): Mistral whose queries count more the later they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models import rope_config
+from megacore.models.anatomy import Anatomy, Temperature
+from megacore.models.decoder_config import shape
+from megacore.models.families.mistral import MistralConfig
+from megacore.models.rope_config import Convention, YarnRope
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperedYarnRope(YarnRope):
+    """YaRN whose numbers also say a temperature; the length that some have among them is of no meaning."""
+
+    llama_4_scaling_beta: float
+    max_position_embeddings: int | None = field(default=None, compare=False)
+
+
+_LENGTH = "max_position_embeddings"
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ministral3Config(MistralConfig):
+    family: ClassVar[str] = "ministral3"
+    architecture: ClassVar[str] = "Ministral3ForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
+    rope_convention: ClassVar[Convention] = Convention(parameters=_YARN, own_types={"yarn": TemperedYarnRope})
+
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    pad_token_id: int | None = 11
+    max_position_embeddings: int = 262144
+
+    @property
+    def anatomy(self) -> Anatomy:
+        rope, plain = self.rope_parameters, super().anatomy
+        assert isinstance(rope, TemperedYarnRope)  # see rope_problems
+        temperature = Temperature(rope.llama_4_scaling_beta, rope.original_max_position_embeddings)
+        return replace(plain, layers=tuple(replace(each, temperature=temperature) for each in plain.layers))
+
+    @classmethod
+    def _read_ropes(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        rope = super()._read_ropes(config)["rope_parameters"]
+        if isinstance(rope, TemperedYarnRope):
+            rope = replace(rope, max_position_embeddings=(config.get("rope_parameters") or {}).get(_LENGTH))
+        return {"rope_parameters": rope}
+
+    def rope_problems(self) -> list[str]:
+        if isinstance(self.rope_parameters, TemperedYarnRope):
+            return super().rope_problems()
+        return [f"rope_type is {self.rope_parameters.rope_type!r}: queries have a temperature only in that of 'yarn'"]
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        rope = rope_config.draw(rng, drawn["head_dim"], positions, cls.rope_convention, ["yarn"])
+        return drawn | {"rope_parameters": rope | {"beta_fast": 32, "beta_slow": 1, "llama_4_scaling_beta": 0.5}}
+
+
+def _shape(hidden: int, mlp: int, layers: int, **own: Any) -> dict[str, Any]:
+    return shape(hidden, mlp, layers, 32) | {"vocab_size": 131072, "num_key_value_heads": 8, **own}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "ministral3-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16},
+    "ministral3-3b": _shape(3072, 9216, 26, tie_word_embeddings=True),
+    "ministral3-8b": _shape(4096, 14336, 34),
+    "ministral3-14b": _shape(5120, 16384, 40, rope_parameters={**_YARN, "rope_theta": 1e9}),
+}
+
+PARAMETERS: Mapping[str, int] = {}

@@ -1,0 +1,130 @@
+"""MPT (MosaicML 2023): no positions but slopes of heads (ALiBi), no biases, and a section of its own for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import Alibi, Anatomy
+from megacore.models.config import positive
+from megacore.models.learned_positions import NoRopeConfig
+from megacore.models.weight_rows import HEADS, QKV_EACH
+from megacore.parallel.weights.schema import Param
+
+_SECTION = "attn_config"
+_FIXED: Mapping[str, Any] = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
+_READ = {"attn_pdrop": "attention_dropout"} | {n: n for n in ("clip_qkv", "softmax_scale", "alibi_bias_max")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MptConfig(NoRopeConfig):
+    """``attn_config`` holds some of the fields there."""
+
+    family: ClassVar[str] = "mpt"
+    architecture: ClassVar[str] = "MptForCausalLM"
+    eps: ClassVar[str] = "layer_norm_epsilon"
+    base_model_prefix: ClassVar[str] = "transformer"
+    tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
+    # How weights were drawn, on which device and in which precision, and what the class does not read.
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {"embedding_fraction", "emb_pdrop", "expansion_ratio", "init_config", "init_device", "norm_type", "verbose"}
+        | {"resid_pdrop", "model_type", "pad_token_id", "logit_scale", "ffn_config", "learned_pos_emb"}
+    )
+    fixed: ClassVar[Mapping[str, Any]] = {"no_bias": True}
+    derived: ClassVar[frozenset[str]] = NoRopeConfig.derived | {"hidden_act", "intermediate_size", *_READ.values()}
+    saved: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "d_model",
+        "max_position_embeddings": "max_seq_len",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    }
+
+    hidden_act: str = "gelu"
+    layer_norm_epsilon: float = 1e-5
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = True
+    clip_qkv: float | None = None
+    softmax_scale: float | None = None
+    alibi_bias_max: float = 8
+
+    @property
+    def anatomy(self) -> Anatomy:
+        scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+        return self.anatomy_of(
+            alibi=Alibi(self.alibi_bias_max),
+            attention_scale=scale,
+            qkv_limit=self.clip_qkv or None,
+            branch_dropout=self.attention_dropout,
+            padding_idx=None,
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table(layer="transformer.blocks.{layer}")
+        return t.model(
+            t.norm("attn_norm", "norm_1"),
+            t.linear("attn.qkv", QKV_EACH, "embed", "attn.Wqkv"),
+            t.linear("attn.out", "embed", HEADS, "attn.out_proj", ends=True),
+            t.norm("mlp_norm", "norm_2"),
+            t.linear("mlp.up", "mlp", "embed", "ffn.up_proj"),
+            t.linear("mlp.down", "embed", "mlp", "ffn.down_proj", ends=True),
+            tied=self.tie_word_embeddings,
+            embed="transformer.wte",
+            norm="transformer.norm_f",
+        )
+
+    def problems(self) -> list[str]:
+        return super().problems() + positive(self, "alibi_bias_max")
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        section = config.get(_SECTION) or {}
+        if not isinstance(section, Mapping):
+            return {}, [f"{_SECTION} is {section!r}, not fields by name"]
+        said = {_READ[name]: value for name, value in section.items() if name in _READ}
+        # Whatever a file says of lengths by its usual name, the class does not read it.
+        own = {name: value for name, value in config.items() if name != "max_position_embeddings"}
+        values, problems = super()._read({**own, **said})
+        return values, problems + [
+            f"{_SECTION} has {name}={section[name]!r}, which is not supported: only {value!r} is"
+            for name, value in _FIXED.items()
+            if section.get(name, value) != value
+        ]
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        hidden = values.get("hidden_size")
+        values |= {"hidden_act": cls.hidden_act}
+        values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
+        return super()._derive(values)
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return super()._consumed() | {_SECTION}
+
+    def _write(self) -> dict[str, Any]:
+        section: dict[str, Any] = {theirs: getattr(self, ours) for theirs, ours in _READ.items()}
+        # Whose class takes whole numbers alone.
+        whole = {name: int(n) if isinstance(n, float) and n.is_integer() else n for name, n in section.items()}
+        return super()._write() | {_SECTION: {**whole, **_FIXED}}
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        section = {"clip_qkv": rng.choice((None, 0.3)), "softmax_scale": rng.choice((None, 0.2))}
+        return {cls.saved.get(name, name): value for name, value in drawn.items()} | {_SECTION: section}
+
+
+def _shape(hidden: int, layers: int, heads: int, **section: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": 50432, "d_model": hidden, "n_layers": layers, "n_heads": heads, "max_seq_len": 2048}
+    return sizes | ({_SECTION: section} if section else {})
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "mpt-tiny": _shape(64, 4, 4) | {"vocab_size": 512, "max_seq_len": 512},
+    "mpt-7b": _shape(4096, 32, 32),
+    "mpt-30b": _shape(7168, 48, 64) | {"max_seq_len": 8192},
+}
+
+PARAMETERS: Mapping[str, int] = {"mpt-7b": 6_649_286_656}

@@ -1,0 +1,80 @@
+"""Phi-3.5-MoE (Abdin et al. 2024, arXiv 2404.14219): Mixtral with layer norms, whose two experts are each weighed among
+those that are close to it.
+
+The paper trains with experts that are drawn at random and inputs that are jittered (SparseMixer, arXiv 2409.12136).
+Here the best two are trained, as they are when it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models import rope_config
+from megacore.models.anatomy import Anatomy
+from megacore.models.decoder_config import shape
+from megacore.models.families.mixtral import MixtralConfig
+from megacore.models.rope_config import Convention, ScaledLongRope
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhimoeConfig(MixtralConfig):
+    family: ClassVar[str] = "phimoe"
+    architecture: ClassVar[str] = "PhimoeForCausalLM"
+    harmless: ClassVar[frozenset[str]] = MixtralConfig.harmless | {
+        "input_jitter_noise",
+        "original_max_position_embeddings",
+    }
+    fixed: ClassVar[Mapping[str, Any]] = {"num_experts_per_tok": 2}
+    derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6, own_types={"longrope": ScaledLongRope})
+
+    max_position_embeddings: int = 131072
+    num_local_experts: int = 16
+    router_jitter_noise: float = 0.01
+    attention_bias: bool = False
+    lm_head_bias: bool = False
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(experts=self.num_local_experts, top_k=2, weigh="close", reach=2 * self.router_jitter_noise)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm="layer", layers=super().anatomy.layers)
+
+    def params(self) -> tuple[Param, ...]:
+        t, bias, experts = self.table(norm_bias=True), self.attention_bias, "block_sparse_moe.experts.{experts}"
+        held = ("mlp.experts", "mlp.router")
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=bias, out_bias=bias),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.experts(hf=f"{experts}.{{w1,w3}}", down=f"{experts}.w2", router="block_sparse_moe.gate", held=held),
+            tied=self.tie_word_embeddings,
+            head_bias=self.lm_head_bias,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        head, kind = drawn["hidden_size"] // drawn["num_attention_heads"], rng.choice(("default", "longrope"))
+        rope = rope_config.draw(rng, head, positions, cls.rope_convention, [kind])
+        # Of longer sequences transformers 5.23 takes the wrong factors.
+        own = {"short_mscale": 1.2, "long_mscale": 1.3, "original_max_position_embeddings": 64}
+        drawn["rope_parameters"] = rope | (own if kind == "longrope" else {})
+        drawn |= {"router_jitter_noise": rng.choice((0.4, 0.7)), "num_experts_per_tok": 2}
+        return {name: value for name, value in drawn.items() if name != "head_dim"}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "phimoe-tiny": shape(64, 88, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "num_local_experts": 8},
+    "phi-3.5-moe": shape(4096, 6400, 32, 32)
+    | {"vocab_size": 32064, "num_key_value_heads": 8, "attention_bias": True, "lm_head_bias": True},
+}
+
+PARAMETERS: Mapping[str, int] = {"phi-3.5-moe": 41_873_153_344}
