@@ -48,7 +48,6 @@ MISTAKEN_IN = frozenset(
         "glm4_moe",
         "glm4_moe_lite",
         "hunyuan_v1_moe",
-        "qwen3_5_moe_text",
         "qwen3_moe",
         "qwen3_next",
         "solar_open",

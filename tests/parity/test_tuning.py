@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -82,11 +83,18 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
     if labels == ("",):
         return [(a, b, slice(None))]
     shared, features = "kv" if "kv" in sizes else "heads", "shared_mlp" if ".shared." in name else "mlp"
-    q, kv, mlp = (
-        math.prod(sizes.get(axis, 0) for axis in of) for of in (("heads", "head"), (shared, "head"), (features,))
-    )
-    start = {"q": 0, "k": q, "v": q + kv, "gate": 0, "up": mlp}
-    rows = {"q": q, "k": kv, "v": kv, "gate": mlp, "up": mlp}
+    axes = [("heads", "head"), (shared, "head"), (features,), ("state_heads", "state_key"), ("state_heads", "each")]
+    q, kv, mlp, key, each = (math.prod(sizes.get(axis, 0) for axis in of) for of in axes)
+    if ".delta." in name:
+        value = each * sizes["state_value"]
+        rows = {"qkvz": 2 * (key + value), "ba": 2 * each}
+        if "qkvz" not in labels:
+            rows = {"qkv": 2 * key + value, "z": value, "b": each, "a": each}
+    elif "up" in labels or "gate" in labels:
+        rows = {"gate": mlp, "up": mlp}
+    else:
+        rows = {"q": q * (1 + ("gate: heads" in str(parameters.shards[name].param.sentence))), "k": kv, "v": kv}
+    start = dict(zip(rows, itertools.accumulate(rows.values(), initial=0), strict=False))
     made, at = [], 0
     for number, label in enumerate(labels):
         own = slice(start[label], start[label] + rows[label])
