@@ -171,6 +171,10 @@ class Batches:
         take."""
         return replace(self, skipped=skipped)
 
+    def ramped(self, sizes: BatchSizes | None) -> Batches:
+        """Return the batches of which ``sizes`` says how many samples each has; None: as many as before."""
+        return replace(self, sizes=sizes)
+
     def of(self, data_rank: int) -> Batches:
         """Return the batches of another data-parallel rank."""
         return replace(self, data_rank=data_rank)

@@ -96,7 +96,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
-    batches = replace(_batches(setup, setup.corpora.train, mesh, model), sizes=config.batch.sizes)
+    batches = _batches(setup, setup.corpora.train, mesh, model).ramped(config.batch.sizes)
     batches = batches.without(start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)

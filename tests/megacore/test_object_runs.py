@@ -30,9 +30,9 @@ from megacore.recipe import ConfigError
 from megacore.run_lock import LOCK, RunLock, read
 from megacore.store.io.objects import ObjectPath, place
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files import object_files
 from megacore.store.tensor_files.publish import write_file
 from megacore.store.tensor_files.stream import assemble
-from megacore.store.weight_folders import folder as store_folder
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.index import INDEX
 from megacore.training import main
@@ -135,7 +135,7 @@ def test_a_rank_reads_the_ranges_that_it_needs(
     folder: ObjectPath, faults: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last of tp=4, of what was written on tp=2; with ranges that are far apart, as those of large tensors are."""
-    monkeypatch.setattr(store_folder, "_NEAR", 0)
+    monkeypatch.setattr(object_files, "_NEAR", 0)
     checkpoint = Checkpoint.open(at(folder, 6))
     schema = checkpoint.schema
     held = list(native(Layout(schema, MeshShape(tp=4), (schema.sizes["layer"],)), [3]))
