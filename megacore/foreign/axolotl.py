@@ -117,7 +117,9 @@ _RULES: dict[str, Rule] = {
     "micro_batch_size": to("batch.micro_size"),
     "num_epochs": to("train.epochs", float),
     "max_steps": to("train.steps"),
-    "optimizer": only("adamw_torch", "adamw_torch_fused", "adamw_hf", why="AdamW is the optimizer here: adamw_torch"),
+    "optimizer": only(
+        "adamw_torch", "adamw_torch_fused", "adamw_hf", why="only AdamW is carried: see optimizer.name for Muon"
+    ),
     "learning_rate": to("optimizer.lr", float),
     "adam_beta1": without("goes with adam_beta2"),
     "adam_beta2": lambda value, config: Verdict(

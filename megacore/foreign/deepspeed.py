@@ -34,7 +34,7 @@ def _mics(value: Any, config: ForeignConfig) -> Verdict:
     return Verdict({"zero.replicas": config.gpus // value})
 
 
-_ADAM = only("Adam", "AdamW", why="AdamW is the optimizer here")
+_ADAM = only("Adam", "AdamW", why="only AdamW is carried: see optimizer.name for Muon")
 _RULES: dict[str, Rule] = {
     "train_batch_size": to("batch.global_size"),
     "train_micro_batch_size_per_gpu": to("batch.micro_size"),

@@ -265,7 +265,7 @@ _RULES: dict[str, Rule] = {
     "lr-warmup-iters": to("schedule.warmup_steps"),
     "lr-warmup-fraction": _fraction,
     "lr-warmup-samples": _samples("schedule.warmup_steps"),
-    "optimizer": only("adam", why="AdamW is the optimizer here"),
+    "optimizer": only("adam", why="only AdamW is carried: see optimizer.name for Muon"),
     "weight-decay": to("optimizer.weight_decay", float),
     "adam-beta1": without("goes with adam-beta2"),
     "adam-beta2": lambda value, config: Verdict(
