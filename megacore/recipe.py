@@ -117,12 +117,12 @@ def _override(tree: dict[str, Any], override: str) -> Iterator[str]:
     key, _, text = override.partition("=")
     parts = re.findall(r"\w+", key)
     try:
-        tree |= _assigned(tree, parts, read_yaml(text, len(parts) - 1))
+        tree |= assigned(tree, parts, read_yaml(text, len(parts) - 1))
     except (yaml.YAMLError, LookupError, ValueError) as error:
         yield f"override {override!r}: {_first_line(error)}"
 
 
-def _assigned(inside: Any, parts: Sequence[str], value: Any) -> Any:
+def assigned(inside: Any, parts: Sequence[str], value: Any) -> Any:
     """Return a tree with a value at a place of it; a mapping goes key by key into one that is there.
 
     Raises:
@@ -135,11 +135,11 @@ def _assigned(inside: Any, parts: Sequence[str], value: Any) -> Any:
     if isinstance(inside, list):
         if int(key) >= len(inside):
             raise LookupError(f"{key} is out of range: the list has {len(inside)}")
-        return [_assigned(each, rest, value) if at == int(key) else each for at, each in enumerate(inside)]
+        return [assigned(each, rest, value) if at == int(key) else each for at, each in enumerate(inside)]
     if not isinstance(inside, dict | None):
         raise ValueError(f"{brief(inside)} has no key {key}")
     inside = inside or {}
-    return inside | {key: _assigned(inside.get(key), rest, value)}
+    return inside | {key: assigned(inside.get(key), rest, value)}
 
 
 def _merged(old: Any, new: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -69,6 +69,15 @@ def read_yaml(text: str, depth: int = 0) -> Any:
         return None if node is None else _Values(loader).of(node, ())
     finally:
         loader.dispose()
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return {key with dots between its parts: value} of nested mappings."""
+    found = dict[str, Any]()
+    for key, value in tree.items():
+        inside = isinstance(value, Mapping) and value
+        found |= flat(value, f"{before}{key}.") if inside else {f"{before}{key}": value}
+    return found
 
 
 def write_yaml(tree: Any) -> str:

@@ -19,6 +19,7 @@ from megacore import incidents
 from megacore.config import Config
 from megacore.incidents import Incident
 from megacore.recipe import ConfigError, load
+from megacore.recipe_yaml import flat
 from megacore.store.io.strict_json import StoreError
 from megacore.training import metrics
 
@@ -29,6 +30,7 @@ SMOOTH = 0.95
 CHARTS: Mapping[str, tuple[str, str, bool]] = {
     "loss": ("Loss", "nats per token, or of a pair", False),
     "validation_loss": ("Validation loss", "nats per token, or of a pair", False),
+    "ema_validation_loss": ("Validation loss of averages", "nats per token, or of a pair", False),
     "lr": ("Learning rate", "", False),
     "grad_norm": ("Gradient norm", "before clipping", True),
     "tokens_per_second": ("Speed", "tokens per second", False),
@@ -189,20 +191,12 @@ def _row(run: RunRecords) -> tuple[str, ...]:
 
 def _differing(runs: Sequence[RunRecords]) -> Iterator[tuple[str, ...]]:
     """Yield the keys that one of the runs has from elsewhere than their defaults, with their values in all runs."""
-    usual = _flat(asdict(Config()))
-    theirs = [{} if run.config is None else _flat(asdict(run.config)) for run in runs]
+    usual = flat(asdict(Config()))
+    theirs = [{} if run.config is None else flat(asdict(run.config)) for run in runs]
     for key in dict.fromkeys(key for each in theirs for key in each):
         values = [each.get(key, usual.get(key)) for each in theirs]
         if any(value != usual.get(key) for value in values):
             yield key, *(json.dumps(value, ensure_ascii=False) for value in values)
-
-
-def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found = dict[str, Any]()
-    for key, value in tree.items():
-        inside = isinstance(value, Mapping) and value
-        found |= _flat(value, f"{before}{key}.") if inside else {f"{before}{key}": value}
-    return found
 
 
 def _befell(runs: Sequence[RunRecords]) -> Iterator[tuple[str, ...]]:

@@ -143,7 +143,8 @@ def encode(anatomy: Anatomy, parameters: Parameters, layer: int) -> Encoding | N
     shard, tp = parameters.shards[f"layers.{layer}.attn.out.weight"], parameters.mesh.tp
     assert anatomy.attention_scale is not None  # heads are wider than what it would follow from
     own = slopes(alibi, shard.sizes["heads"] * tp.size).chunk(tp.size)[tp.index]
-    return Distances(own.double() / anatomy.attention_scale)
+    factors = own.double() / anatomy.attention_scale
+    return Distances(factors.to(parameters.mesh.device))
 
 
 def feed(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:

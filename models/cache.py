@@ -23,7 +23,7 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.delta_rule import Enter
 from megacore.parallel.kernels.scoring import Scoring, attend, attend_partly
 from megacore.parallel.kernels.spans import Spans
-from megacore.parallel.layers.states import ContextStates, States, last_tokens
+from megacore.parallel.layers.states import States
 from megacore.parallel.mesh import Group
 
 _FREE = torch.iinfo(torch.int64).max
@@ -229,19 +229,14 @@ class PrefillStates(States):
 
     def before(self, name: str, x: Tensor, count: int) -> Tensor:
         before = self.whole.before(name, x, count)
-        rows = len(self.cache.held)
-        if isinstance(self.whole, ContextStates):
-            self.cache.tails[name] = self.whole.last_tokens(x, count)[:rows]
-        else:
-            self.cache.tails[name] = last_tokens(x, before, self.spans)[:rows]
+        self.cache.tails[name] = self.whole.last_tokens(x, before)[: len(self.cache.held)]
         return before
 
     def entering(self, name: str) -> Tensor | Enter | None:
         return self.whole.entering(name)
 
     def leaving(self, name: str, last: Tensor) -> None:
-        of_all = self.whole.last_states(last) if isinstance(self.whole, ContextStates) else last
-        self.cache.states[name] = of_all[: len(self.cache.held)]
+        self.cache.states[name] = self.whole.last_states(last)[: len(self.cache.held)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +259,7 @@ class DecodeStates(States):
     def before(self, name: str, x: Tensor, count: int) -> Tensor:
         before = super().before(name, x, count)
         before[: self.rows] = self.cache.tails[name][: self.rows]
-        self.cache.tails[name][: self.rows] = last_tokens(x, before, self.spans)[: self.rows]
+        self.cache.tails[name][: self.rows] = self.last_tokens(x, before)[: self.rows]
         return before
 
     def entering(self, name: str) -> Tensor | Enter | None:

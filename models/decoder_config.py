@@ -16,6 +16,7 @@ from megacore.models.anatomy import ACTIVATIONS, DRAWN, ROPE, Anatomy, LayerAtte
 from megacore.models.config import ModelConfig, positive, probabilities
 from megacore.models.rope_config import PLAIN, Convention, DefaultRope, Rope
 from megacore.models.weight_rows import Table
+from megacore.parallel import limits
 from megacore.parallel.enum_errors import nearest
 
 
@@ -124,6 +125,8 @@ class DecoderConfig(ModelConfig):
     def problems(self) -> list[str]:
         found = positive(self, *dict.fromkeys(self.axes.values()), "max_position_embeddings")
         found += probabilities(self, "attention_dropout")
+        if self.num_hidden_layers > limits.LAYERS:  # what each of them is, some families list
+            found.append(f"num_hidden_layers is {self.num_hidden_layers}: it may be up to {limits.LAYERS}")
         if self.hidden_act not in self.activations:
             near = nearest(self.hidden_act, self.activations)
             found.append(f"hidden_act {self.hidden_act!r} is not one of {', '.join(self.activations)}{near}")

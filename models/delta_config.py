@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR, Anatomy
 from megacore.models.decoder_config import DecoderConfig
-from megacore.models.hybrid_config import HybridConfig
+from megacore.models.layer_types import HybridConfig
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
-from megacore.parallel import limits
 from megacore.parallel.weights.schema import Param
 
 _B, _A = "b: state_heads each", "a: state_heads each"
@@ -22,7 +21,8 @@ _B, _A = "b: state_heads each", "a: state_heads each"
 class DeltaConfig(HybridConfig):
     """Fields carry their Hugging Face names."""
 
-    with_state: ClassVar[str] = LINEAR
+    other: ClassVar[str] = LINEAR
+    interval: ClassVar[str | None] = "full_attention_interval"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
     axes: ClassVar[Mapping[str, str]] = {
         **DecoderConfig.axes,
@@ -99,19 +99,3 @@ class DeltaConfig(HybridConfig):
             "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
             **({"layer_types": None} if layers > 3 and rng.random() < 0.5 else {}),
         }
-
-    @classmethod
-    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        values, problems = super()._read(config)
-        every, layers = config.get("full_attention_interval"), values.get("num_hidden_layers")
-        if every is None or values.get("layer_types") is not None:
-            return values, problems
-        if type(every) is not int or every < 1:
-            return values, [*problems, f"full_attention_interval is {every!r}: it must be a whole number above 0"]
-        if isinstance(layers, int) and layers <= limits.LAYERS:
-            values["layer_types"] = tuple(LINEAR if layer % every else FULL for layer in range(1, layers + 1))
-        return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return {*super()._consumed(), "full_attention_interval"}

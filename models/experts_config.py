@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import Anatomy
 from megacore.models.config import positive
 from megacore.models.decoder_config import DecoderConfig
+from megacore.models.layer_types import kind_problems
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel import limits
 from megacore.parallel.routing import Routing
@@ -52,11 +53,7 @@ class MoEConfig(DecoderConfig):
         return super().anatomy_of(**({"routing": self.routing} | own))
 
     def problems(self) -> list[str]:
-        found = super().problems() + list(self.routing.problems())
-        if self.num_hidden_layers > limits.LAYERS:
-            # Which have experts, is listed.
-            found.append(f"num_hidden_layers is {self.num_hidden_layers}: it may be up to {limits.LAYERS}")
-        return found
+        return super().problems() + list(self.routing.problems())
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -234,12 +231,8 @@ class TypedLayersConfig(SigmoidConfig):
         return drawn | {"mlp_layer_types": kinds}
 
     def problems(self) -> list[str]:
-        found, kinds = super().problems(), self.mlp_layer_types or ()
-        if unknown := sorted({*kinds} - {"dense", "sparse"}):
-            found.append(f"mlp_layer_types names {', '.join(unknown)}: only dense and sparse are supported")
-        if len(kinds) != self.num_hidden_layers <= limits.LAYERS:
-            found.append(
-                f"mlp_layer_types names {len(kinds)} layers, and num_hidden_layers is {self.num_hidden_layers}: "
-                "give as many, or null"
-            )
-        return found
+        found = super().problems()
+        if self.mlp_layer_types is None:  # there are too many layers
+            return found
+        known = "dense", "sparse"
+        return found + kind_problems("mlp_layer_types", self.mlp_layer_types, self.num_hidden_layers, known)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from megacore.models import rope_config
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
+from megacore.models.layer_types import WindowedConfig
 from megacore.models.rope_config import DefaultRope, Kinds, Rope
-from megacore.models.windowed import WindowedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

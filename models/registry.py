@@ -20,10 +20,10 @@ from megacore.parallel.import_path import ImportPathError, imported
 FAMILIES: Mapping[str, str] = {
     "apertus": "megacore.models.families.apertus.ApertusConfig",
     "arcee": "megacore.models.families.arcee.ArceeConfig",
-    "cohere": "megacore.models.families.cohere.CohereConfig",
-    "cohere2": "megacore.models.families.cohere2.Cohere2Config",
     "bloom": "megacore.models.families.bloom.BloomConfig",
     "codegen": "megacore.models.families.codegen.CodeGenConfig",
+    "cohere": "megacore.models.families.cohere.CohereConfig",
+    "cohere2": "megacore.models.families.cohere2.Cohere2Config",
     "cwm": "megacore.models.families.cwm.CwmConfig",
     "deepseek_v2": "megacore.models.families.deepseek_v2.DeepseekV2Config",
     "deepseek_v3": "megacore.models.families.deepseek_v3.DeepseekV3Config",

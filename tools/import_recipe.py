@@ -21,10 +21,10 @@ from megacore.foreign.accelerate import ACCELERATE
 from megacore.foreign.axolotl import AXOLOTL
 from megacore.foreign.deepspeed import DEEPSPEED
 from megacore.foreign.megatron import MEGATRON, arguments
-from megacore.foreign.rules import AccountRow, Given, Project, account, flat, recipe_of
+from megacore.foreign.rules import AccountRow, Given, Project, account, recipe_of
 from megacore.parallel import limits
 from megacore.recipe import ConfigError, load
-from megacore.recipe_yaml import read_yaml, write_yaml
+from megacore.recipe_yaml import flat, read_yaml, write_yaml
 from megacore.say import brief, err, say
 from megacore.store.io.strict_json import StoreError, read_file
 from megacore.store.tensor_files.publish import replace_file
@@ -101,7 +101,7 @@ def _read(file: Path, named: str | None) -> tuple[str, Given]:
     name = named or sign or ("deepspeed" if file.suffix == ".json" else None)
     if name is None:
         raise StoreError(f"{file}: it is not clear whose config it is: say --from {', '.join(PROJECTS)}")
-    return name, dict(flat(tree))
+    return name, flat(tree)
 
 
 def _told(rows: Sequence[AccountRow]) -> str:

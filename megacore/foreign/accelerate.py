@@ -28,12 +28,9 @@ def _strategy(value: Any, config: ForeignConfig) -> Verdict:
 
 
 def _reshard(value: Any, config: ForeignConfig) -> Verdict:
-    if value in _SHARDS:
-        return _strategy(value, config)
-    flag = _FLAG.get(value)
-    return Verdict(
-        {} if flag is None else {"zero.shard": "parameters" if flag else "gradients"}, "", refused=flag is None
-    )
+    if value in _FLAG and type(value) is not int:  # 1 is the first of the strategies, which equals True
+        return Verdict({"zero.shard": "parameters" if _FLAG[value] else "gradients"})
+    return _strategy(value, config)
 
 
 _OFFLOADED = {"memory.offload_parameters": True, "memory.offload_optimizer": "host"}

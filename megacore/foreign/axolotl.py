@@ -77,6 +77,11 @@ def _warmup_ratio(value: Any, config: ForeignConfig) -> Verdict:
     return Verdict({"schedule.warmup_steps": round(float(value) * steps)})
 
 
+def _roles(value: Any, config: ForeignConfig) -> Verdict:
+    assistant = not value or [*value] in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"])
+    return Verdict(remark="the assistant is trained on (chat.train_on)", refused=not assistant)
+
+
 def _lora_key(key: str, made: Any = None) -> Rule:
     carried = to(key, made)
     return lambda value, config: (
@@ -93,7 +98,7 @@ _RULES: dict[str, Rule] = {
     "val_set_size": to("data.validation_fraction", float, "shares up to 1; a number of rows is not known here"),
     "chat_template": only("tokenizer_default", None, why="save the template in a file, and name it by chat.template"),
     "chat_template_jinja": off("save the template in a file, and name it by chat.template"),
-    "roles_to_train": only(why="the assistant is trained on (chat.train_on)"),
+    "roles_to_train": _roles,
     "train_on_inputs": where(
         {False: {"chat.train_on": "assistant"}, True: {"chat.train_on": "all"}}, "is true or false"
     ),
@@ -106,7 +111,7 @@ _RULES: dict[str, Rule] = {
     "lora_target_linear": where({True: {"lora.targets": ["*"]}, False: {}, None: {}}, "is true or false"),
     "peft_use_rslora": _lora_key("lora.rslora", bool),
     "peft_use_dora": off("DoRA is not here"),
-    "lora_modules_to_save": only(why="adapters are trained alone: leave it out, or train all weights"),
+    "lora_modules_to_save": off("adapters are trained alone: leave it out, or train all weights"),
     "lora_*kernel": without(_KERNELS),
     "load_in_8bit": off("a base in 8 bits is not here"),
     "load_in_4bit": off("a base in 4 bits is not here"),
@@ -175,7 +180,7 @@ _RULES: dict[str, Rule] = {
     "simpo_gamma": to("preference.gamma", float),
     "neftune_noise_alpha": off("noise on embeddings is not here"),
     "special_tokens.pad_token": without("nothing is padded here"),
-    "special_tokens.*": only(why="tokens are those of the model's tokenizer"),
+    "special_tokens.*": off("tokens are those of the model's tokenizer"),
     "special_tokens": off("tokens are those of the model's tokenizer"),
     "tokens": off("tokens cannot be added"),
     "unfrozen_parameters": to("train.only", list),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megacore.recipe import assigned
 from megacore.say import brief
 
 Given = Mapping[str, Any]
@@ -71,8 +72,10 @@ def only(*values: Any, why: str) -> Rule:
 
 
 def off(why: str) -> Rule:
-    """Return a rule: nothing like it is here, which is refused unless it is off."""
-    return only(False, None, 0, "", "no", "none", why=why)
+    """Return a rule: nothing like it is here, which is refused unless it is off or empty."""
+    return lambda value, config: (
+        Verdict(remark="so here too") if not value or value in ("no", "none") else Verdict(remark=why, refused=True)
+    )
 
 
 def without(why: str) -> Rule:
@@ -115,7 +118,7 @@ def account(project: Project, given: Given, gpus: int | None = None) -> list[Acc
     left_out = {key: value for key, value in project.defaults(given).items() if key not in given}
     for key, value in {**given, **left_out}.items():
         rule = project.rule(key)
-        verdict = Verdict(remark="unknown here", refused=True) if rule is None else rule(value, config)
+        verdict = Verdict(remark="unknown here", refused=True) if rule is None else _verdict(rule, value, config)
         for ours, made in verdict.keys.items():
             other, before = taken.setdefault(ours, (key, made))
             if before != made:
@@ -125,26 +128,20 @@ def account(project: Project, given: Given, gpus: int | None = None) -> list[Acc
     return rows
 
 
+def _verdict(rule: Rule, value: Any, config: ForeignConfig) -> Verdict:
+    try:
+        return rule(value, config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # files of strangers hold anything
+        return Verdict(remark=f"{brief(value)} is not understood", refused=True)
+
+
 def recipe_of(rows: list[AccountRow]) -> dict[str, Any]:
     """Return the recipe that the rows come to."""
     tree = dict[str, Any]()
     for row in rows:
         for key, value in row.verdict.keys.items():
-            *sections, name = key.split(".")
-            inside = tree
-            for section in sections:
-                inside = inside.setdefault(section, {})
-            inside[name] = value
+            tree = assigned(tree, key.split("."), value)
     return tree
-
-
-def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key with dots, value) of nested mappings."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def batch(global_size: str | None, micro_size: str, parallel: tuple[str, ...]) -> Rule:

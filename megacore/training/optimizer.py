@@ -161,9 +161,11 @@ class Optimizer:
         with torch.no_grad():
             held = [part.data.clone() for part in parts]
             self._fill_parts([self.store.of(part, EMA)[...] for part in parts])
-        yield
-        with torch.no_grad():
-            self._fill_parts(held)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._fill_parts(held)
 
     def _fill_parts(self, values: Sequence[Tensor]) -> None:
         for part, each in zip(self._gradients.parts, values, strict=True):

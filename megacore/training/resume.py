@@ -22,7 +22,7 @@ from megacore.parallel import limits
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import MeshShape
 from megacore.recipe import Recipe, load
-from megacore.recipe_yaml import read_yaml
+from megacore.recipe_yaml import flat, read_yaml
 from megacore.say import brief
 from megacore.store.conversions.adapters import is_part_of
 from megacore.store.conversions.formats import open_folder
@@ -316,7 +316,7 @@ def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
 def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, data: Sequence[str]) -> Iterator[str]:
     """Yield what a run goes on with that is not as it was when it stopped."""
     if start.trainer is not None:
-        was, now = _flat(start.trainer["recipe"]), _flat(_plain(recipe(config, mesh)))
+        was, now = flat(start.trainer["recipe"]), flat(_plain(recipe(config, mesh)))
         changed = [key for key in now if key in was and now[key] != was[key]]
         yield from (f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD))
         source = start.adapters or start.source
@@ -390,13 +390,6 @@ _TOLD = (
     "checkpoint.keep",
 )
 _LAYOUT = ("mesh.", "pipeline.", "batch.")
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = dict[str, Any]()
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _plain(value: Any) -> Any:

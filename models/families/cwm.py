@@ -8,8 +8,8 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.decoder_config import shape
+from megacore.models.layer_types import WindowedConfig
 from megacore.models.rope_config import Convention
-from megacore.models.windowed import WindowedConfig
 from megacore.parallel.weights.schema import Param
 
 _ROPE = {

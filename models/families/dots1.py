@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megacore.models.decoder_config import shape
 from megacore.models.experts_config import SigmoidConfig
-from megacore.models.windowed import WindowedConfig
+from megacore.models.layer_types import WindowedConfig
 from megacore.parallel.weights.schema import Param
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, ROPE, SLIDING, Anatomy, by_kind
 from megacore.models.decoder_config import shape
-from megacore.models.windowed import PatternedConfig
+from megacore.models.layer_types import PatternedConfig
 from megacore.parallel.weights.schema import Param
 
 

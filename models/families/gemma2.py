@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import Anatomy
 from megacore.models.decoder_config import shape
 from megacore.models.families.gemma import TANH, GemmaConfig
+from megacore.models.layer_types import WindowedConfig
 from megacore.models.weight_rows import Rows, Table
-from megacore.models.windowed import WindowedConfig
 from megacore.parallel.weights.schema import Param
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import FULL, SLIDING
 from megacore.models.decoder_config import shape
 from megacore.models.families.gemma2 import Gemma2Config
+from megacore.models.layer_types import PatternedConfig
 from megacore.models.local_rope import LocalRopeConfig
 from megacore.models.rope_config import Convention, Kinds
 from megacore.models.weight_rows import Rows, Table
-from megacore.models.windowed import PatternedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import Anatomy
 from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
+from megacore.models.layer_types import WindowedConfig
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table
-from megacore.models.windowed import WindowedConfig
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
 

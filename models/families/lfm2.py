@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import CONVOLUTION, FULL
 from megacore.models.config import positive
 from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.models.hybrid_config import HybridConfig
+from megacore.models.layer_types import HybridConfig
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel.weights.schema import Param
@@ -20,7 +20,7 @@ from megacore.parallel.weights.schema import Param
 class ShortConvolutionConfig(HybridConfig):
     """What LFM2 and LFM2 with experts have in common."""
 
-    with_state: ClassVar[str] = CONVOLUTION
+    other: ClassVar[str] = CONVOLUTION
     derived: ClassVar[frozenset[str]] = frozenset({"attention_dropout", "head_dim", "hidden_act"})
     spellings: ClassVar[Mapping[str, str]] = {"tie_embedding": "tie_word_embeddings"}
     eps: ClassVar[str] = "norm_eps"

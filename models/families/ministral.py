@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING
 from megacore.models.decoder_config import shape
-from megacore.models.windowed import WindowedConfig
+from megacore.models.layer_types import WindowedConfig
 from megacore.parallel.weights.schema import Param
 
 

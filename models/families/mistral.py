@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy, LayerAttention
 from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.models.windowed import window_problems
+from megacore.models.layer_types import window_problems
 from megacore.parallel.weights.schema import Param
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import Anatomy, LayerAttention
 from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig, SparseConfig
-from megacore.models.windowed import window_problems
+from megacore.models.layer_types import window_problems
 from megacore.parallel.weights.schema import Param
 
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import SLIDING, Anatomy
 from megacore.models.config import positive
 from megacore.models.decoder_config import shape
+from megacore.models.layer_types import WindowedConfig
 from megacore.models.rope_config import Convention
-from megacore.models.windowed import WindowedConfig
 from megacore.parallel import limits
 from megacore.parallel.weights.schema import Param
 

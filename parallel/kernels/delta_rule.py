@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megacore.parallel.kernels.again import keeping_inputs
 from megacore.parallel.kernels.spans import Chunks, Spans
+from megacore.parallel.kernels.upcast import wide
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -108,7 +109,7 @@ def _cut(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> tuple
     """Return keys of length 1: [chunks, heads, size, key], and what there is of each head of values: [chunks, heads,
     each, size, ...]. What is behind a span's end writes nothing, and lets nothing fade."""
     g, beta = (
-        _wide(x.index_select(0, chunks.tokens)).index_fill(0, chunks.behind, 0.0).unflatten(0, (-1, chunks.size))
+        wide(x.index_select(0, chunks.tokens)).index_fill(0, chunks.behind, 0.0).unflatten(0, (-1, chunks.size))
         for x in (g, beta)
     )
     return _unit(_chunked(k, chunks)), _chunked(v, chunks, 3), g.movedim(1, 3), beta.movedim(1, 3)
@@ -116,7 +117,7 @@ def _cut(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> tuple
 
 def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
     """x: [t, heads, ..., n] -> [chunks, heads, ..., size, n]."""
-    return _wide(x.index_select(0, chunks.tokens)).unflatten(0, (-1, chunks.size)).movedim(1, to)
+    return wide(x.index_select(0, chunks.tokens)).unflatten(0, (-1, chunks.size)).movedim(1, to)
 
 
 def _writes(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -151,7 +152,3 @@ def _scan(w: Tensor, u: Tensor, tail: Tensor, left: Tensor, chunks: Chunks, stat
 
 def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

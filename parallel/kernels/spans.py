@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -32,27 +32,31 @@ class Spans:
     def earlier(self, most: int) -> Tensor:
         """Return [most, t], where what stands 1, 2, ... ``most`` tokens before each token is: among the t tokens, or
         behind them among ``most`` tokens for each span, those before it."""
-        return self._once(f"earlier {most}", _earlier(self.lengths, most))
+        return self.kept(f"earlier {most}", lambda: _earlier(self.lengths, most))
 
     def last(self, count: int) -> Tensor:
         """Return [spans, count], where the last ``count`` tokens of each span are: in the same places as
         :meth:`earlier`."""
-        return self._once(f"last {count}", _last(self.lengths, count))
+        return self.kept(f"last {count}", lambda: _last(self.lengths, count))
 
     @property
     def starts(self) -> Tensor:
         """[spans + 1], where each begins, and where the last one ends."""
-        return self._once("starts", np.cumsum([0, *self.lengths]))
+        return self.kept("starts", lambda: np.cumsum([0, *self.lengths]))
 
     def chunks(self, size: int) -> Chunks:
         """Return the spans cut into chunks of a size, the last one of a span filled up."""
         found = _cut(self.lengths, size)
         names = ("tokens", "behind", "places", "order", "back")
-        return Chunks(found.counts, size, *(self._once(f"{name} {size}", getattr(found, name)) for name in names))
+        return Chunks(
+            found.counts, size, *(self.kept(f"{name} {size}", partial(getattr, found, name)) for name in names)
+        )
 
-    def _once(self, name: str, numbers: _Integers) -> Tensor:
+    def kept(self, name: str, made: Callable[[], npt.ArrayLike]) -> Tensor:
+        """Return integers of these spans on their device, made where they are first asked for by this name; nobody
+        waits for the copy."""
         if name not in self._there:
-            host = torch.tensor(numbers, device="cpu")
+            host = torch.tensor(made(), dtype=torch.int64, device="cpu")
             pinned = host.pin_memory() if self.device.type == "cuda" else host
             self._there[name] = pinned.to(self.device, non_blocking=True)
         return self._there[name]

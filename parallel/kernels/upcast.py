@@ -44,6 +44,11 @@ def cpu_has_bf16() -> bool:
     return _found["bf16"]
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return x in fp32, unless it is wider already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [..., in], weight: [out, in], bias: [out] -> x weight' + bias: [..., out]."""
     if not upcasts(x) or (weight.is_contiguous() and x.numel() < FEW * x.shape[-1]):

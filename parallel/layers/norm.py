@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megacore.parallel import kernels
 from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.kernels.upcast import wide
 from megacore.parallel.mesh import Group, Mesh
 
 
@@ -102,7 +103,7 @@ class PlainNorm(nn.Module):
         self.norm, self.eps = F.rms_norm if kind == "rms" else F.layer_norm, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(_wide(x), x.shape[-1:], eps=self.eps)
+        y: Tensor = self.norm(wide(x), x.shape[-1:], eps=self.eps)
         return y.to(x.dtype)
 
 
@@ -134,7 +135,7 @@ class SplitRMSNorm(nn.Module):
 class _NormOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
-        z, w = _wide(x), _wide(weight).view(x.shape[1:])
+        z, w = wide(x), wide(weight).view(x.shape[1:])
         scale = all_reduce_(z.square().mean((1, 2)), group).div_(group.size).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         ctx.group = group
@@ -144,14 +145,10 @@ class _NormOverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
-        r, w, d = scale[:, None, None], _wide(weight).view(x.shape[1:]), _wide(dy)
+        r, w, d = scale[:, None, None], wide(weight).view(x.shape[1:]), wide(dy)
         # With n what the weight multiplies: dx = r (w dy - n mean(n w dy)), a mean over the heads of all ranks.
-        n = _wide(x) * r
+        n = wide(x) * r
         product = n * d
         along = all_reduce_((product * w).mean((1, 2)), ctx.group).div_(ctx.group.size)
         dx = r * (w * d - n * along[:, None, None])
         return dx.to(x.dtype), product.sum(0).view(-1).to(weight.dtype), None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megacore.parallel.kernels.upcast import wide
 from megacore.parallel.routing import Routing
 
 Attach = Callable[[Tensor, Tensor], Tensor]
@@ -136,17 +137,13 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(_wide(x), _wide(weight), None if bias is None else _wide(bias))
+        return F.linear(wide(x), wide(weight), None if bias is None else wide(bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad
-        dx = (dy @ _wide(weight)).to(x.dtype) if need_dx else None
-        dw = (dy.t() @ _wide(x)).to(weight.dtype) if need_dw else None
+        dx = (dy @ wide(weight)).to(x.dtype) if need_dx else None
+        dw = (dy.t() @ wide(x)).to(weight.dtype) if need_dw else None
         return dx, dw, dy.sum(0).to(weight.dtype) if need_db else None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple, Self
 
@@ -63,11 +63,14 @@ class States:
     def leaving(self, name: str, last: Tensor) -> None:
         """Take the states behind the spans, like those before them."""
 
+    def last_tokens(self, x: Tensor, before: Tensor) -> Tensor:
+        """x: [t, channels], before: [spans, count, channels] -> [documents, count, channels]: the last tokens of each
+        document, and of a short one those before it."""
+        return torch.cat([x, before.flatten(0, 1)])[self.spans.last(before.shape[1])]
 
-def last_tokens(x: Tensor, before: Tensor, spans: Spans) -> Tensor:
-    """x: [t, channels], before: [spans, count, channels] -> [spans, count, channels]: the last tokens of each span, and
-    of a short one those before it."""
-    return torch.cat([x, before.flatten(0, 1)])[spans.last(before.shape[1])]
+    def last_states(self, last: Tensor) -> Tensor:
+        """last: [spans, ...], the states behind the spans -> [documents, ...], those behind the documents."""
+        return last
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +94,8 @@ class ContextStates(States):
         return cls(Spans(plan.lengths[group.index], device), plan, group)
 
     def before(self, name: str, x: Tensor, count: int) -> Tensor:
-        starts = [self.plan.rows(at, count) for at in self.plan.of(self.group.index)]
-        return self._tokens(x, super().before(name, x, count), starts)
+        starts = partial(self.plan.of, self.group.index)
+        return self._tokens("starts", x, super().before(name, x, count), starts)
 
     def entering(self, name: str) -> Tensor | Enter | None:
         def states(found: Tensor) -> Tensor:
@@ -103,25 +106,24 @@ class ContextStates(States):
 
         return (lambda each: self._of_all(each, states)) if self.plan.most else None
 
-    def last_tokens(self, x: Tensor, count: int) -> Tensor:
-        """x: [t, channels] -> [documents, count, channels], on all ranks; of a plan of whole documents."""
-        ends = [self.plan.rows((chain, chain[-1].stop), count) for chain in self.plan.chains]
-        return self._tokens(x, super().before("", x, count), ends)
+    def last_tokens(self, x: Tensor, before: Tensor) -> Tensor:
+        """Return those of the documents of all ranks, of a plan of whole documents."""
+        return self._tokens("ends", x, torch.zeros_like(before), lambda: [(c, c[-1].stop) for c in self.plan.chains])
 
     def last_states(self, last: Tensor) -> Tensor:
-        """last: [spans, ...], the states behind this rank's -> [documents, ...], those behind the documents on all
-        ranks; of a plan of whole documents."""
-        ends = torch.tensor([chain[-1].place for chain in self.plan.chains], device=last.device)
+        """Return those of the documents of all ranks, of a plan of whole documents."""
+        ends = self.spans.kept("ends", lambda: [chain[-1].place for chain in self.plan.chains])
         return self._of_all(last, lambda found: found[ends])
 
-    def _tokens(self, x: Tensor, nothing: Tensor, places: list[list[int]]) -> Tensor:
-        """Return the tokens in these places among the last ones of all ranks' spans, behind which is one of zeros."""
+    def _tokens(self, name: str, x: Tensor, nothing: Tensor, places: Callable[[], list[tuple[_Chain, int]]]) -> Tensor:
+        """Return the tokens before these places of chains, which are called ``name``: rows of the last tokens of all
+        ranks' spans, and of the zeros behind them."""
         if not self.plan.most:
             return nothing
-        rows = torch.tensor(places, device=x.device)
-        return self._of_all(
-            last_tokens(x, nothing, self.spans), lambda found: F.pad(found.flatten(0, 1), (0, 0, 0, 1))[rows]
-        )
+        count = nothing.shape[1]
+        rows = self.spans.kept(f"{name} {count}", lambda: [self.plan.rows(at, count) for at in places()])
+        own = super().last_tokens(x, nothing)
+        return self._of_all(own, lambda found: F.pad(found.flatten(0, 1), (0, 0, 0, 1))[rows])
 
     def _composed(self, found: Tensor) -> Iterator[tuple[_Link, Tensor, Tensor]]:
         """Yield each span of all ranks with the state before it and the one behind it."""
@@ -133,9 +135,8 @@ class ContextStates(States):
 
     def _of_all(self, each: Tensor, made: Callable[[Tensor], Tensor]) -> Tensor:
         """each: [spans, ...] of this rank -> what is made of those of all ranks: [place, ...]."""
-        own = [link.span for chain in self.plan.chains for link in chain if link.rank == self.group.index]
-        rows = each[torch.tensor(own, dtype=torch.int64, device=each.device)]
-        rows = F.pad(rows, (0, 0) * (each.dim() - 1) + (0, self.plan.most - len(own)))
+        own = self.spans.kept("told", lambda: self.plan.told_by(self.group.index))
+        rows = F.pad(each[own], (0, 0) * (each.dim() - 1) + (0, self.plan.most - len(own)))
         result: Tensor = _OfAll.apply(rows, self.group, made)
         return result
 
@@ -194,6 +195,10 @@ class _Chains:
         """Return the chain of each span of a rank, and where the span starts; of one that is not told no chain."""
         found = {link.span: (chain, link.start) for chain in self.chains for link in chain if link.rank == rank}
         return [found.get(span, ((), 0)) for span in range(len(self.lengths[rank]))]
+
+    def told_by(self, rank: int) -> list[int]:
+        """Return the numbers of the spans of a rank that are gathered, in the order of their places."""
+        return [link.span for chain in self.chains for link in chain if link.rank == rank]
 
     def rows(self, at: tuple[_Chain, int], count: int) -> list[int]:
         """Return the rows of the ``count`` tokens before one of a chain, where each place has the last ``count`` of its

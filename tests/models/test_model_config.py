@@ -300,8 +300,10 @@ def test_sections_that_are_refused(section: dict[str, Any], message: str) -> Non
 
 
 def test_layers_have_a_limit() -> None:
-    with pytest.raises(ModelConfigError, match=f"it has {2**62} layers, and may have up to 65536"):
+    with pytest.raises(ModelConfigError, match=f"num_hidden_layers is {2**62}: it may be up to 65536"):
         configure({"preset": "llama-tiny", "num_hidden_layers": 2**62})
+    with pytest.raises(ModelConfigError, match=f"it has {2**62} layers, and may have up to 65536"):
+        configure({"preset": "gpt2-tiny", "n_layer": 2**62})
 
 
 def test_a_config_json_must_be_an_object(tmp_path: Path) -> None:

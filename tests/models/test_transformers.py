@@ -228,7 +228,8 @@ def test_no_draw_is_refused() -> None:
     for name in FAMILIES:
         for seed in range(SEEDS):
             config = configure(drawn(name, seed, layers=5, vocab=13, positions=16, tp=4))
-            assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, 16)
+            most = None if name == "bloom" else 16  # slopes of heads reach over any number of positions
+            assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, most)
             layout_of(config, MeshShape(tp=4, pp=2))
 
 

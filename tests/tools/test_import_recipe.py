@@ -13,8 +13,8 @@ import yaml
 from megacore import foreign
 from megacore.config import SECTIONS, Config
 from megacore.foreign.megatron import arguments
-from megacore.foreign.rules import flat
 from megacore.recipe import load
+from megacore.recipe_yaml import flat
 from megacore.tools.import_recipe import main
 
 OFFLOADED = {
@@ -57,6 +57,8 @@ AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
 revision_of_model: abc
 load_in_8bit: false
+roles_to_train: [assistant]
+lora_modules_to_save: []
 datasets:
   - {path: teknium/GPT4, type: alpaca, split: train_sft}
   - {path: own.jsonl, type: chat_template, field_messages: talk, message_property_mappings: {role: who, content: says}}
@@ -238,7 +240,7 @@ def test_configs_become_recipes_of_the_same_meaning(
     assert yaml.safe_load(out.read_text()) == recipe
     load(out)
     account = capsys.readouterr().err
-    keys = dict(flat(yaml.safe_load(text)) if not case.startswith("megatron") else arguments(text))
+    keys = flat(yaml.safe_load(text)) if not case.startswith("megatron") else arguments(text)
     assert [key for key in keys if key not in account] == []
 
 
@@ -254,6 +256,9 @@ def test_configs_become_recipes_of_the_same_meaning(
         ("a.yml", {"distributed_type": "DEEPSPEED"}, "import the file that it names"),
         ("a.sh", "--num-layers 2 --swiglu", "REFUSED: no family has these parts"),
         ("a.yml", {"model": {}}, "it is not clear whose config it is"),
+        ("a.yml", {"base_model": "x", "datasets": "y"}, "datasets +y +REFUSED: y is not understood"),
+        ("a.yml", {"base_model": "x", "roles_to_train": ["user"]}, "REFUSED: the assistant is trained on"),
+        ("a.sh", "--num-layers 2 --split a,b", "REFUSED: a,b is not understood"),
         ("a.json", "{", "is no JSON or YAML"),
     ],
 )  # fmt: skip
@@ -263,6 +268,18 @@ def test_what_cannot_be_carried_is_refused(
     (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
     assert main([str(tmp_path / name), "--out", str(tmp_path / "recipe.yaml")]) == 2
     assert re.search(says, capsys.readouterr().err) and not (tmp_path / "recipe.yaml").exists()
+
+
+SHARDS = {"1": "parameters", "2": "gradients", "true": "parameters", "false": "gradients", "NO_SHARD": "none"}
+
+
+@pytest.mark.parametrize(("value", "shard"), SHARDS.items())
+def test_fsdp_reshards_by_flag_or_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, shard: str
+) -> None:
+    (tmp_path / "a.yml").write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_reshard_after_forward: {value}}}\n")
+    assert main([str(tmp_path / "a.yml")]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["zero"] == {"shard": shard}
 
 
 def test_what_is_ignored_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
