@@ -604,6 +604,9 @@ class LogConfig:
     """Steps from one line to the next."""
     tensorboard: Bool = False
     """Whether TensorBoard's files are written."""
+    report: Bool = True
+    """Whether `report.html` is written at the end, a page with curves, layout and incidents (`megacore report`); it
+    takes the extra `report`."""
     wandb: str | None = None
     """A project of Weights & Biases."""
     peak_tflops: Annotated[Float, ABOVE_0] | None = None

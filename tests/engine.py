@@ -68,7 +68,7 @@ RECIPE: dict[str, Any] = {
     "train": {"steps": 5, "precision": "fp64", "device": "cpu"},
     "evaluate": {"every": 2, "batches": 2},
     "checkpoint": {"at_end": False},
-    "log": {"peak_tflops": 1.0},
+    "log": {"peak_tflops": 1.0, "report": False},
 }
 
 

@@ -214,9 +214,10 @@ def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FACTS.write(tmp_path)
     out = tmp_path / "new" / "run"
-    assert main.main([recipe, f"out={out}", "train.precision=fp32"]) == 0
+    given = [f"out={out}", "train.precision=fp32", "log.report=true"]
+    assert main.main([recipe, *given]) == 0
     shown = capsys.readouterr().out
-    config = load(recipe, [f"out={out}", "train.precision=fp32"])
+    config = load(recipe, given)
     assert load(out / "config.yaml") == config
     records = metrics.read(out / "metrics.jsonl")
     losses = [loss for _, loss in metrics.curve(records, "loss")]
@@ -224,14 +225,15 @@ def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.C
     assert len(losses) == 5 and len(held_out) == 3
     with Image.open(out / "loss.png") as picture:
         assert picture.format == "PNG"
-    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "loss.png", "metrics.jsonl"]
+    files = ["config.yaml", "loss.png", "metrics.jsonl", "report.html"]
+    assert sorted(path.name for path in out.iterdir()) == files
     parameters = configure(config.model).schema.parameters
     assert f"llama of {parameters:,} parameters" in shown and "1 x cpu as pp=1 x dp=1" in shown
     assert "\nDone.\n" in shown
     assert f"training loss    {sum(losses) / 5:.4f} nats per token" in shown
     assert f"validation loss  {held_out[-1]:.4f}" in shown
     assert "unigram entropy  4.0625" in shown
-    assert all(str(out / name) in shown for name in ("config.yaml", "loss.png", "metrics.jsonl"))
+    assert all(str(out / name) in shown for name in files)
     # A second run does not write over it.
     assert main.main([recipe, f"out={out}"]) == 2
     assert "already holds a run" in capsys.readouterr().err

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from megacore.run_report import CHARTS, POINTS
+from megacore import incidents
+from megacore.incidents import Incident
+from megacore.models.registry import configure
+from megacore.models.stages import layout_of
+from megacore.parallel.weights.layout import MeshShape
+from megacore.recipe import load
 from megacore.tools.report import main
+from megacore.training import run_report
+from megacore.training.run_report import CHARTS, POINTS, RunRecords
 
 vl_convert = pytest.importorskip("vl_convert")
 
@@ -23,8 +30,7 @@ def run(folder: Path, steps: int, lr: float) -> list[dict[str, Any]]:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "config.yaml").write_text(f"optimizer: {{lr: {lr}}}\nlog: {{wandb: '</script><b>'}}\n")
-    incident = {"kind": "spike", "action": "told", "step": 70, "at": 0.0, "detail": "<img src=x>"}
-    (folder / "incidents.jsonl").write_text(json.dumps({"id": 0, **incident}) + "\n")
+    incidents.write(folder, Incident("spike", detail="<img>", step=70))
     return records
 
 
@@ -36,6 +42,7 @@ def test_a_page_has_all_that_was_recorded(tmp_path: Path, capsys: pytest.Capture
     markup = re.sub("<script.*?</script>", "", page, flags=re.DOTALL)
     assert len(page) < 5_000_000 and page.count("</script") == 2 and not re.search("<b>|<img|(src|href)=", markup)
     assert re.search(r"<code>optimizer.lr</code></td><td><code>0.125</code></td><td><code>0.25</code>", page)
+    assert page.count("<code>spike: &lt;img&gt;</code>") == 2 and '"value": "spike"' in page
     charts = json.loads(re.search(r"const charts = (.*);\n", page)[1])  # type: ignore[index]
     assert [chart["title"] for chart in charts] == [
         "Loss",
@@ -56,6 +63,24 @@ def test_a_page_has_all_that_was_recorded(tmp_path: Path, capsys: pytest.Capture
             assert max(each["value"] for each in shown) == max(values)
         chart["encoding"]["x"] = {"field": "tokens", "type": "quantitative"}
         assert "NaN" not in vl_convert.vegalite_to_svg(chart | {"width": 300})
+
+
+def test_who_holds_what_is_shown() -> None:
+    model = configure({"preset": "llama-tiny", "num_hidden_layers": 6})
+    layout = layout_of(model, MeshShape(pp=2, dp=4, tp=2), chunks=2, layers=(1, 2, 2, 1))
+    made = RunRecords("a", Path("a"), load({"zero": {"shard": "optimizer", "replicas": 2}}), layout, [], [])
+    (picture,) = run_report._stages([made])
+    held = [(each["stage"], each["chunk"], each["layer"]) for each in picture["data"]["values"]]
+    first, second = "ranks 0-7", "ranks 8-15"
+    assert held == [(first, 0, 0), (first, 1, 3), (first, 1, 4), (second, 0, 1), (second, 0, 2), (second, 1, 5)]
+    heads, vocabulary = model.sizes["heads"], model.sizes["vocab"]
+    rows = [*run_report._splits([made])]
+    assert rows[0] == ("a", f"heads, {heads}", "tp=2", f"{heads // 2}")
+    assert rows[-2:] == [
+        ("a", f"vocab, {vocabulary}", "tp=2", f"{vocabulary // 2}"),
+        ("a", "states up to optimizer (zero.shard)", "groups of 2 ranks", "1/2"),
+    ]
+    assert "NaN" not in vl_convert.vegalite_to_svg(picture | {"width": 300})
 
 
 def test_the_running_mean_is_that_of_the_records_so_far(tmp_path: Path) -> None:

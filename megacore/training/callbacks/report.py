@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from megacore import checkpoints, incidents
@@ -12,7 +13,7 @@ from megacore.data.corpora import facts
 from megacore.say import err, say
 from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
-from megacore.training import metrics
+from megacore.training import metrics, run_report
 from megacore.training.trainer import Callback, Trainer
 
 
@@ -61,6 +62,9 @@ def report(config: Config, last: int, vocabulary: int) -> str:
     if lines_of_experts := metrics.read(out / metrics.EXPERTS):
         metrics.draw_loads(lines_of_experts, out / metrics.PICTURE_OF_EXPERTS)
         paths["load of experts"] = out / metrics.PICTURE_OF_EXPERTS
+    if config.log.report and find_spec("vl_convert"):
+        paths["report"] = out / run_report.PAGE
+        run_report.write([out], paths["report"])
     paths["resolved config"] = out / "config.yaml"
     if found := checkpoints.complete(checkpoints.folder_of(out, config.checkpoint.folder)):
         paths["checkpoint"] = found[max(found)]

@@ -10,40 +10,59 @@ import html
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
-from megacore import incidents
+from megacore import checkpoints, incidents
 from megacore.config import Config
 from megacore.incidents import Incident
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.places import listed
 from megacore.recipe import ConfigError, load
 from megacore.recipe_yaml import flat
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.publish import replace_file
+from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import metrics
 
+PAGE = "report.html"
+"""The file in the folder of a run."""
 POINTS = 1200
 """Points of a curve, at the most."""
 SMOOTH = 0.95
 """What a running mean keeps of itself with each record."""
-CHARTS: Mapping[str, tuple[str, str, bool]] = {
-    "loss": ("Loss", "nats per token, or of a pair", False),
-    "validation_loss": ("Validation loss", "nats per token, or of a pair", False),
-    "ema_validation_loss": ("Validation loss of averages", "nats per token, or of a pair", False),
-    "lr": ("Learning rate", "", False),
-    "grad_norm": ("Gradient norm", "before clipping", True),
-    "tokens_per_second": ("Speed", "tokens per second", False),
-    "mfu": ("MFU", "share of the peak", False),
-    "peak_memory_gib": ("Memory", "GiB of the fullest rank", False),
-    "goodput": ("Goodput", "share of the wall clock", False),
-    "loss_scale": ("Loss scale", "", True),
-    "load_max": ("Fullest expert", "over a mean one", False),
-    "reward_margin": ("Margin of rewards", "chosen less rejected", False),
-    "reward_accuracy": ("Pairs told right", "share", False),
-    "validation_reward_accuracy": ("Held-out pairs told right", "share", False),
+FEW = 50
+"""Points of a curve that are drawn as such."""
+
+
+class Chart(NamedTuple):
+    """A picture of one key of metrics.jsonl; ``noisy``: it is shown with its running mean."""
+
+    title: str
+    unit: str = ""
+    logarithmic: bool = False
+    noisy: bool = False
+
+
+CHARTS: Mapping[str, Chart] = {
+    "loss": Chart("Loss", "nats per token, or of a pair", noisy=True),
+    "validation_loss": Chart("Validation loss", "nats per token, or of a pair"),
+    "ema_validation_loss": Chart("Validation loss of averages", "nats per token, or of a pair"),
+    "lr": Chart("Learning rate"),
+    "grad_norm": Chart("Gradient norm", "before clipping", logarithmic=True, noisy=True),
+    "tokens_per_second": Chart("Speed", "tokens per second", noisy=True),
+    "mfu": Chart("MFU", "share of the peak", noisy=True),
+    "peak_memory_gib": Chart("Memory", "GiB of the fullest rank"),
+    "goodput": Chart("Goodput", "share of the wall clock"),
+    "loss_scale": Chart("Loss scale", logarithmic=True),
+    "load_max": Chart("Fullest expert", "over a mean one", noisy=True),
+    "reward_margin": Chart("Margin of rewards", "chosen less rejected", noisy=True),
+    "reward_accuracy": Chart("Pairs told right", "share", noisy=True),
+    "validation_reward_accuracy": Chart("Held-out pairs told right", "share"),
 }
-"""{key of metrics.jsonl: (title, unit, whether its axis is logarithmic)}."""
+"""{key of metrics.jsonl: its picture}."""
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 
@@ -58,6 +77,7 @@ class RunRecords:
     name: str
     out: Path
     config: Config | None
+    layout: Layout | None
     records: Sequence[Mapping[str, Any]]
     incidents: Sequence[Incident]
 
@@ -75,7 +95,9 @@ class RunRecords:
             config = None
         if not records and config is None:
             raise StoreError(f"{out} is not the folder of a run: it has neither config.yaml nor {metrics.METRICS}")
-        return cls(name, out, config, records, tuple(incidents.read(out)))
+        return cls(
+            name, out, config, None if config is None else _layout(out, config), records, tuple(incidents.read(out))
+        )
 
     def curve(self, key: str) -> list[tuple[float, float, float]]:
         """Return (step, tokens, value) of each record that has a number; an evaluation has the tokens before it."""
@@ -87,12 +109,18 @@ class RunRecords:
         return found
 
 
-def report(folders: Sequence[Path]) -> str:
-    """Return a report of the runs of these folders.
+def write(folders: Sequence[Path], target: Path) -> int:
+    """Write a report of the runs of these folders -> its bytes.
 
     Raises:
-        StoreError: one is none, or vl-convert is not installed.
+        StoreError: one is none, it cannot be written, or vl-convert is not installed.
     """
+    made = _page(folders).encode()
+    replace_file(target, made)
+    return len(made)
+
+
+def _page(folders: Sequence[Path]) -> str:
     try:
         import vl_convert
     except ImportError as error:
@@ -106,8 +134,21 @@ def report(folders: Sequence[Path]) -> str:
         incidents=_table(("run", "when (UTC)", "step", "what", "what was done"), _befell(runs)),
         # Within a script, nothing but its end means anything to HTML.
         bundle=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
-        charts=json.dumps([*_charts(runs)]).replace("<", "\\u003c"),
+        layout=_table(("run", "what", "split over", "each rank"), _splits(runs)),
+        charts=json.dumps([*_charts(runs), *_stages(runs)]).replace("<", "\\u003c"),
     )
+
+
+def _layout(out: Path, config: Config) -> Layout | None:
+    """Return the layout of a run that has saved, with the mesh that it ran on."""
+    try:
+        if not (found := checkpoints.complete(checkpoints.folder_of(out, config.checkpoint.folder))):
+            return None
+        checkpoint = Checkpoint.open(found[max(found)], checked=True)
+        mesh = (checkpoint.trainer or {})["recipe"]["mesh"]
+        return replace(checkpoint.index.layout, mesh=MeshShape(**{dim: mesh[dim] for dim in MeshShape.DIMS}))
+    except (StoreError, KeyError):  # damaged, or of another version
+        return None
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -121,21 +162,24 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _charts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
-    for key, (title, unit, logarithmic) in CHARTS.items():
+    legend = {"orient": "bottom", "symbolOpacity": 1} if len(runs) > 1 else None
+    for key, chart in CHARTS.items():
         curves = {run.name: run.curve(key) for run in runs}
         values = [point for name, curve in curves.items() for point in _points(name, curve)]
         if not values:
             continue
-        scale = {"type": "log"} if logarithmic and min(each["value"] for each in values) > 0 else {"zero": False}
-        y = {"field": "value", "type": "quantitative", "title": unit, "scale": scale}
-        legend = {"orient": "bottom", "symbolOpacity": 1}
-        color = {"field": "run", "title": None, "legend": legend if len(runs) > 1 else None}
-        many = max(map(len, curves.values())) > 50
+        least, most = (choose(each["value"] for each in values) for choose in (min, max))
+        scale: dict[str, Any] = {"type": "log"} if chart.logarithmic and least > 0 else {"zero": False}
+        if least == most:  # an axis of one value rounds what it writes beside it
+            scale = {"domain": [least - abs(least) / 10, most + abs(most) / 10] if most else [-1, 1]}
+        y = {"type": "quantitative", "title": chart.unit, "scale": scale}
+        many = max(map(len, curves.values())) > FEW
+        smoothed = chart.noisy and many
+        shown = {"type": "line", "point": not many, "tooltip": True}
+        thin = {"type": "line", "opacity": 0.35, "strokeWidth": 1}
         zoom = [{"name": "zoom", "select": "interval", "bind": "scales"}]
-        raw = {"mark": {"type": "line", "opacity": 0.35, "strokeWidth": 1}, "params": zoom, "encoding": {"y": y}}
-        if not many:
-            raw["mark"] = {"type": "line", "point": True, "tooltip": True}
-        mean = {"mark": {"type": "line", "tooltip": True}, "encoding": {"y": {**y, "field": "mean"}}}
+        raw = {"mark": thin if smoothed else shown, "params": zoom, "encoding": {"y": {**y, "field": "value"}}}
+        mean = {"mark": shown, "encoding": {"y": {**y, "field": "mean"}}}
         marks = [{"step": each.step, "tokens": _tokens(run, each.step), "value": each.kind} for run in runs
                  for each in run.incidents if each.step is not None and key == "loss"]  # fmt: skip
         befell = {
@@ -145,13 +189,61 @@ def _charts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         }
         yield {
             "$schema": _SCHEMA,
-            "title": title,
+            "title": chart.title,
             "width": "container",
             "height": 240,
             "data": {"values": values},
-            "encoding": {"color": color},
-            "layer": [raw, *([mean] if many else []), *([befell] if marks else [])],
+            "encoding": {"color": {"field": "run", "title": None, "legend": legend}},
+            "layer": [raw, *([mean] if smoothed else []), *([befell] if marks else [])],
         }
+
+
+def _stages(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
+    """Yield a picture of the layers that the stages of each run hold."""
+    for run in runs:
+        if (layout := run.layout) is None or layout.mesh.pp == 1:
+            continue
+        values = [
+            {"stage": listed(layout.mesh.ranks(pp=[stage])), "layer": layer, "end": layer + 1, "chunk": chunk}
+            for stage in range(layout.mesh.pp)
+            for chunk in range(layout.chunks)
+            for layer in layout.chunk_layers(stage, chunk)
+        ]
+        legend = {"orient": "bottom"}
+        yield {
+            "$schema": _SCHEMA,
+            "title": f"Layers of {run.name}",
+            "width": "container",
+            "height": 26 * layout.mesh.pp,
+            "data": {"values": values},
+            "mark": {"type": "rect", "stroke": "#fff", "tooltip": {"content": "data"}},
+            "encoding": {
+                "x": {"field": "layer", "type": "quantitative", "title": "layer", "axis": {"tickMinStep": 1}},
+                "x2": {"field": "end"},
+                "y": {"field": "stage", "type": "nominal", "title": None, "sort": None},
+                "color": {"field": "chunk", "type": "nominal", "legend": legend if layout.chunks > 1 else None},
+            },
+        }
+
+
+def _splits(runs: Sequence[RunRecords]) -> Iterator[tuple[str, ...]]:
+    """Yield the axes of the parameters that ranks split, and the states that replicas do."""
+    for run in runs:
+        if (layout := run.layout) is None or run.config is None:
+            continue
+        mesh, sizes = layout.mesh, layout.schema.sizes
+        for axis, dims in layout.split.items():
+            if (parts := mesh.size(dims)) > 1 and sizes.get(axis, 0) > 1 and axis != "layer":
+                over = " x ".join(f"{dim}={mesh[dim]}" for dim in dims if mesh[dim] > 1)
+                yield run.name, f"{axis}, {sizes[axis]:,}", over, f"{max(1, sizes[axis] // parts):,}"
+        if mesh.data > 1 and run.config.zero.shard != "none":
+            ranks = mesh.data // run.config.zero.replicas
+            yield (
+                run.name,
+                f"states up to {run.config.zero.shard} (zero.shard)",
+                f"groups of {ranks} ranks",
+                f"1/{ranks}",
+            )
 
 
 def _points(name: str, curve: Sequence[tuple[float, float, float]]) -> Iterator[dict[str, Any]]:
@@ -166,7 +258,7 @@ def _points(name: str, curve: Sequence[tuple[float, float, float]]) -> Iterator[
         chosen = {min(part, key=lambda at: curve[at][2]), max(part, key=lambda at: curve[at][2])}
         for at in sorted(chosen | ({part[-1]} if part.stop == len(curve) else set())):
             step, tokens, value = curve[at]
-            yield {"run": name, "step": step, "tokens": tokens, "value": value, "mean": means[at]}
+            yield {"run": name, "step": step, "tokens": tokens, "value": value, "mean": float(f"{means[at]:.6g}")}
 
 
 def _tokens(run: RunRecords, step: int) -> float:
