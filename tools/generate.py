@@ -36,14 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--batch", type=folders.count, default=8, metavar="N", help="prompts computed at a time (8)")
     parser.add_argument("--json", action="store_true", help="print an object for each prompt, one on each line")
+    add_sampling(parser)
+    processes.add_mesh(parser)
+    arguments = parser.parse_args(given)
+    return folders.program(lambda parsed: run(parsed, given), arguments)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how a token is chosen."""
     group = parser.add_argument_group("sampling", "Without --temperature each token is the most likely one.")
     group.add_argument("--temperature", type=_above_0, metavar="T", help="1 samples by the model's probabilities")
     group.add_argument("--top-k", type=folders.count, metavar="K", help="among the K most likely tokens")
     group.add_argument("--top-p", type=_share, metavar="P", help="among the likely tokens that make up P together")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (0)")
-    processes.add_mesh(parser)
-    arguments = parser.parse_args(given)
-    return folders.program(lambda parsed: run(parsed, given), arguments)
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:

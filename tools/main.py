@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "inspect": ("megacore.tools.inspect", "show what a folder holds, compare two, find damage"),
     "verify": ("megacore.tools.verify", "compare a checkpoint with a Hugging Face folder: every bit, and the logits"),
     "generate": ("megacore.tools.generate", "what a model says after a prompt, computed by the parallel model"),
+    "chat": ("megacore.tools.chat", "a conversation with a model in the terminal"),
     "evaluate": ("megacore.tools.evaluate", "loss and perplexity of a model on text"),
     "status": ("megacore.tools.status", "where a run stands: steps, rate, checkpoints, what befell it"),
     "report": ("megacore.tools.report", "a page about runs: curves beside each other, configs, incidents"),
@@ -44,7 +45,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "fine-tune": "finetune",
     "eval": "evaluate",
     "preprocess": "tokenize",
-    "chat": "generate",
     "export": "convert",
 }
 """{what other projects call a command: ours}."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
@@ -92,6 +92,31 @@ class Answer:
         """Return what ``megacore generate --json`` prints of it."""
         ended = "stop" if self.ids[-1] in self.stops else "length"
         return {"prompt": self.prompt.text, "text": self.text, "tokens": self.ids, "ended": ended}
+
+
+@dataclass
+class Conversation:
+    """A conversation with a model, which its chat template writes.
+
+    Args:
+        messages: What was said so far, a system message first if there is one.
+    """
+
+    texts: Texts
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, model: Model, text: str, how: Decoding) -> Iterator[str]:
+        """Yield the answer to what the user says next as it becomes certain; both are part of the conversation once it
+        has ended. Raises StoreError: the model has no chat template, or too few positions for all of it."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt = Prompt(text, self.texts.chat(asked))
+        if wrong := [*_wrong(prompt, self.texts.folder)]:
+            raise StoreError("\n".join(wrong))
+        answer = Answer(prompt, Stream(self.texts.decode, prompt.ids), self.texts.stops())
+        # Random numbers go by the seed and the prompt, which is the first one in each turn.
+        for _, more in replace(how, seed=how.seed + len(asked)).answer(model, [answer]):
+            yield more
+        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
 
 @dataclass(frozen=True)

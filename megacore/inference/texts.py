@@ -60,7 +60,8 @@ class Texts:
         template, or it does not take these messages."""
         ids: list[int] | None = self._ask("chat", messages, fails="the chat template does not take the messages")
         if ids is None:
-            raise StoreError(f"{self.folder.path} has no chat template: it is no chat model; leave out --chat")
+            without = "it is no chat model, and megacore generate goes on with a text without --chat"
+            raise StoreError(f"{self.folder.path} has no chat template: {without}")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
 from megacore.store.conversions.formats import open_folder
 from megacore.store.io.strict_json import StoreError
+from megacore.tools import chat
 from megacore.tools import generate as command
 
 Capture = pytest.CaptureFixture[str]
@@ -300,6 +302,24 @@ def test_chats_go_through_the_template_and_samples_repeat_by_their_seed(llama: P
     given = [llama, "--prompt", "a b c", "--temperature", 1.5, "--top-k", 200, "--top-p", 0.95, "--seed"]
     one, again, other = (data(capsys, *given, seed)[0]["text"] for seed in (1, 1, 2))
     assert one == again != other
+
+
+def test_a_conversation_remembers_what_was_said(
+    llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words: Any = AutoTokenizer.from_pretrained(llama)
+    said = "<system>b\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("a?\n\n" + "d" * 99 + "\nb"))
+    given = [str(llama), "--system", "b", "--max-new-tokens", "3", "--dtype", "float64"]
+    assert chat.main(given) == 0
+    found = capsys.readouterr()
+    for question, answer in zip(("a?", "b"), found.out.removesuffix("\n").split("\n"), strict=True):
+        said += f"<user>{question}\n<assistant>"
+        assert said + answer == text_of(llama, words(said)["input_ids"], 3)
+        said = f"{said}{answer}\n"
+    assert "and the model 64 positions: shorten it" in found.err
+    assert chat.main([str(with_text(save("gpt2", tmp_path / "small")))]) == 1
+    assert "has no chat template" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_said_before_the_weights_are_read(
