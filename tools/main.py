@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("megacore.tools.chat", "a conversation with a model in the terminal"),
     "evaluate": ("megacore.tools.evaluate", "loss and perplexity of a model on text"),
     "status": ("megacore.tools.status", "where a run stands: steps, rate, checkpoints, what befell it"),
+    "watch": ("megacore.tools.watch", "where runs stand, shown anew every few seconds"),
     "report": ("megacore.tools.report", "a page about runs: curves beside each other, configs, incidents"),
     "config": ("megacore.tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
     "models": ("megacore.tools.models", "the families and presets that there are, and what is special of each"),

@@ -108,6 +108,8 @@ class RunState:
         if self.training is not None:
             yield f"loss         {_number(self.training.get('loss'), '.4f')}{self._held_out()}"
             yield f"rate         {_number(self.training.get('tokens_per_second'), ',.0f')} tokens/s"
+            if left := self._left():
+                yield f"left         {left}"
             yield f"goodput      {_number(self.training.get('goodput'), '.1%')} of the wall clock"
         yield f"checkpoint   {self.checkpoint or self.unlisted or 'none'}"
         if self.best is not None:
@@ -120,6 +122,14 @@ class RunState:
             return "none is recorded"
         of = f" of {self.steps:,}" if self.steps is not None else ""
         return f"{self.training['step']:,}{of}, {_ago(self.age_s or 0.0)} ago"
+
+    def _left(self) -> str:
+        """Return how long it still takes at its newest rate, where it is not done and that is known."""
+        assert self.training is not None
+        each = self.training.get("seconds_per_step")
+        if self.is_done or self.steps is None or not isinstance(each, int | float):
+            return ""
+        return f"{_ago((self.steps - self.training['step']) * each)} at this rate"
 
     def _held_out(self) -> str:
         record = self.evaluation

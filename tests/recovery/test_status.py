@@ -28,7 +28,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]
 
 
 def test_a_run_is_told_while_it_runs_and_after_it_has_died(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], not_durable: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, not_durable: None
 ) -> None:
     out = tmp_path / "run"
     recipe, overrides = write_recipe(tmp_path), [f"out={out}", "train.steps=3", "checkpoint.every=2"]
@@ -43,8 +43,19 @@ def test_a_run_is_told_while_it_runs_and_after_it_has_died(
     assert main(["status", str(out), "--done"]) == 0
     (out / "config.yaml").write_text(load(recipe, [*overrides, "train.steps=4"]).to_yaml())
     assert main(["status", str(out), "--done"]) == 75
-    (out / "config.yaml").write_text(load(recipe, overrides).to_yaml())
-    capsys.readouterr()
+    assert shown(capsys, str(out))["left"].endswith(" s at this rate")
+    looks = list[float]()
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        (out / "config.yaml").write_text(load(recipe, overrides).to_yaml())
+
+    monkeypatch.setattr("megacore.tools.watch.time.sleep", sleep)
+    assert main(["watch", str(out), "--every", "7"]) == 0 and looks == [7.0]
+    seen = capsys.readouterr().out
+    assert "held by " in seen and f"{record['loss']:.4f}" in seen
+    assert main(["watch", str(tmp_path)]) == 1 and "is not the folder of a run" in capsys.readouterr().err
+    assert "left" not in shown(capsys, str(out))
     (out / "run.lock").write_bytes(lock)  # as one that was killed leaves it
     killed = Incident("killed", "restart", "SIG\x1bKILL", "restart 1 of 3", rank=1, node=0, step=4, at=0.5)
     incidents.write(out, killed)
