@@ -19,6 +19,11 @@ def test_links_lead_somewhere() -> None:
     ]
 
 
+def test_the_site_has_all_pages() -> None:
+    named = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")} | {"index.md", "api.md"}
+
+
 def test_the_walk_names_what_stands_in_each_file() -> None:
     links = [link for link in _LINK.finditer((ROOT / "docs/a_step.md").read_text()) if link["path"].endswith(".py")]
     for link in links:
