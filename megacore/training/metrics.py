@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ from megacore.store.tensor_files.tensors import os_errors
 
 METRICS, PICTURE = "metrics.jsonl", "loss.png"
 EXPERTS, PICTURE_OF_EXPERTS = "experts.jsonl", "experts.png"
+FEW = 50
+"""Points of a curve that are drawn as they are, without a running mean."""
 _PANELS = 12
 """Layers that are drawn, of those that have experts."""
 _HISTORY = 32 << 20
@@ -334,22 +337,47 @@ def rewards(told: Sequence[float], prefix: str = "") -> dict[str, float]:
     return {f"{prefix}reward_{name}": value for name, value in found.items()}
 
 
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the exponential mean of values up to each of them: of about a fortieth of them all, and at most 50."""
+    share = 1 / min(max(len(values) / 40, 1), 50)
+    mean, weight, means = 0.0, 0.0, list[float]()
+    for value in values:
+        mean, weight = (1 - share) * mean + share * value, (1 - share) * weight + share
+        means.append(mean / weight)
+    return means
+
+
 def draw(
     records: Sequence[Record], picture: Path, reference: float | None = None, unit: str = " in nats per token"
 ) -> None:
     """Draw the loss curve of a run of the records of its metrics.jsonl; ``reference`` is a level to compare with, the
     unigram entropy of the corpus; ``unit`` is of the loss."""
     pyplot = pictures.pyplot()
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
     train, held_out = curve(records, "loss"), curve(records, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
-        axes.plot(*zip(*train, strict=True), label="training", linewidth=1)
+        steps, losses = zip(*train, strict=True)
+        many = len(losses) > FEW
+        (line,) = axes.plot(steps, losses, label=None if many else "training", linewidth=1, alpha=0.3 if many else 1)
+        if many:
+            axes.plot(steps, smoothed(losses), label="training, running mean", color=line.get_color())
     if held_out:
         axes.plot(*zip(*held_out, strict=True), label="validation", marker="o")
     if reference is not None:
         axes.axhline(reference, color="gray", linestyle="--", label="unigram entropy")
     axes.set(xlabel="step", ylabel=f"loss{unit}")
     axes.grid(alpha=0.3)
+    seen = curve(records, "tokens")
+    if seen and seen[0][1] < seen[-1][1]:
+        steps, tokens = np.array(seen).T
+        both = partial(np.interp, xp=steps, fp=tokens), partial(np.interp, xp=tokens, fp=steps)
+        counts = axes.secondary_xaxis("top", functions=both)
+        counts.set(xlabel="tokens")
+        known = MaxNLocator(7).tick_values(tokens[0], tokens[-1])
+        counts.set_ticks([count for count in known if tokens[0] <= count <= tokens[-1]])
+        counts.xaxis.set_major_formatter(EngFormatter(sep=""))
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
     pictures.save(figure, picture)

@@ -31,10 +31,6 @@ PAGE = "report.html"
 """The file in the folder of a run."""
 POINTS = 1200
 """Points of a curve, at the most."""
-SMOOTH = 0.95
-"""What a running mean keeps of itself with each record."""
-FEW = 50
-"""Points of a curve that are drawn as such."""
 
 
 class Chart(NamedTuple):
@@ -173,7 +169,7 @@ def _charts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         if least == most:  # an axis of one value rounds what it writes beside it
             scale = {"domain": [least - abs(least) / 10, most + abs(most) / 10] if most else [-1, 1]}
         y = {"type": "quantitative", "title": chart.unit, "scale": scale}
-        many = max(map(len, curves.values())) > FEW
+        many = max(map(len, curves.values())) > metrics.FEW
         smoothed = chart.noisy and many
         shown = {"type": "line", "point": not many, "tooltip": True}
         thin = {"type": "line", "opacity": 0.35, "strokeWidth": 1}
@@ -248,10 +244,7 @@ def _splits(runs: Sequence[RunRecords]) -> Iterator[tuple[str, ...]]:
 
 def _points(name: str, curve: Sequence[tuple[float, float, float]]) -> Iterator[dict[str, Any]]:
     """Yield the points of a curve that are shown, each with the running mean until there."""
-    mean, weight, means = 0.0, 0.0, list[float]()
-    for _, _, value in curve:
-        mean, weight = SMOOTH * mean + (1 - SMOOTH) * value, SMOOTH * weight + 1 - SMOOTH
-        means.append(mean / weight)
+    means = metrics.smoothed([value for _, _, value in curve])
     stretch = max(1, -(-2 * len(curve) // POINTS))
     for first in range(0, len(curve), stretch):
         part = range(first, min(first + stretch, len(curve)))

@@ -84,13 +84,13 @@ def test_who_holds_what_is_shown() -> None:
 
 
 def test_the_running_mean_is_that_of_the_records_so_far(tmp_path: Path) -> None:
-    run(tmp_path / "a", 3, 0.125)
+    run(tmp_path / "a", 120, 0.125)
     assert main([str(tmp_path / "a"), "--to", str(tmp_path / "r.html")]) == 0
     charts = json.loads(re.search(r"const charts = (.*);\n", (tmp_path / "r.html").read_text())[1])  # type: ignore[index]
     means = [each["mean"] for each in charts[0]["data"]["values"]]
-    kept = [0.95**n for n in range(3)]
-    wanted = [sum(kept[n] * 8.0 / (step - n) for n in range(step)) / sum(kept[:step]) for step in (1, 2, 3)]
-    assert means == pytest.approx(wanted)
+    kept = [(2 / 3) ** n for n in range(120)]  # of 3, a fortieth of the records
+    wanted = [sum(kept[n] * 8.0 / (step - n) for n in range(step)) / sum(kept[:step]) for step in range(1, 121)]
+    assert means == pytest.approx(wanted, rel=1e-5)
 
 
 def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
