@@ -11,11 +11,13 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from megacore.config import Config
 from megacore.devices import DEVICES
 from megacore.models.config import ModelConfigError, parameters_in_words
 from megacore.models.registry import configure
+from megacore.pictures import pyplot, save
 from megacore.planning.fit import MARGIN, Candidate, fit
 from megacore.planning.overheads import COMMUNICATOR, Overheads
 from megacore.planning.packed_documents import with_documents
@@ -29,6 +31,9 @@ from megacore.say import err, say, say_data
 from megacore.tools import folders, plan_goodput, plan_trace
 from megacore.tools.plan_goodput import above_0
 from megacore.tools.tables import table
+
+_SHORT = {"parameters": "weights", "gradients": "grads", "activations": "activ.", "working": "work"}
+"""{term of the memory: the head of its column}, where that is shorter."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--documents",
         metavar="CORPUS",
         help="a token file, NAME of NAME.bin and NAME.idx: attention stays within its documents, as they are packed",
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the memory of each stage, or with --goodput that: a PNG"
     )
     search = parser.add_argument_group("search")
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
@@ -104,6 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
     if (idle := plan_goodput.given(arguments)) and not (arguments.goodput and not arguments.fit):
         raise ConfigError([f"{', '.join(idle)} belong to --goodput: give that, and no --fit, or leave them out"])
     plan_trace.check(arguments)
+    if arguments.picture and (arguments.fit or arguments.trace):
+        raise ConfigError(["--picture draws the memory of a plan, or its goodput: leave out --fit and --trace"])
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
         base = replace(setting_of(alone(config), configure(config.model), 1, "cuda"), imbalance=arguments.imbalance)
@@ -122,8 +132,11 @@ def run(arguments: argparse.Namespace) -> int:
         say_data(plan_goodput.as_data(outlook) if outlook else plan.as_data(), indent=2)
     else:
         say(plan_goodput.show(outlook) if outlook else show(plan, name))
-    if outlook and arguments.picture:
-        plan_goodput.draw(outlook, arguments.picture)
+    if arguments.picture:
+        if outlook:
+            plan_goodput.draw(outlook, arguments.picture)
+        else:
+            draw(plan, name, arguments.picture)
         folders.drawn(arguments.picture)
     return 0
 
@@ -160,6 +173,23 @@ def show(plan: Plan, name: str) -> str:
     return "\n\n".join(text for section in sections if (text := "\n".join(section)))
 
 
+def draw(plan: Plan, name: str, picture: Path) -> None:
+    """Draw the memory of a rank of each stage at its peak, beside that of the device."""
+    figure, axes = pyplot().subplots(figsize=(7, 1.6 + 0.32 * len(plan.memory)), layout="constrained")
+    stages, before = [f"stage {m.stage}" for m in plan.memory], [0.0] * len(plan.memory)
+    for term in TERMS:
+        sizes = [m.terms[term] / 1e9 for m in plan.memory]
+        if any(sizes):
+            axes.barh(stages, sizes, left=before, label=term)
+            before = [a + b for a, b in zip(before, sizes, strict=True)]
+    axes.axvline(plan.cluster.device.memory / 1e9, color="black", label=name)
+    axes.axvline(plan.room / 1e9, color="black", linestyle="--", label=f"less {MARGIN:.0%}")
+    axes.invert_yaxis()
+    axes.set(xlabel="GB of a rank at the peak of a step")
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
+    save(figure, picture)
+
+
 def _headline(plan: Plan, name: str) -> Iterator[str]:
     s, mesh = plan.setting, plan.setting.layout.mesh
     sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS if mesh[dim] > 1) or "one rank"
@@ -179,21 +209,24 @@ def _memory(plan: Plan) -> Iterator[str]:
     world, pp = plan.setting.layout.mesh.world, plan.setting.layout.mesh.pp
     per_stage = world // pp
     yield "Memory at the peak of a step, GB on each rank of a stage (1 GB = 10^9 bytes)"
-    head = ("stage", "ranks", "M params", *TERMS, "peak", "one microbatch", "in flight", "peak in")
+    shown = [term for term in TERMS if any(m.terms[term] for m in plan.memory)]
     rows = [
         (
             str(m.stage),
             f"{m.stage * per_stage}-{(m.stage + 1) * per_stage - 1}" if per_stage > 1 else str(m.stage),
-            f"{m.elements / 1e6:,.1f}",
-            *(_gb(m.terms[term]) for term in TERMS),
+            *(_gb(m.terms[term]) for term in shown),
             _gb(m.peak),
-            _gb(m.per_microbatch),
-            str(m.in_flight),
-            m.peak_at,
         )
         for m in plan.memory
     ]
-    yield table(head, rows)
+    yield table(("stage", "ranks", *(_SHORT.get(term, term) for term in shown), "peak"), rows)
+    # Stages that are alike in it stand in one line.
+    alike = dict[tuple[str, ...], list[int]]()
+    for m in plan.memory:
+        told = f"{m.elements / 1e6:,.1f}", _gb(m.per_microbatch), str(m.in_flight), m.peak_at
+        alike.setdefault(told, []).append(m.stage)
+    rows = [(", ".join(map(str, stages)), *told) for told, stages in alike.items()]
+    yield table(("stage", "M params", "GB of a microbatch", "in flight", "peak in"), rows)
     most, room = plan.fullest, plan.cluster.device.memory
     fits = "fits" if plan.fits else "does not fit"
     yield (
@@ -292,7 +325,8 @@ def _time(plan: Plan) -> Iterator[str]:
         f"{cluster.tflops:,.1f} TFLOP/s and {cluster.overlap:.0%} of what can be hidden in a node "
         f"is, and {cluster.overlap_between:.0%} between nodes"
     )
-    values = [(part, f"{asdict(time)[part]:,.3f}", f"{asdict(time)[part] / time.total:.1%}") for part in parts]
+    taken = [(part, each) for part, each in asdict(time).items() if part in parts and each]
+    values = [(part, f"{each:,.3f}", f"{each / time.total:.1%}") for part, each in (*taken, ("total", time.total))]
     yield table(("of it", "s", "share"), values)
     yield (
         f"  {time.tokens_per_second:,.0f} tokens/s, {time.tflops_per_device:,.1f} TFLOP/s on each rank, "

@@ -70,10 +70,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--overhead", type=_share, metavar="X", help="share of the time for checkpoints in memory (recovery.overhead)"
     )
-    group.add_argument("--picture", type=Path, metavar="FILE", help="draw goodput over nodes: a PNG")
 
 
-_OPTIONS = ("mtbf", "faults", "hardware", "away", "together", "cost", "incidents", "overhead", "picture")
+_OPTIONS = ("mtbf", "faults", "hardware", "away", "together", "cost", "incidents", "overhead")
 
 
 def given(arguments: argparse.Namespace) -> list[str]:

@@ -68,12 +68,15 @@ def test_what_a_run_has_met_replaces_what_is_assumed(
 def test_options_of_goodput_are_not_passed_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = str(tmp_path / "goodput.png")
     for more in (), ("--fit", "GPU=h100-80"), ("--fit", "GPU=h100-80", "--goodput"):
-        assert main([*ASKED, "--picture", picture, "--away", "3", *more]) == 2
+        assert main([*ASKED, "--overhead", "0.5", "--away", "3", *more]) == 2
         shown = capsys.readouterr()
-        assert "--away, --picture belong to --goodput: give that, and no --fit" in shown.err and not shown.out
-    assert not Path(picture).exists()
-    assert main([*SPLIT, "--picture", picture]) == 0
-    assert f"{picture}: a picture, " in capsys.readouterr().err and Path(picture).exists()
+        assert "--away, --overhead belong to --goodput: give that, and no --fit" in shown.err and not shown.out
+    for given in (SPLIT, ASKED):  # of goodput, and of memory
+        assert main([*given, "--picture", picture]) == 0
+        assert f"{picture}: a picture, " in capsys.readouterr().err
+        Path(picture).unlink()
+    assert main([*ASKED, "--picture", picture, "--fit", "GPU=h100-80"]) == 2
+    assert "leave out --fit and --trace" in capsys.readouterr().err and not Path(picture).exists()
 
 
 @pytest.mark.parametrize(
