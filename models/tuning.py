@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megacore.models import lora, names
 from megacore.models.lora import Lora
+from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.schema import Schema
 
 
@@ -36,6 +38,10 @@ class Tuning:
         if self.lora is None:
             return names.frozen(model, self.only, self.freeze)
         return frozenset(name for name, _ in names.tensors(model))
+
+    def quantised(self, model: Schema) -> Mapping[str, BaseDtype]:
+        """Return {weight: the format that it is held in} of what is held in fewer bits than the rest."""
+        return {} if self.lora is None else lora.quantised(model, self.lora)
 
     def trained(self, model: Schema) -> int:
         """Return how many parameters are trained."""
