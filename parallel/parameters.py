@@ -13,7 +13,7 @@ from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.quantised import Blocks
 from megacore.parallel.random import initial_values
-from megacore.parallel.weights.block_formats import bytes_of, in_bytes
+from megacore.parallel.weights.block_formats import BLOCK, bytes_of, in_bytes
 from megacore.parallel.weights.layout import Layout, Shard
 from megacore.parallel.weights.pattern import Piece
 
@@ -75,6 +75,11 @@ class Parameters(Mapping[str, nn.Parameter]):
     def _new(self, shard: Shard, hollow: bool) -> Tensor:
         buffer, shape, dtype = shard.param.buffer, shard.shape, self.dtype
         if shard.name in self.blocks:
+            if shape[-1] % BLOCK:
+                raise ValueError(
+                    f"cannot hold {shard.name} in {self.blocks[shard.name].dtype}: a rank has {shape[-1]} of its inputs, "
+                    f"which is no multiple of {BLOCK}: choose another tp"
+                )
             shape, dtype = (*shape[:-1], bytes_of(shape[-1], self.blocks[shard.name].dtype)), torch.uint8
         make = torch.empty if hollow and not buffer else torch.zeros
         return make(shape, dtype=torch.float32 if buffer else dtype, device=self.mesh.device)

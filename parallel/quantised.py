@@ -55,7 +55,7 @@ class Blocks:
         made = torch.empty(len(rows), bytes_of(inputs, self.dtype), dtype=torch.uint8, device=matrix.device)
         bounds = (self.pairs[:15, 1] + self.pairs[1:16, 1]) / 2
         for own, held in _some_rows(rows, made):
-            blocks, given = own.float().view(-1, BLOCK), held.view(-1, BLOCK_BYTES[self.dtype])
+            blocks, given = own.float().reshape(-1, BLOCK), held.view(-1, BLOCK_BYTES[self.dtype])
             largest = blocks.abs().amax(1, keepdim=True)
             divisor = largest.clamp(min=_SMALLEST)
             if self.dtype == "nf4":

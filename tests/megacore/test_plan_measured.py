@@ -276,6 +276,9 @@ NO_EMBEDDING = Tuning(freeze=("embed",))
 UPPER_HALF = Tuning(freeze=("embed", "layers.[0-1]"))
 HEAD = Tuning(only=("head",))
 
+NF4 = Tuning(Lora(16, 32.0, ("*",), base_dtype="nf4"))
+INT8 = Tuning(Lora(16, 32.0, ("attn",), base_dtype="int8"))
+
 TUNINGS = (ADAPTERS, ATTENTION, DROPPING, NO_EMBEDDING, UPPER_HALF)
 
 MESHES = [MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(pp=2, dp=2), MeshShape(tp=4)]
@@ -345,6 +348,18 @@ TUNED_ONE = [
     *(Case(vocab=8000, loss_chunk=64, tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
     *(Case(family="gpt2", tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
     Case(vocab=64, tuning=HEAD),
+]
+ROUND = (("intermediate_size", 384),)
+ROUND_EXPERTS = (("experts", (0, 1, 1, 0)), ("expert_size", 128), ("shared_size", 64), *ROUND)
+QUANTISED = [
+    *(Case(vocab=64, tuning=tuning, fields=ROUND) for tuning in (NF4, INT8)),
+    *(Case(vocab=64, tuning=NF4, fields=ROUND, recompute=recompute) for recompute in ("selective", "full")),
+    Case(vocab=64, tuning=NF4, family="extended", fields=ROUND_EXPERTS),
+]
+QUANTISED_TWO = [
+    Case(MeshShape(tp=2), microbatches=2, tuning=NF4, fields=ROUND),
+    Case(MeshShape(pp=2), microbatches=4, tuning=INT8, fields=ROUND),
+    *(Case(MeshShape(dp=2), shard=shard, microbatches=2, tuning=NF4, fields=ROUND) for shard in SHARDS),
 ]
 TUNED_TWO = [
     *(Case(MeshShape(tp=2), microbatches=2, tuning=tuning) for tuning in (ADAPTERS, ATTENTION, UPPER_HALF)),
@@ -480,6 +495,8 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("tuned-one", 1, TUNED_ONE, {PEAK}, 6),
     ("tuned-two", 2, TUNED_TWO, {PEAK}, 6),
     ("tuned-four", 4, TUNED_FOUR, {PEAK}, 6),
+    ("quantised-one", 1, QUANTISED, {STATE, PEAK}, 6),
+    ("quantised-two", 2, QUANTISED_TWO, {STATE, PEAK}, 6),
     ("experts-one", 1, MIXTURES, {PEAK}, 4),
     ("experts-two", 2, MIXTURES_OF_TWO, {PEAK}, 4),
     ("experts-four", 4, MIXTURES_OF_FOUR, {PEAK}, 4),

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from layouts import ALL, CONV, DOWN, LLAMA, MIXED_LORA, SOME, TUNED_FAMILIES
+from layouts import ALL, CONV, DOWN, INT8, LLAMA, MIXED_LORA, NF4, NF4_EXPERTS, SOME, TUNED_FAMILIES
 from oracle import Case, Run, lively, microbatches
 from torch import Tensor, nn
 
@@ -39,7 +39,7 @@ def loss_of(case: Case, model: Model) -> Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", [ALL, SOME, CONV, MIXED_LORA, DOWN, *TUNED_FAMILIES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [ALL, SOME, CONV, MIXED_LORA, DOWN, NF4, INT8, NF4_EXPERTS, *TUNED_FAMILIES], ids=lambda case: case.name)
 def test_a_step_is_that_of_the_formula(case: Case) -> None:
     """W + scale B A in place of W, multiplied out piece by piece, gives the loss and, by the chain rule, dA and dB."""
     lora = case.tuning.lora
@@ -48,7 +48,11 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
     found: dict[str, nn.Parameter] = {}
     with torch.no_grad():
         for name, weight in plain.parameters.items():
-            weight.copy_(adapted.parameters[name])
+            held = adapted.parameters[name]
+            if name in adapted.parameters.blocks:
+                assert held.dtype == torch.uint8
+                held = adapted.parameters.blocks[name].dequantise(held, torch.float64)
+            weight.copy_(held)
             if name.endswith(".weight") and name.replace(".weight", ".lora_a") in adapted.parameters:
                 found[name] = weight
         for name, weight in found.items():
