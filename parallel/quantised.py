@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -66,13 +66,20 @@ class Blocks:
             given[:, :-4], given[:, -4:] = codes, largest.view(torch.uint8)
         return made.view(*outer, -1)
 
-    def dequantise(self, held: Tensor, dtype: torch.dtype) -> Tensor:
-        """held: [..., out, bytes] -> [..., out, in], rounded once from fp32."""
+    def dequantise(self, held: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        """held: [..., out, bytes] -> [..., out, in], rounded once from fp32.
+
+        Args:
+            held: The blocks.
+            dtype: That of the result.
+            after: A tensor that must be there before the compiler dequantises. It takes that of a backward, which needs
+                nothing else of it, for the forward's, and keeps the matrix until then.
+        """
+        if after is not None and torch.compiler.is_compiling():
+            return _dequantise_after(held, self.pairs, self.dtype, dtype, after)
         *outer, width = held.shape
         rows = held.reshape(-1, width)
         inputs = width // BLOCK_BYTES[self.dtype] * BLOCK
-        if torch.compiler.is_compiling():  # which holds nothing wide
-            return self._wide(rows).to(dtype).view(*outer, inputs)
         made = torch.empty(len(rows), inputs, dtype=dtype, device=held.device)
         for own, wide in _some_rows(rows, made):
             wide.view(-1, BLOCK).copy_(self._wide(own))
@@ -85,6 +92,17 @@ class Blocks:
         if self.dtype == "nf4":
             return self.pairs.index_select(0, codes.int().flatten()).view(-1, BLOCK).mul_(largest)
         return codes.view(torch.int8).float().mul_(largest).mul_(1 / 127)
+
+
+@torch.library.custom_op("megacore::dequantise_after", mutates_args=())
+def _dequantise_after(held: Tensor, pairs: Tensor, name: str, dtype: torch.dtype, after: Tensor) -> Tensor:
+    return Blocks(cast(BaseDtype, name), pairs).dequantise(held, dtype)
+
+
+@_dequantise_after.register_fake
+def _(held: Tensor, pairs: Tensor, name: str, dtype: torch.dtype, after: Tensor) -> Tensor:
+    inputs = held.shape[-1] // BLOCK_BYTES[cast(BaseDtype, name)] * BLOCK
+    return held.new_empty(*held.shape[:-1], inputs, dtype=dtype)
 
 
 def _some_rows(rows: Tensor, made: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -23,13 +23,13 @@ class QuantisedProduct(Dense):
         self._blocks, self._dtype = blocks, dtype
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
-        return super().forward(x, self._wide(weight), bias)
+        return super().forward(x, self._wide(weight, x.values), bias)
 
     def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
-        return super().input_gradient(dy, self._wide(weight))
+        return super().input_gradient(dy, self._wide(weight, dy.values))
 
-    def _wide(self, weight: Operand) -> Operand:
-        return Operand(self._blocks.dequantise(weight.values, self._dtype))
+    def _wide(self, weight: Operand, after: Tensor) -> Operand:
+        return Operand(self._blocks.dequantise(weight.values, self._dtype, after))
 
 
 class QuantisedGroupedProducts(GroupedProducts):
