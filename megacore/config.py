@@ -21,8 +21,8 @@ from megacore.models.lora import Lora
 from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
-    BaseDtype,
     SPLIT_BACKWARD,
+    BaseDtype,
     ContextBalance,
     ContextExchange,
     MatrixScale,

@@ -60,11 +60,12 @@ class Parameters(Mapping[str, nn.Parameter]):
     ) -> None:
         self.layout, self.mesh, self.dtype = layout, mesh, dtype
         self.shards: dict[str, Shard] = {shard.name: shard for shard in layout.shards(mesh.place)}
-        blocks = {each: Blocks.on(mesh.device, each) for each in set(quantised.values())}
-        self.blocks = {name: blocks[quantised[s.param.name]] for name, s in self.shards.items() if s.param.name in quantised}
+        formats = {name: quantised[s.param.name] for name, s in self.shards.items() if s.param.name in quantised}
+        blocks = {each: Blocks.on(mesh.device, each) for each in {*formats.values()}}
+        self.blocks = {name: blocks[each] for name, each in formats.items()}
         """{parameter: its blocks} of those that are quantised."""
         self._tensors = {
-            name: nn.Parameter(self._new(shard, hollow), requires_grad=name not in self.blocks and not shard.param.buffer)
+            name: nn.Parameter(self._new(shard, hollow), requires_grad=self._may_train(name))
             for name, shard in self.shards.items()
         }
         if hollow:
@@ -77,12 +78,15 @@ class Parameters(Mapping[str, nn.Parameter]):
         if shard.name in self.blocks:
             if shape[-1] % BLOCK:
                 raise ValueError(
-                    f"cannot hold {shard.name} in {self.blocks[shard.name].dtype}: a rank has {shape[-1]} of its inputs, "
-                    f"which is no multiple of {BLOCK}: choose another tp"
+                    f"cannot hold {shard.name} in {self.blocks[shard.name].dtype}: a rank has {shape[-1]} of its "
+                    f"inputs, no multiple of {BLOCK}: choose another tp"
                 )
             shape, dtype = (*shape[:-1], bytes_of(shape[-1], self.blocks[shard.name].dtype)), torch.uint8
         make = torch.empty if hollow and not buffer else torch.zeros
         return make(shape, dtype=torch.float32 if buffer else dtype, device=self.mesh.device)
+
+    def _may_train(self, name: str) -> bool:
+        return name not in self.blocks and not self.shards[name].param.buffer
 
     def initialise(self, seed: int) -> None:
         """Draw the initial values: bitwise the same model on every mesh."""
@@ -112,8 +116,7 @@ class Parameters(Mapping[str, nn.Parameter]):
     def freeze(self, names: Collection[str]) -> None:
         """Train no longer the tensors of these names that are held here."""
         for name, parameter in self._tensors.items():
-            trained = name not in names and name not in self.blocks and not self.shards[name].param.buffer
-            parameter.requires_grad_(trained)
+            parameter.requires_grad_(name not in names and self._may_train(name))
 
     def pieces(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the name, label and view of every piece that is held here."""

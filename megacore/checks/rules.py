@@ -17,7 +17,6 @@ from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, 
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING
-from megacore.parallel.weights.block_formats import block_problems
 from megacore.parallel.weights.layout import MeshShape, heads_problem, mesh_problems
 
 
@@ -577,9 +576,8 @@ def _base_dtype(facts: RuleContext) -> Iterator[str]:
     schema, shape = facts.model.schema, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp)
     if mesh_problems(facts.sizes, shape, mesh.etp):
         return  # said already
-    params = [schema[name] for name in config.tuning.quantised(schema)]
-    for problem in block_problems(params, schema.sizes, shape, mesh.split):
-        yield f"lora.base_dtype {dtype}: {problem}: choose other sizes of the mesh, or lora.base_dtype=null"
+    for problem in config.tuning.block_problems(schema, shape, mesh.split):
+        yield f"{problem}: choose other sizes of the mesh, or lora.base_dtype=null"
 
 
 def _one_start(facts: RuleContext) -> Iterator[str]:

@@ -47,9 +47,9 @@ def block_problems(params: Iterable[Param], sizes: Sizes, mesh: MeshShape, split
             start, stop = split_axis(axis, sizes[axis], mesh.size(dims), 0, dims)
             held[axis] = stop - start
         (whole,), (own,) = inputs.shape(sizes), inputs.shape(held)
-        dims = dict.fromkeys(dim for dims in over.values() for dim in dims if mesh[dim] > 1)
         if whole % BLOCK:
             yield f"the {whole} inputs of {param.name} are no multiple of {BLOCK}"
         elif own % BLOCK:
-            spread = " x ".join(f"{dim}={mesh[dim]}" for dim in dims)
+            cut = dict.fromkeys(dim for dims in over.values() for dim in dims if mesh[dim] > 1)
+            spread = " x ".join(f"{dim}={mesh[dim]}" for dim in cut)
             yield f"{spread} cuts the {whole} inputs of {param.name} into {own}, which is no multiple of {BLOCK}"

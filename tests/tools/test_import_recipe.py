@@ -284,9 +284,9 @@ def test_fsdp_reshards_by_flag_or_strategy(
     assert yaml.safe_load(capsys.readouterr().out)["zero"] == {"shard": shard}
 
 
-@pytest.mark.parametrize(("adapter", "bits", "dtype"), [("qlora", "4", "nf4"), ("lora", "4", "nf4"), ("lora", "8", "int8")])
+@pytest.mark.parametrize(("adapter", "bits", "dtype"), [("qlora", 4, "nf4"), ("lora", 4, "nf4"), ("lora", 8, "int8")])
 def test_adapters_beside_fewer_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: str, bits: str, dtype: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: str, bits: int, dtype: str
 ) -> None:
     (tmp_path / "a.yml").write_text(f"base_model: x\nadapter: {adapter}\nload_in_{bits}bit: true\nlora_dropout: 0.05\n")
     assert main([str(tmp_path / "a.yml"), "--gpus", "1"]) == 0

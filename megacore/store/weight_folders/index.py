@@ -17,8 +17,8 @@ from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.lora import Lora
 from megacore.models.registry import family
 from megacore.models.tuning import Tuning
-from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.block_formats import BLOCK_BYTES
+from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
 from megacore.parallel.weights.schema import SPLIT, Param, Schema, Split
 from megacore.parallel.weights.transfer import Stored, native
