@@ -30,7 +30,7 @@ from megacore.models.stages import layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.budgets import BUCKET_BYTES
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import ContextExchange, Recompute, ZeroShard
+from megacore.parallel.enum_errors import BaseDtype, ContextExchange, Recompute, ZeroShard
 from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory import recompute
@@ -604,3 +604,14 @@ def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
         found.append(len(mesh._groups) + len(mesh._channels))
         dist.destroy_process_group()
     assert max(found) == start_up(case.setting, 8).communicators
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("dtype", "bits"), [("nf4", 4.5), ("int8", 8.5)])
+def test_what_is_quantised_is_held_and_kept_in_bytes(dtype: BaseDtype, bits: float) -> None:
+    """No matrix is kept for the backward: what one microbatch leaves is that of adapters beside bf16."""
+    tuning = Tuning(Lora(16, 32.0, ("*",), base_dtype=dtype))
+    (plain,), (held,) = (memory(Case(tuning=each, fields=ROUND).setting) for each in (ADAPTERS, tuning))
+    assert held.per_microbatch == plain.per_microbatch
+    linears = 4 * (128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 384)
+    assert plain.terms["parameters"] - held.terms["parameters"] == linears * (16 - bits) / 8
