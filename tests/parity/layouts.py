@@ -538,7 +538,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 4, [(case, run) for case in (UNTIED, TIED) for run in LOSS_CHUNKS]
     yield 9, [(case, run) for case in (TIED, SIDE_BY_SIDE, ADAPTED) for run in MLP_CHUNKS]
     yield 12, TUNING
-    yield 6, QUANTISED
+    yield 8, QUANTISED
     yield 30, [(case, TUNING_RUNS["tp"]) for case in TUNED_FAMILIES]
     yield 6, OF_EXPERTS
     yield 48, draw("extended", (STARVED, GROUPED), EXPERT_MESHES, 3)
