@@ -129,3 +129,14 @@ def test_frozen_linears_are_left_as_they_were() -> None:
     linears = [module for module in model.chunks[0].modules() if isinstance(module, ColumnParallelLinear)]
     assert linears and not any(linear.weight.requires_grad for linear in linears)
     assert "attn.out.base" not in dict(model.chunks[0].named_modules())
+
+
+@pytest.mark.quick
+def test_linears_and_experts_are_quantised_and_nothing_else() -> None:
+    """With adapters or not; those of attention and of the experts' outputs have some here."""
+    parameters = model_of(NF4_EXPERTS, NF4_EXPERTS.tuning).parameters
+    ends = ("attn.qkv.weight", "attn.out.weight", "experts.up.weight", "experts.down.weight")
+    assert parameters.blocks.keys() == {name for name in parameters if name.endswith(ends)}
+    for name, parameter in parameters.items():
+        held = parameter.nbytes * 64 == math.prod(parameters.shards[name].shape) * 36
+        assert held == (name in parameters.blocks) and parameter.requires_grad == ("lora" in name), name
