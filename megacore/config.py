@@ -22,6 +22,7 @@ from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
     SPLIT_BACKWARD,
+    BaseDtype,
     ContextBalance,
     ContextExchange,
     MatrixScale,
@@ -356,6 +357,9 @@ class LoraConfig:
     """The dropout of their inputs."""
     rslora: Bool = False
     """Whether their outputs count alpha / sqrt(rank) times instead."""
+    base_dtype: BaseDtype | None = None
+    """The numbers that the frozen linears and experts are held in, `nf4` (4.5 bits each) or `int8` (8.5); null: those
+    of `train.precision`."""
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
 
 from megacore.models.lora import WEIGHT, A, B, Lora
+from megacore.parallel import kernels
 from megacore.parallel.layers.experts import Experts
 from megacore.parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megacore.parallel.layers.lora import (
@@ -17,6 +19,7 @@ from megacore.parallel.layers.lora import (
     RowAdapted,
     Rows,
 )
+from megacore.parallel.layers.quantised import QuantisedGroupedProducts, QuantisedProduct
 from megacore.parallel.layers.router import Router
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.weights.layout import Shard
@@ -48,6 +51,30 @@ def adapt(chunk: nn.Module, parameters: Parameters, lora: Lora) -> None:
                 own := pair(module.weight)
             ):
                 setattr(parent, place, _adapted(module, *own, parameters, names[module.weight], lora))
+
+
+def multiply_quantised(chunk: nn.Module, parameters: Parameters) -> None:
+    """Have the linears and experts of a chunk multiply by weights that are quantised, where theirs are.
+
+    Raises:
+        ValueError: something else uses such a weight.
+    """
+    names = {parameters[name]: name for name in parameters.blocks}
+    for module in chunk.modules() if names else ():
+        own = [each for each in module.parameters(recurse=False) if each in names]
+        if not own:
+            continue
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
+            module.product = QuantisedProduct(parameters.blocks[names[module.weight]], parameters.dtype)
+        elif isinstance(module, Experts):
+            # A number for each of theirs says what is multiplied, and takes no memory.
+            number = torch.empty((), dtype=parameters.dtype, device=parameters.mesh.device)
+            wide = (number.expand(parameters.shards[names[each]].shape) for each in own)
+            others = (each for each in module.parameters() if each.dim() == 3 and each not in names)
+            plain = kernels.grouped_products(*wide, *others)
+            module.products = QuantisedGroupedProducts(plain, parameters.blocks[names[module.up]], parameters.dtype)
+        else:
+            raise ValueError(f"{names[own[0]]}: a {type(module).__name__} cannot use a weight that is quantised")
 
 
 def _adapted(

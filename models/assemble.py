@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.models.adapt import adapt
+from megacore.models.adapt import adapt, multiply_quantised
 from megacore.models.attention import Attention
 from megacore.models.blocks import CHEAP, Block
 from megacore.models.config import ModelConfig
@@ -74,12 +74,13 @@ class Model:
         context = context or ContextParallel(mesh.shape.cp)
         mesh.make_groups(of_context(mesh.shape, context.heads))
         activations = activations or Activations()
-        parameters = Parameters(layout, mesh, dtype, hollow)
+        parameters = Parameters(layout, mesh, dtype, hollow, tuning.quantised(config.schema))
         parameters.freeze(tuning.frozen(config.schema))
         chunks = tuple(config.build(parameters, chunk) for chunk in range(layout.chunks))
         for chunk in chunks:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)
+            multiply_quantised(chunk, parameters)
             chunk.run = runner(activations, chunk.layers.values(), CHEAP, mesh.device)
             for block in chunk.layers.values():
                 if isinstance(block, Block):

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megacore.models.names import in_block, matches, unmatched, without_block
+from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.pattern import FusedGroup, Node, Pattern, outermost
 from megacore.parallel.weights.schema import WORDS, Param, Schema
 from megacore.parallel.weights.transfer import Stored
@@ -67,6 +68,8 @@ class Lora:
             Hugging Face's (``q_proj``).
         dropout: Probability of dropping an element of an adapter's input in training.
         rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732).
+        base_dtype: The format that the model's own linears and experts are held in, with adapters or not (QLoRA,
+            Dettmers et al. 2023, arXiv 2305.14314); None: that of the run.
     """
 
     rank: int
@@ -74,6 +77,7 @@ class Lora:
     targets: tuple[str, ...]
     dropout: float = 0.0
     rslora: bool = False
+    base_dtype: BaseDtype | None = None
 
     @property
     def scale(self) -> float:
@@ -136,6 +140,14 @@ def linears(schema: Schema) -> Iterator[LinearTarget]:
                 modules.setdefault(template.removesuffix(WEIGHT), []).append(label)
             for name, labels in modules.items():
                 yield LinearTarget(param, tuple(labels), name, len(modules) == 1)
+
+
+def quantised(schema: Schema, lora: Lora) -> dict[str, BaseDtype]:
+    """Return {weight: the format that it is held in} of the linears and experts; routers choose by small differences,
+    and are small."""
+    if lora.base_dtype is None:
+        return {}
+    return {each.param.name: lora.base_dtype for each in linears(schema) if "routes" not in each.param.sentence.axes}
 
 
 def targets(schema: Schema, patterns: Sequence[str]) -> list[LinearTarget]:

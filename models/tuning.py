@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megacore.models import lora, names
 from megacore.models.lora import Lora
-from megacore.parallel.weights.schema import Schema
+from megacore.parallel.enum_errors import BaseDtype
+from megacore.parallel.weights.block_formats import block_problems
+from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.schema import Schema, Split
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,16 @@ class Tuning:
         if self.lora is None:
             return names.frozen(model, self.only, self.freeze)
         return frozenset(name for name, _ in names.tensors(model))
+
+    def quantised(self, model: Schema) -> Mapping[str, BaseDtype]:
+        """Return {weight: the format that it is held in} of what is held in fewer bits than the rest."""
+        return {} if self.lora is None else lora.quantised(model, self.lora)
+
+    def block_problems(self, model: Schema, mesh: MeshShape, split: Split) -> list[str]:
+        """Return the weights whose blocks are cut, by their size or by a mesh that can split the model."""
+        held = self.quantised(model)
+        found = block_problems([model[name] for name in held], model.sizes, mesh, split)
+        return [f"lora.base_dtype {self.lora.base_dtype}: {problem}" for problem in found] if self.lora else []
 
     def trained(self, model: Schema) -> int:
         """Return how many parameters are trained."""

@@ -317,7 +317,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "model", f"{facts['family']}, {facts['parameters']:,} parameters{active}{tied}"
     if adapters := facts["adapters"]:
         scale = "alpha / sqrt(rank)" if adapters["rslora"] else "alpha / rank"
-        yield "adapters", f"LoRA, rank {adapters['rank']}, alpha {adapters['alpha']:g} (scaled by {scale})"
+        held = f", beside {adapters['base_dtype']}" if adapters["base_dtype"] else ""
+        yield "adapters", f"LoRA, rank {adapters['rank']}, alpha {adapters['alpha']:g} (scaled by {scale}){held}"
         targets = ", ".join(map(brief, adapters["targets"]))
         yield "of", f"{brief(adapters['base'])} (fingerprint {adapters['base_fingerprint']}): {targets}"
     if facts["optimizer"]:

@@ -562,6 +562,24 @@ def _adapters(facts: RuleContext) -> Iterator[str]:
         yield "lora trains adapters of a model that is there: name its folder or checkpoint in checkpoint.init"
 
 
+def _base_dtype(facts: RuleContext) -> Iterator[str]:
+    config, mesh = facts.config, facts.config.mesh
+    if config.lora is None or (dtype := config.lora.base_dtype) is None:
+        return
+    for key, given, other in (("train.precision", "fp8", "bf16"), ("train.async_tp", True, "false")):
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) == given:
+            yield (
+                f"{key} multiplies by weights as they are, and lora.base_dtype {dtype} holds them in blocks: set "
+                f"{key}={other}, or lora.base_dtype=null"
+            )
+    schema, shape = facts.model.schema, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp)
+    if mesh_problems(facts.sizes, shape, mesh.etp):
+        return  # said already
+    for problem in config.tuning.block_problems(schema, shape, mesh.split):
+        yield f"{problem}: choose other sizes of the mesh, or lora.base_dtype=null"
+
+
 def _one_start(facts: RuleContext) -> Iterator[str]:
     section = facts.config.checkpoint
     # Adapters are resumed beside the model that they were begun on.
@@ -600,7 +618,7 @@ RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _mlp_chunk,
     _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device,
     _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp, _batch_balance,
-    _adapters, _one_start, _repetition, _export,
+    _adapters, _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

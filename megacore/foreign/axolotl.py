@@ -20,6 +20,7 @@ _KEYS = {
 """{a key of a data set that names one of its columns: ours of data.map}."""
 _SHAREGPT = {"messages": "conversations", "role": "from", "content": "value"}
 _KERNELS = "kernels are chosen here (docs/kernels.md)"
+_ADAPTERS = ("lora", "qlora")
 _PER_EPOCH = "is said in steps here"
 
 
@@ -56,12 +57,22 @@ def _model(value: Any, config: ForeignConfig) -> Verdict:
 
 
 def _adapter(value: Any, config: ForeignConfig) -> Verdict:
-    if value == "qlora":
-        return Verdict(remark="a base in 4 bits is not here: adapter: lora", refused=True)
-    if value not in (None, "", "lora"):
-        return Verdict(remark=f"{value} is not here: only lora is", refused=True)
+    if value not in (None, "", *_ADAPTERS):
+        return Verdict(remark=f"{value} is not here: only lora and qlora are", refused=True)
     keys = {"lora.rank": config.given.get("lora_r", 8)} if value else {}
-    return Verdict(keys)
+    return Verdict(keys | ({"lora.base_dtype": "nf4"} if value == "qlora" else {}))
+
+
+def _base(dtype: str) -> Rule:
+    """Return the rule of a key that says that the model below adapters is held in fewer bits."""
+
+    def rule(value: Any, config: ForeignConfig) -> Verdict:
+        adapted = config.given.get("adapter") in _ADAPTERS
+        if value and not adapted:
+            return Verdict(remark="a base in fewer bits is for adapters: adapter: qlora", refused=True)
+        return Verdict({"lora.base_dtype": dtype} if value else {})
+
+    return rule
 
 
 def _recompute(value: Any, config: ForeignConfig) -> Verdict:
@@ -85,7 +96,7 @@ def _roles(value: Any, config: ForeignConfig) -> Verdict:
 def _lora_key(key: str, made: Any = None) -> Rule:
     carried = to(key, made)
     return lambda value, config: (
-        carried(value, config) if config.given.get("adapter") == "lora" else Verdict(remark="there are no adapters")
+        carried(value, config) if config.given.get("adapter") in _ADAPTERS else Verdict(remark="there are no adapters")
     )
 
 
@@ -113,8 +124,9 @@ _RULES: dict[str, Rule] = {
     "peft_use_dora": off("DoRA is not here"),
     "lora_modules_to_save": off("adapters are trained alone: leave it out, or train all weights"),
     "lora_*kernel": without(_KERNELS),
-    "load_in_8bit": off("a base in 8 bits is not here"),
-    "load_in_4bit": off("a base in 4 bits is not here"),
+    "load_in_8bit": _base("int8"),
+    "load_in_4bit": _base("nf4"),
+    "bnb_config_kwargs*": without("scales are not quantised once more here"),
     "sequence_len": to("data.sequence_length"),
     "sample_packing": to("chat.pack", bool),
     "excess_length_strategy": to("chat.too_long", {"drop": "drop", "truncate": "cut"}),
@@ -213,7 +225,7 @@ def _defaults(given: Given) -> Given:
     """Return the values of the Trainer for what is left out."""
     found = {"weight_decay": 0.0, "adam_beta2": 0.999, "cosine_min_lr_ratio": 0.0, "sample_packing": False}
     found |= {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "train_on_inputs": False}
-    return found | ({"lora_alpha": 16} if given.get("adapter") == "lora" else {})
+    return found | ({"lora_alpha": 16} if given.get("adapter") in _ADAPTERS else {})
 
 
 AXOLOTL = Project("axolotl", _RULES, _defaults)

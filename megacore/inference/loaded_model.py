@@ -66,7 +66,7 @@ class ModelSetup:
         made = None if mesh is None or isinstance(mesh, MeshShape) else mesh
         shape = MeshShape() if mesh is None else mesh if isinstance(mesh, MeshShape) else mesh.shape
         here = RankPlace.of_environment() if made is None else RankPlace(made.rank, shape.world, 0, shape.world, True)
-        check_mesh(opened.config, shape, here, etp, exchange)
+        check_mesh(opened.config, shape, here, etp, exchange, opened.index.tuning)
         kind = device_kind(device, here, shape.world) if made is None else made.device.type
         return cls(opened, here, shape, kind, name, etp, exchange, made)
 

@@ -73,7 +73,7 @@ def model_from(
 @torch.no_grad()
 def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
-        model.parameters[name].copy_(tensor)
+        model.parameters[name].copy_(model.parameters.as_held(name, tensor))
 
 
 def microbatch_of(model: Model, whole: Batch) -> Microbatch:

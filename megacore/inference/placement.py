@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megacore.models.config import ModelConfig
+from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextExchange
 from megacore.parallel.weights.layout import MeshShape, heads_problem, mesh_problems
+from megacore.parallel.weights.schema import split_of
 from megacore.rank import RankPlace, join, leave
 from megacore.resources import gpus
 from megacore.store.io.strict_json import StoreError
@@ -20,12 +22,19 @@ if TYPE_CHECKING:  # what is wrong is said without waiting for torch
 
 
 def check_mesh(
-    config: ModelConfig, mesh: MeshShape, here: RankPlace, etp: int = 1, exchange: ContextExchange = "auto"
+    config: ModelConfig,
+    mesh: MeshShape,
+    here: RankPlace,
+    etp: int = 1,
+    exchange: ContextExchange = "auto",
+    tuning: Tuning = EVERYTHING,
 ) -> None:
     """Check that a model can be split over a mesh, and that torchrun has started as many processes as that takes.
-    ``etp``: parts of each expert; ``exchange``: the way in which queries meet the keys of other ranks of cp. Raises
-    StoreError: all reasons why not."""
+    ``etp``: parts of each expert; ``exchange``: the way in which queries meet the keys of other ranks of cp;
+    ``tuning``: what was trained of it. Raises StoreError: all reasons why not."""
     problems, layers = mesh_problems(config.sizes, mesh, etp), config.sizes["layer"]
+    if not problems:
+        problems += tuning.block_problems(config.schema, mesh, split_of(etp))
     problems += context_problems(config, mesh, exchange)
     if mesh.pp > layers:
         problems.append(f"cannot give each of `pp={mesh.pp}` stages one of the {layers} layers")

@@ -84,6 +84,7 @@ class LayerCost:
     """The embedding, a block or the head: bytes, and work.
 
     Args:
+        size: The bytes of its parameters.
         learning: The elements of its parameters that are trained.
         kept: The bytes kept from its forward to its backward, with what it is given if it keeps that.
         tables: {rope: bytes} of the cos and sin that it keeps, which blocks share.
@@ -95,7 +96,7 @@ class LayerCost:
         weights: The operations of weight gradients that come later; they are none of the backward's.
     """
 
-    elements: int
+    size: int
     learning: int
     kept: int
     tables: Mapping[str, int]

@@ -201,7 +201,8 @@ def _spread(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Layout]:
     for ep in reversed(_divisors(math.gcd(mesh.dp, sizes["experts"]))) if base.has_experts else (1,):
         spread = replace(mesh, dp=mesh.dp // ep, ep=ep)
         ways = (split for split in (split_of(1), split_of(mesh.tp)) if not split_problems(sizes, spread, split))
-        if (split := next(ways, None)) is not None:
+        split = next(ways, None)
+        if split is not None and not base.tuning.block_problems(base.model.schema, spread, split):
             yield layout_of(base.model, spread, chunks, tuning=base.tuning, split=split)
 
 

@@ -185,7 +185,7 @@ class FakeModel:
             end, backward, waiting = None, seen.work(), (seen.live - before) * bool(self._handed)
             late = self._weight_gradients(seen) - before - waiting if self._handed else 0
         return LayerCost(
-            sum(parameter.numel() for parameter in parameters),
+            sum(parameter.nbytes for parameter in parameters),
             sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             kept - sum(tables.values()),
             tables,

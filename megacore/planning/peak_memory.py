@@ -284,15 +284,15 @@ class _Sharing:
         for layer, block in act.layers_of(stage).items():
             here = [part for part in alone if part.param.layers is None or layer in part.param.layers]
             own = sum(part.trained // part.tensors for part in here)
-            there = 0 if setting.offload_parameters else sum(part.elements // part.tensors for part in here)
-            unit = max(unit, block.elements - there)
+            sizes = (setting.bytes_of(part.param, part.elements) // part.tensors for part in here)
+            unit = max(unit, block.size - (0 if setting.offload_parameters else sum(sizes)))
             filling = max(filling, block.learning - own)
             sums = max(sums, (1 + REDUCE_SCATTERS) * (block.learning - own) + own)
-        unit, sums = unit * widths.parameter, sums * widths.gradient
+        sums *= widths.gradient
         return cls(
-            last.elements * widths.parameter + head + unit,
+            last.size + head + unit,
             2 * unit + sums,
-            first.elements * widths.parameter + embedding + unit + sums,
+            first.size + embedding + unit + sums,
             filling * widths.gradient,
             2 * unit,
         )

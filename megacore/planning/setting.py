@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.budgets import BUCKET_BYTES
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import SPLIT_BACKWARD, Moments, OptimizerOffload, Precision, Recompute, ZeroShard
+from megacore.parallel.enum_errors import (
+    SPLIT_BACKWARD,
+    BaseDtype,
+    Moments,
+    OptimizerOffload,
+    Precision,
+    Recompute,
+    ZeroShard,
+)
+from megacore.parallel.weights.block_formats import bytes_of
 from megacore.parallel.weights.layout import Layout
 from megacore.parallel.weights.schema import Param
 from megacore.planning.exchange import WHOLE, Packing
@@ -96,6 +106,16 @@ class Setting:
         """Return the widths of a parameter's elements: of matrices that are updated as wholes there is one moment."""
         one = self.muon_steps and param.is_matrix
         return replace(self.widths, moments=self.widths.moments // 2) if one else self.widths
+
+    def bytes_of(self, param: Param, elements: int) -> int:
+        """Return the bytes of the values of so many elements of a parameter, as they are held."""
+        held = self.quantised.get(param.name)
+        return elements * self.widths.parameter if held is None else bytes_of(elements, held)
+
+    @cached_property
+    def quantised(self) -> Mapping[str, BaseDtype]:
+        """{weight: the format that it is held in} of what is held in fewer bits than the rest."""
+        return self.tuning.quantised(self.model.schema)
 
     @property
     def frozen(self) -> frozenset[str]:

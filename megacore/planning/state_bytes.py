@@ -195,18 +195,18 @@ def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     """
     shares, widths = list(shares), setting.widths
     pieces = Counter(part.param.name for part in shares)
-    total, buffers, alone = NOTHING, 0, 0  # alone: the elements that have values and nothing else
+    total, buffers, alone = NOTHING, 0, 0  # alone: the bytes of what has values and nothing else
     for part in shares:
         if part.param.buffer:  # every rank that has one has all of it
             buffers += part.elements
             continue
         ranks = sharing(part, setting)
         total += state_of(part.trained, ranks, setting.widths_of(part.param), setting.shard)
-        still = part.elements - part.trained
+        still = setting.bytes_of(part.param, part.elements - part.trained)
         alone += -(-still // ranks) if setting.shard == "parameters" else still
         if pieces[part.param.name] > 1 and setting.shard in ("optimizer", "gradients"):
-            alone += -(-part.trained // ranks)
-    return total + StateBytes(BUFFER * buffers + widths.parameter * alone, 0, 0, 0)
+            alone += widths.parameter * -(-part.trained // ranks)
+    return total + StateBytes(BUFFER * buffers + alone, 0, 0, 0)
 
 
 def updated(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:

@@ -112,9 +112,9 @@ def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterSha
         others = ranks // split  # HSDP's replicas, and the other end of the pipeline
         yield buckets(ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1)
         # After the update those that are trained; split ones before their forward and their backward, trained or not.
-        used = sum(_used(act, stage, part) for part in group) // 2
-        moved, uses = (used, 2 * setting.microbatches) if rung == 3 else (numel, 1)
-        yield buckets(ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
+        used = sum(setting.bytes_of(part.param, _used(act, stage, part)) for part in group) // 2
+        moved, uses = (used, 2 * setting.microbatches) if rung == 3 else (numel * widths.parameter, 1)
+        yield buckets(ALL_GATHER, axis, "parameters", split, moved, uses)
 
 
 def _matrices(setting: Setting, shares: Sequence[ParameterShare]) -> Iterator[Traffic]:

@@ -216,7 +216,7 @@ def _go_on_with_adapters(lora: Lora, init: str | None, checkpoint: Checkpoint, c
 
 
 def _other_adapters(lora: Lora, held: Lora, base: WeightFolder, checkpoint: Checkpoint) -> Iterator[str]:
-    for name in ("rank", "alpha", "rslora"):
+    for name in ("rank", "alpha", "rslora", "base_dtype"):
         ours, theirs = getattr(lora, name), getattr(held, name)
         if ours != theirs:
             yield f"lora.{name} is {ours} in the recipe and {theirs} in the checkpoint: keep it as it was"

@@ -331,10 +331,11 @@ def _spans(parameters: Parameters, name: str, matrices: bool) -> list[Span]:
     """Return one span, or one for each piece where their replicas differ (kv heads shared by ranks)."""
     shard = parameters.shards[name]
     parameter, kind = parameters[name], (shard.param.decays, matrices and shard.param.is_matrix)
-    replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in shard.pieces}
+    pieces = parameters.pieces_of(name)
+    replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in pieces}
     if len(set(replicas.values())) == 1:
         return [Span(name, parameter, None, next(iter(replicas.values())), *kind)]
-    return [Span(name, parameter, p, replicas[p.label], *kind) for p in shard.pieces]
+    return [Span(name, parameter, p, replicas[p.label], *kind) for p in pieces]
 
 
 def crosses_stages(shape: MeshShape, ranks: Iterable[int]) -> bool:

@@ -383,8 +383,8 @@ class Gradients:
             host.copy_(take(self.parameters[name].detach()), non_blocking=True)
 
     def fill(self, name: str, host: Tensor) -> None:
-        """Fill a parameter from a tensor of its shape, of any float dtype."""
-        values = self._values_of(name)
+        """Fill a parameter from a tensor of its shard's shape, of any float dtype."""
+        values, host = self._values_of(name), self.parameters.as_held(name, host)
         for each in values:
             each.wait()
         if all(each.there for each in values):
@@ -442,7 +442,8 @@ class Gradients:
         def key(span: Span) -> Hashable:
             # The other end of the pipeline uses a tied parameter elsewhere, and must come to the same buckets.
             tied = span.name if crosses_stages(self._mesh.shape, span.replicas) else ""
-            return span.replicas, frozenset(users[span.parameter]), tied, span.piece is None
+            dtype = span.parameter.dtype  # of what is quantised, bytes
+            return span.replicas, frozenset(users[span.parameter]), tied, span.piece is None, dtype
 
         most = math.inf if self._reshards else bucket_bytes // self.dtype.itemsize
         for spans in fill(self.parameters, still, key, most):

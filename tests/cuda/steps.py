@@ -130,6 +130,7 @@ CASES: Mapping[str, Case] = {
     "lora": Case(LORA),
     "lora, dropout, full": Case(f"{LORA} lora.dropout=0.1 memory.recompute=full"),
     "lora, fp8": Case(f"{LORA} train.precision=fp8", layers=2),
+    "lora, nf4": Case(f"{GPT2} {LORA} lora.base_dtype=nf4"),
     "frozen embedding": Case("train.freeze=[embed]"),
     "states on host": Case("memory.offload_optimizer=host"),
     "states on host, no masters": Case("memory.offload_optimizer=host optimizer.master_weights=false"),

@@ -23,6 +23,7 @@ LOWER = {
             "labels",
             "rank_sets",
             "routing",
+            "weights.block_formats",
             "weights.fingerprint",
             "weights.layout",
             "weights.pattern",

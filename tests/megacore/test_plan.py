@@ -597,6 +597,14 @@ def test_fit_spreads_experts() -> None:
     assert all(each.fullest.peak <= (1 - MARGIN) * H100.device.memory for each in found)
 
 
+@pytest.mark.in_turn(2, 1)
+def test_fit_cuts_no_blocks() -> None:
+    """Eight ranks of tp would have 1376 of the 11008 inputs of LLaMA 2 7B's down, which is no multiple of 64."""
+    model, tuning = configure({"preset": "llama-2-7b"}), Tuning(Lora(16, 32.0, ("*",), base_dtype="nf4"))
+    base = Setting(model, layout_of(model, MeshShape(), tuning=tuning), Widths.of("bf16"), 4096, 1, 8, tuning=tuning)
+    assert {each.setting.layout.mesh.tp for each in fit(base, 8, H100)} <= {1, 2, 4}
+
+
 @pytest.mark.in_turn(2, 0)
 @pytest.mark.slow
 def test_fit_of_256_experts_in_61_layers_takes_seconds() -> None:

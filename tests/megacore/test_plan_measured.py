@@ -30,7 +30,7 @@ from megacore.models.stages import layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.budgets import BUCKET_BYTES
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import ContextExchange, Recompute, ZeroShard
+from megacore.parallel.enum_errors import BaseDtype, ContextExchange, Recompute, ZeroShard
 from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory import recompute
@@ -276,6 +276,9 @@ NO_EMBEDDING = Tuning(freeze=("embed",))
 UPPER_HALF = Tuning(freeze=("embed", "layers.[0-1]"))
 HEAD = Tuning(only=("head",))
 
+NF4 = Tuning(Lora(16, 32.0, ("*",), base_dtype="nf4"))
+INT8 = Tuning(Lora(16, 32.0, ("attn",), base_dtype="int8"))
+
 TUNINGS = (ADAPTERS, ATTENTION, DROPPING, NO_EMBEDDING, UPPER_HALF)
 
 MESHES = [MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(pp=2, dp=2), MeshShape(tp=4)]
@@ -345,6 +348,18 @@ TUNED_ONE = [
     *(Case(vocab=8000, loss_chunk=64, tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
     *(Case(family="gpt2", tuning=tuning) for tuning in (ADAPTERS, UPPER_HALF)),
     Case(vocab=64, tuning=HEAD),
+]
+ROUND = (("intermediate_size", 384),)
+ROUND_EXPERTS = (("experts", (0, 1, 1, 0)), ("expert_size", 128), ("shared_size", 64), *ROUND)
+QUANTISED = [
+    *(Case(vocab=64, tuning=tuning, fields=ROUND) for tuning in (NF4, INT8)),
+    *(Case(vocab=64, tuning=NF4, fields=ROUND, recompute=recompute) for recompute in ("selective", "full")),
+    Case(vocab=64, tuning=NF4, family="extended", fields=ROUND_EXPERTS),
+]
+QUANTISED_TWO = [
+    Case(MeshShape(tp=2), microbatches=2, tuning=NF4, fields=ROUND),
+    Case(MeshShape(pp=2), microbatches=4, tuning=INT8, fields=ROUND),
+    *(Case(MeshShape(dp=2), shard=shard, microbatches=2, tuning=NF4, fields=ROUND) for shard in SHARDS),
 ]
 TUNED_TWO = [
     *(Case(MeshShape(tp=2), microbatches=2, tuning=tuning) for tuning in (ADAPTERS, ATTENTION, UPPER_HALF)),
@@ -480,6 +495,8 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("tuned-one", 1, TUNED_ONE, {PEAK}, 6),
     ("tuned-two", 2, TUNED_TWO, {PEAK}, 6),
     ("tuned-four", 4, TUNED_FOUR, {PEAK}, 6),
+    ("quantised-one", 1, QUANTISED, {STATE, PEAK}, 6),
+    ("quantised-two", 2, QUANTISED_TWO, {STATE, PEAK}, 6),
     ("experts-one", 1, MIXTURES, {PEAK}, 4),
     ("experts-two", 2, MIXTURES_OF_TWO, {PEAK}, 4),
     ("experts-four", 4, MIXTURES_OF_FOUR, {PEAK}, 4),
@@ -587,3 +604,14 @@ def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
         found.append(len(mesh._groups) + len(mesh._channels))
         dist.destroy_process_group()
     assert max(found) == start_up(case.setting, 8).communicators
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("dtype", "bits"), [("nf4", 4.5), ("int8", 8.5)])
+def test_what_is_quantised_is_held_and_kept_in_bytes(dtype: BaseDtype, bits: float) -> None:
+    """No matrix is kept for the backward: what one microbatch leaves is that of adapters beside bf16."""
+    tuning = Tuning(Lora(16, 32.0, ("*",), base_dtype=dtype))
+    (plain,), (held,) = (memory(Case(tuning=each, fields=ROUND).setting) for each in (ADAPTERS, tuning))
+    assert held.per_microbatch == plain.per_microbatch
+    linears = 4 * (128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 384)
+    assert plain.terms["parameters"] - held.terms["parameters"] == linears * (16 - bits) / 8

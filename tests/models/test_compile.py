@@ -153,6 +153,15 @@ def test_blocks_are_one_graph(fake_mesh: Mesh, case: Case) -> None:
     assert calls(there).count("all_gather_into_tensor") == (4 if case.tuning.lora else 2)
 
 
+@pytest.mark.in_turn(3, 1)
+def test_a_matrix_that_is_quantised_is_not_kept() -> None:
+    """The backward dequantises it once more."""
+    graphs, tuning = Graphs(), Tuning(lora=Lora(4, 8.0, ("attn",), base_dtype="nf4"))
+    with compiling_with(graphs.backend):
+        gradients(Case("nf4", tuning, preset="opt-tiny", layers=1), Mesh.single(), torch.bfloat16, compiled=True)
+    assert [calls(graph).count("dequantise_after") for graph in (*graphs.forward, *graphs.backward)] == [4, 4]
+
+
 @pytest.mark.in_turn(2, 1)
 def test_experts_are_left_out_of_the_graphs() -> None:
     """But attention is in them, and the norms."""

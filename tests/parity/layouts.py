@@ -249,6 +249,26 @@ TUNING: list[Pair] = [
     for name in names
 ]
 
+# Blocks of 64 inputs, which four ranks of tp cut between them.
+WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32}
+WIDE_EXPERTS = WIDE | {"family": "mixtral", "num_local_experts": 4, "intermediate_size": 128}
+NF4 = Case("nf4", WIDE, ignored=0.3, tuning=Tuning(Lora(4, 8.0, ("*",), base_dtype="nf4")))
+INT8 = Case("int8", WIDE | TIES | {"intermediate_size": 256}, tuning=Tuning(Lora(3, 2.0, ("attn",), base_dtype="int8")))
+NF4_EXPERTS = Case("nf4-experts", WIDE_EXPERTS, tuning=Tuning(Lora(3, 2.0, ("attn", "experts.down"), base_dtype="nf4")))
+QUANTISED: list[Pair] = [
+    (NF4, Run(MeshShape(tp=2))),
+    (NF4, Run(MeshShape(tp=4), shard="parameters")),  # kv heads shared: pieces of bytes
+    (NF4, Run(MeshShape(cp=2, pp=2), schedule="zb-h1")),
+    (NF4, interleaved(MeshShape(pp=2, dp=2), shard="parameters", activations=Activations("full"))),
+    (NF4, Run(MeshShape(tp=2, dp=2), shard="parameters", offload_parameters=True)),
+    (INT8, Run(MeshShape(tp=4))),
+    (INT8, Run(MeshShape(dp=2), shard="optimizer", activations=Activations("selective", True, mlp_chunk=5))),
+    (INT8, Run(MeshShape(tp=2, pp=2), shard="gradients")),
+    (INT8, Run(MeshShape(cp=2, dp=2), shard="parameters", replicas=2)),
+    (NF4_EXPERTS, Run(MeshShape(ep=2, tp=2), shard="parameters")),
+    (NF4_EXPERTS, Run(MeshShape(ep=2, tp=2), etp=True, activations=Activations("full"))),
+]
+
 
 # -- experts
 
@@ -518,6 +538,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 4, [(case, run) for case in (UNTIED, TIED) for run in LOSS_CHUNKS]
     yield 9, [(case, run) for case in (TIED, SIDE_BY_SIDE, ADAPTED) for run in MLP_CHUNKS]
     yield 12, TUNING
+    yield 8, QUANTISED
     yield 30, [(case, TUNING_RUNS["tp"]) for case in TUNED_FAMILIES]
     yield 6, OF_EXPERTS
     yield 48, draw("extended", (STARVED, GROUPED), EXPERT_MESHES, 3)

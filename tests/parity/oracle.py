@@ -391,15 +391,19 @@ def gap(logits: Tensor, routing: Routing, correction: Tensor | None) -> float:
 
 @torch.no_grad()
 def snapshot(gradients: Gradients) -> dict[str, np.ndarray]:
+    """What is quantised is compared as the numbers that it stands for."""
     whole = {name: torch.empty_like(parameter) for name, parameter in trained(gradients.parameters).items()}
     for name, tensor in whole.items():
         gradients.read_weight(name, tensor)
+    for name, blocks in gradients.parameters.blocks.items():
+        whole[name] = blocks.dequantise(whole[name], torch.float64)
     return {name: tensor.numpy() for name, tensor in whole.items()}
 
 
 @torch.no_grad()
 def gradient_arrays(gradients: Gradients) -> dict[str, np.ndarray]:
-    whole = {name: torch.zeros_like(parameter) for name, parameter in trained(gradients.parameters).items()}
+    shards = gradients.parameters.shards
+    whole = {name: torch.zeros(shards[name].shape, dtype=torch.float64) for name in trained(gradients.parameters)}
     for name in dict.fromkeys(span.name for span in gradients.spans):
         gradients.read(name, lambda part: part.gradient, whole[name])
     return {name: tensor.numpy() for name, tensor in whole.items()}

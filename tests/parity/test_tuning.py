@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from layouts import ALL, CONV, DOWN, LLAMA, MIXED_LORA, SOME, TUNED_FAMILIES
+from layouts import ALL, CONV, DOWN, INT8, LLAMA, MIXED_LORA, NF4, NF4_EXPERTS, SOME, TUNED_FAMILIES
 from oracle import Case, Run, lively, microbatches
 from torch import Tensor, nn
 
@@ -22,6 +22,8 @@ from megacore.parallel.parameters import Parameters
 from megacore.parallel.weights.layout import MeshShape
 
 # -- the formula
+
+EVERY_KIND = [ALL, SOME, CONV, MIXED_LORA, DOWN, NF4, INT8, NF4_EXPERTS]
 
 
 def model_of(case: Case, tuning: Tuning) -> Model:
@@ -39,7 +41,7 @@ def loss_of(case: Case, model: Model) -> Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", [ALL, SOME, CONV, MIXED_LORA, DOWN, *TUNED_FAMILIES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*EVERY_KIND, *TUNED_FAMILIES], ids=lambda case: case.name)
 def test_a_step_is_that_of_the_formula(case: Case) -> None:
     """W + scale B A in place of W, multiplied out piece by piece, gives the loss and, by the chain rule, dA and dB."""
     lora = case.tuning.lora
@@ -48,7 +50,11 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
     found: dict[str, nn.Parameter] = {}
     with torch.no_grad():
         for name, weight in plain.parameters.items():
-            weight.copy_(adapted.parameters[name])
+            held: Tensor = adapted.parameters[name]
+            if name in adapted.parameters.blocks:
+                assert held.dtype == torch.uint8
+                held = adapted.parameters.blocks[name].dequantise(held, torch.float64)
+            weight.copy_(held)
             if name.endswith(".weight") and name.replace(".weight", ".lora_a") in adapted.parameters:
                 found[name] = weight
         for name, weight in found.items():
@@ -123,3 +129,14 @@ def test_frozen_linears_are_left_as_they_were() -> None:
     linears = [module for module in model.chunks[0].modules() if isinstance(module, ColumnParallelLinear)]
     assert linears and not any(linear.weight.requires_grad for linear in linears)
     assert "attn.out.base" not in dict(model.chunks[0].named_modules())
+
+
+@pytest.mark.quick
+def test_linears_and_experts_are_quantised_and_nothing_else() -> None:
+    """With adapters or not; those of attention and of the experts' outputs have some here."""
+    parameters = model_of(NF4_EXPERTS, NF4_EXPERTS.tuning).parameters
+    ends = ("attn.qkv.weight", "attn.out.weight", "experts.up.weight", "experts.down.weight")
+    assert parameters.blocks.keys() == {name for name in parameters if name.endswith(ends)}
+    for name, parameter in parameters.items():
+        held = parameter.nbytes * 64 == math.prod(parameters.shards[name].shape) * 36
+        assert held == (name in parameters.blocks) and parameter.requires_grad == ("lora" in name), name

@@ -251,7 +251,9 @@ def test_configs_become_recipes_of_the_same_meaning(
         ("a.json", {"optimizer": {"type": "Lion"}}, "REFUSED: only AdamW is carried"),
         ("a.json", {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, "2 x 3 x .*--gpus N"),
         ("a.json", {"optimizer.params.lr": 1, "scheduler.params.warmup_max_lr": 2}, "makes optimizer.lr 1.0, and this"),
-        ("a.yml", {"base_model": "x", "adapter": "qlora"}, "REFUSED: a base in 4 bits"),
+        ("a.yml", {"base_model": "x", "adapter": "ia3"}, "REFUSED: ia3 is not here: only lora and qlora are"),
+        ("a.yml", {"base_model": "x", "load_in_4bit": True}, "REFUSED: a base in fewer bits is for adapters"),
+        ("a.yml", {"base_model": "x", "adapter": "qlora", "load_in_8bit": True}, "makes lora.base_dtype nf4, and this"),
         ("a.yml", {"base_model": "x", "datasets": [{"path": "y", "type": "cot"}]}, "the type cot of y is no format"),
         ("a.yml", {"distributed_type": "DEEPSPEED"}, "import the file that it names"),
         ("a.sh", "--num-layers 2 --swiglu", "REFUSED: no family has these parts"),
@@ -280,6 +282,16 @@ def test_fsdp_reshards_by_flag_or_strategy(
     (tmp_path / "a.yml").write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_reshard_after_forward: {value}}}\n")
     assert main([str(tmp_path / "a.yml")]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["zero"] == {"shard": shard}
+
+
+@pytest.mark.parametrize(("adapter", "bits", "dtype"), [("qlora", 4, "nf4"), ("lora", 4, "nf4"), ("lora", 8, "int8")])
+def test_adapters_beside_fewer_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: str, bits: int, dtype: str
+) -> None:
+    (tmp_path / "a.yml").write_text(f"base_model: x\nadapter: {adapter}\nload_in_{bits}bit: true\nlora_dropout: 0.05\n")
+    assert main([str(tmp_path / "a.yml"), "--gpus", "1"]) == 0
+    wanted = {"rank": 8, "alpha": 16.0, "dropout": 0.05, "base_dtype": dtype}
+    assert yaml.safe_load(capsys.readouterr().out)["lora"] == wanted
 
 
 def test_what_is_ignored_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Adapters: read beside their model, as a folder that the peft library loads, and merged into the weights.
 
 Merging computes, so it is no transfer: W + scale B A is taken tensor by tensor, in fp32 (fp64 where the base is), and
-rounded once. Every other weight is copied bit for bit.
+rounded once. Every other weight is copied bit for bit. Where the adapters were trained beside weights in fewer bits
+(QLoRA), W and all others of these are the numbers that the bits stand for: beside others the adapters are wrong.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from megacore.models.config import ModelConfigError
-from megacore.models.lora import factors, mistaken_by_peft, targets
+from megacore.models.lora import factors, mistaken_by_peft, quantised, targets
 from megacore.models.wrappers import unwrapped
+from megacore.parallel.enum_errors import BaseDtype
+from megacore.parallel.weights.block_formats import BLOCK
 from megacore.parallel.weights.fingerprint import Logical, combined
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, plan
@@ -245,32 +248,52 @@ class MergedFolder(WeightFolder):
     def stored(self, state: str = "weights") -> Iterator[Stored]:
         return self.base.stored(state)
 
+    @cached_property
+    def _quantised(self) -> Mapping[str, BaseDtype]:
+        return quantised(self.base.schema, adapters_of(self.adapters).lora)
+
     def dtype(self, state: str, stored: Stored) -> str:
         held = self.base.dtype(state, stored)
-        return self.wanted or held if self._is_adapted(stored) else held
+        return self.wanted or held if self._is_changed(stored) else held
 
     def read(self, state: str = "weights") -> Read:
         """Return a function that reads tensors; merged ones are kept a while, as blocks are asked for one by one."""
         plain = self.base.read(state)
-        return lambda stored, view=None: self._merged(stored) if self._is_adapted(stored) else plain(stored, view)
+        return lambda stored, view=None: self._merged(stored) if self._is_changed(stored) else plain(stored, view)
 
     def _merged(self, stored: Stored) -> tuple[str, np.ndarray]:
         return self.dtype("weights", stored), self._computed.get(stored.name, partial(self._merge, stored))
 
-    def _is_adapted(self, stored: Stored) -> bool:
-        return stored.name in self._factors
+    def _is_changed(self, stored: Stored) -> bool:
+        return stored.name in self._factors or stored.param in self._quantised
 
     def _merge(self, stored: Stored) -> np.ndarray:
         dtype, bits = self.base.read()(stored)
         wide, wanted = "F64" if dtype == "F64" else "F32", self.dtype("weights", stored)
-        left, right = (as_floats(read(wide), wide, wide) for read in self._factors[stored.name])
+        factors = [as_floats(read(wide), wide, wide) for read in self._factors.get(stored.name, ())]
         made, scale = np.empty(bits.shape, DTYPES[wanted]), adapters_of(self.adapters).lora.scale
-        matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, left, right, made))
-        step = max(1, _ROWS // bits.shape[-1])
+        whole_blocks = _ROWS // bits.shape[-1] // BLOCK * BLOCK
+        matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, made, *factors))
         # One, or one of each expert.
-        for weight, of_left, of_right, total in zip(*matrices, strict=True):
-            for start in range(0, len(weight), step):
+        for weight, total, *both in zip(*matrices, strict=True):
+            for start in range(0, len(weight), step := max(BLOCK, whole_blocks)):
                 rows = slice(start, start + step)
-                sums = as_floats(weight[rows], dtype, wide) + scale * (of_left[rows] @ of_right)
+                sums = self._held(stored, as_floats(weight[rows], dtype, wide))
+                if both:
+                    sums = sums + scale * (both[0][rows] @ both[1])
                 total[rows] = rounded(sums, wide, wanted)
         return made
+
+    def _held(self, stored: Stored, weight: np.ndarray) -> np.ndarray:
+        """weight: [rows, columns] of a tensor, cut between blocks -> the numbers that were trained beside."""
+        if stored.param not in self._quantised:
+            return weight
+        import torch  # only to compute with
+
+        from megacore.parallel.quantised import Blocks
+
+        blocks = Blocks.on("cpu", self._quantised[stored.param])
+        inputs_last = stored.pattern.dims[-1] == self.base.schema[stored.param].sentence.dims[-1]
+        matrix = torch.tensor(weight if inputs_last else weight.T)
+        held = blocks.dequantise(blocks.quantise(matrix), matrix.dtype).numpy()
+        return held if inputs_last else held.T

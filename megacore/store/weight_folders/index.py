@@ -17,6 +17,7 @@ from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.lora import Lora
 from megacore.models.registry import family
 from megacore.models.tuning import Tuning
+from megacore.parallel.weights.block_formats import BLOCK_BYTES
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
 from megacore.parallel.weights.schema import SPLIT, Param, Schema, Split
@@ -235,7 +236,8 @@ class Index:
 
 def _spelled(adapters: Adapters) -> dict[str, Any]:
     base = {"path": adapters.base, "fingerprint": f"{adapters.fingerprint:016x}"}
-    return {**asdict(adapters.lora), "base": base}
+    said = {name: value for name, value in asdict(adapters.lora).items() if value is not None}
+    return {**said, "base": base}
 
 
 class VersionError(StoreError):
@@ -386,7 +388,10 @@ def _adapters(tree: _Tree) -> Adapters | None:
         raise said.error(f"has rank={said.tree['rank']}, alpha={numbers[0]} and dropout={numbers[1]}")
     if len(targets) > _MOST_TARGETS or not all(isinstance(each, str) and len(each) < _LONGEST_NAME for each in targets):
         raise said.error(f"has targets={short(targets)}, which are no patterns of names")
-    lora = Lora(said.get("rank", int), numbers[0], tuple(targets), numbers[1], said.get("rslora", bool))
+    held = said.get("base_dtype", str) if "base_dtype" in said.tree else None
+    if held not in (None, *BLOCK_BYTES):
+        raise said.error(f"has base_dtype={short(held)}, which is none of {', '.join(BLOCK_BYTES)}")
+    lora = Lora(said.get("rank", int), numbers[0], tuple(targets), numbers[1], said.get("rslora", bool), held)
     return Adapters(lora, base.get("path", str), int(fingerprint, 16))
 
 
