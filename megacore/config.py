@@ -37,7 +37,7 @@ from megacore.parallel.enum_errors import (
 )
 from megacore.parallel.import_path import is_import_path
 from megacore.parallel.weights.layout import MeshShape
-from megacore.parallel.weights.schema import Split, split_of
+from megacore.parallel.weights.schema import Schema, Split, split_of
 from megacore.recipe_yaml import write_yaml
 from megacore.store.io.hub import HubName
 
@@ -394,6 +394,8 @@ class LossConfig:
     """Probability that is spread over the vocabulary."""
     z_loss: Annotated[Float, AT_LEAST_0] = 0.0
     """Weight of the squared log-partition."""
+    mtp_loss_scaling_factor: Annotated[Float, AT_LEAST_0] = 0.1
+    """Weight of the mean loss of the layers that predict further tokens (MTP), where the model has some."""
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -667,6 +669,10 @@ class Config:
         """The part of the model that is trained."""
         lora = None if self.lora is None else Lora(**asdict(self.lora))
         return Tuning(lora, self.train.only, self.train.freeze)
+
+    def mtp_factor(self, model: Schema) -> float:
+        """Return the weight of the loss of further tokens: 0 where nothing that predicts them is trained."""
+        return self.loss.mtp_loss_scaling_factor if self.tuning.predicts(model) else 0.0
 
     def to_yaml(self) -> str:
         """Return a recipe that loads back as this very config."""

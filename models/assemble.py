@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,8 +81,8 @@ class Model:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)
             multiply_quantised(chunk, parameters)
-            chunk.run = runner(activations, chunk.layers.values(), CHEAP, mesh.device)
-            for block in chunk.layers.values():
+            chunk.run = runner(activations, chunk.blocks, CHEAP, mesh.device)
+            for block in chunk.blocks:
                 if isinstance(block, Block):
                     block.mlp_tokens = activations.mlp_tokens(mesh.shape.tp)
             chunk.context_parallel = context
@@ -186,16 +186,17 @@ _OVERLAP: dict[str, Any] = {
 }
 
 
-def _balance(
-    config: ModelConfig, chunks: Iterable[nn.Module], mesh: Mesh, coefficients: Coefficients
-) -> Balance | None:
+def _balance(config: ModelConfig, chunks: Sequence[Decoder], mesh: Mesh, coefficients: Coefficients) -> Balance | None:
     """Return the balance of the experts of these chunks; None where the model has none. All ranks of the mesh call
     this."""
     routing = config.anatomy.routing
     if routing is None:
         return None
     mesh.make_groups(mesh.shape.all_along(*Balance.ACROSS))
-    mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MixtureOfExperts)]
+    heads = [chunk.head for chunk in chunks if chunk.head is not None]
+    still = {module for head in heads if not head.losses.mtp for module in head.predictions.modules()}
+    modules = (module for chunk in chunks for module in chunk.modules() if module not in still)
+    mixtures = [module for module in modules if isinstance(module, MixtureOfExperts)]
     found = ((mixture.layer, mixture.router.correction) for mixture in mixtures)
     corrections = {layer: correction for layer, correction in found if correction is not None}
     balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients, corrections)

@@ -6,7 +6,7 @@ without torch, so that families do; the layers are imported when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,21 +29,21 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
-    from megacore.models.blocks import Block, ParallelBlock
-    from megacore.models.decoder import Decoder, Head, NormedEmbedding, PositionEmbedding, TokenEmbedding
+    from megacore.models.blocks import Block, ParallelBlock, replicated
+    from megacore.models.decoder import Decoder, Head, NormedEmbedding, PositionEmbedding, Prediction, TokenEmbedding
     from megacore.models.rope import Rotary
 
     p, vocab = parameters, sizes["vocab"]
 
-    def block(layer: int) -> nn.Module:
-        name = f"layers.{layer}"
+    def block(layer: int, name: str = "") -> nn.Module:
+        name = name or f"layers.{layer}"
         norms = {
             place: norm(anatomy, p, f"{name}.{place}")
             for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
             if f"{name}.{place}.weight" in p or place in anatomy.plain_norms
         }
         kind = ParallelBlock if anatomy.parallel else Block
-        branches = attend(anatomy, p, layer), feed(anatomy, p, layer)
+        branches = attend(anatomy, p, layer, name), feed(anatomy, p, layer, name)
         return kind(*branches, norms, scale=anatomy.branch_scale, dropout=anatomy.branch_dropout)
 
     def embedding() -> nn.Module:
@@ -74,6 +74,14 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             anatomy.embedding_dropout,
         )
 
+    def predictions() -> Iterator[Prediction]:
+        layers, depth = sizes["layer"], 0
+        while f"mtp.{depth}.proj.weight" in p:
+            name = f"mtp.{depth}"
+            norms = (norm(anatomy, p, f"{name}.{each}") for each in ("embed_norm", "hidden_norm", "norm"))
+            yield Prediction(embedding(), replicated(p, f"{name}.proj"), block(layers + depth, name), *norms)
+            depth += 1
+
     def head() -> Head:
         return Head(
             norm(anatomy, p, "norm"),
@@ -83,6 +91,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             p.get("head.bias"),
             scale=anatomy.logit_scale,
             softcap=anatomy.logit_softcap,
+            predictions=predictions(),
         )
 
     return Decoder.chunk(
@@ -95,9 +104,9 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     )
 
 
-def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
-    """Self-attention of a layer, ``layers.<layer>.attn``, of latents where it has some; or the gated delta rule,
-    ``layers.<layer>.delta``, or a short convolution, ``layers.<layer>.short``, where it has that."""
+def attend(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> nn.Module:
+    """Self-attention of a layer, ``<block>.attn``, of latents where it has some; or the gated delta rule,
+    ``<block>.delta``, or a short convolution, ``<block>.short``, where it has that."""
     from megacore.models.attention import MultiHeadAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
@@ -105,13 +114,13 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
     from megacore.parallel.kernels.scoring import Scoring
     from megacore.parallel.layers.norm import RMSNorm
 
-    delta, short = (f"layers.{layer}.{mixer}" for mixer in ("delta", "short"))
+    delta, short = (f"{block}.{mixer}" for mixer in ("delta", "short"))
     if f"{short}.conv.weight" in parameters:
         return ShortConvolution(parameters, short)
     if f"{delta}.norm.weight" in parameters:
         of_head = RMSNorm.of(parameters[f"{delta}.norm.weight"], anatomy.norm_eps, parameters.mesh)
         return GatedDeltaRule(parameters, delta, ACTIVATIONS[anatomy.activation], of_head)
-    name, own = f"layers.{layer}.attn", anatomy.layers[layer]
+    name, own = f"{block}.attn", anatomy.layers[layer]
     scoring = Scoring(
         scale=anatomy.attention_scale,
         window=own.window,
@@ -127,12 +136,12 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
         if f"{name}.q_norm.weight" in parameters or "attn.q_norm" in anatomy.plain_norms
         else None
     )
-    how = norms, anatomy.qkv_limit, anatomy.norms_after_rope, encode(anatomy, parameters, layer)
+    how = norms, anatomy.qkv_limit, anatomy.norms_after_rope, encode(anatomy, parameters, layer, name)
     return MultiHeadAttention(parameters, name, own.rope, scoring, *how)
 
 
-def encode(anatomy: Anatomy, parameters: Parameters, layer: int) -> Encoding | None:
-    """What positions do to the queries and keys of a layer beside rotating them."""
+def encode(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> Encoding | None:
+    """What positions do to the queries and keys of a layer, whose attention has this name, beside rotating them."""
     from megacore.models.positions import Distances, Tempered, slopes
 
     temperature, alibi = anatomy.layers[layer].temperature, anatomy.alibi
@@ -140,19 +149,19 @@ def encode(anatomy: Anatomy, parameters: Parameters, layer: int) -> Encoding | N
         return Tempered(temperature)
     if alibi is None:
         return None
-    shard, tp = parameters.shards[f"layers.{layer}.attn.out.weight"], parameters.mesh.tp
+    shard, tp = parameters.shards[f"{name}.out.weight"], parameters.mesh.tp
     assert anatomy.attention_scale is not None  # heads are wider than what it would follow from
     own = slopes(alibi, shard.sizes["heads"] * tp.size).chunk(tp.size)[tp.index]
     factors = own.double() / anatomy.attention_scale
     return Distances(factors.to(parameters.mesh.device))
 
 
-def feed(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
-    """Return the feed-forward network of a layer, ``layers.<layer>.mlp``, or its experts where it has a router."""
+def feed(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> nn.Module:
+    """Return the feed-forward network of a layer, ``<block>.mlp``, or its experts where it has a router."""
     from megacore.models.blocks import FeedForward
     from megacore.models.moe import MixtureOfExperts
 
-    name = f"layers.{layer}.mlp"
+    name = f"{block}.mlp"
     if f"{name}.router.weight" not in parameters:
         return FeedForward(parameters, name, anatomy.activation)
     assert anatomy.routing is not None  # whose table declares routers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from random import Random
@@ -163,6 +163,17 @@ class ModelConfig(ABC):
         """Beginnings of the names of Hugging Face's tensors of layers that predict further tokens, which are told and
         not read."""
         return ()
+
+    @property
+    def mtp_layers(self) -> int:
+        """The number of layers behind the model that predict further tokens (:mod:`models.mtp`)."""
+        return 0
+
+    @classmethod
+    def as_held(cls, raw: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], str | None]:
+        """Return a ``config.json`` that says how many layers predict further tokens in a folder with tensors of these
+        names, and what is to be told of it."""
+        return {**raw}, None
 
     @property
     @abstractmethod
@@ -370,7 +381,16 @@ def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
 
 
 def _matmuls(schema: Schema) -> list[Param]:
-    return [p for p in schema.params if p.decays and ("layer" in p.named_axes or "last" in p.at)]
+    # Layers that predict further tokens look up the embedding at the last stage, and it is no head of theirs.
+    return [
+        p
+        for p in schema.params
+        if p.decays and ("layer" in p.named_axes or ("last" in p.at and not _looked_up(p, schema)))
+    ]
+
+
+def _looked_up(param: Param, schema: Schema) -> bool:
+    return param.name == "embed.weight" and "head.weight" in schema.by_name
 
 
 _STATES = ("layers.{layer}.delta.conv.weight", "layers.{layer}.short.conv.weight")
@@ -390,11 +410,15 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
 
     A layer with a state has no scores. Each of its heads multiplies the state three times, to know what it says of a
     key, to write and to read: 18 * key * value; and a short convolution counts 6 for each of its weights.
+
+    A layer that predicts further tokens counts as any other does, with another head, where it is trained.
     """
     sizes, whole = config.sizes, config.schema
+    predicts = tuning.predicts(whole)
     mixed = {param.name: param for param in whole.params if param.name in _STATES}
     stateful = {layer for param in mixed.values() for layer in param.values("layer", sizes)}
-    attending = (own for layer, own in enumerate(config.anatomy.layers) if layer not in stateful)
+    there = config.anatomy.layers if predicts else config.anatomy.layers[: sizes["layer"]]
+    attending = (own for layer, own in enumerate(there) if layer not in stateful)
     looked_at = sum(looks(sequence_length, layer.window) for layer in attending)
     head = sizes["head"] + sizes.get("value", sizes["head"])
     attention = 6 * sizes["heads"] * head * looked_at // sequence_length
@@ -403,8 +427,11 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
         each = sizes["state_heads"] * sizes["each"] * sizes["state_key"] * sizes["state_value"]
         attention += 18 * len(rule.values("layer", sizes)) * each
     schema, frozen = tuning.schema(whole), tuning.frozen(whole)
-    still = 0
+    products, head_weight = 0, "head.weight" if "head.weight" in whole.by_name else "embed.weight"
     for param in _matmuls(schema):
-        names = list(whole_names(schema, param))
-        still += active_elements(config, schema, param) // len(names) * sum(name in frozen for name in names)
-    return 6 * matmul_parameters(config, schema) - 2 * still + attention
+        if predicts or not param.predicts:
+            names = list(whole_names(schema, param))
+            each, still = active_elements(config, schema, param) // len(names), sum(name in frozen for name in names)
+            times = 1 + config.mtp_layers if predicts and param.name == head_weight else 1
+            products += times * each * (6 * len(names) - 2 * still)
+    return products + attention

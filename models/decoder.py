@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self
 
@@ -38,6 +38,16 @@ from megacore.parallel.token_loss import LossTokens, TokenLoss, token_loss
 
 
 @dataclass(frozen=True)
+class FurtherTokens:
+    """The tokens k further on, [t], and theirs labels, [t], of which none is beyond the end of a token's document;
+    wanted: as of :class:`Microbatch`."""
+
+    tokens: Tensor
+    labels: Tensor
+    wanted: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """Some sequences, flattened: t = sequences * sequence length.
 
@@ -64,6 +74,7 @@ class Microbatch:
         rows: [t], the sequence that each token is of; None where they are all tokens of the sequences, in their order.
         blank: The number of sequences that only fill it up: their tokens have no label, and are all padding.
         pairs: The pairs of documents of preferences; None where there are none.
+        ahead: What layers behind the model are to predict, the first of them first; empty: nothing.
     """
 
     tokens: Tensor
@@ -84,6 +95,7 @@ class Microbatch:
     rows: Tensor | None = None
     blank: int = 0
     pairs: MicrobatchPairs | None = None
+    ahead: tuple[FurtherTokens, ...] = ()
 
     @property
     def sequence_length(self) -> int:
@@ -93,13 +105,15 @@ class Microbatch:
 @dataclass(frozen=True)
 class Losses:
     """The loss beyond plain cross entropy, computed ``chunk`` tokens at a time, or all at once; ``function``, or
-    ``of_pairs`` of documents, takes the place of all of it."""
+    ``of_pairs`` of documents, takes the place of all of it. ``mtp`` is the weight of the mean loss of the layers that
+    predict further tokens; 0: they do not."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk: int | None = None
     function: TokenLoss | None = None
     of_pairs: PairLoss | None = None
+    mtp: float = 0.0
 
 
 class TokenEmbedding(nn.Module):
@@ -184,6 +198,46 @@ class NormedEmbedding(nn.Module):
         return y
 
 
+class Prediction(nn.Module):
+    """A layer behind the model, which predicts a token one further ahead than the layer before it (DeepSeek-AI 2024,
+    arXiv 2412.19437, section 2.2). x: [tokens/tp, embed], normalised for the head -> same.
+
+    Args:
+        embedding: The model's.
+        proj: Makes one of the embedding of the tokens ahead and the hidden states, side by side.
+        block: The transformer block.
+        embed_norm, hidden_norm: The norms of what ``proj`` is given.
+        norm: The norm in front of the head.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        proj: nn.Module,
+        block: nn.Module,
+        embed_norm: nn.Module,
+        hidden_norm: nn.Module,
+        norm: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.embedding, self.proj, self.block = embedding, proj, block
+        self.embed_norm, self.hidden_norm, self.norm = embed_norm, hidden_norm, norm
+
+    def forward(self, x: Tensor, microbatch: Microbatch, context: Context, run: Runner) -> Tensor:
+        pair = self.embed_norm(self.embedding(microbatch)), self.hidden_norm(x)
+        y: Tensor = self.norm(run([self.block], self.proj(torch.cat(pair, -1)), context))
+        return y
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A microbatch of which further tokens are predicted, what blocks are told of it, and what runs them."""
+
+    microbatch: Microbatch
+    context: Context
+    run: Runner
+
+
 class Head(nn.Module):
     """The final norm, the projection to the vocabulary and the loss.
 
@@ -195,6 +249,7 @@ class Head(nn.Module):
         bias: [padded vocab/tp], added to the products.
         scale: Factor of the products, their bias included.
         softcap: Bound of the logits, softcap * tanh(x / softcap), after the scale.
+        predictions: The layers that predict further tokens by this very projection.
     """
 
     def __init__(
@@ -206,8 +261,10 @@ class Head(nn.Module):
         bias: nn.Parameter | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
+        predictions: Iterable[Prediction] = (),
     ) -> None:
         super().__init__()
+        self.predictions = nn.ModuleList(predictions)
         self.norm, self.weight, self.bias, self.vocab, self.group = norm, weight, bias, vocab, group
         self.finish = Finish(scale, softcap)
         self.losses = Losses()
@@ -220,9 +277,11 @@ class Head(nn.Module):
         wanted: Tensor | None = None,
         inputs: Sequence[Tensor] = (),
         pairs: MicrobatchPairs | None = None,
+        ahead: Ahead | None = None,
     ) -> Tensor:
         """x: [tokens/tp, embed], labels: [tokens] -> the sum of the losses of this rank's tokens, a scalar; of pairs,
-        what is told of them: [preference.TOLD].
+        what is told of them: [preference.TOLD]; with what is ``ahead``, that sum and the weighted one of further
+        tokens: [2].
 
         Without labels -> the logits, [tokens, padded vocab/tp], or of n wanted tokens [n, padded vocab/tp]. A loss of
         somebody's own is told of the tokens and their positions, the ``inputs``, each [tokens].
@@ -232,23 +291,43 @@ class Head(nn.Module):
             return self.finish(column_linear(rows, self.weight, self.bias, self.group, sequence=False))
         if labels is None:
             return self.finish(column_linear(self.norm(x), self.weight, self.bias, self.group))
-        if wanted is not None:
-            own = wanted.chunk(self.group.size)[self.group.index]
-            x, labels = all_gather(x, self.group).index_select(0, own), labels[wanted]
+        hidden = x
+        x, labels = self._chosen(x, labels, wanted)
         if self.losses.function is not None:
             inputs = inputs if wanted is None else [each[wanted] for each in inputs]
             mine = (each.chunk(self.group.size)[self.group.index] for each in (inputs[0], labels, inputs[1]))
             products = column_linear(self.norm(x), self.weight, self.bias, self.group, product=self.product)
             how = self.losses.function, self.group, self.vocab, self.finish
             return token_loss(products, LossTokens.of(*mine), *how)
-        objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)
         if self.losses.of_pairs is not None:
             assert pairs is not None  # of whose documents the labels are
             places = pairs.places if wanted is None else pairs.places[wanted]
-            by = objective, self.losses.chunk, self.bias, self.product
-            losses = head_losses(self.norm(x), self.weight, labels, *by)
-            return self.losses.of_pairs(losses, objective.own(places), pairs)
-        return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk, self.bias, self.product)
+            losses = head_losses(self.norm(x), self.weight, labels, *self._how)
+            return self.losses.of_pairs(losses, self._how[0].own(places), pairs)
+        loss = head_loss(self.norm(x), self.weight, labels, *self._how)
+        return loss if ahead is None else torch.stack([loss, self._further(self.norm(hidden), ahead)])
+
+    def _further(self, x: Tensor, ahead: Ahead) -> Tensor:
+        """x: [tokens/tp, embed], normalised -> the weighted mean over the layers ahead of the sum of their losses."""
+        losses = []
+        for predict, further in zip(self.predictions, ahead.microbatch.ahead, strict=True):
+            x = predict(x, replace(ahead.microbatch, tokens=further.tokens), ahead.context, ahead.run)
+            chosen, labels = self._chosen(x, further.labels, further.wanted)
+            losses.append(head_loss(chosen, self.weight, labels, *self._how))
+        return torch.stack(losses).mean() * self.losses.mtp
+
+    @property
+    def _how(self) -> tuple[Objective, int | None, Tensor | None, Product]:
+        """What the loss of hidden states goes by, beside the weight and the labels."""
+        objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)
+        return objective, self.losses.chunk, self.bias, self.product
+
+    def _chosen(self, x: Tensor, labels: Tensor, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x: [tokens/tp, embed], labels: [tokens], wanted: [n] or None, all -> this rank's [n/tp, embed], and [n]."""
+        if wanted is None:
+            return x, labels
+        own = wanted.chunk(self.group.size)[self.group.index]
+        return all_gather(x, self.group).index_select(0, own), labels[wanted]
 
     def scores(self, x: Tensor, labels: Tensor, score: Score) -> Tensor:
         """x: [tokens/tp, embed], labels: [tokens] -> what ``score`` says of this rank's tokens: [tokens/tp]."""
@@ -317,19 +396,24 @@ class Decoder(nn.Module):
             virtual, dp, *inner = self._seed
             dp = dp if microbatch.replica is None else microbatch.replica
             torch.manual_seed(key(microbatch.seed, virtual, dp, *inner) >> 1)
-        x = self.hidden(x, microbatch)
-        inputs = microbatch.tokens, microbatch.positions
-        return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted, inputs, microbatch.pairs)
+        context = self.context(microbatch)
+        x = self.hidden(x, microbatch, context)
+        if self.head is None:
+            return x
+        inputs, ahead = (microbatch.tokens, microbatch.positions), None
+        if microbatch.ahead and self.head.losses.mtp and torch.is_grad_enabled():  # what is evaluated is the next token
+            ahead = Ahead(microbatch, context, self.run)
+        return self.head(x, microbatch.labels, microbatch.wanted, inputs, microbatch.pairs, ahead)
 
     def hand_late(self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None]) -> None:
         """Have the head and the experts hand their weights' gradients to whoever computes them later; a head that is
-        also the chunk's embedding is left to autograd."""
+        also the chunk's embedding, or predicts further tokens, is left to autograd."""
         for module in self.modules():
             if isinstance(module, Experts):
                 module.hand = accept
         head, embedding = self.head, self.embedding
         own = set() if embedding is None else set(embedding.parameters())
-        if head is not None and head.weight.requires_grad and head.weight not in own:
+        if head is not None and head.weight.requires_grad and head.weight not in own and not head.predictions:
             head.product = head.product.handing(partial(accept, head.weight), late=True)
 
     def logits(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
@@ -342,12 +426,18 @@ class Decoder(nn.Module):
         x = self.hidden(x, microbatch)
         return x if self.head is None else self.head.scores(x, microbatch.labels, score)
 
-    def hidden(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
+    def hidden(self, x: Tensor | None, microbatch: Microbatch, context: Context | None = None) -> Tensor:
         """Return the activations after the blocks: [tokens/tp, embed]."""
         if self.embedding is not None:
             x = self.embedding(microbatch)
         assert x is not None  # the first chunk embeds, the others are given activations
-        return self.run(self.layers.values(), x, self.context(microbatch))
+        return self.run(self.layers.values(), x, context or self.context(microbatch))
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """All that :attr:`run` runs: the blocks of the layers, and those that predict further tokens."""
+        further = () if self.head is None else self.head.predictions
+        return [*self.layers.values(), *(each.block for each in further)]  # type: ignore[list-item]
 
     def context(self, microbatch: Microbatch) -> Context:
         """Return what the blocks are told of the microbatch's tokens."""

@@ -6,7 +6,7 @@ A family says in ``axes`` which of its fields hold the sizes of ``experts``, ``r
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from megacore.models.anatomy import Anatomy
 from megacore.models.config import positive
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.layer_types import kind_problems
+from megacore.models.mtp import MtpConfig
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel import limits
 from megacore.parallel.routing import Routing
@@ -161,19 +162,14 @@ class SharedExpertConfig(MoEConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SigmoidConfig(SharedExpertConfig):
+class SigmoidConfig(MtpConfig, SharedExpertConfig):
     """Experts that are chosen by sigmoids, in groups, with a correction that keeps them balanced, as DeepSeek-V3 has
     them."""
 
     correction: ClassVar[str] = "mlp.gate.e_score_correction_bias"
-    # Layers that are not read are not there: who looked for them would find nothing.
-    written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
-
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
-    # Layers behind the model that predict further tokens: their tensors are told, and left where they are.
-    num_nextn_predict_layers: int = field(default=0, compare=False)
 
     @property
     def routing(self) -> Routing:
@@ -189,20 +185,10 @@ class SigmoidConfig(SharedExpertConfig):
             group_score="top2",
         )
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return tuple(f"model.layers.{self.num_hidden_layers + i}." for i in range(self.num_nextn_predict_layers))
-
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         return drawn | cls.draw_groups(rng, drawn)
-
-    def problems(self) -> list[str]:
-        found, further = super().problems(), self.num_nextn_predict_layers
-        if not 0 <= further <= limits.LAYERS:
-            found.append(f"num_nextn_predict_layers is {further}: it must be from 0 to {limits.LAYERS}")
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from megacore.parallel.weights.schema import SPLIT, Split
 
 
 def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
-    """Return a balanced split of the layers that counts the head and, at a quarter of it, the embedding.
+    """Return a balanced split of the layers that counts the head and, at a quarter of it, the embedding; layers that
+    predict further tokens, each with the head again, stand at the last stage.
 
     Layers and the head count by the parameters that a token meets in them, as their products do. Looking tokens up is
     cheap, but the table's gradient and optimizer traffic are not: a quarter is what they came to on the model of
@@ -24,9 +25,11 @@ def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
         for layer in held:
             work[layer] += of_each
     mean = sum(work) / layers
-    head = schema.sizes["vocab"] * schema.sizes["embed"] / mean
+    table = schema.sizes["vocab"] * schema.sizes["embed"] / mean
+    further = sum(active_elements(config, schema, param) for param in schema.params if param.predicts) / mean
+    head = table + config.mtp_layers * table + further
     uneven = [each / mean for each in work] if len({*work}) > 1 else None
-    return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head, work=uneven)
+    return balanced_layers(layers, virtual_stages, embedding=table / 4, head=head, work=uneven)
 
 
 def layout_of(

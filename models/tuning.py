@@ -51,6 +51,11 @@ class Tuning:
         found = block_problems([model[name] for name in held], model.sizes, mesh, split)
         return [f"lora.base_dtype {self.lora.base_dtype}: {problem}" for problem in found] if self.lora else []
 
+    def predicts(self, model: Schema) -> bool:
+        """Return whether some of the layers that predict further tokens are trained."""
+        still = self.frozen(model)
+        return any(name not in still for p in model.params if p.predicts for name in names.whole_names(model, p))
+
     def trained(self, model: Schema) -> int:
         """Return how many parameters are trained."""
         schema, still = self.schema(model), self.frozen(model)

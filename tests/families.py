@@ -52,6 +52,7 @@ SMALL: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
+    "num_nextn_predict_layers": 0,  # transformers counts one, and saves none
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,

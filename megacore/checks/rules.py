@@ -208,6 +208,21 @@ def _preference(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _mtp(facts: RuleContext) -> Iterator[str]:
+    config, layers = facts.config, facts.model.mtp_layers
+    factor = config.loss.mtp_loss_scaling_factor
+    if layers == 0 or not config.tuning.predicts(facts.model.schema) or (factor and config.has_cross_entropy):
+        return
+    reason = f"is {factor:g}"
+    if not config.has_cross_entropy:
+        other = config.loss.function if config.preference is None else config.preference.loss
+        reason = f"is a weight of cross entropy, and the loss is {other}"
+    yield (
+        f"loss.mtp_loss_scaling_factor {reason}: the model's layers that predict further tokens ({layers}) would learn "
+        "nothing, and weights decay: leave them as they are with train.freeze=[mtp]"
+    )
+
+
 def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
     chunk, precision = facts.config.memory.mlp_chunk, facts.config.train.precision
     if chunk is not None and precision == "fp8":
@@ -615,7 +630,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _mlp_chunk,
+    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _mtp, _mlp_chunk,
     _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device,
     _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp, _batch_balance,
     _adapters, _base_dtype, _one_start, _repetition, _export,

@@ -38,13 +38,22 @@ class BatchPairs:
 
 
 @dataclass(frozen=True)
+class BatchAhead:
+    """The tokens some places further on, and their labels, as of :class:`Batch`; where the document ends before, a
+    token stands for itself and has no label."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Batch:
     """One microbatch.
 
     tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: the lengths of the rows'
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
     true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up. pairs:
-    those of preferences.
+    those of preferences. ahead: what is further on by one token, by two, and so on; empty where nobody predicts that.
     Of a rank of cp: split, how the tokens are shared out, and rows: [its tokens], the row that each is of; the other
     arrays are of those tokens, too.
     """
@@ -58,6 +67,21 @@ class Batch:
     rows: npt.NDArray[np.int64] | None = None
     blank: int = 0
     pairs: BatchPairs | None = None
+    ahead: tuple[BatchAhead, ...] = ()
+
+    def looking(self, ahead: int) -> Batch:
+        """Return the whole microbatch with what is up to ``ahead`` tokens further on."""
+        lengths = np.array(self.documents or (self.tokens.shape[1],) * len(self.tokens))
+        here, ends = np.arange(self.tokens.size), np.repeat(np.cumsum(lengths), lengths)
+
+        def shifted(by: int) -> BatchAhead:
+            there = here + by
+            inside = there < ends
+            tokens = self.tokens.ravel()[np.where(inside, there, here)]
+            labels = np.where(inside, self.labels.ravel()[np.where(inside, there, here)], IGNORE)
+            return BatchAhead(tokens.reshape(self.tokens.shape), labels.reshape(self.tokens.shape))
+
+        return replace(self, ahead=tuple(map(shifted, range(1, ahead + 1))))
 
     def of_rank(self, context: ContextParallel, rank: int) -> Batch:
         """Return what a rank of cp holds of the microbatch: arrays of [its tokens], and the documents of all."""
@@ -69,7 +93,9 @@ class Batch:
         padding = None if self.padding is None else self.padding.ravel()[own]
         tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
         pairs = None if self.pairs is None else replace(self.pairs, places=self.pairs.places.ravel()[own])
-        return Batch(tokens, labels, positions, self.documents, padding, split, own // length, self.blank, pairs)
+        ahead = tuple(BatchAhead(each.tokens.ravel()[own], each.labels.ravel()[own]) for each in self.ahead)
+        rows = own // length
+        return Batch(tokens, labels, positions, self.documents, padding, split, rows, self.blank, pairs, ahead)
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
@@ -143,7 +169,8 @@ class Batches:
     micro_batch a step is of the same samples.
     All ranks have as many microbatches, and all of these one shape, for messages between ranks want it so: where the
     global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
-    where `context` shares it out. Ids outside of the vocabulary, if one is given, raise a TokenError when they are met.
+    where `context` shares it out, and what is up to `ahead` tokens further on. Ids outside of the vocabulary, if one is
+    given, raise a TokenError when they are met.
     """
 
     source: Source
@@ -157,6 +184,7 @@ class Batches:
     context_rank: int = 0
     skipped: SkippedSamples = NONE
     sizes: BatchSizes | None = None
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if min(self.global_batch, self.micro_batch) < 1:
@@ -174,6 +202,10 @@ class Batches:
     def ramped(self, sizes: BatchSizes | None) -> Batches:
         """Return the batches of which ``sizes`` says how many samples each has; None: as many as before."""
         return replace(self, sizes=sizes)
+
+    def looking(self, ahead: int) -> Batches:
+        """Return the batches with what is up to so many tokens further on."""
+        return replace(self, ahead=ahead)
 
     def of(self, data_rank: int) -> Batches:
         """Return the batches of another data-parallel rank."""
@@ -194,7 +226,7 @@ class Batches:
             collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], self.separate_documents)
             for begin in first
         )
-        return [batch.of_rank(self.context, self.context_rank) for batch in whole]
+        return [batch.looking(self.ahead).of_rank(self.context, self.context_rank) for batch in whole]
 
     def _row(self, position: int, end: int) -> Sample:
         """Return the sample at a position, or what stands in its place where the global batch has ended before."""

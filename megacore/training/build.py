@@ -92,6 +92,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     state = TrainingState(model.parameters, optimizer, folder, replace(layout, schema=config.tuning.kept(schema)))
     contents = _contents(setup, state, _adapters(config, start, control))
     loss = () if config.preference is None else (TOLD,)
+    loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients, loss)
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
@@ -106,9 +107,10 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
 
 def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:
     vocabulary = setup.model.vocab_size
-    return setup.corpora.batches(
+    found = setup.corpora.batches(
         source, setup.config, mesh.data_rank, mesh.shape.data, vocabulary, model.context, mesh.place.cp
     )
+    return found.looking(setup.model.mtp_layers if setup.config.mtp_factor(setup.model.schema) else 0)
 
 
 def _callbacks(
@@ -143,7 +145,8 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     if section is not None:
         weights = Preference(section.loss, section.factor, section.gamma, section.label_smoothing)
         of_pairs = PairLoss(weights, mesh.along("cp", "tp"))
-    losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk, function, of_pairs)
+    terms, mtp = (config.loss.label_smoothing, config.loss.z_loss), config.mtp_factor(setup.model.schema)
+    losses = Losses(*terms, config.memory.loss_chunk, function, of_pairs, mtp)
     activations = Activations(config.memory.recompute, config.memory.offload_activations, config.memory.mlp_chunk)
     dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
     experts = config.experts

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.data.batches import Batch, BatchPairs
+from megacore.data.batches import Batch, BatchAhead, BatchPairs
 from megacore.models.assemble import Model
-from megacore.models.decoder import Microbatch
+from megacore.models.decoder import FurtherTokens, Microbatch
 from megacore.parallel.labels import with_labels
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.preference import MicrobatchPairs
@@ -37,7 +38,6 @@ class Uploader:
     def _microbatch(self, batch: Batch, step: int, number: int) -> Microbatch:
         tp, embed = self.mesh.shape.tp, self.model.config.sizes["embed"]
         tokens, labels, positions = map(self._to_device, (batch.tokens, batch.labels, batch.positions))
-        wanted = with_labels(batch.labels.ravel(), _TOGETHER * tp)
         balanced = self.model.balance is not None
         return Microbatch(
             tokens,
@@ -47,13 +47,22 @@ class Uploader:
             (len(tokens) // tp, embed),
             batch.documents,
             key(self.config.train.seed, step, number),
-            wanted=None if wanted is None else self._to_device(wanted),
+            wanted=self._wanted(batch.labels),
             padding=self._to_device(batch.padding) if balanced and batch.padding is not None else None,
             split=batch.split,
             rows=self._to_device(batch.rows) if balanced and batch.rows is not None else None,
             blank=batch.blank,
             pairs=None if batch.pairs is None else self._pairs(batch.pairs),
+            ahead=tuple(map(self._ahead, batch.ahead)),
         )
+
+    def _ahead(self, batch: BatchAhead) -> FurtherTokens:
+        tokens, labels = map(self._to_device, (batch.tokens, batch.labels))
+        return FurtherTokens(tokens, labels, self._wanted(batch.labels))
+
+    def _wanted(self, labels: npt.NDArray[np.int64]) -> Tensor | None:
+        wanted = with_labels(labels.ravel(), _TOGETHER * self.mesh.shape.tp)
+        return None if wanted is None else self._to_device(wanted)
 
     def _pairs(self, pairs: BatchPairs) -> MicrobatchPairs:
         """Return pairs in a number that the ranks of cp x tp divide."""

@@ -4,7 +4,7 @@ groups, with a correction that keeps them balanced."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.decoder_config import shape
@@ -27,7 +27,6 @@ class DeepseekV3Config(DeepseekConfig, SigmoidConfig):
     n_group: int = 8
     topk_group: int = 4
     rope_interleave: bool = True
-    num_nextn_predict_layers: int = field(default=1, compare=False)
 
     @property
     def pairs(self) -> bool:

@@ -4,7 +4,7 @@ and heads of which half turns."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.decoder_config import shape
@@ -29,7 +29,6 @@ class Glm4MoeConfig(SigmoidConfig):
     num_experts_per_tok: int = 8
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 1
-    num_nextn_predict_layers: int = field(default=1, compare=False)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()

@@ -72,6 +72,7 @@ class Param:
             heads, each with weights of its own.
         buffer: Whether it gets no gradient and is fp32 in any run: training moves it otherwise, or leaves it alone. It
             does not count as a parameter of the model.
+        hf_copies: Names by which Hugging Face stores it again: equal where they are read, and written all.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Param:
     log: bool = False
     vector: bool = False
     buffer: bool = False
+    hf_copies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not set(self.at.split()) <= {"first", "last"} or not self.at.split():
@@ -108,6 +110,11 @@ class Param:
         return range(sizes[axis]) if axis != "layer" or self.layers is None else self.layers
 
     @property
+    def predicts(self) -> bool:
+        """Whether it is of a layer behind the model, which predicts a token further ahead (MTP)."""
+        return self.name.startswith("mtp.")
+
+    @property
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices, not to norms and biases."""
         return len(self.sentence.dims) > 1 and not self.vector
@@ -116,8 +123,8 @@ class Param:
     def is_matrix(self) -> bool:
         """Whether it is made of matrices of blocks, see :attr:`matrices`: no norm, bias, embedding, head or router, and
         not what gives one number of each token."""
-        inner = "layer" in self.named_axes and self.decays and not self.buffer
-        return inner and self.sentence.axes.isdisjoint(("routes", "one"))
+        inner = "layer" in self.named_axes or self.predicts
+        return inner and self.decays and not self.buffer and self.sentence.axes.isdisjoint(("routes", "one"))
 
     @cached_property
     def matrices(self) -> Mapping[tuple[str, ...], Pattern]:

@@ -126,8 +126,9 @@ def native(layout: Layout, ranks: Iterable[int]) -> Iterator[Stored]:
             yield Stored(rank, shard.name, param.name, param.sentence.labels, param.sentence, shard.box)
 
 
-def hugging_face(schema: Schema, where: Hashable = "hf") -> Iterator[Stored]:
-    """Yield the tensors of a Hugging Face checkpoint of the model, whole."""
+def hugging_face(schema: Schema, where: Hashable = "hf", copies: bool = False) -> Iterator[Stored]:
+    """Yield the tensors of a Hugging Face checkpoint of the model, whole; with ``copies`` those that it stores again,
+    too."""
     for param in schema.params:
         tensors: dict[tuple[str, Pattern], list[str]] = {}
         for label, tensor in param.hf_tensors.items():
@@ -136,7 +137,8 @@ def hugging_face(schema: Schema, where: Hashable = "hf") -> Iterator[Stored]:
             for index in schema.indices(param, template):
                 box = {axis: (0, schema.sizes[axis]) for axis in sorted(pattern.axes)}
                 box |= {axis: (i, i + 1) for axis, i in index.items()}
-                yield Stored(where, template.format(**index), param.name, tuple(labels), pattern, box)
+                for name in (template, *(param.hf_copies if copies else ())):
+                    yield Stored(where, name.format(**index), param.name, tuple(labels), pattern, box)
 
 
 def whole_name(schema: Schema, stored: Stored) -> str:

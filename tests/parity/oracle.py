@@ -24,7 +24,7 @@ from megacore.data.batches import Batches
 from megacore.data.samples import Sample
 from megacore.models.assemble import Model
 from megacore.models.config import ModelConfig
-from megacore.models.decoder import Losses, Microbatch
+from megacore.models.decoder import FurtherTokens, Losses, Microbatch
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
@@ -72,6 +72,7 @@ class Case:
         length: Of each sequence.
         fp8: Whether linears between the ends multiply in fp8; what is scaled as a whole is a microbatch.
         muon: The rule of matrices, if not AdamW.
+        mtp: Weight of the loss of further tokens, where the model has layers that predict them.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Case:
     length: int = LENGTH
     fp8: bool = False
     muon: Muon | None = None
+    mtp: float = 0.0
 
     @property
     def config(self) -> ModelConfig:
@@ -175,7 +177,7 @@ class Run:
 
 @dataclass
 class Measured:
-    """Per step: loss and norm; what experts were sent, and after it the buffers. Of the first step: the initial weights
+    """Per step: loss, that of further tokens, and norm; what experts were sent, and after it the buffers. Of the first step: the initial weights
     and the gradients. After the last: the weights. Of all: the smallest gap of a router."""
 
     losses: list[float]
@@ -244,13 +246,10 @@ class Drawn:
 
 def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch]:
     cut = case.sequences, run.micro, mesh.data_rank, run.mesh.data, case.documents
+    batches = Batches(Drawn(case), *cut, context=run.context, context_rank=mesh.place.cp)
     made, tokens = [], run.micro * case.length // (run.mesh.tp * run.mesh.cp)
-    for batch in Batches(Drawn(case), *cut, context=run.context, context_rank=mesh.place.cp).microbatches(step):
-        inputs, labels, positions = (
-            torch.from_numpy(each.ravel()) for each in (batch.tokens, batch.labels, batch.positions)
-        )
-        # One process takes all tokens, so that leaving out those without a label is compared with it too.
-        chosen = with_labels(batch.labels.ravel(), run.mesh.tp) if run.mesh.world > 1 else None
+    for batch in batches.looking(case.config.mtp_layers if case.mtp else 0).microbatches(step):
+        inputs, labels, positions = map(flat, (batch.tokens, batch.labels, batch.positions))
         made.append(
             Microbatch(
                 inputs,
@@ -260,14 +259,28 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
                 (tokens, case.config.sizes["embed"]),
                 batch.documents,
                 seed=step,
-                wanted=None if chosen is None else torch.from_numpy(chosen),
+                wanted=wanted(batch.labels, run),
                 padding=None if batch.padding is None else torch.from_numpy(batch.padding.ravel()),
                 split=batch.split,
                 rows=None if batch.rows is None else torch.from_numpy(batch.rows),
                 blank=batch.blank,
+                ahead=tuple(
+                    FurtherTokens(*map(flat, (each.tokens, each.labels)), wanted(each.labels, run))
+                    for each in batch.ahead
+                ),
             )
         )
     return made
+
+
+def wanted(labels: np.ndarray, run: Run) -> Tensor | None:
+    """One process takes all tokens, so that leaving out those without a label is compared with it too."""
+    chosen = with_labels(labels.ravel(), run.mesh.tp) if run.mesh.world > 1 else None
+    return None if chosen is None else torch.from_numpy(chosen)
+
+
+def flat(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.ravel())
 
 
 class Recorded(Optimizer):
@@ -282,7 +295,7 @@ class Recorded(Optimizer):
 
 def model_of(case: Case, run: Run, mesh: Mesh) -> Model:
     """What this rank has of the model at the start."""
-    objective = Losses(case.label_smoothing, case.z_loss, run.loss_chunk)
+    objective = Losses(case.label_smoothing, case.z_loss, run.loss_chunk, mtp=case.mtp)
     model = Model.create(
         case.config,
         lively(run.layout(case)),
@@ -312,18 +325,18 @@ def measure(case: Case, run: Run) -> Measured:
     if run.schedule in SPLIT_BACKWARD:
         model.hand_weight_gradients(gradients.receive, late=True)
     optimizer = Recorded(gradients, lr=1e-2, clip=0.5, muon=case.muon, offload=run.offload)
-    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients)
+    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients, (2,) if case.mtp else ())
     step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance)
     initial = snapshot(gradients)
     losses, norms, loads, buffers = [], [], list[Loads](), []
     with gaps() as found:
-        evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh))[0].item()
+        evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh))[0].flatten()[0].item()
         for i in range(STEPS):
             stats = step(microbatches(case, run, i, mesh), 1e-2)
-            losses.append(stats.loss.item())
+            losses += [stats.loss.item(), *stats.told.tolist()]
             norms.append(stats.grad_norm.item())
             if model.balance is not None:
-                loads.append(model.balance.read(case.config.sizes["layer"]))
+                loads.append(model.balance.read(len(case.config.anatomy.layers)))
             buffers.append(buffers_of(model.parameters))
     gap = min(found, default=float("inf"))
     first = optimizer.first or {}

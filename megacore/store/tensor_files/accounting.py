@@ -68,7 +68,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
         outside = [name for name in part if not name.startswith(wrapper.prefix)]
         part = {name.removeprefix(wrapper.prefix): of for name, of in part.items() if name.startswith(wrapper.prefix)}
     held, problems = _with_prefix(config, part, lambda name: name in expected or ignorable(name))
-    problems += _tie(config, held)
+    problems += _tie(config, held) + _copies(config, held)
     ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))
     weights = {name: held[name] for name in expected if name in held}
     missing = [name for name in expected if name not in held]
@@ -170,6 +170,19 @@ def _tie(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
         f"{kept} and {spare} differ, though tie_word_embeddings says that they are one: if they are two, let "
         "config.json say tie_word_embeddings=false; else remove one of them"
     ]
+
+
+def _copies(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
+    """Leave out what is stored again for layers that predict further tokens, and is the model's own."""
+    problems = []
+    for param in config.schema.params:
+        for spare, kept in ((held.pop(name, None), held.get(param.hf)) for name in param.hf_copies):
+            if spare and kept and not _equal(kept, spare):
+                problems.append(
+                    f"{kept} and {spare} differ, and layers that predict further tokens have the model's own: to read "
+                    "it without these layers, let config.json say num_nextn_predict_layers=0"
+                )
+    return problems
 
 
 def _equal(a: TensorInFile, b: TensorInFile) -> bool:

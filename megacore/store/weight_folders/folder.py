@@ -35,6 +35,7 @@ class WeightFolder(ABC):
         ignored: Tensors that hold no weights, by the names they have.
         others: Tensors of other parts of a model of which this is one, likewise.
         fp8: How the weights lie that are read in a wider dtype; None: all are read as they lie.
+        told: What else is to be said of how it is read.
         hub: The name of the hub, with its commit, that the folder was fetched by.
     """
 
@@ -45,6 +46,7 @@ class WeightFolder(ABC):
     ignored: tuple[str, ...] = field(default=(), kw_only=True)
     others: tuple[str, ...] = field(default=(), kw_only=True)
     fp8: BlockFp8 | None = field(default=None, kw_only=True)
+    told: tuple[str, ...] = field(default=(), kw_only=True)
     hub: HubName | None = field(default=None, kw_only=True)
 
     @property
@@ -90,12 +92,12 @@ class WeightFolder(ABC):
         begin = {next((part[:-1] for part in further if name.startswith(part)), "") for name in self.others} - {""}
         parts = ", ".join(sorted(begin or {name.partition(".")[0] for name in self.others}))
         read = "the model without layers that predict further tokens" if begin else "its text model"
-        return f"{self.path}: only {read} is read; {len(self.others)} tensors of {parts} are left out"
+        return f"only {read} is read; {len(self.others)} tensors of {parts} are left out"
 
     @property
     def remarks(self) -> list[str]:
         """Sentences about what is not read of it, or not as it lies there."""
-        found = [] if self.left_out is None else [self.left_out]
+        found = [f"{self.path}: {each}" for each in (*([self.left_out] if self.left_out else []), *self.told)]
         if self.fp8 is not None:
             blocks = f"a scale for each {self.fp8.rows} x {self.fp8.columns}"
             found.append(f"{self.path}: its weights in fp8, with {blocks} of them, are read as {self.fp8.dtype}")

@@ -64,15 +64,17 @@ class HuggingFace(SafetensorsFolder):
         problems: list[str] = []
         raw, kind, config, wrapper, fp8 = _config(path, ignored_fields, problems)
         files = _files(path, problems)
-        found, held = Account({}), files.files if files else ()
+        found, held, told = Account({}), files.files if files else (), tuple[str, ...]()
         if files and fp8:
             held, damaged = decoded(held, fp8)
             problems += damaged
         if files:
             if kind:
                 problems += _unnamed(files, kind)
-            if config:
+            if kind and config:
                 tensors = {name: file for file in held for name in file.entries}
+                raw, remark = kind.as_held(raw, tensors)
+                config, told = kind.from_hugging_face(raw), (remark,) if remark else ()
                 found = account(config, tensors, wrapper)
         if os.path.lexists(path / ADAPTER):
             problems.append(f"{ADAPTER}: an adapter changes what the weights compute: merge it into them and save that")
@@ -91,7 +93,7 @@ class HuggingFace(SafetensorsFolder):
         records = {name: FileRecord(file.size, {of: {} for of in file.entries}) for name, file in used.items()}
         layout = Layout(config.schema, MeshShape(), (config.sizes["layer"],))
         index = Index(raw, layout, ("weights",), None, records)
-        return cls(path, index, used, weights, ignored=found.ignored, others=found.others, fp8=fp8)
+        return cls(path, index, used, weights, ignored=found.ignored, others=found.others, fp8=fp8, told=told)
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
         """Yield the tensors under the names of the family's table; ``where`` is the folder."""

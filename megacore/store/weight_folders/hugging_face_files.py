@@ -53,7 +53,7 @@ def named(schema: Schema, raw: Mapping[str, Any]) -> list[Stored]:
     """Return the tensors by the names that the class gives them which ``config.json`` names: those of a base model that
     was saved by itself lack their prefix. One whose head is another tensor is not such a model.
     """
-    kind, stored = family(raw["model_type"]).config, list(hugging_face(schema))
+    kind, stored = family(raw["model_type"]).config, list(hugging_face(schema, copies=True))
     prefix = f"{kind.base_model_prefix}."
     if raw.get("architectures") != [kind.base_architecture()] or kind.tied[1] in {each.name for each in stored}:
         return stored

@@ -311,6 +311,8 @@ def read_index(path: Path) -> Index:
         if mesh["ep"] > max(spread, default=1):
             raise tree.error(f"has mesh={short(mesh)}, and no experts to spread over so many")
         _check_count(tree, schema, records)
+        if "adapters" not in tree.tree:  # earlier releases left out layers that predict further tokens
+            raw, _ = family(raw["model_type"]).config.as_held(raw, {param.hf for param in schema.params})
         layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split)
         index = Index(raw, layout, states, step, records, _adapters(tree))
         _check_model(tree, index)

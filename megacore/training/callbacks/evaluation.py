@@ -70,6 +70,7 @@ class Evaluation(Callback):
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         if self.is_due(run) and not (run.stopping and decides(run.config)):
             loss, *told = self.losses(run)
+            told = told if run.config.preference else []
             self._known.append((run.step, loss if math.isfinite(loss) else math.inf))
             averaged = dict[str, float]()
             if run.config.ema.evaluate:

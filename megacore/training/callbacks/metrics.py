@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,17 +84,23 @@ class Metrics(Callback):
             **self._meter.record(run.step, tokens, run.tell),
             "peak_memory_gib": run.control.largest(peak_memory_gib(run.mesh.device))[0],
             "skipped_steps": 0,
-            **rewards(stats.told.tolist()),
+            **self._told(run, stats.told.tolist()),
             **({"loss_scale": stats.scale.item()} if run.train_step.scaling.moves else {}),
             **self._loads(run),
         }
+
+    def _told(self, run: Trainer, told: Sequence[float]) -> Record:
+        """Return the metrics of what the loss says beside itself: of pairs, or the mean of further tokens."""
+        if factor := run.config.mtp_factor(run.model.config.schema):
+            return {"mtp_loss": told[0] / factor}
+        return rewards(told)
 
     def _loads(self, run: Trainer) -> Record:
         """Return the loads of the experts of a step, if there are some, and write how many tokens each was sent."""
         balance = run.train_step.balance
         if balance is None:
             return {}
-        found = balance.read(run.model.config.sizes["layer"])
+        found = balance.read(len(run.model.config.anatomy.layers))
         if self._log is not None:
             self._log.write_loads(run.step, found.layers, found.counts.tolist())
         return expert_load_metrics(found, balance.coefficients)
