@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.bloom.modeling_bloom import BloomGelu
 
+from megacore.models.mtp import FIELD
 from megacore.models.registry import FAMILIES, family
 from megacore.models.rope_config import PLAIN
 
@@ -52,7 +53,7 @@ SMALL: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
-    "num_nextn_predict_layers": 0,  # transformers counts one, and saves none
+    FIELD: 0,  # transformers counts one, and saves none
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
@@ -91,7 +92,10 @@ def drawn(
 
 def of_transformers(section: dict[str, Any]) -> PretrainedConfig:
     """The same model's config, of the class that transformers has for its ``model_type``."""
-    return CONFIG_MAPPING[section["family"]](**{name: value for name, value in section.items() if name != "family"})
+    kind = CONFIG_MAPPING[section["family"]]
+    # Which counts one layer that predicts further tokens where nothing is said, and has none.
+    none = {FIELD: 0} if FIELD in kind.attribute_map.values() else {}
+    return kind(**none, **{name: value for name, value in section.items() if name != "family"})
 
 
 def small(name: str, **fields: Any) -> PretrainedConfig:

@@ -72,7 +72,14 @@ class Reference:
                 continue
             # h_i and the embedding of token i + k predict token i + k + 1.
             embedded = base.embed_tokens(tokens[:, k:])
-            h = layer(embedded, h[:, : n - k], tuple(x[:, : n - k] for x in rotations), mask[..., : n - k, : n - k], positions[:, : n - k], None)
+            h = layer(
+                embedded,
+                h[:, : n - k],
+                tuple(x[:, : n - k] for x in rotations),
+                mask[..., : n - k, : n - k],
+                positions[:, : n - k],
+                None,
+            )
             further.append(self._loss(h, labels[:, k:]))
         return plain, further
 
@@ -87,8 +94,15 @@ class Reference:
         for name, value in of(self.layers).items():
             depth, _, rest = name.partition(".")
             end = rest.rpartition(".")[2]
-            parts = {"enorm": names.embed_norm, "hnorm": names.hidden_norm, "eh_proj": names.proj, "post_norm": names.norm}
-            template = parts.get(rest.partition(".")[0], names.block + rest.removeprefix("mtp_block.").removesuffix(f".{end}"))
+            parts = {
+                "enorm": names.embed_norm,
+                "hnorm": names.hidden_norm,
+                "eh_proj": names.proj,
+                "post_norm": names.norm,
+            }
+            template = parts.get(
+                rest.partition(".")[0], names.block + rest.removeprefix("mtp_block.").removesuffix(f".{end}")
+            )
             found[template.format(depth=depth, layer=first + int(depth)) + f".{end}"] = value
         return dict(as_saved(self.main, found))
 
@@ -111,7 +125,9 @@ def test_losses_and_gradients(name: str, depth: int, seed: int) -> None:
     samples = [sample(generator, config.vocab_size, lengths) for lengths in DOCUMENTS]
     batch = collate(samples, separate_documents=True).looking(depth)
     flat = (torch.from_numpy(each.ravel()) for each in (batch.tokens, batch.labels, batch.positions))
-    ahead = tuple(FurtherTokens(*(torch.from_numpy(x.ravel()) for x in (each.tokens, each.labels))) for each in batch.ahead)
+    ahead = tuple(
+        FurtherTokens(*(torch.from_numpy(x.ravel()) for x in (each.tokens, each.labels))) for each in batch.ahead
+    )
     shape = batch.tokens.size, config.sizes["embed"]
     microbatch = Microbatch(*flat, len(samples), shape, batch.documents, ahead=ahead)
     got = ours.chunks[0](None, microbatch)
@@ -132,8 +148,10 @@ def test_losses_and_gradients(name: str, depth: int, seed: int) -> None:
     close(got[0].detach(), plain.detach(), "loss")
     close(got[1].detach(), further.detach(), "loss of further tokens")
     gradients = theirs.saved(
-        lambda module: {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-        | {n: torch.zeros_like(b) for n, b in of_buffers(module).items()}
+        lambda module: (
+            {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+            | {n: torch.zeros_like(b) for n, b in of_buffers(module).items()}
+        )
     )
     want = move(config.schema, gradients, hugging_face(config.schema), native(layout, [0]))
     assert want.keys() == set(ours.parameters)

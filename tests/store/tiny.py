@@ -17,7 +17,8 @@ from families import drawn
 from whole import Whole, write_tensor
 
 from megacore.models.config import ModelConfig
-from megacore.models.registry import FAMILIES, configure
+from megacore.models.mtp import FIELD
+from megacore.models.registry import FAMILIES, configure, family
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, native, plan
@@ -58,9 +59,19 @@ MIXTRAL: Section = {
 }
 
 SECTIONS: Mapping[str, tuple[Section, ...]] = {
-    name: tuple(drawn(name, seed, tie_word_embeddings=not seed) for seed in (0, 1)) for name in FAMILIES
+    name: tuple(
+        drawn(
+            name,
+            seed,
+            tie_word_embeddings=not seed,
+            **({FIELD: 1 + seed} if hasattr(family(name).config, FIELD) else {}),
+        )
+        for seed in (0, 1)
+    )
+    for name in FAMILIES
 }
-"""Of each family: tied and not, all else at random. All have 5 layers and split over tp=4."""
+"""Of each family: tied and not, with layers that predict further tokens where it may have some, all else at random.
+All have 5 layers and split over tp=4."""
 
 LAYERS = 5
 TRAINER = b'{"step": 7,  "data": {"samples": 1792}}\n'
@@ -83,8 +94,9 @@ def hugging_face_folder(path: Path, section: Section, dtype: str = "BF16", seed:
     config = configure(section)
     bits = random_bits(config, dtype, seed)
     path.mkdir(parents=True)
-    with TensorWriter.create(path / "model.safetensors", [(n, dtype, b.shape) for n, b in bits.items()]) as writer:
-        for name, array in bits.items():
+    stored = bits | {copy: bits[param.hf] for param in config.schema.params for copy in param.hf_copies}
+    with TensorWriter.create(path / "model.safetensors", [(n, dtype, b.shape) for n, b in stored.items()]) as writer:
+        for name, array in stored.items():
             write_tensor(writer, name, array)
     (path / "config.json").write_text(json.dumps(config.to_hugging_face(), indent=2))
     for name, content in COMPANIONS.items():
