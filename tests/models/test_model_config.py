@@ -26,8 +26,8 @@ from megacore.models.config import (
     parameters_in_words,
 )
 from megacore.models.decoder import Microbatch
-from megacore.models.positions import Distances
 from megacore.models.mtp import FIELD
+from megacore.models.positions import Distances
 from megacore.models.registry import FAMILIES, configure, family, presets
 from megacore.models.stages import layout_of
 from megacore.parallel.mesh import Mesh

@@ -3,6 +3,7 @@ together by the formulas of the paper (DeepSeek-AI 2024, arXiv 2412.19437, secti
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from megacore.data.batches import collate
 from megacore.data.samples import Sample
 from megacore.models.assemble import Model
 from megacore.models.decoder import FurtherTokens, Losses, Microbatch
-from megacore.models.mtp import QWEN
 from megacore.models.registry import family
 from megacore.models.stages import layout_of
 from megacore.parallel.labels import IGNORE
@@ -137,7 +137,7 @@ def test_losses_and_gradients(name: str, depth: int, seed: int) -> None:
     with in_float64():
         for row, of in zip(samples, DOCUMENTS, strict=True):
             starts = np.cumsum([0, *of])
-            for start, stop in zip(starts, starts[1:], strict=False):
+            for start, stop in itertools.pairwise(starts):
                 tokens = torch.from_numpy(row.tokens[start:stop])
                 labels = torch.from_numpy(np.where(row.counted, row.tokens, IGNORE)[start + 1 : stop + 1])
                 if stop < LENGTH:

@@ -523,6 +523,33 @@ OTHERS_BY_MUON: list[Pair] = [
 ]
 
 
+# -- layers that predict further tokens
+
+
+def ahead(name: str, seed: int, depth: int, **own: Any) -> Case:
+    section = drawn(name, seed, vocab=101, num_nextn_predict_layers=depth)
+    return Case(f"mtp-{name}", section, ignored=0.3, mtp=0.3, **own)
+
+
+FURTHER = [
+    ahead("deepseek_v3", 1, 2, documents=True, padded=True, coefficients=SEQUENCE),
+    ahead("glm4_moe", 2, 1, documents=True),
+]
+OF_FURTHER: list[Pair] = [
+    (case, run)
+    for run in (
+        Run(MeshShape(cp=2, pp=2)),
+        Run(MeshShape(tp=2, ep=2), etp=True, shard="parameters"),
+        interleaved(MeshShape(pp=2, dp=2), shard="parameters", activations=Activations("full")),
+        Run(MeshShape(tp=2, cp=2), shard="gradients", activations=Activations("selective", True), loss_chunk=5),
+        Run(MeshShape(tp=2, pp=2), schedule="zb-h1"),
+        Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", shard="parameters"),
+        interleaved(MeshShape(dp=2), shard="optimizer"),
+        Run(MeshShape(cp=4, ep=2), micro=2, balance="auto"),
+    )
+    for case in FURTHER
+]
+
 # -- all of them
 
 
@@ -555,6 +582,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 4, UNEVEN
     yield 6, BY_MUON
     yield 120, OTHERS_BY_MUON
+    yield 8, OF_FURTHER
     yield 36, [*UNEVEN_RUNGS, *UNEVEN_OTHERS]
 
 

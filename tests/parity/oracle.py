@@ -177,7 +177,8 @@ class Run:
 
 @dataclass
 class Measured:
-    """Per step: loss, that of further tokens, and norm; what experts were sent, and after it the buffers. Of the first step: the initial weights
+    """Per step: loss, with that of further tokens, and norm; what experts were sent, and after it the buffers. Of the
+    first step: the initial weights
     and the gradients. After the last: the weights. Of all: the smallest gap of a router."""
 
     losses: list[float]

@@ -94,7 +94,8 @@ def hugging_face_folder(path: Path, section: Section, dtype: str = "BF16", seed:
     config = configure(section)
     bits = random_bits(config, dtype, seed)
     path.mkdir(parents=True)
-    stored = bits | {copy: bits[param.hf] for param in config.schema.params for copy in param.hf_copies}
+    again = {copy: param.hf for param in config.schema.params for copy in param.hf_copies}
+    stored = {s.name: bits[again.get(s.name, s.name)] for s in hugging_face(config.schema, copies=True)}
     with TensorWriter.create(path / "model.safetensors", [(n, dtype, b.shape) for n, b in stored.items()]) as writer:
         for name, array in stored.items():
             write_tensor(writer, name, array)

@@ -1,0 +1,72 @@
+"""Runs of models with layers that predict further tokens: what is logged, goes on after a checkpoint, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine
+import pytest
+from engine import LENGTH, RECIPE, VOCAB, write_recipe
+from families import drawn
+
+from megacore.models.config import flops_per_token
+from megacore.models.mtp import FIELD
+from megacore.models.registry import configure
+from megacore.models.stages import default_layers
+from megacore.models.tuning import Tuning
+from megacore.recipe import ConfigError
+
+SECTION = drawn("glm4_moe", 3, layers=3, vocab=VOCAB, positions=LENGTH, tp=1, **{FIELD: 1}) | {"initializer_range": 0.2}
+STILL = ["train.freeze=[mtp]"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"model": SECTION})
+
+
+def test_the_loss_of_further_tokens_is_logged_and_a_run_goes_on(recipe: str, tmp_path: Path) -> None:
+    """Evaluations say the loss of the next token alone, as the runs of models without such layers do."""
+    overrides = ["train.steps=4", "evaluate.every=2"]
+    whole = engine.train(recipe, [f"out={tmp_path / 'whole'}", *overrides])
+    plain, further = whole.values("loss"), whole.values("mtp_loss")
+    assert len(plain) == len(further) == 4 and 0 < min(further) < further[0] and min(plain) < plain[0]
+    engine.stopped(recipe, [f"out={tmp_path / 'again'}", *overrides], 2)
+    again = engine.train(recipe, [f"out={tmp_path / 'again'}", *overrides])
+    assert engine.same(whole.weights, again.weights) and whole.values("validation_loss") == again.values(
+        "validation_loss"
+    )
+
+    still = engine.train(recipe, [f"out={tmp_path / 'still'}", "train.steps=1", "evaluate.every=0", *STILL])
+    assert not still.values("mtp_loss") and still.values("loss") == plain[:1]
+    names = [name for name in still.weights if name.startswith("mtp.")]
+    assert names and not engine.same({name: still.weights[name] for name in names}, whole.weights)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loss.mtp_loss_scaling_factor=0"], r"mtp_loss_scaling_factor is 0: the model's layers .* \(1\) would learn"),
+        (["loss.function=a.b:c"], "is a weight of cross entropy, and the loss is a.b:c"),
+    ],
+)
+def test_what_would_learn_nothing_is_refused(recipe: str, tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        engine.train(recipe, [f"out={tmp_path}", *overrides])
+    assert "train.freeze=[mtp]" in str(caught.value)
+
+
+def test_their_work_counts_where_they_are_trained() -> None:
+    """A block as the last, another head, and the linear of twice the width; frozen, they are none of a step's work."""
+    plain, one, two = (configure(SECTION | {FIELD: depth}) for depth in range(3))
+    work = [flops_per_token(config, LENGTH) for config in (plain, one, two)]
+    longer = configure(SECTION | {"num_hidden_layers": 4, FIELD: 0})
+    embed, vocab = plain.sizes["embed"], plain.sizes["vocab"]
+    block = flops_per_token(longer, LENGTH) - work[0]
+    assert work[1] - work[0] == work[2] - work[1] == block + 6 * (vocab * embed + 2 * embed * embed)
+    assert flops_per_token(one, LENGTH, Tuning(freeze=("mtp",))) == work[0]
+    assert one.schema.parameters - plain.schema.parameters == (
+        longer.schema.parameters - plain.schema.parameters + 2 * embed * embed + 3 * embed
+    )
+    wide = SECTION | {"num_hidden_layers": 12}
+    assert default_layers(configure(wide | {FIELD: 2}), 3)[-1] < default_layers(configure(wide | {FIELD: 0}), 3)[-1]
