@@ -124,7 +124,7 @@ class ActivationMemory:
     def head(self) -> LayerCost:
         """The final norm, the product to the vocabulary, and the loss."""
         entered = self.chunks[-1][-1].left
-        return self._fake.head(entered, self.loss_chunk, self.packing.tokens)
+        return self._fake.head(self.recompute, self.imbalance, self.packing, entered, self.loss_chunk)
 
     @cached_property
     def tied(self) -> int:

@@ -32,7 +32,7 @@ from megacore.models.assemble import Model
 from megacore.models.blocks import CHEAP
 from megacore.models.config import ModelConfig, looks
 from megacore.models.context import Context, MaskedAttention
-from megacore.models.decoder import Head, Losses, Microbatch
+from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
 from megacore.models.moe import MixtureOfExperts
 from megacore.models.stages import layout_of
 from megacore.models.tuning import Tuning
@@ -144,11 +144,26 @@ class FakeModel:
         with _counts(imbalance):
             return self._unit(kind, block, call, entered, packing, recompute, mlp_chunk, imbalance)
 
-    def head(self, entered: bool, loss_chunk: int | None, packing: Packing) -> LayerCost:
-        """Return the cost of the head: [tokens/tp, embed] -> the summed loss."""
+    def head(
+        self, recompute: Recompute, imbalance: float, packing: Packing, entered: bool, loss_chunk: int | None
+    ) -> LayerCost:
+        """Return the cost of the head, [tokens/tp, embed] -> the summed loss, with the layers that predict further
+        tokens, where they are trained; these see the documents of the packing."""
         _, head = self._ends
-        head.losses = Losses(chunk=loss_chunk)
-        return self._unit("head", head, lambda x, batch, context: head(x, batch.labels), entered, packing, loss_chunk)
+        config, tuning, *_ = self._made_of
+        predicts = tuning.predicts(config.schema)
+        head.losses = Losses(chunk=loss_chunk, mtp=float(predicts))
+        if not predicts:
+            plain = packing.tokens
+            return self._unit("head", head, lambda x, batch, _: head(x, batch.labels), entered, plain, loss_chunk)
+        run = runner(Activations(recompute), [each.block for each in head.predictions], CHEAP, self._mesh.device)
+
+        def call(x: Tensor, batch: Microbatch, context: Context) -> Tensor:
+            ahead = (FurtherTokens(batch.tokens, batch.labels),) * len(head.predictions)
+            return head(x, batch.labels, ahead=Ahead(replace(batch, ahead=ahead), context, run))
+
+        with _counts(imbalance):
+            return self._unit("head", head, call, entered, packing, loss_chunk, recompute, imbalance)
 
     def _unit(
         self, name: str, module: nn.Module, call: _Call, entered: bool, packing: Packing, *others: object

@@ -23,8 +23,9 @@ from turns import ROTATION
 
 from megacore.models.assemble import Model
 from megacore.models.config import ModelConfigError, flops_per_token
-from megacore.models.decoder import Losses, Microbatch
+from megacore.models.decoder import FurtherTokens, Losses, Microbatch
 from megacore.models.lora import Lora
+from megacore.models.mtp import FIELD
 from megacore.models.registry import FAMILIES, configure, family
 from megacore.models.stages import layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
@@ -128,7 +129,8 @@ class Case:
     def setting(self) -> Setting:
         like_llama = LLAMA | {"family": self.family, "tie_word_embeddings": self.tied, "vocab_size": self.vocab}
         is_like_llama = self.family in ("odd", "extended", "llama")
-        config = configure(like_llama | dict(self.fields) if is_like_llama else small(self.family, self.vocab))
+        plain = like_llama if is_like_llama else small(self.family, self.vocab)
+        config = configure(plain | dict(self.fields))
         layout = layout_of(config, self.mesh, self.chunks, tuning=self.tuning, split=split_of(self.etp))
         alike = {each.name for each in fields(Setting)} & {*(each.name for each in fields(self)), "context"}
         own: dict[str, Any] = {name: getattr(self, name) for name in alike}
@@ -146,13 +148,14 @@ class Run:
         case, setting = self.case, self.case.setting
         dtype = DTYPES[case.precision]
         wide = torch.float32 if case.masters else dtype
+        self.ahead = setting.model.mtp_layers if case.tuning.predicts(setting.model.schema) else 0
         self.mesh = Mesh.create(case.mesh)
         self.model = Model.create(
             setting.model,
             setting.layout,
             self.mesh,
             dtype,
-            Losses(chunk=case.loss_chunk),
+            Losses(chunk=case.loss_chunk, mtp=float(self.ahead > 0)),
             recompute.Activations(case.recompute, mlp_chunk=case.mlp_chunk),
             tuning=case.tuning,
             context=case.context,
@@ -171,7 +174,8 @@ class Run:
             self.model.hand_weight_gradients(self.gradients.receive, late=True)
         muon = Muon(steps=case.muon_steps) if case.muon_steps else None
         self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters, muon=muon, ema=case.ema)
-        pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule, self.gradients)
+        loss = (2,) if self.ahead else ()
+        pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule, self.gradients, loss)
         self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer)
 
     def step(self) -> None:
@@ -182,8 +186,10 @@ class Run:
             positions = positions[torch.from_numpy(split.indices(self.mesh.place.cp))]
         drawn = [torch.randint(0, case.vocab, positions.shape) for _ in range(case.microbatches)]
         shape = (len(positions) // case.mesh.tp, embed)
+        further = [(FurtherTokens(ids.clone(), ids.clone()),) * self.ahead for ids in drawn]
         batches = [
-            Microbatch(ids, ids.clone(), positions, case.micro, shape, case.documents, split=split) for ids in drawn
+            Microbatch(ids, ids.clone(), positions, case.micro, shape, case.documents, split=split, ahead=ahead)
+            for ids, ahead in zip(drawn, further, strict=True)
         ]
         self._step(batches, 1e-3)
 
@@ -309,6 +315,14 @@ BOTH: list[Case] = [
     Case(vocab=8000, loss_chunk=64),
     Case(vocab=64, mlp_chunk=64, recompute="full"),
     Case(family="gpt2"),
+]
+PREDICTING = [
+    Case(family="glm4_moe", fields=((FIELD, depth),), recompute=recompute, microbatches=2)
+    for depth, recompute in ((1, "none"), (2, "full"))
+]
+PREDICTING_OF_TWO = [
+    replace(PREDICTING[0], mesh=MeshShape(pp=2), microbatches=4),
+    replace(PREDICTING[0], mesh=MeshShape(dp=2), shard="parameters"),
 ]
 OF_ONE = [replace(case, precision=kind) for kind in ("bf16", "fp32") for case in BOTH]
 OF_TWO = [
@@ -506,6 +520,8 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("other parts-two", 2, EXTENDED_OF_TWO[2:], {PEAK}, 0),
     ("unheard of-one", 1, ODD, {PEAK}, 4),
     ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 4),
+    ("further-one", 1, PREDICTING, {STATE, PEAK}, 6),
+    ("further-two", 2, PREDICTING_OF_TWO, {STATE, PEAK}, 6),
     ("muon-one", 1, BY_MUON[:1], {STATE, PEAK}, 4),
     ("muon-two", 2, BY_MUON[1:], {STATE, PEAK}, 4),
     ("muon-four", 4, BY_MUON_OF_FOUR, {STATE, PEAK}, 4),

@@ -127,4 +127,6 @@ def batches(config: Config, world: int, rank: int, count: int) -> list[Batch]:
     positions = np.tile(np.arange(length), (rows, 1))
     documents = (length,) * rows if config.data.within_documents else None
     drawn = (rng.integers(0, model.vocab_size, (2, rows, length)) for _ in range(count))
-    return [Batch(x, y, positions, documents).of_rank(context, shape.place(rank).cp) for x, y in drawn]
+    ahead = model.mtp_layers if config.mtp_factor(model.schema) else 0
+    whole = (Batch(x, y, positions, documents).looking(ahead) for x, y in drawn)
+    return [batch.of_rank(context, shape.place(rank).cp) for batch in whole]
