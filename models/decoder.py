@@ -307,6 +307,11 @@ class Head(nn.Module):
         loss = head_loss(self.norm(x), self.weight, labels, *self._how)
         return loss if ahead is None else torch.stack([loss, self._further(self.norm(hidden), ahead)])
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Those of the layers that predict further tokens."""
+        return [each.block for each in self.predictions if isinstance(each, Prediction)]
+
     def _further(self, x: Tensor, ahead: Ahead) -> Tensor:
         """x: [tokens/tp, embed], normalised -> the weighted mean over the layers ahead of the sum of their losses."""
         losses = []
@@ -436,8 +441,7 @@ class Decoder(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         """All that :attr:`run` runs: the blocks of the layers, and those that predict further tokens."""
-        further = () if self.head is None else self.head.predictions
-        return [*self.layers.values(), *(each.block for each in further)]  # type: ignore[list-item]
+        return [*self.layers.values(), *(() if self.head is None else self.head.blocks)]
 
     def context(self, microbatch: Microbatch) -> Context:
         """Return what the blocks are told of the microbatch's tokens."""

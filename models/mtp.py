@@ -24,13 +24,15 @@ class MtpNames:
     on from the model's layers.
 
     Args:
-        block: The beginning of the names of its block.
+        every: The beginning of the names of all of them.
+        block: The beginning of those of its block.
         embed_norm, hidden_norm: The norms of the embeddings and of the hidden states that it is given.
         proj: The linear that makes one of both, the embeddings first.
         norm: The norm in front of the head.
         embed, head: Where it stores the model's embedding and head again; empty: nowhere.
     """
 
+    every: str
     block: str
     embed_norm: str
     hidden_norm: str
@@ -42,6 +44,7 @@ class MtpNames:
 
 DEEPSEEK = MtpNames(
     _LAYER,
+    _LAYER,
     f"{_LAYER}enorm",
     f"{_LAYER}hnorm",
     f"{_LAYER}eh_proj",
@@ -49,7 +52,14 @@ DEEPSEEK = MtpNames(
     f"{_LAYER}embed_tokens",
     f"{_LAYER}shared_head.head",
 )
-QWEN = MtpNames("mtp.layers.{depth}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+QWEN = MtpNames(
+    "mtp.",
+    "mtp.layers.{depth}.",
+    "mtp.pre_fc_norm_embedding",
+    "mtp.pre_fc_norm_hidden",
+    "mtp.fc",
+    "mtp.norm",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +86,8 @@ class MtpConfig(DecoderConfig):
     @property
     def anatomy(self) -> Anatomy:
         made = super().anatomy
-        return replace(made, layers=(*made.layers, *[made.layers[self.mtp_block]] * self.mtp_layers))
+        further = [made.layers[self.mtp_block] for _ in range(self.mtp_layers)]
+        return replace(made, layers=(*made.layers, *further))
 
     @property
     def schema(self) -> Schema:
@@ -88,7 +99,7 @@ class MtpConfig(DecoderConfig):
     @property
     def left_out(self) -> tuple[str, ...]:
         """Those of a folder whose config says that there are no such layers."""
-        return () if self.mtp_layers else (_of(self.mtp_names.block, 0, self.num_hidden_layers),)
+        return () if self.mtp_layers else (_of(self.mtp_names.every, 0, self.num_hidden_layers),)
 
     @classmethod
     def as_held(cls, raw: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], str | None]:

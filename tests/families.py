@@ -95,7 +95,7 @@ def of_transformers(section: dict[str, Any]) -> PretrainedConfig:
     kind = CONFIG_MAPPING[section["family"]]
     # Which counts one layer that predicts further tokens where nothing is said, and has none.
     none = {FIELD: 0} if FIELD in kind.attribute_map.values() else {}
-    return kind(**none, **{name: value for name, value in section.items() if name != "family"})
+    return kind(**{name: value for name, value in (none | section).items() if name != "family"})
 
 
 def small(name: str, **fields: Any) -> PretrainedConfig:

@@ -156,7 +156,7 @@ class FakeModel:
         if not predicts:
             plain = packing.tokens
             return self._unit("head", head, lambda x, batch, _: head(x, batch.labels), entered, plain, loss_chunk)
-        run = runner(Activations(recompute), [each.block for each in head.predictions], CHEAP, self._mesh.device)
+        run = runner(Activations(recompute), head.blocks, CHEAP, self._mesh.device)
 
         def call(x: Tensor, batch: Microbatch, context: Context) -> Tensor:
             ahead = (FurtherTokens(batch.tokens, batch.labels),) * len(head.predictions)

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
+from megacore.models.anatomy import FULL
 from megacore.models.decoder_config import shape
 from megacore.models.delta_config import DeltaConfig
 from megacore.models.experts_config import SparseConfig
+from megacore.models.mtp import QWEN, MtpConfig, MtpNames
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(SparseConfig, DeltaConfig):
+class Qwen3NextConfig(MtpConfig, SparseConfig, DeltaConfig):
     family: ClassVar[str] = "qwen3_next"
     architecture: ClassVar[str] = "Qwen3NextForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = DeltaConfig.defaults
+    mtp_names: ClassVar[MtpNames] = QWEN
     axes: ClassVar[Mapping[str, str]] = {
         **DeltaConfig.axes,
         **SparseConfig.axes,
@@ -31,6 +34,10 @@ class Qwen3NextConfig(SparseConfig, DeltaConfig):
     num_experts: int = 512
     num_experts_per_tok: int = 10
     norm_topk_prob: bool = True
+
+    @property
+    def mtp_block(self) -> int:
+        return max(self.layers_of(FULL), default=0)
 
     def delta_rule(self, t: Table) -> Rows:
         gates = "b: {0}each + a: {0}each"

@@ -534,6 +534,7 @@ def ahead(name: str, seed: int, depth: int, **own: Any) -> Case:
 FURTHER = [
     ahead("deepseek_v3", 1, 2, documents=True, padded=True, coefficients=SEQUENCE),
     ahead("glm4_moe", 2, 1, documents=True),
+    ahead("qwen3_next", 0, 1),
 ]
 OF_FURTHER: list[Pair] = [
     (case, run)
@@ -582,7 +583,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 4, UNEVEN
     yield 6, BY_MUON
     yield 120, OTHERS_BY_MUON
-    yield 8, OF_FURTHER
+    yield 12, OF_FURTHER
     yield 36, [*UNEVEN_RUNGS, *UNEVEN_OTHERS]
 
 

@@ -266,7 +266,7 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
                 rows=None if batch.rows is None else torch.from_numpy(batch.rows),
                 blank=batch.blank,
                 ahead=tuple(
-                    FurtherTokens(*map(flat, (each.tokens, each.labels)), wanted(each.labels, run))
+                    FurtherTokens(flat(each.tokens), flat(each.labels), wanted(each.labels, run))
                     for each in batch.ahead
                 ),
             )

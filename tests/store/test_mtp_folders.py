@@ -28,7 +28,7 @@ AT = "model.layers.3."
 def change(folder: Path, tensors: Mapping[str, Tensor | None], **fields: object) -> None:
     """Other tensors, or none, and other fields of the config."""
     file, config = folder / "model.safetensors", folder / "config.json"
-    there = {name: tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
+    there = {name: tensor for name, tensor in {**load_file(file), **tensors}.items() if tensor is not None}
     save_file(there, file, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
 
@@ -52,16 +52,16 @@ def test_transformers_loads_the_layers_that_are_exported(tmp_path: Path) -> None
     to_hugging_face(Checkpoint.open(tmp_path / "c"), 1 << 30).write(tmp_path / "back", jobs=1)
     model = loaded(tmp_path / "back", torch.bfloat16)
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]  # of the published sizes alone it knows them
-    layer, want = MtpModel.from_pretrained(model).layers[0], load_file(file)
+    layer, want = MtpModel.from_pretrained(model).layers[0].state_dict(), load_file(file)
     for ours, theirs in (
-        (layer.enorm, "enorm"),
-        (layer.hnorm, "hnorm"),
-        (layer.eh_proj, "eh_proj"),
-        (layer.post_norm, "shared_head.norm"),
-        (layer.mtp_block.self_attn.o_proj, "self_attn.o_proj"),
-        (layer.mtp_block.mlp.shared_experts.down_proj, "mlp.shared_experts.down_proj"),
+        ("enorm", "enorm"),
+        ("hnorm", "hnorm"),
+        ("eh_proj", "eh_proj"),
+        ("post_norm", "shared_head.norm"),
+        ("mtp_block.self_attn.o_proj", "self_attn.o_proj"),
+        ("mtp_block.mlp.shared_experts.down_proj", "mlp.shared_experts.down_proj"),
     ):
-        assert torch.equal(ours.weight, want[f"{AT}{theirs}.weight"])
+        assert torch.equal(layer[f"{ours}.weight"], want[f"{AT}{theirs}.weight"])
     back = load_file(tmp_path / "back/model.safetensors")
     assert back.keys() == want.keys() and all(torch.equal(back[name], tensor) for name, tensor in want.items())
 
@@ -76,6 +76,21 @@ def test_a_folder_without_their_tensors_has_no_such_layers(tmp_path: Path) -> No
     to_checkpoint(folder, layout_of({"family": "deepseek_v3", **folder.raw}, (3,))).write(tmp_path / "c", jobs=1)
     edit_index(tmp_path / "c", lambda index: index["config"].update({FIELD: 1}))
     assert Checkpoint.open(tmp_path / "c").config == folder.config
+
+
+def test_a_config_that_counts_nothing_has_the_layers_of_its_tensors(tmp_path: Path) -> None:
+    """As the published ones of Qwen3-Next."""
+    hugging_face_folder(tmp_path / "hf", drawn("qwen3_next", 1, **{FIELD: 1}))
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    del config[FIELD]
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    folder = HuggingFace.open(tmp_path / "hf")
+    assert folder.config.mtp_layers == folder.raw[FIELD] == 1 and not folder.remarks
+    assert {name for name in load_file(tmp_path / "hf/model.safetensors") if name.startswith("mtp.")} <= {
+        stored.name for stored in folder.stored()
+    }
+    change(tmp_path / "hf", {}, **{FIELD: 0})
+    assert all(name.startswith("mtp.") for name in HuggingFace.open(tmp_path / "hf").others)
 
 
 def test_a_config_that_counts_none_leaves_them_out(tmp_path: Path) -> None:

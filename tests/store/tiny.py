@@ -64,7 +64,7 @@ SECTIONS: Mapping[str, tuple[Section, ...]] = {
             name,
             seed,
             tie_word_embeddings=not seed,
-            **({FIELD: 1 + seed} if hasattr(family(name).config, FIELD) else {}),
+            **({FIELD: 1} if hasattr(family(name).config, FIELD) else {}),
         )
         for seed in (0, 1)
     )
