@@ -32,15 +32,22 @@ def test_the_loss_of_further_tokens_is_logged_and_a_run_goes_on(recipe: str, tmp
     plain, further = whole.values("loss"), whole.values("mtp_loss")
     assert len(plain) == len(further) == 4 and 0 < min(further) < further[0]
     engine.stopped(recipe, [f"out={tmp_path / 'again'}", *overrides], 2)
-    again = engine.train(recipe, [f"out={tmp_path / 'again'}", *overrides])
-    assert engine.same(whole.weights, again.weights) and whole.values("validation_loss") == again.values(
-        "validation_loss"
-    )
+    again = engine.train(recipe, [f"out={tmp_path / 'again'}", "checkpoint.resume=auto", *overrides])
+    assert engine.same(whole.weights, again.weights)
+    assert whole.values("validation_loss") == again.values("validation_loss")
 
-    still = engine.train(recipe, [f"out={tmp_path / 'still'}", "train.steps=1", "evaluate.every=0", *STILL])
-    assert not still.values("mtp_loss") and still.values("loss") == plain[:1]
-    names = [name for name in still.weights if name.startswith("mtp.")]
-    assert names and not engine.same({name: still.weights[name] for name in names}, whole.weights)
+
+def test_what_is_frozen_predicts_nothing(recipe: str, tmp_path: Path) -> None:
+    """The rest learns as a model without such layers does, and they are as they were drawn."""
+    short = ["train.steps=2", "schedule.warmup_steps=0", "evaluate.every=2"]
+    still = engine.train(recipe, [f"out={tmp_path / 'still'}", *short, *STILL])
+    none = engine.train(recipe, [f"out={tmp_path / 'none'}", *short, f"model.{FIELD}=0"])
+    assert not still.values("mtp_loss") and still.values("loss") == none.values("loss")
+    assert still.values("validation_loss") == none.values("validation_loss")
+    further = {name: weight for name, weight in still.weights.items() if name.startswith("mtp.")}
+    drawn_so = engine.weights(engine.trainer(recipe, [f"out={tmp_path / 'drawn'}", *short]))
+    assert further and engine.same(further, drawn_so)
+    assert engine.same(none.weights, still.weights)
 
 
 @pytest.mark.parametrize(
