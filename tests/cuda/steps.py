@@ -24,6 +24,7 @@ import torch
 
 from megacore.config import Config
 from megacore.data.batches import Batch, BatchPairs
+from megacore.models.registry import configure
 from megacore.parallel.labels import IGNORE
 from megacore.planning.trace import fake_cuda
 from megacore.planning.trace.fake_cuda import DeviceWatch, Gpu
@@ -78,6 +79,7 @@ DROPS = GPT2 + " model.embd_pdrop=0.1 model.attn_pdrop=0.1 model.resid_pdrop=0.1
 LORA = "lora.rank=4"
 EXPERTS = "model.preset=mixtral-tiny"
 DELTA = "model.preset=qwen3_5_text-tiny"
+FURTHER = "model.preset=glm4_moe-tiny model.num_nextn_predict_layers=1"
 BALANCED = f"{EXPERTS} experts.sequence_balance=0.01 experts.z_loss=0.001"
 FEW = 0.1
 TEXTS = (20, 5, 7)
@@ -190,6 +192,8 @@ CASES: Mapping[str, Case] = {
     "experts, ep, gpipe, batch": Case(
         f"{EXPERTS} mesh.ep=2 mesh.pp=2 pipeline.schedule=gpipe experts.batch_balance=0.01"
     ),
+    "further tokens": Case(FURTHER, documents=TEXTS),
+    "further tokens, parameters, full": Case(f"{FURTHER} mesh.dp=2 zero.shard=parameters memory.recompute=full"),
     "cp, ring": Case("mesh.cp=2 context.exchange=ring"),
     "cp, ring, documents": Case("mesh.cp=2 context.exchange=ring context.balance=documents", documents=TEXTS),
     "cp, gather, documents": Case("mesh.cp=4 context.exchange=gather context.balance=documents", documents=TEXTS),
@@ -298,7 +302,8 @@ def _batches(case: Case, config: Config) -> Iterator[Batch]:
             pairs = BatchPairs(
                 places[None], np.bincount(places).reshape(-1, 2), np.zeros((len(case.documents) // 2, 2))
             )
-        yield Batch(rng.integers(0, 512, (1, length)), labels, np.arange(length)[None], case.documents, pairs=pairs)
+        tokens, positions = rng.integers(0, 512, (1, length)), np.arange(length)[None]
+        yield Batch(tokens, labels, positions, case.documents, pairs=pairs).looking(configure(config.model).mtp_layers)
 
 
 # -- the table
