@@ -20,7 +20,7 @@ from megacore.data.samples import Sample
 from megacore.models.assemble import Model
 from megacore.models.decoder import FurtherTokens, Losses, Microbatch
 from megacore.models.mtp import FIELD, MtpConfig
-from megacore.models.registry import family
+from megacore.models.registry import configure, family
 from megacore.models.stages import layout_of
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
@@ -148,3 +148,10 @@ def sample(generator: np.random.Generator, vocab: int, lengths: list[int]) -> Sa
     tokens, documents = generator.integers(0, vocab, LENGTH + 1), np.repeat(np.arange(len(lengths)), lengths)
     numbers = np.append(documents, documents[-1]).astype(np.int32)
     return Sample(tokens, numbers, generator.random(LENGTH + 1) < 0.8, None)
+
+
+def test_the_published_number_of_weights() -> None:
+    """As the hub counts the tensors of DeepSeek-V3, those of bf16 and of fp8, which store embedding and head twice."""
+    schema = configure({"preset": "deepseek-v3", FIELD: 1}).schema
+    again = sum(schema.numel(param) * len(param.hf_copies) for param in schema.params)
+    assert schema.parameters + again == 3_918_786_560 + 680_571_043_840
