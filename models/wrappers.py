@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.models.config import ModelConfigError
 
 # What is said of the whole, and is the part's as well where that says nothing of its own.
 _SHARED = ("bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype", "transformers_version")
+_OF_WHOLE = ("architectures", "model_type", "vision_config")
+_ROPES = ("rope_parameters", "rope_scaling")
+# Tokens that stand for images, which files say of the whole, of the part or of both.
+_IMAGES = (
+    "image_token_id",
+    "video_token_id",
+    "vision_end_token_id",
+    "vision_start_token_id",
+    "vision_token_id",
+)
+# How the three numbers of a position share out a head; of text the three are one number, and this says nothing.
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names of a text model's tensors within the whole. ``body``: the beginning that stands there for its
+    ``model.``; ``head``: that before all other names."""
+
+    body: str
+    head: str = ""
+
+    def outside(self, name: str) -> str:
+        """Return the name in the whole of a tensor of the part."""
+        inner = name.removeprefix(_BODY)
+        return (self.head if inner == name else self.body) + inner
+
+    def inside(self, name: str) -> str | None:
+        """Return the name by itself of a tensor of the whole; None for one of another part."""
+        if name.startswith(self.body):
+            return _BODY + name.removeprefix(self.body)
+        inner = name.removeprefix(self.head) if name.startswith(self.head) else _BODY
+        return None if inner.startswith(_BODY) else inner
+
+
+_BODY = "model."
+NAMINGS = (
+    Naming("model.language_model."),
+    Naming("language_model.model.", "language_model."),
+    Naming("model.text_model."),
+    Naming(_BODY),
+)
+"""Those that transformers has written, through its releases."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +61,100 @@ class Wrapper:
 
     Args:
         families: What the part's ``model_type`` may be; the first, where it has none.
+        called: What the part may say instead of the first family's name.
         section: The field of ``config.json`` that holds the part's.
-        prefix: The beginning of the names of the part's tensors.
-        others: The beginnings of the names of all others.
+        others: The beginnings of the names of all other tensors, with ``model.`` before them or not.
+        defaults: What transformers' class takes for fields that the part leaves out, where the family's takes another.
+        harmless: Fields of the part that say nothing of text.
+        flat: Whether there are files in which the part's fields stand among those of the whole.
     """
 
     families: tuple[str, ...]
+    called: str = ""
     section: str = "text_config"
-    prefix: str = "language_model."
-    others: tuple[str, ...] = ("multi_modal_projector.", "vision_tower.")
+    others: tuple[str, ...] = ("multi_modal_projector.", "vision_tower.", "image_newline")
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    harmless: tuple[str, ...] = ()
+    flat: bool = False
 
+    def carries(self, name: str) -> bool:
+        """Return whether a tensor of the whole is of another part."""
+        return name.startswith(self.others) or name.removeprefix(_BODY).startswith(self.others)
+
+    def naming(self, names: Iterable[str]) -> Naming:
+        """Return how the tensors of the text part are named among those of the whole."""
+        of_text = [name for name in names if not self.carries(name)]
+        found = (each for each in NAMINGS if any(name.startswith(each.body) for name in of_text))
+        return next(found, NAMINGS[0])
+
+
+def _sizes(vocabulary: int, embed: int, mlp: int, layers: int, heads: int, positions: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": embed,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+    }
+
+
+_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "llama": _sizes(32000, 4096, 11008, 32, 32, 2048),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32, 131072),
+    "qwen2": _sizes(151936, 4096, 22016, 32, 32, 32768),
+    "qwen3": _sizes(151936, 4096, 22016, 32, 32, 32768),
+}
+"""{a family: the sizes that transformers' class takes}: files of parts say only what is otherwise."""
+_QWEN2 = {
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "max_window_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+_VISUAL = ("visual.",)
+_SMOL = Wrapper(
+    ("llama",),
+    others=("connector.", "vision_model."),
+    harmless=(
+        "_flash_attn_2_enabled",
+        "is_llama_config",
+        "neftune_noise_alpha",
+        "perceiver_config",
+        "pixel_shuffle_factor",
+        "qk_layer_norms",
+        "use_resampler",
+    ),
+)
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(("gemma3_text",)),
+    "glm4v": Wrapper(
+        ("glm4",),
+        "glm4v_text",
+        others=_VISUAL,
+        defaults={"head_dim": None, "pad_token_id": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+    ),
+    "glm4v_moe": Wrapper(("glm4_moe",), "glm4v_moe_text", others=_VISUAL, defaults={"attention_bias": True}),
+    "idefics3": _SMOL,
+    "internvl": Wrapper(("qwen2", "qwen3", "llama")),
+    "llava": Wrapper(("llama", "mistral", "qwen2")),
+    "llava_next": Wrapper(("llama", "mistral", "qwen2")),
+    "llava_onevision": Wrapper(("qwen2",)),
     "mistral3": Wrapper(("mistral", "ministral3")),
+    "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True),
+    "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True),
+    "qwen3_5": Wrapper(("qwen3_5_text",), others=(*_VISUAL, "mtp.")),
+    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), others=(*_VISUAL, "mtp.")),
+    "qwen3_vl": Wrapper(
+        ("qwen3",),
+        "qwen3_vl_text",
+        others=_VISUAL,
+        defaults={"rope_theta": 5e5},
+    ),
+    "smolvlm": _SMOL,
 }
 """{Hugging Face's ``model_type``: which part of it is read}."""
 
@@ -52,12 +175,62 @@ def unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None
         same = SAME.get(name) if isinstance(name, str) else None
         return {**config, **({} if same is None else {"model_type": same})}, None
     part = config.get(wrapper.section)
+    if _is_flat(config, wrapper):
+        part = {key: value for key, value in config.items() if key not in _OF_WHOLE}
     if not isinstance(part, Mapping):
         raise ModelConfigError(str(name), [f"{wrapper.section} is {part!r}: it must be a mapping, the text model's"])
-    if (found := part.get("model_type", wrapper.families[0])) not in wrapper.families:
+    found = part.get("model_type", wrapper.families[0])
+    is_called = bool(wrapper.called) and found in (wrapper.called, wrapper.families[0])
+    found = wrapper.families[0] if is_called else found
+    if found not in wrapper.families:
         only = " and ".join(wrapper.families)
         raise ModelConfigError(str(name), [f"{wrapper.section} is of family {found!r}: only {only} is read"])
     shared = {key: config[key] for key in _SHARED if key in config}
     # transformers ties by what the whole says.
     tied = {key: config[key] for key in ("tie_word_embeddings",) if config.get(key) is not None}
-    return {**shared, **part, **tied, "model_type": found}, wrapper
+    plain = {key: value for key, value in part.items() if key not in (*_IMAGES, *wrapper.harmless)}
+    ropes = {key: _one_section(part[key]) for key in _ROPES if isinstance(part.get(key), Mapping)}
+    in_ropes = {key for rope in ropes.values() for key in rope}
+    left_out = wrapper.defaults if is_called else _LEFT_OUT.get(str(found), {})
+    defaults = {key: value for key, value in left_out.items() if key not in in_ropes}
+    return {**defaults, **shared, **plain, **ropes, **tied, "model_type": found}, wrapper
+
+
+def rewrapped(whole: Mapping[str, Any], part: Mapping[str, Any], unknown: Collection[str]) -> dict[str, Any]:
+    """Return the ``config.json`` of a whole with what its part says now, all else as it is.
+
+    Args:
+        part: The fields of the part, as :func:`unwrapped` has them.
+        unknown: Fields that the part lacks for its family does not know them: they stay.
+    """
+    before, wrapper = unwrapped(whole)
+    assert wrapper is not None
+    made: dict[str, Any] = dict(whole)
+    inner = made if _is_flat(whole, wrapper) else dict(whole[wrapper.section])
+    if inner is not made:
+        made[wrapper.section] = inner
+    ropes = [rope for key in _ROPES if isinstance(rope := inner.get(key), Mapping)]
+    sections = {key: rope[key] for rope in ropes for key in _SECTIONS if key in rope}
+    for key in {**before, **part}:
+        places = (inner, made) if key in (*_SHARED, "tie_word_embeddings") else (inner,)
+        if key not in part and key not in unknown:
+            for each in places:
+                each.pop(key, None)
+        elif key in part and (key not in before or before[key] != part[key]):
+            value = part[key]
+            for each in places:
+                if each is inner or key in each:
+                    each[key] = {**value, **sections} if key in _ROPES and isinstance(value, Mapping) else value
+    return made
+
+
+def _is_flat(config: Mapping[str, Any], wrapper: Wrapper) -> bool:
+    return wrapper.flat and wrapper.section not in config
+
+
+def _one_section(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rope as it is of text."""
+    plain = {key: value for key, value in rope.items() if key not in _SECTIONS}
+    return {
+        key: "default" if value == "mrope" and key in ("type", "rope_type") else value for key, value in plain.items()
+    }

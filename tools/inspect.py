@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         with progress_bar(_bytes(folder), folder.path.name) as progress:
             damage = audit.check(folder, folders.jobs(arguments), progress)
+            if folder.carried is not None:
+                damage += audit.check(folder.carried, folders.jobs(arguments), progress)
         facts["check"] = [vars(found) for found in damage]
     if other is not None:
         differences = _compared(folder, other, folders.jobs(arguments))
@@ -183,10 +185,19 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "files": files,
         "companions": list(folder.companions()),
         "ignored": list(folder.ignored),
+        "carried": None if folder.carried is None else _carried(folder.carried),
         "remarks": folder.remarks,
         "tensors": None,
         "check": None,
         "diff": None,
+    }
+
+
+def _carried(carried: SafetensorsFolder) -> dict[str, Any]:
+    return {
+        "model_type": carried.raw["model_type"],
+        "tensors": [stored.name for stored in carried.stored()],
+        "bytes": _bytes(carried),
     }
 
 
@@ -249,8 +260,9 @@ def _shard(folder: SafetensorsFolder, state: str, stored: Stored) -> dict[str, A
 
 
 def _bytes(folder: SafetensorsFolder) -> int:
-    """Return the bytes of all tensors."""
-    return sum(_size(folder, state, stored) for state in folder.states for stored in folder.stored(state))
+    """Return the bytes of all tensors, those that are carried too."""
+    own = sum(_size(folder, state, stored) for state in folder.states for stored in folder.stored(state))
+    return own + (0 if folder.carried is None else _bytes(folder.carried))
 
 
 # -- two folders
@@ -342,6 +354,10 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "size", f"{facts['bytes']:,} bytes in {len(facts['files'])} files"
     if facts["companions"]:
         yield "beside", ", ".join(map(brief, facts["companions"]))
+    if carried := facts["carried"]:
+        names = accounting.summary(carried["tensors"])
+        yield "carried", f"of a {carried['model_type']}: {len(carried['tensors'])} tensors, {carried['bytes']:,} bytes"
+        yield "", ", ".join(names)
     if facts["ignored"]:
         yield "ignored", f"{', '.join(accounting.summary(facts['ignored']))} (no weights)"
     yield from (("remark", remark) for remark in facts["remarks"])

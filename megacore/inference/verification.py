@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from megacore.data.batches import Batch
 from megacore.inference.model_loader import microbatch_of, model_from
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
-from megacore.models.wrappers import WRAPPERS
+from megacore.models.wrappers import NAMINGS
 from megacore.parallel.enum_errors import ContextExchange
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
@@ -37,10 +37,17 @@ from megacore.parallel.weights.fingerprint import Logical, spell
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.transfer import strided, whole_name
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.accounting import summary
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.audit import padding
-from megacore.store.weight_folders.compare import PieceComparison, compare_bits, config_differences
+from megacore.store.weight_folders.compare import (
+    PieceComparison,
+    carried_differences,
+    compare_bits,
+    config_differences,
+)
 from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.store.weight_folders.index import CARRIED
 
 TIMES = 8
 """The rounding of logits that may be ours, as a multiple of that of transformers, both relative to the largest logit of
@@ -180,11 +187,22 @@ def verify(
     return Report(sizes, pair.config, list(groups.values()), differing, [Logits(**each) for each in result])
 
 
+def _carried(pair: Pair, jobs: int) -> Iterator[str]:
+    """Yield each tensor that is carried and differs; of those that only one of the two has, their names in one."""
+    found = list(carried_differences((pair.checkpoint, pair.folder), jobs))
+    for which, holder in enumerate((pair.checkpoint, pair.folder)):
+        if only := [each.name for each in found if each.what == "presence" and each.both[which] is not None]:
+            yield f"only {holder.path} carries {', '.join(summary(only))}"
+    for each in found:
+        if each.what != "presence":
+            yield f"{CARRIED}: {each.name}: {each.what}: {each.both[0]} in the checkpoint, {each.both[1]} in the folder"
+
+
 def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return (groups, each piece that differs) of one of so many parts of the checkpoint's tensors."""
     checkpoint, schema = pair.checkpoint, pair.checkpoint.config.schema
     own, read = list(checkpoint.stored())[part::parts], checkpoint.read()
-    groups, differing = list[ComparedParameter](), list[str]()
+    groups, differing = list[ComparedParameter](), list(_carried(pair, jobs)) if part == 0 else []
     for compared in compare_bits(checkpoint, own, pair.folder, jobs):
         groups.append(
             ComparedParameter(compared.tensor.param, 1, compared.elements, compared.differ, (_dtype(compared),))
@@ -278,11 +296,11 @@ def transformers_model(pair: Pair) -> nn.Module:
     # Of a folder in fp8 only what lies so is loaded in the dtype that is asked for.
     loaded = torch.float32 if pair.folder.fp8 is None else getattr(torch, pair.folder.fp8.dtype)
     model: nn.Module = pretrained.model(pair.folder.path, dtype=loaded).float().eval()
-    prefixes = ["", *{wrapper.prefix for wrapper in WRAPPERS.values()}]
     of_tensor = {s.name: dtypes[whole_name(schema, s), s.labels[0]] for s in pair.folder.stored()}
     with torch.no_grad():
         for tensor, names in pretrained.parameters(model):
-            for found in {of_tensor[n] for name in names for p in prefixes if (n := name.removeprefix(p)) in of_tensor}:
+            by_itself = {inner for name in names for inner in (name, *(of.inside(name) for of in NAMINGS))}
+            for found in {of_tensor[inner] for inner in by_itself if inner in of_tensor}:
                 _round(tensor, *found)
     return model
 

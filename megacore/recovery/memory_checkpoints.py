@@ -269,7 +269,8 @@ class MemoryCheckpoints(Callback):
             self._send if several else None,
         )
         try:
-            lacks = control.exchange(self._lack(saver.bytes, world) if self._is_first(control) else None)
+            room = self._lack(saver.bytes, saver.carried_bytes, world) if self._is_first(control) else None
+            lacks = control.exchange(room)
             if found := [each for each in lacks if each is not None]:
                 raise SaveError(found[0])
             saver.reserve()
@@ -281,11 +282,11 @@ class MemoryCheckpoints(Callback):
             self._partners = run.mesh.host_group(partners.partners(self._machines))
         self._saver, self._last = saver, self._clock()
 
-    def _lack(self, whole: int, world: int) -> str | None:
+    def _lack(self, whole: int, carried: int, world: int) -> str | None:
         """Return why there is no room on this machine for two checkpoints, and what a partner sends, beside a copy from
         which they are written; None where there is."""
         assert self.folder is not None
-        here = whole * min(self._node, world) // world
+        here = (whole - carried) * min(self._node, world) // world + carried
         files, free = KEPT_IN_MEMORY * here * (2 if self._node < world else 1), free_memory()
         with suppress(OSError):
             there = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())

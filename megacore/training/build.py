@@ -227,7 +227,8 @@ def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> 
         raw = {**raw, "eos_token_id": end}
     frozen = config.tuning.frozen(setup.model.schema) if adapters is None else frozenset[str]()
     named, whole = with_dtype(raw, NAMES[DTYPES[config.train.precision]]), config.optimizer.name == "muon"
-    return Contents(state, named, setup.companions, adapters, frozen, whole)
+    source = start.source if adapters is None else None
+    return Contents(state, named, setup.companions, adapters, frozen, whole, source)
 
 
 def _saver(config: Config, contents: Contents, control: Control) -> Saver:

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 
 from megacore.control import Control
 from megacore.parallel.parameters import Parameters
+from megacore.store.weight_folders import audit
 from megacore.store.weight_folders.index import MASTER
 from megacore.store.weight_folders.loader import Loader
 
 if TYPE_CHECKING:
     from megacore.training.optimizer import Optimizer
     from megacore.training.resume import Start
+
+_JOBS = 2
+"""Threads that read what is carried."""
 
 
 def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, control: Control) -> None:
@@ -21,7 +25,8 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
     they are now. What no folder has is drawn.
 
     Raises:
-        DamageError, StoreError: as of :meth:`Loader.verify`; on every rank.
+        DamageError, StoreError: as of :meth:`Loader.verify`, or what a checkpoint carries is damaged, which nobody
+            loads, but saves write on; on every rank.
     """
     loader = Loader(parameters, control)
     left = set(parameters)
@@ -42,3 +47,9 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
                 optimizer.load_from(state, name, tensor)
         optimizer.updates = start.progress.updates
     loader.verify()
+    if start.adapters is None and start.source is not None and start.source.carried is not None:
+        carried = start.source.carried
+        first = control.mesh.rank == 0
+        damage = control.attempt(lambda: [str(each) for each in audit.check(carried, _JOBS)] if first else [])
+        if told := control.tell(damage):
+            raise audit.DamageError.of(start.source.path, told)

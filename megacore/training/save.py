@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, replace
@@ -24,8 +24,10 @@ from megacore.parallel.gradients.buckets import Take, all_of_it
 from megacore.parallel.parameters import Parameters, view
 from megacore.parallel.weights.layout import Layout
 from megacore.parallel.weights.pattern import Piece
+from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, native, plan
 from megacore.say import err
+from megacore.store.conversions.conversion import carried_files
 from megacore.store.io.objects import ObjectPath, place
 from megacore.store.io.scratch import mapped
 from megacore.store.io.strict_json import StoreError, read_json
@@ -34,10 +36,21 @@ from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.tensor_files.object_files import upload
 from megacore.store.tensor_files.publish import Publication, Upload, write_file
 from megacore.store.tensor_files.shares import FileContents, share_out
-from megacore.store.tensor_files.stream import File, write
+from megacore.store.tensor_files.stream import File, Fingerprints, write
 from megacore.store.tensor_files.stream import Tensor as Written
-from megacore.store.weight_folders.checkpoint import COMPANIONS, TRAINER
-from megacore.store.weight_folders.index import INDEX, STATES, Adapters, FileRecord, Index, Range, file_name, on_disk
+from megacore.store.weight_folders.checkpoint import COMPANIONS, TRAINER, Checkpoint
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.index import (
+    INDEX,
+    STATES,
+    Adapters,
+    Carried,
+    FileRecord,
+    Index,
+    Range,
+    file_name,
+    on_disk,
+)
 
 if TYPE_CHECKING:
     from megacore.training.optimizer import Optimizer
@@ -62,8 +75,8 @@ class SaveError(RuntimeError):
 @dataclass(frozen=True)
 class Contents:
     """All that a checkpoint of a run holds, as this rank has it: its tensors, the fields of the model's Hugging Face
-    config, {name: file} of what travels with the model, and fields of
-    :class:`~megacore.store.weight_folders.index.Index`."""
+    config, {name: file} of what travels with the model, fields of
+    :class:`~megacore.store.weight_folders.index.Index`, and the folder whose carried tensors it carries on."""
 
     state: TrainingState
     raw: Mapping[str, Any]
@@ -71,6 +84,7 @@ class Contents:
     adapters: Adapters | None = None
     frozen: frozenset[str] = frozenset()
     muon: bool = False
+    source: WeightFolder | None = None
 
 
 @dataclass(frozen=True)
@@ -206,11 +220,7 @@ class Snapshot:
         def note(written: int) -> None:
             spent[threading.get_ident()] = time.thread_time()
 
-        fingerprints = (
-            upload(folder, files, self.schema)
-            if isinstance(folder, ObjectPath)
-            else write(folder, files, self.schema, _JOBS, note)
-        )
+        fingerprints = _write(folder, files, self.schema, note)
         self.cpu_s = sum(spent.values())
         return [
             (file.path, file.size, fingerprints[file.path], {name: astuple(cut) for name, cut in each.ranges.items()})
@@ -230,6 +240,14 @@ class Snapshot:
         cuts = {stored.name: self._held[stored.name].cut(stored) for stored in part.tensors}
         ranges = {name: Range(*cut) for name, cut in cuts.items() if cut is not None}
         return _Written(file, part.state, ranges, host)
+
+
+def _write(
+    folder: Path, files: Sequence[File], schema: Schema, progress: Callable[[int], object] = lambda written: None
+) -> dict[str, Fingerprints]:
+    if isinstance(folder, ObjectPath):
+        return upload(folder, files, schema)
+    return write(folder, files, schema, _JOBS, progress)
 
 
 def _slice(whole: Stored, part: Stored) -> Take:
@@ -306,6 +324,10 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
         self._failing_since: float | None = None
+        carried = None if contents.source is None else contents.source.carried
+        if carried is not None and self._publishes:
+            for name in carried.index.files:
+                carried.files[name].hold()
         self.published: int | None = None
         """The step of the last checkpoint that is published; None since another one has begun."""
 
@@ -460,7 +482,13 @@ class Saver:
             shards = (shard for place in places for shard in index.layout.shards(place) if index.has(state, shard.name))
             # Where this rank has none of a state, it is as wide as it can be on others.
             size += sum(shard.numel for shard in shards) * next((dtype.itemsize for dtype in dtypes.values()), 8)
-        return size
+        return size + self.carried_bytes
+
+    @cached_property
+    def carried_bytes(self) -> int:
+        """Return the bytes of them that are carried: whoever publishes writes all of these."""
+        source = self._contents.source
+        return 0 if source is None or source.carried is None else carried_files(source.carried).size
 
     def _copy_companions(self, folder: Path) -> None:
         """Copy what travels with the model from where the run began. That may be removed by now: a process that does
@@ -474,6 +502,21 @@ class Saver:
             files |= {name: Companion(newest / COMPANIONS / name, newest) for name in gone}
         for name, companion in files.items():
             copy_companion(companion, folder / name)
+
+    def _write_carried(self, folder: Path) -> Carried | None:
+        """Write the tensors that are carried, from the newest checkpoint or, where there is none yet, from where the
+        run began: that may be removed meanwhile, as it may with what travels along."""
+        source = self._contents.source
+        for newest in [*checkpoints.complete(self.folder).values()][-1:]:
+            found = Checkpoint.open(newest, checked=True)
+            source = found if found.carried is not None else source
+        if source is None or source.carried is None or source.index.carried is None:
+            return None
+        part = carried_files(source.carried)
+        made = _write(folder, part.files, part.schema)
+        part.compare("carried", made)
+        records = {file.path: FileRecord(file.size, made[file.path]) for file in part.files}
+        return replace(source.index.carried, files=records)
 
     def _publish(self, saving: _Saving, written: list[list[Wrote]]) -> None:
         publication = saving.publication
@@ -491,7 +534,8 @@ class Saver:
                     raise StoreError(
                         f"{folder / name}: another rank has written it, and it is not seen here: {publication.unseen}"
                     )
-        index = replace(self.index, step=saving.step, files=records)
+        carried = None if self._contents.source is None else self._write_carried(folder)
+        index = replace(self.index, step=saving.step, files=records, carried=carried)
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
         self._copy_companions(folder / COMPANIONS)
         write_file(folder / INDEX, index.to_json())

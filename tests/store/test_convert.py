@@ -123,6 +123,7 @@ TRAVELS = {
         ("generation_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"), _JSON
     ),
     **dict.fromkeys(("vocab.json", "chat_template.json", "tekken.json"), _JSON),
+    **dict.fromkeys(("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"), _JSON),
     "tokenizer_config.json": b'{"chat_template": [{"name":"default", "template": "{{ x }}"}],"vocab_file":null}\n\n',
     **dict.fromkeys(("tokenizer.model", "tokenizer.model.v3", "tiktoken.model", "qwen.tiktoken"), bytes(range(256))),
     **dict.fromkeys(("vocab.txt", "merges.txt"), b"a b\r\n\xff \n"),
@@ -133,7 +134,7 @@ TRAVELS = {
 STAYS = dict.fromkeys(
     (
         *("README.md", "training_args.bin", "optimizer.pt", "modeling_custom.py", "original/tokenizer.model"),
-        *("processor_config.json", "preprocessor_config.json", "additional_chat_templates/tool.txt"),
+        "additional_chat_templates/tool.txt",
     ),
     b"{}",
 )

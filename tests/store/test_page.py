@@ -18,6 +18,7 @@ from families import random_model
 from safetensors.torch import load_file
 from tiny import spread
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
+from wrapped import saved
 
 from megacore.tools.convert import main as convert
 
@@ -175,3 +176,21 @@ def test_every_piece_is_where_the_page_says(family: str, replicas: int, tmp_path
             assert found.keys() == wanted.keys()
             assert all(np.array_equal(found[label], wanted[label]) for label in wanted), param
     assert not ours
+
+
+def test_what_is_carried_is_where_the_page_says(tmp_path: Path) -> None:
+    saved("qwen2_vl", tmp_path / "hf")
+    assert convert([str(tmp_path / "hf"), str(tmp_path / "ckpt")]) == 0
+    index = json.loads((tmp_path / "ckpt/index.json").read_text())
+    carried, theirs = index["carried"], load_file(tmp_path / "hf/model.safetensors")
+    assert index["version"] == 3 and carried["config"] == json.loads((tmp_path / "hf/config.json").read_text())
+    ((path, record),) = carried["files"].items()
+    held = load_file(tmp_path / "ckpt" / path)
+    assert held.keys() == record["fingerprints"].keys() == {name for name in theirs if name.startswith("visual.")}
+    for name in sorted(held, key=lambda name: held[name].numel())[:20]:
+        bits = held[name].view(torch.int32).numpy().view(np.uint32)
+        sizes = {f"d{n}_{size}": size for n, size in enumerate(bits.shape)}
+        value = fingerprint(bits, [*sizes], {axis: (0, size) for axis, size in sizes.items()}, sizes)
+        assert record["fingerprints"][name] == {"": f"{value:016x}"} and torch.equal(held[name], theirs[name])
+    (body, head), others = carried["naming"], theirs.keys() - held.keys()
+    assert {"model.layers.0.mlp.up_proj.weight", "lm_head.weight"} <= others and (body, head) == ("model.", "")

@@ -17,6 +17,7 @@ from hub import adapted
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from wrapped import saved
 
 from megacore.config import CheckpointConfig, Config, LoraConfig
 from megacore.control import Control
@@ -300,3 +301,13 @@ def test_a_damaged_index_is_refused(tmp_path: Path, not_durable: None) -> None:
         index.write_text(json.dumps(tree | {"adapters": tree["adapters"] | change}))
         with pytest.raises(ValueError, match=r"index\.json"):
             Checkpoint.open(made.checkpoint)
+
+
+def test_adapters_are_merged_into_the_whole(tmp_path: Path) -> None:
+    whole = saved("gemma3", tmp_path / "hf")
+    ours = adapted(whole, tmp_path / "adapters", Lora(2, 4.0, ("attn.qkv",)))
+    assert convert.main([str(ours), str(tmp_path / "merged"), "--to", "hf", "--base", str(whole)]) == 0
+    before, after = load_file(whole / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if re.search(r"language_model.*\.[qkv]_proj", name)}

@@ -20,7 +20,7 @@ from megacore.models.lora import factors, mistaken_by_peft, quantised, targets
 from megacore.models.wrappers import unwrapped
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.block_formats import BLOCK
-from megacore.parallel.weights.fingerprint import Logical, combined
+from megacore.parallel.weights.fingerprint import combined
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, plan
 from megacore.store.conversions.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
@@ -33,7 +33,7 @@ from megacore.store.tensor_files.tensor_cache import TensorCache
 from megacore.store.tensor_files.tensors import DTYPES, TensorFile
 from megacore.store.weight_folders.audit import OnBytes, fingerprints, silent
 from megacore.store.weight_folders.compare import config_differences
-from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
+from megacore.store.weight_folders.folder import JoinedFolder, SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG
 from megacore.store.weight_folders.index import Adapters
 
@@ -87,7 +87,7 @@ def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) ->
 
 
 @dataclass(frozen=True)
-class AdaptedFolder(WeightFolder):
+class AdaptedFolder(JoinedFolder):
     """Adapters and the model that they were trained on, two folders that are read as one."""
 
     own: SafetensorsFolder
@@ -109,25 +109,13 @@ class AdaptedFolder(WeightFolder):
     def folders(self) -> tuple[SafetensorsFolder, ...]:
         return self.own, self.base
 
-    def stored(self, state: str = "weights") -> Iterator[Stored]:
-        for folder in self.folders if state in self.states else ():
-            yield from folder.stored(state)
-
-    def dtype(self, state: str, stored: Stored) -> str:
-        return self._holder(stored).dtype(state, stored)
-
-    def read(self, state: str = "weights") -> Read:
-        return lambda stored, view=None: self._holder(stored).read(state)(stored, view)
-
-    def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        return {piece: value for folder in self.folders for piece, value in folder.fingerprints(state).items()}
+    @property
+    def joined(self) -> Sequence[WeightFolder]:
+        return self.folders
 
     def companions(self) -> Mapping[str, Companion]:
         """Return the companions of the adapters, whose run may have had a chat template of its own; else the base's."""
         return self.own.companions() or self.base.companions()
-
-    def _holder(self, stored: Stored) -> SafetensorsFolder:
-        return self.own if stored.param in self.own.schema.by_name else self.base
 
 
 # -- by themselves
@@ -140,7 +128,7 @@ def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
     made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
     files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
     texts = {ADAPTER: json.dumps(_config(checkpoint, adapters), indent=2, allow_nan=False).encode() + b"\n"}
-    part = StateFiles(files, expected(schema, checkpoint, "weights", files))
+    part = StateFiles(files, schema, expected(schema, checkpoint, "weights", files))
     kind = "adapters for the peft library"
     return FolderPlan(kind, schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
 
@@ -241,6 +229,10 @@ class MergedFolder(WeightFolder):
         for part, copies in plan(schema, self.adapters.stored(), parts):
             found.setdefault(part.name, []).append(partial(assemble, part, copies, read))
         return found
+
+    @property
+    def carried(self) -> SafetensorsFolder | None:
+        return self.base.carried
 
     def companions(self) -> Mapping[str, Companion]:
         return self.adapters.companions()

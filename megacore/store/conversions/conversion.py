@@ -7,8 +7,9 @@ streams it into a folder that appears under its name only when all of it is ther
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from megacore.parallel.weights.fingerprint import Logical, add_up, spell
@@ -21,17 +22,42 @@ from megacore.store.tensor_files.publish import publish, write_file
 from megacore.store.tensor_files.stream import File, Fingerprints, Tensor, write
 from megacore.store.weight_folders import hugging_face_files
 from megacore.store.weight_folders.checkpoint import COMPANIONS, TRAINER, Checkpoint
-from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.folder import JoinedFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face import HuggingFace
-from megacore.store.weight_folders.index import INDEX, FileRecord, file_name, on_disk
+from megacore.store.weight_folders.index import CARRIED, INDEX, FileRecord, file_name, on_disk
+
+_CARRIED = "carried"
+"""What is carried beside the states, as errors name it."""
 
 
 @dataclass(frozen=True)
 class StateFiles:
-    """The files of one state, and the fingerprints that they must have in the end, as far as they are known."""
+    """The files of one state, the schema of their tensors, and the fingerprints that these must have in the end, as far
+    as they are known."""
 
     files: tuple[File, ...]
+    schema: Schema
     expected: Mapping[Logical, int]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(file.size for file in self.files)
+
+    def compare(self, state: str, fingerprints: Mapping[str, Fingerprints]) -> None:
+        """Compare what was written with the source. Raises StoreError: it is not what the source was."""
+        of_boxes = [(t.stored, fingerprints[file.path][t.stored.name]) for file in self.files for t in file.tensors]
+        try:
+            made = add_up(self.schema, of_boxes)
+        except ValueError as error:
+            raise StoreError(f"{state}: {error}") from error
+        wrong = [piece for piece in made if made[piece] != self.expected.get(piece, made[piece])]
+        if wrong:
+            names = ", ".join(map(spell, wrong))
+            raise StoreError(
+                f"{state}: the source does not have the fingerprints that it had when it was written: {names}. "
+                "`megacore inspect --check` tells which files are damaged"
+            )
 
 
 @dataclass(frozen=True)
@@ -55,15 +81,18 @@ class FolderPlan:
     def size(self) -> int:
         """Bytes of all files but the texts."""
         copied = sum(companion.size for companion in self.companions.values())
-        return copied + sum(file.size for file in self.files)
+        return copied + sum(part.size for part in self.states.values())
 
     def write(self, target: Path, jobs: int, progress: Callable[[int], object] = lambda written: None) -> None:
         """Make the folder. Raises StoreError: it exists, there is no room, or what was written is not what the source
         was or is not what we would read; nothing is left."""
         with publish(target, self.size) as folder:
-            fingerprints = write(folder, self.files, self.schema, jobs, progress)
+            fingerprints: dict[str, Fingerprints] = {}
+            for schema, parts in itertools.groupby(self.states.values(), key=lambda part: part.schema):
+                files = itertools.chain.from_iterable(part.files for part in parts)
+                fingerprints |= write(folder, files, schema, jobs, progress)
             for state, part in self.states.items():
-                self._compare(state, part, fingerprints)
+                part.compare(state, fingerprints)
             for name, companion in self.companions.items():
                 copy_companion(companion, folder / name)
             for name, content in self.texts(fingerprints).items():
@@ -72,20 +101,6 @@ class FolderPlan:
                 self.reader(folder)
             except StoreError as error:
                 raise StoreError(f"{target} is not published, for it could not be read again: {error}") from error
-
-    def _compare(self, state: str, part: StateFiles, fingerprints: Mapping[str, Fingerprints]) -> None:
-        of_boxes = [(t.stored, fingerprints[file.path][t.stored.name]) for file in part.files for t in file.tensors]
-        try:
-            made = add_up(self.schema, of_boxes)
-        except ValueError as error:
-            raise StoreError(f"{state}: {error}") from error
-        wrong = [piece for piece in made if made[piece] != part.expected.get(piece, made[piece])]
-        if wrong:
-            names = ", ".join(map(spell, wrong))
-            raise StoreError(
-                f"{state}: the source does not have the fingerprints that it had when it was written: {names}. "
-                "`megacore inspect --check` tells which files are damaged"
-            )
 
 
 def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> FolderPlan:
@@ -105,13 +120,19 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
             for rank, found in by_rank
             if isinstance(rank, int)
         )
-        states[state] = StateFiles(files, expected(layout.schema, source, state, files))
+        states[state] = StateFiles(files, layout.schema, expected(layout.schema, source, state, files))
+    if source.carried is not None:
+        states[_CARRIED] = carried_files(source.carried)
 
     def texts(fingerprints: Mapping[str, Fingerprints]) -> Mapping[str, bytes]:
         records = {
-            file.path: FileRecord(file.size, fingerprints[file.path]) for of in states.values() for file in of.files
+            state: {file.path: FileRecord(file.size, fingerprints[file.path]) for file in of.files}
+            for state, of in states.items()
         }
-        return {INDEX: replace(made, files=records).to_json()} | ({TRAINER: trainer} if trainer is not None else {})
+        carried = None if made.carried is None else replace(made.carried, files=records.pop(_CARRIED))
+        own = {name: record for of in records.values() for name, record in of.items()}
+        index = replace(made, files=own, carried=carried)
+        return {INDEX: index.to_json()} | ({TRAINER: trainer} if trainer is not None else {})
 
     beside = {f"{COMPANIONS}/{name}": companion for name, companion in source.companions().items()}
     mesh = ", ".join(f"{dim}={size}" for dim, size in asdict(layout.mesh).items() if size > 1)
@@ -120,19 +141,52 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
 
 
 def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> FolderPlan:
-    """Plan a Hugging Face folder of a folder's weights and companions; fp32 masters are not used. Raises StoreError: as
+    """Plan a Hugging Face folder of a folder's weights and companions; fp32 masters are not used. Where they are a part
+    of a larger model it is that model, and what is carried of it keeps its dtypes. Raises StoreError: as
     :func:`to_checkpoint`."""
-    schema = source.config.schema
-    targets = hugging_face_files.named(schema, source.raw)
+    schema, of = source.config.schema, source.index.carried
+    targets = hugging_face_files.named(schema, source.raw, None if of is None else of.naming)
     made = {t.stored.name: t for t in tensors(schema, source, "weights", targets, dtype)}
+    if source.carried is not None:
+        own = [*source.carried.stored()]
+        made |= {t.stored.name: t for t in tensors(source.carried.schema, source.carried, "weights", own, None)}
+        targets, source = [*targets, *own], WholeFolder(source.path, source.index, source, source.carried)
+        schema = source.schema
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
     shards = hugging_face_files.export_files(targets, dtypes, max_shard_bytes)
     files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
     raw = source.raw if dtype is None else hugging_face_files.with_dtype(source.raw, dtype)
-    texts = hugging_face_files.texts(raw, schema, shards, dtypes)
-    part = StateFiles(files, expected(schema, source, "weights", files))
+    texts = hugging_face_files.texts(raw, schema, shards, dtypes, None if of is None else of.config)
+    part = StateFiles(files, schema, expected(schema, source, "weights", files))
     beside = source.companions()
     return FolderPlan("a Hugging Face folder", schema, {"weights": part}, lambda _: texts, beside, HuggingFace.open)
+
+
+@dataclass(frozen=True)
+class WholeFolder(JoinedFolder):
+    """A text model and what is carried with it."""
+
+    text: WeightFolder
+    beside: WeightFolder
+
+    @property
+    def joined(self) -> Sequence[WeightFolder]:
+        return self.text, self.beside
+
+    @cached_property
+    def schema(self) -> Schema:
+        params = (param for folder in self.joined for param in folder.schema.params)
+        return Schema(tuple(params), {**self.text.schema.sizes, **self.beside.schema.sizes})
+
+    def companions(self) -> Mapping[str, Companion]:
+        return self.text.companions()
+
+
+def carried_files(carried: WeightFolder) -> StateFiles:
+    """Return the file of a checkpoint that has the tensors which are carried, byte for byte."""
+    made = tuple(tensors(carried.schema, carried, "weights", carried.stored(), None))
+    files = (File(CARRIED, made, carried.read()),)
+    return StateFiles(files, carried.schema, expected(carried.schema, carried, "weights", files))
 
 
 def tensors(

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 import numpy as np
 
 from megacore.models.config import ModelConfig
-from megacore.models.wrappers import Wrapper
+from megacore.models.wrappers import Naming, Wrapper
 from megacore.parallel.weights.schema import NAMED
 from megacore.parallel.weights.transfer import Stored, hugging_face
 from megacore.store.tensor_files.dtypes import FLOATS
@@ -40,33 +40,43 @@ class TensorInFile:
 
 @dataclass(frozen=True)
 class Account:
-    """The account of the tensors of a folder. ``ignored``: names on the family's list of tensors that hold no
-    weights."""
+    """The account of the tensors of a folder.
+
+    Args:
+        ignored: Names on the family's list of tensors that hold no weights.
+        others: Names of tensors that the model leaves out.
+        carried: Names of tensors of other parts of what it is wrapped in.
+        naming: How the model's tensors are named there.
+    """
 
     weights: Mapping[str, TensorInFile]
     ignored: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    naming: Naming | None = None
     problems: list[str] = field(default_factory=list)
 
 
 def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapper | None = None) -> Account:
     """Account for all tensors that lie in ``files`` (by tensor) for a model of this configuration.
 
-    The tensors of what the model leaves out, and of other parts of what it is wrapped in, are told, and any that is of
-    no part is a problem.
+    The tensors of what the model leaves out, and of other parts of what it is wrapped in, are listed, and any that is
+    of no part is a problem.
     """
     too_few = _absurd(config, len(files))
     if too_few:
         return Account({}, problems=[too_few])
     expected = {stored.name: stored for stored in hugging_face(config.schema)}
     ignorable = ignorable_by(type(config))
-    parts = config.left_out + (wrapper.others if wrapper else ())
-    others = dict.fromkeys(name for name in files if name.startswith(parts))
-    part = {name: TensorInFile(file, name) for name, file in files.items() if name not in others}
+    carried = dict.fromkeys(name for name in files if wrapper and wrapper.carries(name))
+    others = dict.fromkeys(name for name in files if name.startswith(config.left_out) and name not in carried)
+    part = {name: TensorInFile(file, name) for name, file in files.items() if name not in others | carried}
     outside: list[str] = []
-    if wrapper:
-        outside = [name for name in part if not name.startswith(wrapper.prefix)]
-        part = {name.removeprefix(wrapper.prefix): of for name, of in part.items() if name.startswith(wrapper.prefix)}
+    naming = wrapper.naming(part) if wrapper else None
+    if naming:
+        inside = {name: naming.inside(name) for name in part}
+        outside = [name for name, found in inside.items() if found is None]
+        part = {found: part[name] for name, found in inside.items() if found is not None}
     held, problems = _with_prefix(config, part, lambda name: name in expected or ignorable(name))
     problems += _tie(config, held) + _copies(config, held)
     ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))
@@ -74,7 +84,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
     missing = [name for name in expected if name not in held]
     unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)] + outside
     problems += _absent(config, missing, unexpected) + _shapes(expected, weights) + _dtypes(weights)
-    return Account(weights, ignored, tuple(others), problems)
+    return Account(weights, ignored, tuple(others), tuple(carried), naming, problems)
 
 
 def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:

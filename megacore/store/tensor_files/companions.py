@@ -37,13 +37,14 @@ TEXT = (
     f"{TEMPLATES}/*.jinja",
 )
 """Files that text needs to become tokens and back, and those that say how to generate."""
-COMPANIONS = (*TEXT, "LICENSE*", "NOTICE*", "USE_POLICY*")
+SIGHT = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files that say how images become what a model sees."""
+COMPANIONS = (*TEXT, *SIGHT, "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Those files and the terms of use, which licences want to see passed on. Not the model card: it describes the model
-that the weights were, with its results. Not what prepares images or sound, for the weights here take none. And no
-code."""
+that the weights were, with its results. And no code."""
 
 _NAMES = re.compile(r"auto_map|init_inputs|\w*_files?")
-"""Fields of a tokenizer's config that name code, or files wherever they are."""
+"""Fields of a tokenizer's or processor's config that name code, or files wherever they are."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,10 @@ def companions(folder: Path, root: Path, patterns: Sequence[str] = COMPANIONS) -
 
 
 def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
-    """Copy a companion into a folder; of a tokenizer's config, all but the names of code and files to load it with.
+    """Copy a companion into a folder; of a config, all but the names of code and files to load it with.
     Raises StoreError: it cannot be read or written."""
     data = file.read()
-    if path.name == "tokenizer_config.json":
+    if path.name in ("tokenizer_config.json", *SIGHT):
         found = parse_json(data, file.path, wide=True)
         named = (
             {key for key in found if found[key] is not None and _NAMES.fullmatch(key)}

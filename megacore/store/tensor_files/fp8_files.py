@@ -68,6 +68,9 @@ class _Fp8File(TensorFile):
     fp8: BlockFp8 = field(kw_only=True)
     scales: Mapping[str, TensorInFile] = field(kw_only=True)
 
+    def hold(self) -> None:
+        self.stored.hold()
+
     def array(self, name: str, view: Piece | None = None) -> Bits:
         return self.part(name, [] if view is None else [view])
 

@@ -78,6 +78,9 @@ class ObjectTensors(TensorFile):
 
     kept: TensorCache = field(default_factory=TensorCache)
 
+    def hold(self) -> None:
+        """Do nothing: an object cannot be held."""
+
     def array(self, name: str, view: Piece | None = None) -> Bits:
         entry = self.entry(name)
         return self.kept.get((self.path, name), lambda: self._filled(name, [(0, entry.stop - entry.start)]))

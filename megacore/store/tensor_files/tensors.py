@@ -177,6 +177,11 @@ class TensorFile:
             raise StoreError(f"{self.path}: holds no tensor {name!r}, and {len(self.entries)} others")
         return self.entries[name]
 
+    def hold(self) -> None:
+        """Map the file, so that it is read from here on whoever removes it."""
+        if self.entries:
+            self._map  # noqa: B018
+
     @cached_property
     def _map(self) -> mmap.mmap:
         with os_errors(self.path), open_file(self.path, self.root) as file:

@@ -58,6 +58,7 @@ class Checkpoint(SafetensorsFolder):
         states = () if checked else index.states
         files.open_ahead(() if checked else index.files)
         problems = [problem for state in states for problem in made._problems(state)]
+        problems += () if checked else made._of_carried()
         if problems:
             raise StoreError("\n".join([f"{path} is damaged:", *listed(problems)]))
         return made
@@ -89,6 +90,20 @@ class Checkpoint(SafetensorsFolder):
         # Files of which nothing would be trained are not there.
         for where, tensors in itertools.groupby(self.stored(state), key=lambda stored: stored.where):
             yield from self._of_file(path_of(state, where), {stored.name: stored for stored in tensors})
+
+    def _of_carried(self) -> Iterator[str]:
+        for name, record in self.index.carried.files.items() if self.index.carried else ():
+            try:
+                file = self.files[name]
+            except StoreError as error:
+                yield str(error)
+                continue
+            if file.size != record.size:
+                yield f"{name} has {file.size} bytes, not {record.size}"
+            if differ := file.entries.keys() ^ record.fingerprints.keys():
+                yield f"{name} and {INDEX} do not have the same tensors: {', '.join(summary(sorted(differ)))}"
+            for tensor in sorted(each for each, of in record.fingerprints.items() if [*of] != [""]):
+                yield f"{INDEX} has no fingerprint of {tensor} in {name}"
 
     def _of_file(self, name: str, wanted: Mapping[str, Stored]) -> Iterator[str]:
         record = self.index.files[name]

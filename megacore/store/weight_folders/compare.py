@@ -23,6 +23,7 @@ from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
 Sides = tuple[Any, Any]
 """The values of the two folders; None where one has none."""
 Folders = tuple[SafetensorsFolder, SafetensorsFolder]
+_CARRIED = "carried"
 
 
 # -- by fingerprints
@@ -30,9 +31,9 @@ Folders = tuple[SafetensorsFolder, SafetensorsFolder]
 
 @dataclass(frozen=True)
 class Difference:
-    """A piece that differs. ``state``: weights, or something of the optimizer's; ``what``: ``presence``, ``shape``,
-    ``dtype`` or ``values``, the first that differs; ``both``: the two sides' name, sizes of the axes, dtypes or
-    fingerprints."""
+    """A piece that differs. ``state``: weights, something of the optimizer's, or carried; ``what``: ``presence``,
+    ``shape``, ``dtype`` or ``values``, the first that differs; ``both``: the two sides' name, sizes of the axes, dtypes
+    or fingerprints."""
 
     state: str
     name: str
@@ -64,13 +65,18 @@ def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differen
     """
     one, other = folders
     alone = {each: which for which in (0, 1) for each in folders[which].states if each not in folders[1 - which].states}
+    told = alone if one.format == other.format else {}
     steps = one.index.step, other.index.step
     shared = [state for state in one.states if state in other.states]
-    pieces = (difference for state in shared for difference in _pieces(folders, state, jobs, progress))
+    pieces = [difference for state in shared for difference in _pieces(folders, state, jobs, progress)]
+    if (one.carried is None) == (other.carried is None):
+        pieces += carried_differences(folders, jobs, progress)
+    else:
+        told[_CARRIED] = int(one.carried is None)
     return Differences(
         config_differences(one.config, other.config) | _adapters(folders),
         steps if None not in steps and steps[0] != steps[1] else None,
-        alone if one.format == other.format else {},
+        told,
         tuple(pieces),
     )
 
@@ -101,8 +107,20 @@ class _PieceSummary:
     fingerprint: str
 
 
+def carried_differences(folders: Folders, jobs: int, progress: OnBytes = silent) -> Iterator[Difference]:
+    """Yield the tensors that are carried and differ, or that one of the two does not carry."""
+    both = (folder.carried for folder in folders)
+    held = ({} if each is None else _held(each, "weights", jobs, progress) for each in both)
+    return _differences(_CARRIED, *held)
+
+
 def _pieces(folders: Folders, state: str, jobs: int, progress: OnBytes) -> Iterator[Difference]:
-    one, other = (_held(folder, state, jobs, progress) for folder in folders)
+    return _differences(state, *(_held(folder, state, jobs, progress) for folder in folders))
+
+
+def _differences(
+    state: str, one: Mapping[Logical, _PieceSummary], other: Mapping[Logical, _PieceSummary]
+) -> Iterator[Difference]:
     for piece in {**one, **other}:
         here, there = one.get(piece), other.get(piece)
         if here is None or there is None:
@@ -126,8 +144,13 @@ def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -
             piece = whole_name(schema, stored), label
             axes = schema[stored.param].sentence.piece_axes(label)
             sizes = {axis: schema.sizes[axis] for axis in axes}
-            held[piece] = _PieceSummary(sizes, FLOATS[folder.dtype(state, stored)], f"{values[piece]:016x}")
+            held[piece] = _PieceSummary(sizes, _dtype(folder.dtype(state, stored)), f"{values[piece]:016x}")
     return held
+
+
+def _dtype(name: str) -> str:
+    """Return a dtype as people know it; what is carried may have any."""
+    return FLOATS.get(name, name)
 
 
 def _orders(schema: Schema) -> dict[Logical, tuple[str, ...]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,16 +15,16 @@ import numpy as np
 from megacore.models.block_fp8 import BlockFp8
 from megacore.models.config import ModelConfig
 from megacore.parallel.weights.fingerprint import Logical, add_up
-from megacore.parallel.weights.layout import Layout
+from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.pattern import Piece
-from megacore.parallel.weights.schema import Schema
-from megacore.parallel.weights.transfer import Copy, Stored, whole_name
+from megacore.parallel.weights.schema import Param, Schema
+from megacore.parallel.weights.transfer import Copy, Stored, native, whole_name
 from megacore.store.io.hub import HubName
-from megacore.store.io.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError, short
 from megacore.store.tensor_files.companions import Companion
 from megacore.store.tensor_files.stream import Read
 from megacore.store.tensor_files.tensors import TensorFile
-from megacore.store.weight_folders.index import Index
+from megacore.store.weight_folders.index import FileRecord, Index
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class WeightFolder(ABC):
         trainer: The state of a training run, None where it is of none.
         base: The folder of the model that adapters are read with.
         ignored: Tensors that hold no weights, by the names they have.
-        others: Tensors of other parts of a model of which this is one, likewise.
+        others: Tensors that the model leaves out, likewise.
         fp8: How the weights lie that are read in a wider dtype; None: all are read as they lie.
         told: What else is to be said of how it is read.
         hub: The name of the hub, with its commit, that the folder was fetched by.
@@ -84,20 +86,31 @@ class WeightFolder(ABC):
         return ()
 
     @property
+    def carried(self) -> SafetensorsFolder | None:
+        """The tensors of other parts of the model of which this is the text part, as weights of names and sizes of
+        their own, which nothing here computes with; None where it is all of it."""
+        return None
+
+    @property
     def left_out(self) -> str | None:
         """A sentence about what is not read of it; None where all is."""
         if not self.others:
             return None
         further = self.config.left_out
-        begin = {next((part[:-1] for part in further if name.startswith(part)), "") for name in self.others} - {""}
-        parts = ", ".join(sorted(begin or {name.partition(".")[0] for name in self.others}))
-        read = "the model without layers that predict further tokens" if begin else "its text model"
-        return f"only {read} is read; {len(self.others)} tensors of {parts} are left out"
+        begin = {next(part[:-1] for part in further if name.startswith(part)) for name in self.others}
+        read = "the model without layers that predict further tokens"
+        return f"only {read} is read; {len(self.others)} tensors of {', '.join(sorted(begin))} are left out"
 
     @property
     def remarks(self) -> list[str]:
         """Sentences about what is not read of it, or not as it lies there."""
         found = [f"{self.path}: {each}" for each in (*([self.left_out] if self.left_out else []), *self.told)]
+        if (carried := self.carried) is not None:
+            names = carried.schema.by_name
+            parts = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in names}))
+            found.append(
+                f"{self.path}: its text model is read; {len(names)} tensors of {parts} are carried as they are"
+            )
         if self.fp8 is not None:
             blocks = f"a scale for each {self.fp8.rows} x {self.fp8.columns}"
             found.append(f"{self.path}: its weights in fp8, with {blocks} of them, are read as {self.fp8.dtype}")
@@ -155,6 +168,11 @@ class SafetensorsFolder(WeightFolder):
 
     files: Mapping[str, TensorFile]
 
+    @cached_property
+    def carried(self) -> SafetensorsFolder | None:
+        of = self.index.carried
+        return None if of is None else CarriedFolder.of(self.path, of.config, of.files, self.files)
+
     @abstractmethod
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         """Return (path of the file within the folder, name of the tensor there) of one of :meth:`stored`."""
@@ -195,3 +213,74 @@ class SafetensorsFolder(WeightFolder):
             return add_up(self.layout.schema, ((stored, self.written(state, stored)) for stored in self.stored(state)))
         except ValueError as error:
             raise StoreError(f"{self.path}, {state}: {error}") from error
+
+
+@dataclass(frozen=True)
+class CarriedFolder(SafetensorsFolder):
+    """Tensors that are no weights of ours: each is declared by the shape that it has, an axis for each dimension."""
+
+    format = "carried"
+
+    holders: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        records: Mapping[str, FileRecord],
+        files: Mapping[str, TensorFile],
+    ) -> CarriedFolder:
+        """Return the tensors that are recorded of some files. Raises StoreError: a file cannot be opened, or a tensor
+        has no name or size that can be declared."""
+        sizes, params = dict[str, int](), list[Param]()
+        holders = {name: file for file, record in records.items() for name in record.fingerprints}
+        for name, file in holders.items():
+            shape = files[file].entry(name).shape
+            if not re.fullmatch(r"[\w.-]{1,500}", name, re.ASCII) or 0 in shape:
+                raise StoreError(f"{path}: the tensor {short(name)} of {list(shape)} cannot be carried")
+            axes = {f"d{dim}_{size}": size for dim, size in enumerate(shape)}
+            sizes |= axes
+            params.append(Param(name, " ".join(axes)))
+        layout = Layout(Schema(tuple(params), sizes), MeshShape(), ())
+        return cls(path, Index(config, layout, ("weights",), None, records), files, holders)
+
+    @property
+    def schema(self) -> Schema:
+        return self.layout.schema
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        return native(self.layout, [0])
+
+    def location(self, state: str, stored: Stored) -> tuple[str, str]:
+        return self.holders[stored.name], stored.name
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        known = all(of for record in self.index.files.values() for of in record.fingerprints.values())
+        return super().fingerprints(state) if known else {}
+
+
+@dataclass(frozen=True)
+class JoinedFolder(WeightFolder):
+    """Folders of different tensors that are read as one."""
+
+    @property
+    @abstractmethod
+    def joined(self) -> Sequence[WeightFolder]:
+        """The folders."""
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        for folder in self.joined if state in self.states else ():
+            yield from folder.stored(state)
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        return self._holder(stored).dtype(state, stored)
+
+    def read(self, state: str = "weights") -> Read:
+        return lambda stored, view=None: self._holder(stored).read(state)(stored, view)
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        return {piece: value for folder in self.joined for piece, value in folder.fingerprints(state).items()}
+
+    def _holder(self, stored: Stored) -> WeightFolder:
+        return next(folder for folder in self.joined if stored.param in folder.schema.by_name)

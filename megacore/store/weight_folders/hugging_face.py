@@ -32,7 +32,7 @@ from megacore.store.tensor_files.companions import COMPANIONS, Companion, compan
 from megacore.store.tensor_files.fp8_files import decoded
 from megacore.store.tensor_files.tensors import TensorFile
 from megacore.store.weight_folders.folder import SafetensorsFolder
-from megacore.store.weight_folders.index import FileRecord, Index
+from megacore.store.weight_folders.index import Carried, FileRecord, Index
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -91,9 +91,18 @@ class HuggingFace(SafetensorsFolder):
         weights = {name: (holders[held.name], held.name) for name, held in found.weights.items()}
         used = {name: opened[name] for name, _ in weights.values()}
         records = {name: FileRecord(file.size, {of: {} for of in file.entries}) for name, file in used.items()}
-        layout = Layout(config.schema, MeshShape(), (config.sizes["layer"],))
-        index = Index(raw, layout, ("weights",), None, records)
-        return cls(path, index, used, weights, ignored=found.ignored, others=found.others, fp8=fp8, told=told)
+        layout, carried = Layout(config.schema, MeshShape(), (config.sizes["layer"],)), None
+        if found.naming is not None:
+            by_file: dict[str, dict[str, dict[str, int]]] = {}
+            for name in found.carried:
+                by_file.setdefault(holders[name], {})[name] = {}
+            used |= {name: opened[name] for name in by_file}
+            rest = {name: FileRecord(opened[name].size, of) for name, of in by_file.items()}
+            carried = Carried(_object(path, CONFIG), found.naming, rest)
+        index = Index(raw, layout, ("weights",), None, records, carried=carried)
+        made = cls(path, index, used, weights, ignored=found.ignored, others=found.others, fp8=fp8, told=told)
+        assert carried is None or made.carried is not None  # declares each tensor that is carried
+        return made
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
         """Yield the tensors under the names of the family's table; ``where`` is the folder."""

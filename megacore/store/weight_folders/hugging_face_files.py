@@ -14,6 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from megacore.models.registry import family
+from megacore.models.wrappers import Naming, rewrapped, unwrapped
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face
 from megacore.store.io.strict_json import StoreError
@@ -49,11 +50,14 @@ def parse_size(text: str) -> int:
     return size
 
 
-def named(schema: Schema, raw: Mapping[str, Any]) -> list[Stored]:
+def named(schema: Schema, raw: Mapping[str, Any], naming: Naming | None = None) -> list[Stored]:
     """Return the tensors by the names that the class gives them which ``config.json`` names: those of a base model that
-    was saved by itself lack their prefix. One whose head is another tensor is not such a model.
+    was saved by itself lack their prefix. One whose head is another tensor is not such a model. ``naming``: that of the
+    larger model that they are a part of.
     """
     kind, stored = family(raw["model_type"]).config, list(hugging_face(schema, copies=True))
+    if naming is not None:
+        return [replace(each, name=naming.outside(each.name)) for each in stored]
     prefix = f"{kind.base_model_prefix}."
     if raw.get("architectures") != [kind.base_architecture()] or kind.tied[1] in {each.name for each in stored}:
         return stored
@@ -82,10 +86,15 @@ def export_files(tensors: Iterable[Stored], dtypes: Mapping[str, str], max_shard
 
 
 def texts(
-    raw: Mapping[str, Any], schema: Schema, shards: Sequence[Shard], dtypes: Mapping[str, str]
+    raw: Mapping[str, Any],
+    schema: Schema,
+    shards: Sequence[Shard],
+    dtypes: Mapping[str, str],
+    whole: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """Return {file name: content} of what goes with the weight files: ``config.json``, and the index of several."""
-    made = {CONFIG: config_json(raw)}
+    """Return {file name: content} of what goes with the weight files: ``config.json``, and the index of several.
+    ``whole``: the fields of the larger model's, where ``raw`` is of a part."""
+    made = {CONFIG: config_json(raw) if whole is None else whole_config_json(whole, raw)}
     return made | {INDEX: index_json(schema, shards, dtypes)} if len(shards) > 1 else made
 
 
@@ -96,6 +105,18 @@ def config_json(raw: Mapping[str, Any]) -> bytes:
     kind = family(raw["model_type"]).config
     raw = {key: value for key, value in raw.items() if key not in CODE}
     return _json({**kind.as_written(raw), "architectures": raw.get("architectures") or [kind.architecture]})
+
+
+def whole_config_json(whole: Mapping[str, Any], raw: Mapping[str, Any]) -> bytes:
+    """Return the ``config.json`` of a larger model, in which the fields of its text part are those of ``raw``; the
+    names of code are left out."""
+    unknown = family(raw["model_type"]).config.unknown(unwrapped(whole)[0])
+    return _json(_without_code(rewrapped(whole, raw, unknown)))
+
+
+def _without_code(fields: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in fields.items() if key not in CODE}
+    return {key: _without_code(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:

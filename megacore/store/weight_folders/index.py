@@ -17,6 +17,7 @@ from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.lora import Lora
 from megacore.models.registry import family
 from megacore.models.tuning import Tuning
+from megacore.models.wrappers import Naming, unwrapped
 from megacore.parallel.weights.block_formats import BLOCK_BYTES
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
@@ -25,14 +26,16 @@ from megacore.parallel.weights.transfer import Stored, native
 from megacore.store.io.strict_json import StoreError, read_json, short
 
 INDEX = "index.json"
-FORMAT, VERSIONS = "megacore", (1, 2)
+FORMAT, VERSIONS = "megacore", (1, 2, 3)
 """Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
-there may be experts; where nothing of this is so, it is version 1."""
+there may be experts; since version 3 tensors may be carried. Where nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 STATES = ("weights", MASTER, *MOMENTS, EMA)
 """Weights, their fp32 masters, AdamW's two moments, and averages of weights: each stored by the weights' own sentences
 and names."""
+CARRIED = "carried/tensors.safetensors"
+"""The file of a checkpoint that has the tensors of other parts of the model."""
 
 _LONGEST_SENTENCE, _MOST_SUMS, _MOST_PLACES = 200, 8, 1 << 16
 _LONGEST_NAME, _MOST_TARGETS = 200, 1000
@@ -102,6 +105,22 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """The larger model that the weights are a part of, one that also sees, and its other tensors, which are carried
+    byte by byte.
+
+    Args:
+        config: All fields of its ``config.json``.
+        naming: How the tensors of the part are named in it.
+        files: The files that have the others, as in :class:`Index`.
+    """
+
+    config: Mapping[str, Any]
+    naming: Naming
+    files: Mapping[str, FileRecord]
+
+
+@dataclass(frozen=True)
 class Index:
     """The index of a folder: a checkpoint's ``index.json``, or what a Hugging Face folder's files come to.
 
@@ -113,6 +132,7 @@ class Index:
         adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
         frozen: Tensors that were not trained: they have weights alone, as buffers do, which are not listed.
         muon: Whether the matrices of blocks have been updated as wholes: of them there is the first moment alone.
+        carried: What the weights are a part of, where they are one.
     """
 
     raw: Mapping[str, Any]
@@ -123,6 +143,7 @@ class Index:
     adapters: Adapters | None = None
     frozen: frozenset[str] = frozenset()
     muon: bool = False
+    carried: Carried | None = None
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -158,6 +179,8 @@ class Index:
         schema = self.layout.schema
         some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
+        if self.carried is not None:
+            return 3
         return 1 if whole and not some and not self.split else 2
 
     @property
@@ -215,23 +238,32 @@ class Index:
             **({"frozen": sorted(still)} if (still := self.frozen - self._buffers) else {}),
             **({"optimizer": "muon"} if self.muon else {}),
             **({"adapters": _spelled(self.adapters)} if self.adapters else {}),
-            "files": {
-                name: {
-                    "bytes": record.size,
-                    **(
-                        {"ranges": {of: list(astuple(cut)) for of, cut in record.ranges.items()}}
-                        if record.ranges
-                        else {}
-                    ),
-                    "fingerprints": {
-                        tensor: {label: f"{value:016x}" for label, value in of.items()}
-                        for tensor, of in record.fingerprints.items()
-                    },
-                }
-                for name, record in sorted(self.files.items())
-            },
+            **({"carried": _of_carried(self.carried)} if self.carried else {}),
+            "files": _of_files(self.files),
         }
         return json.dumps(tree, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _of_files(files: Mapping[str, FileRecord]) -> dict[str, Any]:
+    return {
+        name: {
+            "bytes": record.size,
+            **({"ranges": {of: list(astuple(cut)) for of, cut in record.ranges.items()}} if record.ranges else {}),
+            "fingerprints": {
+                tensor: {label: f"{value:016x}" for label, value in of.items()}
+                for tensor, of in record.fingerprints.items()
+            },
+        }
+        for name, record in sorted(files.items())
+    }
+
+
+def _of_carried(carried: Carried) -> dict[str, Any]:
+    return {
+        "config": dict(carried.config),
+        "naming": list(astuple(carried.naming)),
+        "files": _of_files(carried.files),
+    }
 
 
 def _spelled(adapters: Adapters) -> dict[str, Any]:
@@ -282,7 +314,7 @@ def read_index(path: Path) -> Index:
     if tree.get("format", str) != FORMAT:
         raise tree.error(f"has format {short(tree.tree['format'])} instead of {FORMAT!r}")
     if (version := tree.get("version", int)) not in VERSIONS:
-        known = " and ".join(map(str, VERSIONS))
+        known = f"{', '.join(map(str, VERSIONS[:-1]))} and {VERSIONS[-1]}"
         raise VersionError(
             f"{path}: format version {version}, and this release reads {known}: use the one that wrote it"
         )
@@ -314,7 +346,7 @@ def read_index(path: Path) -> Index:
         if "adapters" not in tree.tree:  # earlier releases left out layers that predict further tokens
             raw, _ = family(raw["model_type"]).config.as_held(raw, {param.hf for param in schema.params})
         layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split)
-        index = Index(raw, layout, states, step, records, _adapters(tree))
+        index = Index(raw, layout, states, step, records, _adapters(tree), carried=_carried(tree, raw["model_type"]))
         _check_model(tree, index)
         index = replace(index, frozen=_frozen(tree, index.schema), muon=_muon(tree))
     except StoreError:
@@ -395,6 +427,21 @@ def _adapters(tree: _Tree) -> Adapters | None:
         raise said.error(f"has base_dtype={short(held)}, which is none of {', '.join(BLOCK_BYTES)}")
     lora = Lora(said.get("rank", int), numbers[0], tuple(targets), numbers[1], said.get("rslora", bool), held)
     return Adapters(lora, base.get("path", str), int(fingerprint, 16))
+
+
+def _carried(tree: _Tree, family: str) -> Carried | None:
+    if "carried" not in tree.tree:
+        return None
+    said = tree.child("carried")
+    config, naming, files = said.get("config", dict), said.get("naming", list), said.child("files")
+    if len(naming) != 2 or not all(isinstance(each, str) and _HUGGING_FACE.fullmatch(each) for each in naming):
+        raise said.error(f"has naming={short(naming)}, which are no two beginnings of names")
+    if [*files.tree] != [CARRIED]:
+        raise said.error(f"names the files {short(sorted(files.tree))} instead of {CARRIED}")
+    part, wrapper = unwrapped(config)
+    if wrapper is None or part["model_type"] != family:
+        raise said.error(f"has the config of a {short(config.get('model_type'))}, of which no part is a {family}")
+    return Carried(config, Naming(*naming), {name: _record(files.child(name)) for name in files.tree})
 
 
 def _frozen(tree: _Tree, schema: Schema) -> frozenset[str]:

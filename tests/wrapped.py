@@ -1,0 +1,196 @@
+"""Tiny models that also see, both parts of random weights, and a prompt with an image for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+
+VOCAB, IMAGE = 64, 60
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# Of 2 x 2 patches.
+VIT = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+# Of 4 x 4 patches, of which 2 x 2 make a token.
+QWEN_VIT = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+GLM_ROPE = {**SECTIONS, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "full_attention_interval": 2,
+}
+
+
+def pixels(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A model: what its text config has beside :data:`TEXT`, that of its tower, fields of the whole, how many tokens
+    an image is, and the image."""
+
+    text: Mapping[str, Any]
+    tower: Mapping[str, Any]
+    tokens: int
+    image: Callable[[], Mapping[str, Any]]
+    whole: Mapping[str, Any] = field(default_factory=lambda: {"image_token_id": IMAGE})
+
+
+def _square() -> Mapping[str, Any]:
+    return {"pixel_values": pixels(1, 3, 16, 16)}
+
+
+def _sized() -> Mapping[str, Any]:
+    return {**_square(), "image_sizes": torch.tensor([[16, 16]])}
+
+
+def _in_five() -> Mapping[str, Any]:
+    return {"pixel_values": pixels(1, 5, 3, 16, 16), "image_sizes": torch.tensor([[32, 32]])}
+
+
+def _of_many() -> Mapping[str, Any]:
+    return {"pixel_values": pixels(1, 1, 3, 16, 16)}
+
+
+def _patches() -> Mapping[str, Any]:
+    return {"pixel_values": pixels(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+
+
+_INDEX = {"image_token_index": IMAGE}
+_QWEN = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+_GLM = {
+    "image_token_id": IMAGE,
+    "video_token_id": 61,
+    "image_start_token_id": 62,
+    "image_end_token_id": 63,
+    "video_start_token_id": 58,
+    "video_end_token_id": 59,
+}
+_SMOL = Seeing({"model_type": "llama"}, VIT, 1, _of_many, {"image_token_id": IMAGE, "scale_factor": 2})
+_CLIP = {**VIT, "model_type": "clip_vision_model"}
+_FIVE = {**_INDEX, "image_grid_pinpoints": [[32, 32]]}
+
+SEEING: Mapping[str, Seeing] = {
+    "gemma3": Seeing({"sliding_window": 8}, VIT, 1, _square, {**_INDEX, "mm_tokens_per_image": 1}),
+    "glm4v": Seeing({"rope_parameters": SECTIONS}, {**QWEN_VIT, "image_size": 16}, 4, _patches, _GLM),
+    "glm4v_moe": Seeing(
+        {**EXPERTS, "rope_parameters": GLM_ROPE, "n_routed_experts": 4, "first_k_dense_replace": 1},
+        {**QWEN_VIT, "image_size": 16},
+        4,
+        _patches,
+        _GLM,
+    ),
+    "idefics3": _SMOL,
+    "internvl": Seeing({"model_type": "qwen2"}, {**VIT, "image_size": [16, 16], "patch_size": [8, 8]}, 1, _square),
+    "llava": Seeing({"model_type": "llama"}, _CLIP, 4, _square, _INDEX),
+    "llava_next": Seeing({"model_type": "mistral"}, _CLIP, 24, _in_five, _FIVE),
+    "llava_onevision": Seeing(
+        {"model_type": "qwen2"}, {**VIT, "model_type": "siglip_vision_model"}, 24, _in_five, _FIVE
+    ),
+    "mistral3": Seeing(
+        {"model_type": "mistral"},
+        {**VIT, "model_type": "pixtral"},
+        4,
+        _sized,
+        {**_INDEX, "spatial_merge_size": 1},
+    ),
+    "qwen2_5_vl": Seeing(
+        {"rope_parameters": SECTIONS}, {**QWEN_VIT, "window_size": 16, "fullatt_block_indexes": [1]}, 4, _patches, _QWEN
+    ),
+    "qwen2_vl": Seeing(
+        {"rope_parameters": SECTIONS},
+        {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+        4,
+        _patches,
+        _QWEN,
+    ),
+    "qwen3_5": Seeing(DELTA, {**QWEN_VIT, "num_position_embeddings": 16}, 4, _patches, _QWEN),
+    "qwen3_5_moe": Seeing(
+        {**DELTA, **EXPERTS, "num_experts": 4, "intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        {**QWEN_VIT, "num_position_embeddings": 16},
+        4,
+        _patches,
+        _QWEN,
+    ),
+    "qwen3_vl": Seeing(
+        {"rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
+        {**QWEN_VIT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        4,
+        _patches,
+        _QWEN,
+    ),
+    "smolvlm": _SMOL,
+}
+
+
+def saved(name: str, path: Path, **text: Any) -> Path:
+    """A folder as transformers saves it, with the files of a processor. ``text``: fields of the text config."""
+    torch.manual_seed(0)
+    of = SEEING[name]
+    kind: Any = CONFIG_MAPPING[name]
+    config = kind(text_config={**TEXT, **of.text, **text}, vision_config=dict(of.tower), **of.whole)
+    made = AutoModelForImageTextToText.from_config(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    made.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text('{"image_std": [0.5], "auto_map": {"AutoImageProcessor": "code.P"}}')
+    return path
+
+
+def loaded(path: Path) -> PreTrainedModel:
+    # Their other products of experts know no float64.
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(path, **eager).eval()
+    # Products of weights that begin elsewhere in the memory of a file are rounded otherwise.
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.clone()
+    return model
+
+
+def prompts(name: str) -> list[Mapping[str, Any]]:
+    """One of text, and one with an image."""
+    of, text = SEEING[name], torch.arange(20)[None] % 58
+    tokens = torch.tensor([[1, 2, 3, *[IMAGE] * of.tokens, 4, 5, 6, 7]])
+    kinds = {"mm_token_type_ids": (tokens == IMAGE).int()} if of.image is _patches else {}
+    return [{"input_ids": text}, {"input_ids": tokens, **of.image(), **kinds}]
+
+
+@torch.no_grad()
+def logits(path: Path, name: str) -> list[Tensor]:
+    model = loaded(path)
+    return [model(**prompt).logits for prompt in prompts(name)]
