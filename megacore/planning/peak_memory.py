@@ -199,7 +199,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
         others += sum(n * size for n, size in zip(waiting, act.waiting[stage :: layout.mesh.pp], strict=True))
         logits = (heads * act.head.kept if heads else 0) + waiting[-1] * here * act.head.waiting
         if weights:
-            late = max(block.late for block in (*act.chunks[virtual], *[act.head] * (virtual == last)))
+            late = max((unit.late for unit in act.units(virtual)), default=0)
             moments.append(_Moment("weight gradients of a chunk", others, logits, late + split.block - split.gathered))
             continue
         learned = act.head.learning * width if virtual == last else 0
@@ -218,7 +218,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
                     visit.block.peak + tied + split.block - split.filling * act.late,
                 )
                 moments.append(_Moment(what, others + own - visit.freed + visit.waiting, logits, working, partly))
-        if not act.chunks[virtual][-1].left:
+        if act.chunks[virtual] and not act.chunks[virtual][-1].left:
             # Who runs the chunk holds what its first block was given.
             working = max(block.peak for block in act.chunks[virtual]) + setting.activation + split.block
             moments.append(_Moment("forward of a chunk", others, logits, working))
@@ -238,7 +238,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
 
 def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:
     """Return the bytes that a chunk keeps; where it is offloaded, those on their way."""
-    kept, most = act.kept[virtual], max(block.kept for block in act.chunks[virtual])
+    kept, most = act.kept[virtual], max((block.kept for block in act.chunks[virtual]), default=0)
     return min(kept, OFFLOAD_AHEAD + most) if setting.offload_activations else kept
 
 
