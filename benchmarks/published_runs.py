@@ -163,11 +163,11 @@ PUBLISHED = (
     Published("70B, 64 A100, FSDP", _A100, 331, _70B, MeshShape(dp=64), 8192, device="a100-80", recompute="full"),
     Published(
         "405B, 8,192 H100, TP 8 x PP 16 x DP 64", _LLAMA, _of_tflops(430, "llama-3.1-405b", 8192), _405B,
-        MeshShape(pp=16, dp=64, tp=8), 8192, microbatches=32, shard="optimizer", chunks=7
+        MeshShape(pp=16, dp=64, tp=8), 8192, microbatches=32, shard="optimizer", chunks=8
     ),
     Published(
         "405B, 16,384 H100, TP 8 x PP 16 x DP 128", _LLAMA, _of_tflops(400, "llama-3.1-405b", 8192), _405B,
-        MeshShape(pp=16, dp=128, tp=8), 8192, microbatches=16, shard="optimizer", chunks=7
+        MeshShape(pp=16, dp=128, tp=8), 8192, microbatches=16, shard="optimizer", chunks=8
     ),
     *(_mpt(*row) for row in _MPT),
     Published("8B, 8 H100, FSDP, fp8", _NVIDIA, 14451, _8B, MeshShape(dp=8), 8192, 1, 16, precision="fp8"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
+from operator import ge
 from typing import NamedTuple
 
 from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
@@ -87,7 +89,7 @@ class Crowd(NamedTuple):
     def covers(self, other: Crowd) -> bool:
         """Return whether it is another with at least as much of every chunk."""
         own, others = self.alive + self.waiting, other.alive + other.waiting
-        return self[:2] == other[:2] and self != other and all(a >= b for a, b in zip(own, others, strict=True))
+        return self[:2] == other[:2] and self != other and all(map(ge, own, others))
 
 
 @cache
@@ -106,7 +108,12 @@ def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[
             else:
                 alive[chunk] -= 1
                 waiting[chunk] += kind == "I"
-        found.append(frozenset(crowd for crowd in seen if not any(other.covers(crowd) for other in seen)))
+        largest = dict[tuple[bool, int], list[Crowd]]()
+        for crowd in sorted(seen, key=lambda crowd: -sum(crowd.alive + crowd.waiting)):
+            others = largest.setdefault(crowd[:2], [])
+            if not any(other.covers(crowd) for other in others):
+                others.append(crowd)
+        found.append(frozenset(chain.from_iterable(largest.values())))
     return tuple(found)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
-from megacore.parallel import limits
 from megacore.parallel.enum_errors import check_choice
 from megacore.parallel.weights.pattern import Piece, Sizes
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split, check_splits
@@ -350,6 +349,9 @@ def spelled_layers(counts: Sequence[int]) -> str:
     return ",".join(f"{count}x{times}" if times > 1 else str(count) for count, times in runs)
 
 
+_MOST_STAGES = 1 << 16
+
+
 def read_layers(text: str) -> tuple[int, ...]:
     """Return the layers of virtual stages that :func:`spelled_layers` has spelled. Raises ValueError: it has not."""
     counts = list[int]()
@@ -358,8 +360,8 @@ def read_layers(text: str) -> tuple[int, ...]:
         if found is None:
             raise ValueError(f"{run!r} is no number of layers, as 2, nor one of several stages, as 2x3")
         counts += [int(found[1])] * int(found[2] or 1)
-        if len(counts) > limits.LAYERS:
-            raise ValueError(f"{len(counts)} virtual stages or more are not looked at")
+        if len(counts) > _MOST_STAGES:
+            raise ValueError(f"layers of more than {_MOST_STAGES:,} virtual stages are not looked at")
     return tuple(counts)
 
 

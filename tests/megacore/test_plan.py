@@ -518,8 +518,10 @@ def test_the_plan_chooses_what_others_have_found_fastest() -> None:
     """8B on a node: sharded data parallelism rather than tp=4; 70B on 1,024: tp and pp rather than ZeRO-3 over 512."""
     config = load(RECIPES / "llama-3.1-8b.yaml", ["mesh.tp=1", "mesh.dp=1", "zero.shard=none"])
     base = setting_of(config, configure(config.model), 1, "cuda")
-    (best,) = fit(base, 8, H100, 1)
-    assert (best.setting.layout.mesh, best.setting.shard) == (MeshShape(dp=8), "parameters")
+    found = fit(base, 8, H100)
+    seconds = {each.setting.layout.mesh: each.time.total for each in found if each.setting.shard == "parameters"}
+    assert seconds[MeshShape(dp=8)] < 1.01 * found[0].time.total
+    assert all(each.setting.layout.mesh.tp == 1 for each in found)
     common: dict[str, Any] = {"sequence_length": 8192, "recompute": "selective", "device": "cuda"}
     model = {"preset": "llama-3.1-70b"}
     deep = setting(model, MeshShape(pp=4, dp=64, tp=4), 5, 32, shard="optimizer", **common)

@@ -376,7 +376,7 @@ def test_layers_of_stages_are_spelled_and_read() -> None:
     for counts, text in (((0, *[1] * 126, 0), "0,1x126,0"), ((16,), "16"), ((3, 3, 2), "3x2,2")):
         assert spelled_layers(counts) == text and read_layers(text) == counts
     for wrong in ("", "1,,2", "1x", "x2", "-1,2", "1x2x3", "1x9999," * 7 + "1"):
-        with pytest.raises(ValueError, match=r"layers|looked at"):
+        with pytest.raises(ValueError, match="layers"):
             read_layers(wrong)
 
 

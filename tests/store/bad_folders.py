@@ -184,7 +184,7 @@ refused(
         "mesh-transposed": (updated(mesh={"pp": 4, "ep": 1, "tp": 1}, layers_per_stage=[2, 1, 1, 1]), "files"),
         "mesh-of-experts": (updated(mesh={"pp": 2, "ep": 2, "tp": 1}), "no experts to spread"),
         "stages-sum": (index([2, 2], "layers_per_stage"), "layers"),
-        "stages-zero": (index([5, 0], "layers_per_stage"), "layers.3", "lacks"),
+        "stages-zero": (index([5, 0], "layers_per_stage"), "lacks layers.{2..4}"),
         "stages-zero-between": (index([2, 0, 2, 1], "layers_per_stage"), "layers_per_stage"),
         "stages-negative": (index([6, -1], "layers_per_stage"), "layers_per_stage"),
         "stages-odd": (index([2, 2, 1], "layers_per_stage"), "3 virtual stages"),
@@ -752,7 +752,7 @@ asked(
     {
         "tp-does-not-divide": ("--tp 3", "heads (8)", "kv (2)"),
         "pp-huge": (f"--pp {10**8}", "5 layers"),
-        "chunks-more-than-layers": ("--pp 2 --chunks 3", "2 x 3 = 6", "5 layers"),
+        "chunks-more-than-layers": ("--pp 2 --chunks 4", "2 x 4 = 8", "5 layers"),
         "ep-without-experts": ("--ep 4", "ep=4", "no experts", "set ep=1"),
         "stages-text": ("--pp 2 --layers-per-stage all", "--layers-per-stage", "'all'"),
         "unknown-option": ("--dtype float32", "--dtype"),
