@@ -31,6 +31,7 @@ CHUNK = 4096
 _MICRO = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _CHUNKS = 10
+"""The most chunks of a stage."""
 _MOST, _LEAST = 64, 64
 """Ranks that share a sequence at the most, and a rank's tokens of it, of which it has a multiple."""
 _HOPS: tuple[ContextExchange, ...] = ("ring", "gather")
