@@ -1,15 +1,20 @@
-"""Runs that others have published, and what the plan says of the same ones: tokens a second of a device.
+"""Runs that others have published, and what the plan says of the same ones: tokens a second of a device. And layouts
+that they have published, beside the one that the search finds: seconds of a step, both by the plan.
 
 python benchmarks/published_runs.py
+python benchmarks/published_runs.py --fit
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -17,8 +22,11 @@ from megacore.devices import DEVICES, Device
 from megacore.models.config import flops_per_token
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
+from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import Precision, Recompute, ZeroShard
 from megacore.parallel.weights.layout import MeshShape
+from megacore.planning.fit import MARGIN, fit
+from megacore.planning.peak_memory import peaks
 from megacore.planning.setting import ADAM_16, Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
 from megacore.tools.tables import table
@@ -143,8 +151,8 @@ _SLOW: Mapping[str, Any] = {"changed": {"bandwidth": 2.4e12, "memory": 96e9}, "t
 _8B, _70B, _405B = ({"preset": f"llama-3.1-{size}"} for size in ("8b", "70b", "405b"))
 _PER_OP: Mapping[str, Any] = {"recompute": "selective", "repeated": 0.5, **_SLOW}
 
-# Llama 3's schedule is interleaved, by how much is not said: here with one or two layers a chunk. MosaicML's gradients
-# are taken to be summed in bf16, as its FSDP does by default.
+# Llama 3's first chunk has the embedding alone and its last one the head, so each other one has a layer. MosaicML's
+# gradients are taken to be summed in bf16, as its FSDP does by default.
 # fmt: off
 PUBLISHED = (
     Published("8B, 8 H100, FSDP", _TITAN, 6667, _8B, MeshShape(dp=8), 8192, 2, **_PER_OP),
@@ -163,11 +171,11 @@ PUBLISHED = (
     Published("70B, 64 A100, FSDP", _A100, 331, _70B, MeshShape(dp=64), 8192, device="a100-80", recompute="full"),
     Published(
         "405B, 8,192 H100, TP 8 x PP 16 x DP 64", _LLAMA, _of_tflops(430, "llama-3.1-405b", 8192), _405B,
-        MeshShape(pp=16, dp=64, tp=8), 8192, microbatches=32, shard="optimizer", chunks=7
+        MeshShape(pp=16, dp=64, tp=8), 8192, microbatches=32, shard="optimizer", chunks=8
     ),
     Published(
         "405B, 16,384 H100, TP 8 x PP 16 x DP 128", _LLAMA, _of_tflops(400, "llama-3.1-405b", 8192), _405B,
-        MeshShape(pp=16, dp=128, tp=8), 8192, microbatches=16, shard="optimizer", chunks=7
+        MeshShape(pp=16, dp=128, tp=8), 8192, microbatches=16, shard="optimizer", chunks=8
     ),
     *(_mpt(*row) for row in _MPT),
     Published("8B, 8 H100, FSDP, fp8", _NVIDIA, 14451, _8B, MeshShape(dp=8), 8192, 1, 16, precision="fp8"),
@@ -179,7 +187,91 @@ PUBLISHED = (
 # fmt: on
 
 
+@dataclass(frozen=True)
+class PublishedLayout:
+    """A layout in which others train a model.
+
+    Args:
+        preset: The model.
+        mesh: Its layout, where experts are whole over ep x tp.
+        sequences: The sequences of a step.
+        chunks, shard: The keys of a recipe of these names.
+    """
+
+    source: str
+    preset: str
+    mesh: MeshShape
+    sequences: int
+    sequence_length: int = 8192
+    chunks: int = 1
+    shard: ZeroShard = "optimizer"
+
+    def __str__(self) -> str:
+        mesh = self.mesh
+        spread = " ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS if mesh[dim] > 1)
+        return f"{self.preset} on {mesh.world:,}: {spread} chunks={self.chunks}"
+
+    @property
+    def base(self) -> Setting:
+        """The model and the batch on one device."""
+        model = configure({"preset": self.preset})
+        layout = layout_of(model, MeshShape())
+        return Setting(model, layout, Widths.of("bf16"), self.sequence_length, 1, self.sequences)
+
+    def seconds(self, cluster: Cluster) -> float | None:
+        """Return the seconds of a step, with microbatches and recomputation as it is fastest; None: nothing fits."""
+        base, mesh = self.base, self.mesh
+        setting = replace(
+            base,
+            layout=layout_of(base.model, mesh, self.chunks),
+            schedule="interleaved" if self.chunks > 1 else "1f1b",
+            shard=self.shard,
+            context=ContextParallel(mesh.cp, "ring", "auto") if mesh.cp > 1 else base.context,
+        )
+        found = []
+        for micro, recompute in itertools.product((1, 2, 4, 8, 16), get_args(Recompute)):
+            microbatches = self.sequences // (micro * mesh.data)
+            made = replace(setting, micro_size=micro, microbatches=microbatches, recompute=recompute)
+            if made.sequences == self.sequences and max(peaks(made)) <= cluster.device.memory * (1 - MARGIN):
+                found.append(estimate(made, cluster).total)
+        return min(found, default=None)
+
+
+H100 = Cluster(DEVICES["h100-80"], DEVICES["h100-80"].tflops("bf16"))
+_ZOO = "yanring/Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf, on more GPUs"
+_SEEK = "DeepSeek-V3 (arXiv 2412.19437), section 3.2, with 1F1B for its DualPipe"
+_NEXT = "yanring/Megatron-MoE-ModelZoo, best_practice/DeepSeekV3, Et|(tt|)*30mL"
+_MOE: Mapping[str, Any] = {"sequence_length": 4096}
+PUBLISHED_LAYOUTS = (
+    PublishedLayout(_TITAN, "llama-3.1-8b", MeshShape(dp=8), 128, shard="parameters"),
+    PublishedLayout(_NVIDIA, "llama-3.1-70b", MeshShape(pp=8, dp=2, tp=4), 128, chunks=5),
+    PublishedLayout(_ASYNC, "llama-3.1-70b", MeshShape(dp=32, tp=8), 512, shard="parameters"),
+    PublishedLayout(_NVIDIA, "llama-3.1-405b", MeshShape(pp=8, dp=8, cp=2, tp=8), 2048, chunks=8),
+    PublishedLayout(_LLAMA, "llama-3.1-405b", MeshShape(pp=16, dp=128, tp=8), 2048, chunks=8),
+    PublishedLayout(_ZOO, "mixtral-8x22b", MeshShape(pp=8, ep=4, tp=2), 256, **_MOE),
+    PublishedLayout(_SEEK, "deepseek-v3", MeshShape(pp=16, dp=2, ep=64), 15360, **_MOE),
+    PublishedLayout(_NEXT, "deepseek-v3", MeshShape(pp=16, dp=2, ep=64), 15360, chunks=2, **_MOE),
+)
+
+
+def show_layouts() -> None:
+    rows = []
+    for each in PUBLISHED_LAYOUTS:
+        start = time.process_time()
+        found = fit(each.base, each.mesh.world, H100)[0]
+        took, theirs = time.process_time() - start, each.seconds(H100)
+        seconds = "does not fit" if theirs is None else f"{theirs:.2f}"
+        ours = " ".join(f"{key.split('.')[1]}={value}" for key, value in found.overrides.items() if value != 1)
+        rows.append((str(each), seconds, f"{found.time.total:.2f}", ours, f"{took:.0f}"))
+    print(table(("published", "s", "found, s", "what", "search, s"), rows))
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="the layouts, beside those that are found")
+    if parser.parse_args().fit:
+        show_layouts()
+        return
     sources = list(dict.fromkeys(run.source for run in PUBLISHED))
     rows = [
         (run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{tokens / run.tokens - 1:+.1%}", f"[{number}]")

@@ -36,7 +36,7 @@ from megacore.parallel.enum_errors import (
     ZeroShard,
 )
 from megacore.parallel.import_path import is_import_path
-from megacore.parallel.weights.layout import MeshShape
+from megacore.parallel.weights.layout import MeshShape, read_layers
 from megacore.parallel.weights.schema import Schema, Split, split_of
 from megacore.recipe_yaml import write_yaml
 from megacore.store.io.hub import HubName
@@ -127,6 +127,14 @@ class ContextConfig:
         return ContextParallel.of(cp, self.exchange, self.balance, self.heads, drops_attention)
 
 
+def _as_layers(value: object) -> object:
+    """Return the list that a text of layers stands for."""
+    return read_layers(value) if isinstance(value, str) else value
+
+
+Layers = Annotated[tuple[Annotated[Int, AT_LEAST_0], ...], BeforeValidator(_as_layers)]
+
+
 @dataclass(frozen=True, config=TYPED)
 class PipelineConfig:
     """The way of microbatches through the stages of a pipeline."""
@@ -135,8 +143,9 @@ class PipelineConfig:
     """The order of forwards and backwards on each stage; `zb-` ones compute weight gradients where it would wait."""
     chunks: Annotated[Int, COUNTED] = 1
     """Virtual stages of each rank, for `interleaved` and `zb-interleaved` (and `gpipe`)."""
-    layers_per_stage: tuple[Annotated[Int, AT_LEAST_1], ...] | None = None
-    """A number of layers for each of the pp x chunks virtual stages; null balances them."""
+    layers_per_stage: Layers | None = None
+    """A number of layers for each of the pp x chunks virtual stages, or a text with repetitions, as `0,1x126,0`; the
+    first and the last one may have none, but the embedding or the head. null balances them."""
 
     @property
     def splits_backward(self) -> bool:

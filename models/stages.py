@@ -8,9 +8,10 @@ from megacore.parallel.weights.layout import Layout, MeshShape, balanced_layers
 from megacore.parallel.weights.schema import SPLIT, Split
 
 
-def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
+def default_layers(config: ModelConfig, virtual_stages: int, bare_ends: bool = False) -> tuple[int, ...]:
     """Return a balanced split of the layers that counts the head and, at a quarter of it, the embedding; layers that
-    predict further tokens, each with the head again, stand at the last stage.
+    predict further tokens, each with the head again, stand at the last stage. ``bare_ends``: whether embedding and head
+    may be alone in a virtual stage.
 
     Layers and the head count by the parameters that a token meets in them, as their products do. Looking tokens up is
     cheap, but the table's gradient and optimizer traffic are not: a quarter is what they came to on the model of
@@ -29,7 +30,7 @@ def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
     further = sum(active_elements(config, schema, param) for param in schema.params if param.predicts) / mean
     head = table + config.mtp_layers * table + further
     uneven = [each / mean for each in work] if len({*work}) > 1 else None
-    return balanced_layers(layers, virtual_stages, embedding=table / 4, head=head, work=uneven)
+    return balanced_layers(layers, virtual_stages, embedding=table / 4, head=head, work=uneven, bare_ends=bare_ends)
 
 
 def layout_of(
@@ -41,4 +42,5 @@ def layout_of(
     split: Split = SPLIT,
 ) -> Layout:
     """Return the layout of a model and its adapters on a mesh, its layers split as given or in a balanced way."""
-    return Layout(tuning.schema(config.schema), mesh, layers or default_layers(config, mesh.pp * chunks), split)
+    layers = layers or default_layers(config, mesh.pp * chunks, bare_ends=chunks > 1)
+    return Layout(tuning.schema(config.schema), mesh, layers, split)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megacore import checkpoints
+from megacore.parallel.weights.layout import read_layers
 from megacore.say import err, say, say_data
 from megacore.store.conversions.formats import open_folder
 from megacore.store.conversions.target import FolderTarget, MadeFolder, threads
@@ -27,9 +28,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunks", type=count, default=1, metavar="N", help="chunks of each stage (interleaved)")
     group.add_argument(
         "--layers-per-stage",
-        type=counts,
-        metavar="N,N,...",
-        help="layers of each of the pp x chunks virtual stages; balanced by default",
+        type=layers,
+        metavar="N,NxTIMES,...",
+        help="layers of each of the pp x chunks virtual stages, as 0,1x14,0; balanced by default",
     )
 
 
@@ -172,3 +173,11 @@ def count(text: str) -> int:
 def counts(text: str) -> tuple[int, ...]:
     """Return the numbers of a list with commas."""
     return tuple(count(part) for part in text.split(","))
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Return the layers of virtual stages."""
+    try:
+        return read_layers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

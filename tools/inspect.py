@@ -16,7 +16,7 @@ from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedDataset
 from megacore.models.config import active_parameters
 from megacore.parallel.weights.fingerprint import spell
-from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.layout import Layout, MeshShape, spelled_layers
 from megacore.parallel.weights.transfer import Stored, hugging_face, native, whole_name
 from megacore.progress_bar import progress_bar
 from megacore.say import brief, say, say_data
@@ -345,7 +345,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         sizes = " x ".join(f"{dim}={size}" for dim, size in mesh.items())
         interleaved = f", {chunks} chunks each" if chunks > 1 else ""
         split = "".join(f"{axis} over {' x '.join(dims)}; " for axis, dims in facts["split"].items())
-        yield "layout", f"{sizes}{interleaved}; {split}layers of each stage: {', '.join(map(str, layers))}"
+        yield "layout", f"{sizes}{interleaved}; {split}layers of each stage: {spelled_layers(layers)}"
     if facts["step"] is not None:
         yield "step", f"{facts['step']:,}"
     for name, value in (facts["training"] or {}).items():

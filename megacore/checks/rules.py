@@ -5,6 +5,7 @@ at files, folders and packages. Nothing here imports torch.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, 
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING
-from megacore.parallel.weights.layout import MeshShape, heads_problem, mesh_problems
+from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
 
 class _OutOfRange(Exception):
@@ -120,16 +121,10 @@ def _parts(facts: RuleContext) -> Iterator[str]:
 
 
 def _stages(facts: RuleContext) -> Iterator[str]:
-    pp, pipeline, layers = facts.config.mesh.pp, facts.config.pipeline, facts.sizes["layer"]
-    stages = pp * pipeline.chunks
-    product = f"mesh.pp x pipeline.chunks = {pp} x {pipeline.chunks} = {stages}"
-    counts = pipeline.layers_per_stage
-    if stages > layers:
-        yield f"cannot give each of {product} virtual stages one of the {layers} layers: choose at most {layers}"
-    if counts is not None and len(counts) != stages:
-        yield f"pipeline.layers_per_stage has {len(counts)} numbers: give {product}, one for each virtual stage"
-    if counts is not None and sum(counts) != layers:
-        yield f"pipeline.layers_per_stage {list(counts)} adds up to {sum(counts)}: the model has {layers} layers"
+    config, counts = facts.config, facts.config.pipeline.layers_per_stage
+    keys = {"pp": "mesh.pp", "chunks": "pipeline.chunks", "layers_per_stage": "pipeline.layers_per_stage"}
+    for problem in layers_problems(facts.sizes["layer"], config.mesh.pp, config.pipeline.chunks, counts):
+        yield re.sub("`(.*?)`", lambda name: keys[name[1]], problem)
 
 
 def _chunks(facts: RuleContext) -> Iterator[str]:

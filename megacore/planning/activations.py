@@ -123,7 +123,7 @@ class ActivationMemory:
     @cached_property
     def head(self) -> LayerCost:
         """The final norm, the product to the vocabulary, and the loss."""
-        entered = self.chunks[-1][-1].left
+        entered = not self.chunks[-1] or self.chunks[-1][-1].left
         return self._fake.head(self.recompute, self.imbalance, self.packing, entered, self.loss_chunk)
 
     @cached_property

@@ -13,7 +13,7 @@ from megacore.data.batches import filled_up
 from megacore.models.stages import layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextBalance, ContextExchange, Recompute, ZeroShard
-from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, split_problems
+from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.exchange import WHOLE
 from megacore.planning.peak_memory import Memory, memory, peaks
@@ -30,7 +30,8 @@ CHUNK = 4096
 """Tokens whose feed-forward activations are there at a time, where nothing fits that has those of a microbatch."""
 _MICRO = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-_CHUNKS = (1, 2, 4, 5, 8, 10)
+_CHUNKS = 10
+"""The most chunks of a stage."""
 _MOST, _LEAST = 64, 64
 """Ranks that share a sequence at the most, and a rank's tokens of it, of which it has a multiple."""
 _HOPS: tuple[ContextExchange, ...] = ("ring", "gather")
@@ -182,9 +183,18 @@ def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Iterator[I
     layers = base.layout.schema.sizes["layer"]
     for tp in _divisors(math.gcd(world, cluster.device.per_node)):
         for pp in _divisors(world // tp):
-            for chunks in _CHUNKS if pp > 1 else (1,):
-                if pp * chunks <= layers and (chunks == 1 or layers % (pp * chunks) == 0):
-                    yield _shorter(base, chunks, MeshShape(pp=pp, dp=world // tp // pp, tp=tp))
+            for chunks in _chunks(layers, pp):
+                yield _shorter(base, chunks, MeshShape(pp=pp, dp=world // tp // pp, tp=tp))
+
+
+def _chunks(layers: int, pp: int) -> Iterator[int]:
+    """Yield numbers of chunks, of those with equally many layers in the longest one the least."""
+    longest = layers + 1
+    for chunks in range(1, _CHUNKS + 1 if pp > 1 else 2):
+        each = -(-layers // (pp * chunks))
+        if each < longest and not [*layers_problems(layers, pp, chunks, None)]:
+            yield chunks
+            longest = each
 
 
 def _shorter(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Iterator[Layout]]:

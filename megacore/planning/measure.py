@@ -88,8 +88,10 @@ class FakeModel:
             model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
         (self._chunk,) = model.chunks
         self._handed: deque[WeightGradient] = deque()
-        if late:
+        if late:  # by a pipeline, of which the embedding is in another chunk, whatever it shares with the head
+            embedding, self._chunk.embedding = self._chunk.embedding, None
             model.hand_weight_gradients(lambda _, gradient: self._take(gradient), late)
+            self._chunk.embedding = embedding
         for parameter in self._chunk.parameters():
             if parameter.requires_grad:  # the engine takes it, and lets go of autograd's
                 parameter.register_post_accumulate_grad_hook(_forget)

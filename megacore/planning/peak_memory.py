@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
+from operator import ge
 from typing import NamedTuple
 
 from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
@@ -87,7 +89,7 @@ class Crowd(NamedTuple):
     def covers(self, other: Crowd) -> bool:
         """Return whether it is another with at least as much of every chunk."""
         own, others = self.alive + self.waiting, other.alive + other.waiting
-        return self[:2] == other[:2] and self != other and all(a >= b for a, b in zip(own, others, strict=True))
+        return self[:2] == other[:2] and self != other and all(map(ge, own, others))
 
 
 @cache
@@ -106,7 +108,12 @@ def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[
             else:
                 alive[chunk] -= 1
                 waiting[chunk] += kind == "I"
-        found.append(frozenset(crowd for crowd in seen if not any(other.covers(crowd) for other in seen)))
+        largest = dict[tuple[bool, int], list[Crowd]]()
+        for crowd in sorted(seen, key=lambda crowd: -sum(crowd.alive + crowd.waiting)):
+            others = largest.setdefault(crowd[:2], [])
+            if not any(other.covers(crowd) for other in others):
+                others.append(crowd)
+        found.append(frozenset(chain.from_iterable(largest.values())))
     return tuple(found)
 
 
@@ -199,7 +206,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
         others += sum(n * size for n, size in zip(waiting, act.waiting[stage :: layout.mesh.pp], strict=True))
         logits = (heads * act.head.kept if heads else 0) + waiting[-1] * here * act.head.waiting
         if weights:
-            late = max(block.late for block in (*act.chunks[virtual], *[act.head] * (virtual == last)))
+            late = max((unit.late for unit in act.units(virtual)), default=0)
             moments.append(_Moment("weight gradients of a chunk", others, logits, late + split.block - split.gathered))
             continue
         learned = act.head.learning * width if virtual == last else 0
@@ -218,7 +225,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
                     visit.block.peak + tied + split.block - split.filling * act.late,
                 )
                 moments.append(_Moment(what, others + own - visit.freed + visit.waiting, logits, working, partly))
-        if not act.chunks[virtual][-1].left:
+        if act.chunks[virtual] and not act.chunks[virtual][-1].left:
             # Who runs the chunk holds what its first block was given.
             working = max(block.peak for block in act.chunks[virtual]) + setting.activation + split.block
             moments.append(_Moment("forward of a chunk", others, logits, working))
@@ -238,7 +245,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
 
 def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:
     """Return the bytes that a chunk keeps; where it is offloaded, those on their way."""
-    kept, most = act.kept[virtual], max(block.kept for block in act.chunks[virtual])
+    kept, most = act.kept[virtual], max((block.kept for block in act.chunks[virtual]), default=0)
     return min(kept, OFFLOAD_AHEAD + most) if setting.offload_activations else kept
 
 

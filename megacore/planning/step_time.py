@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.devices import PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
-from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
+from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
-from megacore.planning.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
-from megacore.planning.exchange import ExchangeWork
+from megacore.planning.costs import ALL_TO_ALL, Collective, KeyExchange, LayerCost, MatMul
+from megacore.planning.exchange import ExchangeWork, Packing
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, state, updated
-from megacore.planning.traffic import ALL_REDUCE, GATHERED, HEADS, RETURNED, SEND, SPANS, TOKENS, Traffic, traffic
+from megacore.planning.traffic import ALL_REDUCE, GATHERED, RETURNED, SEND, Traffic, traffic
 
 _Of = npt.NDArray[np.float64]
-PRECISE = 4096
-"""Actions of a stage up to which a schedule is simulated rather than its bubble looked up."""
+PRECISE = 512
+"""Actions of a stage up to which all of a schedule is simulated."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,8 @@ def parts(act: ActivationMemory, virtual: int) -> Iterator[tuple[LayerCost, Laye
     plain = act.without_recomputation
     for (block, like), number in Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True)).items():
         yield block, like, True, number
+    if virtual == 0:
+        yield act.embedding, plain.embedding, False, 1
     if virtual == len(act.chunks) - 1:
         yield act.head, plain.head, False, 1
 
@@ -245,25 +247,25 @@ def _seconds(cluster: Cluster, part: LayerCost, plain: LayerCost, narrow: bool) 
 
 
 def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Estimate:
-    """Estimate the time of a step. Where the pipeline is not simulated its bubble is (p-1)/(v m) of a forward and a
-    backward, less two weight gradients where these come later, which the simulator confirms."""
+    """Estimate the time of a step. Where the pipeline is not simulated its bubble is 1/v of a forward and a backward of
+    each other stage, less two weight gradients where these come later, which the simulator confirms."""
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
     act, shares = ActivationMemory.of(setting), Shares.of(setting)
     sent = {stage: traffic(setting, stage) for stage in act.unlike}
-    rows = {stage: _stage_times(setting, act, cluster, stage, messages) for stage, messages in sent.items()}
-    slowest = max(rows.values(), key=lambda row: row.forward + row.backward)
+    virtual = _virtual_times(setting, act, cluster)
+    rows = [reduce(_Times.plus, virtual[stage::pp]) for stage in range(pp)]
+    slowest = max(rows, key=lambda row: row.total)
     hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0
-    busy = m * (slowest.forward + slowest.backward)
+    busy = m * slowest.total
     if pp == 1:
         idle = 0.0
-    elif simulated and 2 * chunks * m <= PRECISE:
-        row, late = SCHEDULES[setting.schedule](pp, chunks, m), slowest.products.late
-        cost = Cost(slowest.forward / chunks, (slowest.backward - late) / chunks, late / chunks, hop)
-        idle = simulate(row, cost).total - busy
+    elif simulated:
+        costs = [each.cost(hop) for each in virtual]
+        idle = _simulated(setting.schedule, m, [costs[stage::pp] for stage in range(pp)]) - busy
     else:
-        waits = max(0.0, slowest.forward + slowest.backward - 2 * slowest.products.late)
-        idle = waits * (pp - 1) / chunks + 2 * (pp - 1) * hop
+        waits = [max(0.0, row.total - 2 * row.products.late) for row in rows]
+        idle = (sum(waits) - waits[rows.index(slowest)]) / chunks + 2 * (pp - 1) * hop
     data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in act.unlike)
     moved = max(sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in act.unlike)
     away = 2 * m * moved if setting.offload_activations else 0
@@ -287,14 +289,28 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     )
 
 
+def _simulated(schedule: str, m: int, costs: Costs) -> float:
+    """Return the seconds of m microbatches in a pipeline; of many, those of few and what a group of others takes."""
+
+    def seconds(m: int) -> float:
+        return simulate(SCHEDULES[schedule](stages, chunks, m), costs).total
+
+    stages, chunks = len(costs), len(costs[0])
+    few = 5 * stages + m % stages
+    if 2 * chunks * m <= PRECISE or m <= few:
+        return seconds(m)
+    less, more = seconds(few - stages), seconds(few)
+    return more + (m - few) / stages * (more - less)
+
+
 @dataclass(frozen=True)
 class _Times:
-    """The seconds of one microbatch in all chunks of a stage: of products, and of the messages that they show."""
+    """The seconds of one microbatch in some parts of a stage: of products, and of the messages that they show."""
 
-    products: _Seconds
-    tensor: _Seconds
-    experts: _Seconds
-    context: _Seconds
+    products: _Seconds = _Seconds()
+    tensor: _Seconds = _Seconds()
+    experts: _Seconds = _Seconds()
+    context: _Seconds = _Seconds()
 
     @property
     def forward(self) -> float:
@@ -305,44 +321,58 @@ class _Times:
         sent = self.tensor.backward + self.experts.backward + self.context.backward
         return self.products.backward + self.products.again + sent
 
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
 
-def _stage_times(
-    setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int, sent: Sequence[Traffic]
+    def plus(self, other: _Times, times: int = 1) -> _Times:
+        return _Times(*(getattr(self, name).plus(more, times) for name, more in vars(other).items()))
+
+    def cost(self, hop: float) -> Cost:
+        """Return what a schedule is simulated with; ``hop``: the seconds of a message to another stage."""
+        return Cost(self.forward, self.backward - self.products.late, self.products.late, hop)
+
+
+def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) -> Sequence[_Times]:
+    """Return the seconds of one microbatch in each virtual stage."""
+    mesh, packing, last = setting.layout.mesh, setting.packing, len(act.chunks) - 1
+    known = dict[object, _Times]()
+    found = []
+    for virtual, blocks in enumerate(act.chunks):
+        key = blocks, virtual == 0, virtual == last
+        if key not in known:
+            known[key] = _Times()
+            for part, plain, narrow, number in parts(act, virtual):
+                known[key] = known[key].plus(_part_times(cluster, mesh, packing, part, plain, narrow), number)
+        found.append(known[key])
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _part_times(
+    cluster: Cluster, mesh: MeshShape, packing: Packing, part: LayerCost, plain: LayerCost, narrow: bool
 ) -> _Times:
-    layout, m, seconds = setting.layout, setting.microbatches, _Seconds()
-    for virtual in range(stage, len(act.chunks), layout.mesh.pp):
-        for part, plain, narrow, number in parts(act, virtual):
-            seconds = seconds.plus(_seconds(cluster, part, plain, narrow), number)
+    """Return the seconds of a part of a virtual stage, see :func:`parts`."""
+    seconds = _seconds(cluster, part, plain, narrow)
 
-    def shown(messages: Sequence[Traffic], beside: float) -> float:
+    def shown(work: Mapping[Collective, int], beside: float, of: Callable[[Collective], bool]) -> float:
         """Return what is not hidden: such as gathers and scatters of a column-parallel product's backward, which run
         beside its two products."""
-        alone = cluster.seconds(layout.mesh, (x for x in messages if not x.hidden))
-        return (alone + cluster.shown(layout.mesh, [x for x in messages if x.hidden], m * beside)) / m
+        sent = [Traffic(x.kind, x.axis, "", x.ranks, n, x.size, x.hidden) for x, n in work.items() if of(x)]
+        alone = cluster.seconds(mesh, (x for x in sent if not x.hidden))
+        return alone + cluster.shown(mesh, [x for x in sent if x.hidden], beside)
 
-    def both(inner: Sequence[Traffic]) -> _Seconds:
-        ahead, back = ([x for x in inner if when in x.what] for when in ("forward", "backward"))
-        return _Seconds(shown(ahead, seconds.forward), shown(back, seconds.backward))
+    def both(of: Callable[[Collective], bool]) -> _Seconds:
+        back = part.backward.messages + part.weights.messages
+        return _Seconds(shown(part.forward.messages, seconds.forward, of), shown(back, seconds.backward, of))
 
-    tokens = [x for x in sent if x.what.startswith(f"{TOKENS},")]
-    tensor, experts = (both([x for x in tokens if (x.kind == ALL_TO_ALL) == rows]) for rows in (False, True))
-    heads = both([x for x in sent if x.what.startswith((HEADS, SPANS))])
-    return _Times(seconds, tensor, experts, heads.plus(_hops(setting, act, cluster, stage)))
-
-
-def _hops(setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int) -> _Seconds:
-    """Return the seconds of one microbatch that the hops of keys and values among the parts of cp show."""
-    shown = _Seconds()
-    for block, number in act.blocks[stage].items():
-        ahead, back = (
-            sum(
-                count * cluster.exposed(setting.layout.mesh, setting.packing.exchange(each.window), each)
-                for each, count in work.exchanges.items()
-            )
-            for work in (block.forward, block.backward)
-        )
-        shown = shown.plus(_Seconds(ahead, back), number)
-    return shown
+    tensor = both(lambda x: x.axis != "cp" and x.kind != ALL_TO_ALL)
+    experts = both(lambda x: x.axis != "cp" and x.kind == ALL_TO_ALL)
+    ahead, back = (
+        sum(n * cluster.exposed(mesh, packing.exchange(each.window), each) for each, n in work.exchanges.items())
+        for work in (part.forward, part.backward)
+    )
+    return _Times(seconds, tensor, experts, both(lambda x: x.axis == "cp").plus(_Seconds(ahead, back)))
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:
@@ -352,7 +382,7 @@ def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _T
     whole = cluster.seconds(mesh, [x for x in sent if x.what in (GATHERED, RETURNED)])
     sums = [x for x in sent if "gradients" in x.what and x.kind != SEND]
     if rung == 3:
-        return whole + cluster.shown(mesh, [*sums, *gathers], m * (times.forward + times.backward))
+        return whole + cluster.shown(mesh, [*sums, *gathers], m * times.total)
     # A sum starts with the last gradient of the step, so it hides behind one backward; what is split goes with each.
     beside = times.backward * (m if rung == 2 else 1)
     return whole + cluster.shown(mesh, sums, beside) + cluster.shown(mesh, gathers, times.forward)

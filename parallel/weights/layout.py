@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -210,7 +211,12 @@ def heads_problem(sizes: Sizes, tp: int, ranks: int) -> str | None:
 
 
 def balanced_layers(
-    layers: int, stages: int, embedding: float = 0.0, head: float = 0.0, work: Sequence[float] | None = None
+    layers: int,
+    stages: int,
+    embedding: float = 0.0,
+    head: float = 0.0,
+    work: Sequence[float] | None = None,
+    bare_ends: bool = False,
 ) -> tuple[int, ...]:
     """Return the layers of each virtual stage so that the slowest stage is as fast as possible, with at least one layer
     each.
@@ -221,32 +227,36 @@ def balanced_layers(
         embedding: Work of the embedding, which the first stage has on top.
         head: Work of the head, which the last stage has on top.
         work: The work of each layer; None: 1 each.
+        bare_ends: Whether the first and the last of several stages may have no layer.
 
     Raises:
-        ValueError: there are fewer layers than stages.
+        ValueError: there are fewer layers than stages that need one.
     """
-    if stages > layers:
-        raise ValueError(f"cannot spread {layers} layers over {stages} virtual stages: choose pp x chunks <= {layers}")
+    least = least_layers(stages, bare_ends)
+    if sum(least) > layers:
+        most = layers + stages - sum(least)
+        raise ValueError(f"cannot spread {layers} layers over {stages} virtual stages: choose pp x chunks <= {most}")
     extra = [0.0] * stages
     extra[0] += embedding
     extra[-1] += head
     if work is not None:
-        return _cut_by_work([0.0, *itertools.accumulate(work)], extra)
-    counts = [1] * stages
-    for _ in range(layers - stages):
+        return _cut_by_work([0.0, *itertools.accumulate(work)], extra, least)
+    counts = list(least)
+    for _ in range(layers - sum(least)):
         # Ties go to the stage in the middle of the pipeline: the ends also hold the tables.
         lightest = min(range(stages), key=lambda s: (counts[s] + extra[s], s in (0, stages - 1), s))
         counts[lightest] += 1
     return tuple(counts)
 
 
-def _cut_by_work(done: Sequence[float], extra: Sequence[float]) -> tuple[int, ...]:
+def _cut_by_work(done: Sequence[float], extra: Sequence[float], least: Sequence[int]) -> tuple[int, ...]:
     """Return the layers of each stage, none of which has more than the slowest must have, each near an even share of
     the rest.
 
     Args:
         done: The work of all layers before each, and of all.
         extra: The work that each stage has on top.
+        least: The layers that each stage must have.
     """
     stages = len(extra)
 
@@ -254,12 +264,12 @@ def _cut_by_work(done: Sequence[float], extra: Sequence[float]) -> tuple[int, ..
         """Return the last layer at which a stage that begins at a layer may end: within the bound, with layers for the
         others."""
         last = bisect_right(done, bound - extra[stage] + done[start]) - 1
-        return min(last, len(done) - stages + stage)
+        return min(last, len(done) - 1 - sum(least[stage + 1 :]))
 
     def fits(start: int, stage: int, bound: float) -> bool:
         for each in range(stage, stages):
             before, start = start, longest(start, each, bound)
-            if start <= before:
+            if start < before + least[each]:
                 return False
         return start == len(done) - 1
 
@@ -270,11 +280,89 @@ def _cut_by_work(done: Sequence[float], extra: Sequence[float]) -> tuple[int, ..
     start, counts = 0, []
     for stage in range(stages - 1):
         share = (done[-1] - done[start] + sum(extra[stage:])) / (stages - stage)
-        ends = [n for n in range(start + 1, longest(start, stage, high) + 1) if fits(n, stage + 1, high)]
+        first = start + least[stage]
+        ends = [n for n in range(first, longest(start, stage, high) + 1) if fits(n, stage + 1, high)]
         end = min(ends, key=lambda n: abs(done[n] - done[start] + extra[stage] - share))
         counts.append(end - start)
         start = end
     return (*counts, len(done) - 1 - start)
+
+
+def least_layers(stages: int, bare_ends: bool = True) -> tuple[int, ...]:
+    """Return the layers that each virtual stage must have: one, but the first and the last of several may have the
+    embedding or the head alone."""
+    return tuple(int(not bare_ends or stages == 1 or 0 < stage < stages - 1) for stage in range(stages))
+
+
+def layers_problems(layers: int, pp: int, chunks: int, counts: Sequence[int] | None) -> Iterator[str]:
+    """Yield everything that keeps the layers of a model from virtual stages, with the nearest that is possible; names
+    of arguments stand in backticks.
+
+    Args:
+        layers: Layers of the model.
+        pp: Pipeline stages.
+        chunks: Virtual stages of each.
+        counts: Layers of each virtual stage; None: they are to be balanced.
+    """
+
+    def fits(chunks: int) -> bool:
+        ends = 2 if pp * chunks > 1 and (counts is not None or chunks > 1) else 0
+        return pp * chunks - ends <= layers
+
+    stages, nearest = pp * chunks, "the nearest possible is"
+    product = f"`pp` x `chunks` = {pp} x {chunks} = {stages} virtual stages"
+    if not fits(chunks):
+        fewer = next((n for n in range(min(chunks, layers // pp + 2), 0, -1) if fits(n)), None)
+        way_out = f"`pp`={layers}" if fewer is None else f"`chunks`={fewer}"
+        yield f"cannot give each of {product} one of the {layers} layers: {nearest} {way_out}"
+    elif counts is not None and (wrong := _counts_problem(layers, stages, counts)):
+        way_out = spelled_layers(_nearest_counts(layers, stages, counts))
+        yield f"`layers_per_stage` ({spelled_layers(counts)}) {wrong.format(product)}: {nearest} {way_out}"
+
+
+def _counts_problem(layers: int, stages: int, counts: Sequence[int]) -> str | None:
+    if len(counts) != stages:
+        return f"has {len(counts)} numbers, and {{}} need one each"
+    if sum(counts) != layers:
+        return f"adds up to {sum(counts)}, and the model has {layers} layers"
+    bare = any(count < least for count, least in zip(counts, least_layers(stages), strict=True))
+    return "leaves more than the ends without a layer" if bare else None
+
+
+def _nearest_counts(layers: int, stages: int, counts: Sequence[int]) -> Sequence[int]:
+    """Return possible layers of virtual stages, made of others by moving single ones."""
+    if len(counts) != stages or abs(sum(counts) - layers) > stages:
+        return balanced_layers(layers, stages, bare_ends=True)
+    least = least_layers(stages)
+    found = [max(pair) for pair in zip(counts, least, strict=True)]
+    while sum(found) < layers:
+        found[found.index(min(found))] += 1
+    while sum(found) > layers:
+        above = [count - low for count, low in zip(found, least, strict=True)]
+        found[above.index(max(above))] -= 1
+    return found
+
+
+def spelled_layers(counts: Sequence[int]) -> str:
+    """Return the layers of virtual stages as a text, in which ``1x126`` stands for 126 ones: ``0,1x126,0``."""
+    runs = ((count, len([*alike])) for count, alike in itertools.groupby(counts))
+    return ",".join(f"{count}x{times}" if times > 1 else str(count) for count, times in runs)
+
+
+_MOST_STAGES = 1 << 16
+
+
+def read_layers(text: str) -> tuple[int, ...]:
+    """Return the layers of virtual stages that :func:`spelled_layers` has spelled. Raises ValueError: it has not."""
+    counts = list[int]()
+    for run in text.split(","):
+        found = re.fullmatch(r"(\d{1,6})(?:x(\d{1,4}))?", run.strip(), re.ASCII)
+        if found is None:
+            raise ValueError(f"{run!r} is no number of layers, as 2, nor one of several stages, as 2x3")
+        counts += [int(found[1])] * int(found[2] or 1)
+        if len(counts) > _MOST_STAGES:
+            raise ValueError(f"layers of more than {_MOST_STAGES:,} virtual stages are not looked at")
+    return tuple(counts)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from in_flight import ONE_CHUNK, in_flight
 from operations import Flops
 
 import megacore
-from benchmarks.published_runs import PUBLISHED
+from benchmarks.published_runs import PUBLISHED, PUBLISHED_LAYOUTS, PublishedLayout
 from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig
 from megacore.devices import DEVICES
@@ -118,6 +118,8 @@ LAYOUTS = [
             (MeshShape(pp=4, dp=2, tp=4), 1),
         )
     ),
+    setting(SMALL, MeshShape(pp=2), layout=layout_of(configure(SMALL), MeshShape(pp=2, tp=2), 2, (0, 5, 3, 0))),
+    setting(SMALL, MeshShape(pp=2), layout=layout_of(configure(SMALL), MeshShape(pp=2, tp=2), 1, (0, 8))),
     *(
         Setting(DEEP, replace(layout_of(DEEP, MeshShape(**mesh)), split=split), Widths.of("bf16"), 64, 1, 8)
         for split in (SPLIT, EXPERT_TENSOR_PARALLEL)
@@ -514,12 +516,26 @@ def test_published_runs_are_as_fast_as_planned() -> None:
     assert sorted(map(abs, errors.values()))[len(errors) // 2] < 0.08
 
 
+def turn(layout: PublishedLayout) -> pytest.MarkDecorator:
+    """The largest searches take a quarter of a minute."""
+    return pytest.mark.grid if layout.mesh.world in (1024, 2048) else pytest.mark.in_turn(5)
+
+
+@pytest.mark.parametrize("theirs", [pytest.param(each, id=str(each), marks=turn(each)) for each in PUBLISHED_LAYOUTS])
+def test_no_published_layout_that_fits_is_faster_than_what_is_found(theirs: PublishedLayout) -> None:
+    """By the same estimate; of 405B, whose 126 layers no number of chunks divides, on 16,384 GPUs among others."""
+    found, seconds = fit(theirs.base, theirs.mesh.world, H100)[0], theirs.seconds(H100)
+    assert seconds is None or found.time.total <= seconds
+
+
 def test_the_plan_chooses_what_others_have_found_fastest() -> None:
     """8B on a node: sharded data parallelism rather than tp=4; 70B on 1,024: tp and pp rather than ZeRO-3 over 512."""
     config = load(RECIPES / "llama-3.1-8b.yaml", ["mesh.tp=1", "mesh.dp=1", "zero.shard=none"])
     base = setting_of(config, configure(config.model), 1, "cuda")
-    (best,) = fit(base, 8, H100, 1)
-    assert (best.setting.layout.mesh, best.setting.shard) == (MeshShape(dp=8), "parameters")
+    found = fit(base, 8, H100)
+    seconds = {each.setting.layout.mesh: each.time.total for each in found if each.setting.shard == "parameters"}
+    assert seconds[MeshShape(dp=8)] < 1.01 * found[0].time.total
+    assert all(each.setting.layout.mesh.tp == 1 for each in found)
     common: dict[str, Any] = {"sequence_length": 8192, "recompute": "selective", "device": "cuda"}
     model = {"preset": "llama-3.1-70b"}
     deep = setting(model, MeshShape(pp=4, dp=64, tp=4), 5, 32, shard="optimizer", **common)
@@ -536,6 +552,42 @@ def test_the_formula_of_the_search_is_the_simulators(pp: int, chunks: int, sched
     made = setting({"preset": "llama-2-7b"}, MeshShape(pp=pp), chunks, sequence_length=4096, schedule=schedule)
     precise, quick = (estimate(made, H100, simulated=each).total for each in (True, False))
     assert quick == pytest.approx(precise, rel=0.02)
+
+
+@pytest.mark.parametrize("layers", [(8,), (1, 7), (4, 4), (0, 8), (8, 0), (2, 3, 2, 1), (0, 5, 3, 0)])
+def test_one_microbatch_takes_the_same_time_however_layers_are_cut(layers: tuple[int, ...]) -> None:
+    """It visits every virtual stage, one after the other, forward and back: nothing is a multiple of the slowest."""
+    model = configure({"preset": "llama-3.1-8b", "num_hidden_layers": 8})
+    pp = 1 if layers == (8,) else 2
+    layout = layout_of(model, MeshShape(pp=pp, tp=4 // pp), len(layers) // pp, layers)
+    base = Setting(model, layout, Widths.of("bf16"), 4096, 1, 1, "gpipe", recompute="full")
+    made, whole = base, replace(base, layout=layout_of(model, MeshShape(tp=4 // pp)))
+    sent, hops = (
+        H100.seconds(made.layout.mesh, [Traffic(SEND, "pp", "", pp, 1, made.activation, True)]),
+        len(layers) - 1,
+    )
+
+    def working(made: Setting) -> float:
+        found = estimate(made, H100)
+        return found.total - found.data - found.optimizer
+
+    assert working(made) == pytest.approx(working(whole) + 2 * hops * sent, rel=1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-interleaved", 2)])
+def test_many_microbatches_take_what_a_simulation_of_all_of_them_says(
+    schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some, and what a group of others takes: where stages and chunks are unequal too."""
+    model = configure({"preset": "llama-3.1-8b"})
+    layout = layout_of(model, MeshShape(pp=4), chunks)
+    base = Setting(model, layout, Widths.of("bf16"), 4096, 1, 1, schedule)
+    for microbatches in (96, 203):
+        made, totals = replace(base, microbatches=microbatches), []
+        for precise in (0, 1 << 20):
+            monkeypatch.setattr("megacore.planning.step_time.PRECISE", precise)
+            totals.append(estimate(made, H100).total)
+        assert totals[0] == pytest.approx(totals[1], rel=5e-3) and totals[0] != totals[1]
 
 
 @pytest.mark.parametrize(("chunks", "microbatches"), [(1, 3), (1, 16), (2, 12)])

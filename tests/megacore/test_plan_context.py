@@ -136,7 +136,7 @@ def test_the_search_takes_cp_where_a_sequence_is_too_long_for_one(capsys: pytest
 
 
 def test_short_sequences_are_not_split() -> None:
-    best = fit(replace(of_8b(MeshShape(), WHOLE, 8192), microbatches=128), 8, H100)[0]
+    best = fit(replace(of_8b(MeshShape(), WHOLE, 8192), microbatches=128, compiled=True), 8, H100)[0]
     assert best.overrides["mesh.cp"] == 1
     assert not any(key.startswith("context") or key == "memory.mlp_chunk" for key in best.overrides)
     # Pasted behind a recipe that has cp, they leave nothing of its context.

@@ -106,6 +106,7 @@ class Case:
     microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    layers: tuple[int, ...] | None = None
     masters: bool = True
     shard: ZeroShard = "none"
     replicas: int = 1
@@ -131,7 +132,7 @@ class Case:
         is_like_llama = self.family in ("odd", "extended", "llama")
         plain = like_llama if is_like_llama else small(self.family, self.vocab)
         config = configure(plain | dict(self.fields))
-        layout = layout_of(config, self.mesh, self.chunks, tuning=self.tuning, split=split_of(self.etp))
+        layout = layout_of(config, self.mesh, self.chunks, self.layers, self.tuning, split=split_of(self.etp))
         alike = {each.name for each in fields(Setting)} & {*(each.name for each in fields(self)), "context"}
         own: dict[str, Any] = {name: getattr(self, name) for name in alike}
         widths = Widths.of(self.precision, self.masters, averages=self.ema is not None)
@@ -355,6 +356,15 @@ SPLIT_OF_FOUR = [
     replace(SPLIT, mesh=MeshShape(pp=4), recompute="full"),
     replace(SPLIT, mesh=MeshShape(pp=2, ep=2), family="mixtral"),
 ]
+# Ends of the model that are alone in their virtual stage.
+BARE = Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2, layers=(0, 2, 2, 0))
+BARE_ENDS = [
+    BARE,
+    replace(BARE, schedule="zb-interleaved", vocab=64),
+    replace(BARE, schedule="zb-interleaved", vocab=8000, tied=True, recompute="full"),
+    replace(BARE, schedule="1f1b", chunks=1, layers=(0, 4), vocab=8000),
+    replace(BARE, schedule="zb-h1", chunks=1, layers=(4, 0), precision="fp32"),
+]
 TUNED_ONE = [
     *(Case(precision=kind, tuning=tuning) for kind in ("bf16", "fp32") for tuning in TUNINGS),
     *(Case(recompute=recompute, tuning=tuning) for recompute in ("selective", "full") for tuning in TUNINGS),
@@ -506,6 +516,7 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("four", 4, OF_FOUR, {PEAK}, 6),
     ("split-two", 2, SPLIT_OF_TWO, {PEAK}, 6),
     ("split-four", 4, SPLIT_OF_FOUR, {PEAK}, 6),
+    ("bare-ends", 2, BARE_ENDS, {STATE, PEAK}, 6),
     ("tuned-one", 1, TUNED_ONE, {PEAK}, 6),
     ("tuned-two", 2, TUNED_TWO, {PEAK}, 6),
     ("tuned-four", 4, TUNED_FOUR, {PEAK}, 6),

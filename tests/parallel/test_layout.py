@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import FrameType
 
@@ -22,7 +23,10 @@ from megacore.parallel.weights.layout import (
     Layout,
     MeshShape,
     balanced_layers,
+    layers_problems,
     mesh_problems,
+    read_layers,
+    spelled_layers,
     split_axis,
     split_problems,
 )
@@ -327,12 +331,25 @@ def test_experts_over_a_product_of_dimensions() -> None:
 # -- balanced splits
 
 
+SIZES_OF_STAGES = [
+    (n, s, bare) for bare in (False, True) for n in range(1, 8) for s in range(1, min(n + 2 * bare, 4) + 1)
+]
+
+
+def counts_of(layers: int, stages: int, bare: bool) -> Iterator[tuple[int, ...]]:
+    """All that virtual stages may have; ``bare``: their ends none."""
+    for counts in itertools.product(range(layers + 1), repeat=stages):
+        if sum(counts) == layers and all(n or (bare and at in (0, stages - 1)) for at, n in enumerate(counts)):
+            yield counts
+
+
 @pytest.mark.parametrize("embedding", [0.0, 0.3, 2.5])
 @pytest.mark.parametrize("head", [0.0, 1.0, 3.7])
 def test_balanced_layers_are_as_good_as_any(embedding: float, head: float) -> None:
-    for layers, stages in ((n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)):
-        counts = balanced_layers(layers, stages, embedding, head)
-        assert len(counts) == stages and sum(counts) == layers and min(counts) >= 1
+    for layers, stages, bare in SIZES_OF_STAGES:
+        counts = balanced_layers(layers, stages, embedding, head, bare_ends=bare)
+        every = [*counts_of(layers, stages, bare)]
+        assert counts in every
 
         def slowest(counts: tuple[int, ...]) -> float:
             work = [float(n) for n in counts]
@@ -340,7 +357,6 @@ def test_balanced_layers_are_as_good_as_any(embedding: float, head: float) -> No
             work[-1] += head
             return max(work)
 
-        every = (c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers)
         assert slowest(counts) == min(map(slowest, every))
 
 
@@ -350,6 +366,29 @@ def test_balanced_layers_count_embedding_and_head() -> None:
     assert balanced_layers(8, 4, head=2) == (2, 3, 2, 1)
     with pytest.raises(ValueError, match="cannot spread 3 layers over 4 virtual stages: choose pp x chunks <= 3"):
         balanced_layers(3, 4)
+    assert balanced_layers(3, 4, bare_ends=True) == (1, 1, 1, 0)
+    assert balanced_layers(2, 4, bare_ends=True) == (0, 1, 1, 0)
+    with pytest.raises(ValueError, match="cannot spread 3 layers over 6 virtual stages: choose pp x chunks <= 5"):
+        balanced_layers(3, 6, bare_ends=True)
+
+
+def test_layers_of_stages_are_spelled_and_read() -> None:
+    for counts, text in (((0, *[1] * 126, 0), "0,1x126,0"), ((16,), "16"), ((3, 3, 2), "3x2,2")):
+        assert spelled_layers(counts) == text and read_layers(text) == counts
+    for wrong in ("", "1,,2", "1x", "x2", "-1,2", "1x2x3", "1x9999," * 7 + "1"):
+        with pytest.raises(ValueError, match="layers"):
+            read_layers(wrong)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=9))
+def test_a_problem_of_layers_names_what_is_possible(layers: int, pp: int, chunks: int, counts: list[int]) -> None:
+    for problem in layers_problems(layers, pp, chunks, counts):
+        what = problem.split("the nearest possible is ")[1]
+        if fewer := re.fullmatch("`(pp|chunks)`=([0-9]+)", what):
+            sizes = {"pp": pp, "chunks": 1 if fewer[1] == "pp" else chunks, fewer[1]: int(fewer[2])}
+            assert not any("cannot give" in each for each in layers_problems(layers, **sizes, counts=counts))
+        else:
+            assert not [*layers_problems(layers, pp, chunks, read_layers(what))]
 
 
 def _work(counts: Sequence[int], work: Sequence[float], first: float, last: float) -> list[float]:
@@ -360,14 +399,11 @@ def _work(counts: Sequence[int], work: Sequence[float], first: float, last: floa
 
 def test_unequal_layers_are_balanced_by_their_work() -> None:
     rng = np.random.default_rng(0)
-    for layers, stages in ((n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)):
+    for layers, stages, bare in SIZES_OF_STAGES:
         work = [float(n) for n in rng.integers(1, 9, layers)]
         first, last = float(rng.integers(0, 9)), float(rng.integers(0, 9))
-        counts = balanced_layers(layers, stages, first, last, work)
-        assert len(counts) == stages and sum(counts) == layers and min(counts) >= 1
-
-        every = (c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers)
-        slowest = {c: max(_work(c, work, first, last)) for c in every}
+        counts = balanced_layers(layers, stages, first, last, work, bare)
+        slowest = {c: max(_work(c, work, first, last)) for c in counts_of(layers, stages, bare)}
         assert slowest[counts] == min(slowest.values())
     # Three dense layers and then experts of nine times their work: no stage of experts waits for another.
     assert balanced_layers(12, 3, work=[1] * 3 + [9] * 9) == (6, 3, 3)

@@ -551,6 +551,27 @@ OF_FURTHER: list[Pair] = [
     for case in FURTHER
 ]
 
+# -- ends of the model that are alone in their virtual stage
+
+ENDS_OF_4, ENDS_OF_8 = (0, 2, 1, 0), (0, *[1] * 6, 0)
+BARE_ENDS: list[Pair] = [
+    (UNTIED, interleaved(MeshShape(pp=2, tp=2), layers=ENDS_OF_4)),
+    (TIED, interleaved(MeshShape(pp=2, dp=2), layers=ENDS_OF_4, shard="parameters", loss_chunk=5)),
+    (TIED_ENDS, interleaved(MeshShape(pp=4, dp=2), layers=ENDS_OF_8, shard="optimizer")),
+    (TIED, Run(MeshShape(pp=2, tp=2), 2, "zb-interleaved", ENDS_OF_4)),
+    (UNTIED, Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", ENDS_OF_4, shard="parameters")),
+    (TIED, Run(MeshShape(pp=4, tp=2), 2, "zb-interleaved", ENDS_OF_8, activations=Activations("full"))),
+    (DOCUMENTS, interleaved(MeshShape(), layers=(0, 3), activations=Activations("selective", True))),
+    (TIED, Run(MeshShape(pp=2, tp=2), layers=(0, 3))),  # a stage without a layer
+    (UNTIED, Run(MeshShape(pp=2, dp=2), 1, "zb-h1", (3, 0), shard="gradients")),
+    (TIED, Run(MeshShape(pp=2, dp=2), layers=(3, 0), shard="parameters", offload=FILE, offload_parameters=True)),
+    (ALL, interleaved(MeshShape(pp=2, tp=2), layers=ENDS_OF_4)),
+    (ALL, Run(MeshShape(pp=2, dp=2), layers=(3, 0), shard="parameters")),  # and nothing to train
+    (STARVED, Run(MeshShape(pp=2, ep=2), layers=(0, 3), micro=3)),
+    (WHOLE_TIED, interleaved(MeshShape(pp=2, dp=2), layers=ENDS_OF_4, shard="gradients")),
+]
+
+
 # -- all of them
 
 
@@ -580,6 +601,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     for seed, name in enumerate(FAMILIES):
         meshes = CP_EXPERT_MESHES if name in MIXED else CP_MESHES
         yield 360, draw(name, of_family(name, seed), meshes)
+    yield 7, BARE_ENDS
     yield 4, UNEVEN
     yield 6, BY_MUON
     yield 120, OTHERS_BY_MUON

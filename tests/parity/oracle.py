@@ -162,7 +162,7 @@ class Run:
             + (f"-{self.exchange}-{self.balance}-{self.heads}" if m.cp > 1 else "")
             + chunks
             + (f"-{self.schedule}" if self.schedule not in ("1f1b", "interleaved") else "")
-            + ("-uneven" if self.layers else "")
+            + (("-uneven" if all(self.layers) else "-bare") if self.layers else "")
             + (f"-{self.activations.recompute}" if self.activations.recompute != "none" else "")
             + ("-offload" if self.activations.offload else "")
             + (f"-mlp{self.activations.mlp_chunk}" if self.activations.mlp_chunk else "")

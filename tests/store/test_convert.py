@@ -61,13 +61,13 @@ NUMBERS = range(len(SECTIONS["gpt2"]))
 
 @st.composite
 def layouts(draw: st.DrawFn, section: Section) -> tuple[list[str], Layout]:
-    """(arguments that ask for it, a layout): kv < tp, padded vocabularies, uneven and interleaved stages, experts whole
-    or in parts."""
+    """(arguments that ask for it, a layout): kv < tp, padded vocabularies, uneven and interleaved stages, those without
+    layers at the ends, experts whole or in parts."""
     schema = configure(section).schema
     ep = draw(st.sampled_from([1, 2])) if "experts" in schema.sizes else 1
     mesh = MeshShape(pp=draw(st.integers(1, 3)), ep=ep, tp=draw(st.sampled_from([1, 2, 4])))
     etp = draw(st.sampled_from([1, mesh.tp])) if "experts" in schema.sizes else 1
-    layers = draw(splits(LAYERS, mesh).filter(lambda counts: min(counts) > 0))
+    layers = draw(splits(LAYERS, mesh).filter(lambda counts: min(counts[1:-1], default=1) > 0))
     options: dict[str, object] = {"tp": mesh.tp, "pp": mesh.pp, "ep": ep, "etp": etp, "jobs": draw(st.integers(1, 3))}
     options |= {"chunks": len(layers) // mesh.pp, "layers-per-stage": ",".join(map(str, layers))}
     asked = [word for name, value in options.items() for word in (f"--{name}", str(value))]

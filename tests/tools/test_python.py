@@ -230,7 +230,11 @@ def test_what_cannot_be_converted(llama: Path, tmp_path: Path) -> None:
         (llama, {"dtype": "float8"}, "`dtype=float8`: choose from"),
         (llama, {"tp": 0}, "`tp=0`: choose a whole number from 1 on"),
         (llama, {"tp": 3, "pp": 4}, r"heads \(4\) over tp=3(.|\n)*`pp` x `chunks` = 4 x 1 = 4 virtual stages"),
-        (llama, {"pp": 2, "layers_per_stage": (3, 0)}, "a stage without a layer"),
+        (
+            llama,
+            {"pp": 2, "layers_per_stage": (3, 1)},
+            r"adds up to 4, .* 3 layers: the nearest possible is 2,1",
+        ),
         (llama, {"jobs": -1}, "`jobs=-1`: choose a whole number from 1 on"),
     ]
     for source, options, says in cases:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
-from megacore.parallel.weights.layout import Layout, MeshShape, mesh_problems
+from megacore.parallel.weights.layout import Layout, MeshShape, layers_problems, mesh_problems
 from megacore.parallel.weights.schema import split_of
 from megacore.store.conversions.conversion import FolderPlan, to_checkpoint, to_hugging_face
 from megacore.store.io.errors import StoreError, below_1
@@ -68,20 +68,11 @@ class FolderTarget:
             raise StoreError("\n".join(low))
         mesh = MeshShape(pp=self.pp, ep=self.ep, tp=self.tp)
         problems = mesh_problems(config.sizes, mesh, self.etp)
-        stages, layers, given = mesh.pp * self.chunks, config.sizes["layer"], self.layers_per_stage
-        product = f"`pp` x `chunks` = {mesh.pp} x {self.chunks} = {stages}"
-        if stages > layers:
-            problems.append(f"cannot give each of {product} virtual stages one of the {layers} layers")
-        if given is not None and len(given) != stages:
-            problems.append(f"`layers_per_stage` has {len(given)} numbers: give {product}")
-        if given is not None and sum(given) != layers:
-            problems.append(f"`layers_per_stage` adds up to {sum(given)}, and the model has {layers} layers")
-        if given is not None and min(given, default=1) < 1:
-            problems.append("`layers_per_stage` has a stage without a layer: give each one or more")
+        given = None if self.layers_per_stage is None else tuple(self.layers_per_stage)
+        problems += layers_problems(config.sizes["layer"], mesh.pp, self.chunks, given)
         if problems:
             raise StoreError("\n".join(problems))
-        found = None if given is None else tuple(given)
-        return layout_of(config, mesh, self.chunks, found, split=split_of(self.etp))
+        return layout_of(config, mesh, self.chunks, given, split=split_of(self.etp))
 
     def planned(self, source: WeightFolder, of_hugging_face: Callable[[int], FolderPlan] | None = None) -> FolderPlan:
         """Return the plan of what a source becomes.

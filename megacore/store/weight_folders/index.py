@@ -20,7 +20,7 @@ from megacore.models.tuning import Tuning
 from megacore.models.wrappers import Naming, unwrapped
 from megacore.parallel.weights.block_formats import BLOCK_BYTES
 from megacore.parallel.weights.fingerprint import spell
-from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
+from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard, least_layers
 from megacore.parallel.weights.schema import SPLIT, Param, Schema, Split
 from megacore.parallel.weights.transfer import Stored, native
 from megacore.store.io.strict_json import StoreError, read_json, short
@@ -328,7 +328,7 @@ def read_index(path: Path) -> Index:
     layers = tree.get("layers_per_stage", list)
     if any(state not in STATES for state in states) or "weights" not in states or len(set(states)) != len(states):
         raise tree.error(f"has states={short(list(states))}, of which only {', '.join(STATES)} are known")
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layers):
+    if not all(type(n) is int and n >= least for n, least in zip(layers, least_layers(len(layers)), strict=True)):
         raise tree.error(f"has layers_per_stage={short(layers)}")
     ranks = math.prod(mesh.values())
     # Those of ep but the first have files where they have experts, and those of a stage where it has adapters.
