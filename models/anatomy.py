@@ -6,6 +6,7 @@ branch; which linears have biases; whether the feed-forward network is gated; ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -91,6 +92,7 @@ class Anatomy:
         plain_norms: Those norms without weights that there are, by the names that their weights would have.
         activation: That of the feed-forward network, by Hugging Face's name; of a gated one also another of
             :data:`GATES`.
+        mixer_activation: That of the convolutions of state space layers; None: the same.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).
@@ -107,6 +109,7 @@ class Anatomy:
         position_offset: The row of the learned positions where a sequence begins.
         padding_idx: The token whose embedding gets no gradient from being looked up.
         alibi: The slopes by which heads count distances; None: they do not.
+        step_limits: The lower and the upper bound of the steps of state space layers.
         routing: The rule by which experts are chosen, where layers have some.
     """
 
@@ -120,6 +123,7 @@ class Anatomy:
     norms_after_rope: bool = False
     plain_norms: frozenset[str] = frozenset()
     activation: str = "silu"
+    mixer_activation: str | None = None
     parallel: bool = False
     attention_scale: float | None = None
     qkv_limit: float | None = None
@@ -135,6 +139,7 @@ class Anatomy:
     position_offset: int = 0
     padding_idx: int | None = None
     alibi: Alibi | None = None
+    step_limits: tuple[float, ...] = (0.0, math.inf)
     routing: Routing | None = None
 
 

@@ -35,11 +35,11 @@ def replicated(parameters: Parameters, name: str) -> ReplicatedLinear:
 
 
 class Block(nn.Module):
-    """A residual block of two branches, one after the other. x: [tokens/tp, embed] -> same.
+    """A residual block of two branches, one after the other, or of one. x: [tokens/tp, embed] -> same.
 
     Args:
-        attn: The branch that mixes tokens, (x, context) -> x.
-        mlp: The branch that treats each token by itself, (x, context) -> x.
+        attn: The branch that mixes tokens, (x, context) -> x; None: there is none.
+        mlp: The branch that treats each token by itself, (x, context) -> x; None: there is none.
         norms: Those that there are: of what a branch is given, ``attn_norm`` and ``mlp_norm``, and of what it gives,
             ``attn_out_norm`` and ``mlp_out_norm``.
         scale: Factor of what a branch adds to x.
@@ -51,8 +51,8 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        attn: nn.Module,
-        mlp: nn.Module,
+        attn: nn.Module | None,
+        mlp: nn.Module | None,
         norms: Mapping[str, nn.Module],
         *,
         scale: float = 1.0,
@@ -67,8 +67,12 @@ class Block(nn.Module):
         self.mlp_tokens: int | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = self._add(x, self.attn_out_norm(self.attn(self.attn_norm(x), context)))
-        return self.by_tokens(lambda x: self._add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x), context))), x)
+        attn, mlp = self.attn, self.mlp
+        if attn is not None:
+            x = self._add(x, self.attn_out_norm(attn(self.attn_norm(x), context)))
+        if mlp is None:
+            return x
+        return self.by_tokens(lambda x: self._add(x, self.mlp_out_norm(mlp(self.mlp_norm(x), context))), x)
 
     def by_tokens(self, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """x: [tokens/tp, embed] -> same, of what treats each token by itself."""
@@ -88,10 +92,12 @@ class ParallelBlock(Block):
     """
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        attn, mlp = self.attn, self.mlp
+        assert attn is not None and mlp is not None  # which stand side by side
         y = self.attn_norm(x)
         z = y if isinstance(self.mlp_norm, nn.Identity) else self.mlp_norm(x)
-        x = self._add(x, self.attn_out_norm(self.attn(y, context)))
-        return self._add(x, self.by_tokens(lambda z: self.mlp_out_norm(self.mlp(z, context)), z))
+        x = self._add(x, self.attn_out_norm(attn(y, context)))
+        return self._add(x, self.by_tokens(lambda z: self.mlp_out_norm(mlp(z, context)), z))
 
 
 class Activation(nn.Module):

@@ -43,7 +43,10 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             if f"{name}.{place}.weight" in p or place in anatomy.plain_norms
         }
         kind = ParallelBlock if anatomy.parallel else Block
-        branches = attend(anatomy, p, layer, name), feed(anatomy, p, layer, name)
+        # Every branch has a linear that ends it.
+        mixes = any(f"{name}.{mixer}.out.weight" in p for mixer in ("attn", "delta", "ssm", "short"))
+        feeds = any(f"{name}.mlp.{last}.weight" in p for last in ("down", "experts.down"))
+        branches = attend(anatomy, p, layer, name) if mixes else None, feed(anatomy, p, layer, name) if feeds else None
         return kind(*branches, norms, scale=anatomy.branch_scale, dropout=anatomy.branch_dropout)
 
     def embedding() -> nn.Module:
@@ -106,20 +109,26 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
 def attend(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> nn.Module:
     """Self-attention of a layer, ``<block>.attn``, of latents where it has some; or the gated delta rule,
-    ``<block>.delta``, or a short convolution, ``<block>.short``, where it has that."""
+    ``<block>.delta``, a state space, ``<block>.ssm``, or a short convolution, ``<block>.short``, where it has that."""
     from megacore.models.attention import MultiHeadAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
     from megacore.models.short_convolution import ShortConvolution
+    from megacore.models.state_space import StateSpace
     from megacore.parallel.kernels.scoring import Scoring
-    from megacore.parallel.layers.norm import RMSNorm
+    from megacore.parallel.layers.norm import RMSNorm, SplitRMSNorm
 
-    delta, short = (f"{block}.{mixer}" for mixer in ("delta", "short"))
+    delta, short, ssm = (f"{block}.{mixer}" for mixer in ("delta", "short", "ssm"))
     if f"{short}.conv.weight" in parameters:
         return ShortConvolution(parameters, short)
     if f"{delta}.norm.weight" in parameters:
         of_head = RMSNorm.of(parameters[f"{delta}.norm.weight"], anatomy.norm_eps, parameters.mesh)
         return GatedDeltaRule(parameters, delta, ACTIVATIONS[anatomy.activation], of_head)
+    if f"{ssm}.norm.weight" in parameters:
+        groups = parameters.layout.schema.sizes["state_groups"]
+        of_inner = SplitRMSNorm(parameters[f"{ssm}.norm.weight"], anatomy.norm_eps, parameters.mesh, groups)
+        activation = ACTIVATIONS[anatomy.mixer_activation or anatomy.activation]
+        return StateSpace(parameters, ssm, activation, of_inner, anatomy.step_limits)
     name, own = f"{block}.attn", anatomy.layers[layer]
     scoring = Scoring(
         scale=anatomy.attention_scale,

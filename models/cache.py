@@ -232,8 +232,8 @@ class PrefillStates(States):
         self.cache.tails[name] = self.whole.last_tokens(x, before)[: len(self.cache.held)]
         return before
 
-    def entering(self, name: str) -> Tensor | Enter | None:
-        return self.whole.entering(name)
+    def entering(self, name: str, value: int) -> Tensor | Enter | None:
+        return self.whole.entering(name, value)
 
     def leaving(self, name: str, last: Tensor) -> None:
         self.cache.states[name] = self.whole.last_states(last)[: len(self.cache.held)]
@@ -262,7 +262,7 @@ class DecodeStates(States):
         self.cache.tails[name][: self.rows] = self.last_tokens(x, before)[: self.rows]
         return before
 
-    def entering(self, name: str) -> Tensor | Enter | None:
+    def entering(self, name: str, value: int) -> Tensor | Enter | None:
         kept = self.cache.states[name][: self.rows]
         return F.pad(kept, (0, 0) * (kept.dim() - 1) + (0, len(self.spans) - self.rows))
 

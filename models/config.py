@@ -6,6 +6,7 @@ have the one value that is supported; anything else is an error that names it.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -296,6 +297,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "tuple[str, ...] | None": (tuple, type(None)),
     "tuple[int, ...]": (tuple,),
     "tuple[int, ...] | None": (tuple, type(None)),
+    "tuple[float, ...]": (tuple,),
 }
 
 
@@ -393,8 +395,13 @@ def _looked_up(param: Param, schema: Schema) -> bool:
     return param.name == "embed.weight" and "head.weight" in schema.by_name
 
 
-_STATES = ("layers.{layer}.delta.conv.weight", "layers.{layer}.short.conv.weight")
-"""Weights that layers with a state have: those of the gated delta rule, and those of a short convolution alone."""
+_STATES: Mapping[str, int] = {
+    "layers.{layer}.delta.conv.weight": 18,
+    "layers.{layer}.ssm.conv.weight": 12,
+    "layers.{layer}.short.conv.weight": 0,
+}
+"""{a weight that layers with a state have: the operations of an element of a head's state for each token}: those of the
+gated delta rule, of state space layers, and of a short convolution alone."""
 
 
 @lru_cache(maxsize=64)
@@ -409,7 +416,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     count as any parameters do.
 
     A layer with a state has no scores. Each of its heads multiplies the state three times, to know what it says of a
-    key, to write and to read: 18 * key * value; and a short convolution counts 6 for each of its weights.
+    key, to write and to read: 18 * key * value, or without the first one 12; and a short convolution counts 6 for each
+    of its weights.
 
     A layer that predicts further tokens counts as any other does, with another head, where it is trained.
     """
@@ -417,15 +425,16 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     predicts = tuning.predicts(whole)
     mixed = {param.name: param for param in whole.params if param.name in _STATES}
     stateful = {layer for param in mixed.values() for layer in param.values("layer", sizes)}
-    there = config.anatomy.layers if predicts else config.anatomy.layers[: sizes["layer"]]
-    attending = (own for layer, own in enumerate(there) if layer not in stateful)
+    attends = whole.by_name.get("layers.{layer}.attn.out.weight")
+    some = range(sizes["layer"]) if attends is None else attends.values("layer", sizes)
+    further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
+    attending = (config.anatomy.layers[layer] for layer in (*some, *further) if layer not in stateful)
     looked_at = sum(looks(sequence_length, layer.window) for layer in attending)
     head = sizes["head"] + sizes.get("value", sizes["head"])
     attention = 6 * sizes["heads"] * head * looked_at // sequence_length
     attention += sum(6 * whole.numel(param) for param in mixed.values())
-    if (rule := mixed.get(_STATES[0])) is not None:
-        each = sizes["state_heads"] * sizes["each"] * sizes["state_key"] * sizes["state_value"]
-        attention += 18 * len(rule.values("layer", sizes)) * each
+    state = math.prod(sizes.get(axis, 1) for axis in ("state_heads", "each", "state_key", "state_value"))
+    attention += sum(_STATES[name] * len(param.values("layer", sizes)) * state for name, param in mixed.items())
     schema, frozen = tuning.schema(whole), tuning.frozen(whole)
     products, head_weight = 0, "head.weight" if "head.weight" in whole.by_name else "embed.weight"
     for param in _matmuls(schema):

@@ -17,8 +17,9 @@ from megacore.parallel import limits
 class LayerTypesConfig(DecoderConfig):
     """Fields carry their Hugging Face names."""
 
-    # The other kind.
+    # The other kind, and more of them.
     other: ClassVar[str]
+    more: ClassVar[tuple[str, ...]] = ()
     # The key by which files without layer_types say that the last one of every so many layers attends to all.
     interval: ClassVar[str | None] = None
 
@@ -48,7 +49,7 @@ class LayerTypesConfig(DecoderConfig):
         found = super().problems()
         if self.layer_types is None:  # there are too many layers
             return found
-        return found + kind_problems("layer_types", self.kinds, self.num_hidden_layers, (FULL, self.other))
+        return found + kind_problems("layer_types", self.kinds, self.num_hidden_layers, (FULL, self.other, *self.more))
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -133,7 +134,7 @@ class HybridConfig(LayerTypesConfig):
 
 
 def kind_problems(field: str, kinds: Iterable[str], layers: int, known: Iterable[str]) -> list[str]:
-    """Return what is wrong with a field that says the kind of each layer, one of two."""
+    """Return what is wrong with a field that says the kind of each layer."""
     kinds, known = list(kinds), list(known)
     found = []
     if unknown := sorted({*kinds} - {*known}):

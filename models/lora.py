@@ -54,6 +54,8 @@ MISTAKEN_IN = frozenset(
         "solar_open",
     }
 )
+UNKNOWN_TO_PEFT = frozenset({"nemotron_h"})
+"""Families whose modules have other names in memory than in their files, by which the peft library finds none."""
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 

@@ -20,6 +20,7 @@ from megacore.parallel.import_path import ImportPathError, imported
 FAMILIES: Mapping[str, str] = {
     "apertus": "megacore.models.families.apertus.ApertusConfig",
     "arcee": "megacore.models.families.arcee.ArceeConfig",
+    "bamba": "megacore.models.families.bamba.BambaConfig",
     "bloom": "megacore.models.families.bloom.BloomConfig",
     "codegen": "megacore.models.families.codegen.CodeGenConfig",
     "cohere": "megacore.models.families.cohere.CohereConfig",
@@ -49,6 +50,7 @@ FAMILIES: Mapping[str, str] = {
     "gptj": "megacore.models.families.gptj.GptjConfig",
     "granite": "megacore.models.families.granite.GraniteConfig",
     "granitemoe": "megacore.models.families.granitemoe.GraniteMoeConfig",
+    "granitemoehybrid": "megacore.models.families.granitemoehybrid.GraniteMoeHybridConfig",
     "granitemoeshared": "megacore.models.families.granitemoeshared.GraniteMoeSharedConfig",
     "helium": "megacore.models.families.helium.HeliumConfig",
     "hunyuan_v1_dense": "megacore.models.families.hunyuan_v1_dense.HunYuanDenseV1Config",
@@ -67,6 +69,7 @@ FAMILIES: Mapping[str, str] = {
     "mpt": "megacore.models.families.mpt.MptConfig",
     "nanochat": "megacore.models.families.nanochat.NanoChatConfig",
     "nemotron": "megacore.models.families.nemotron.NemotronConfig",
+    "nemotron_h": "megacore.models.families.nemotron_h.NemotronHConfig",
     "olmo": "megacore.models.families.olmo.OlmoConfig",
     "olmo2": "megacore.models.families.olmo2.Olmo2Config",
     "olmo3": "megacore.models.families.olmo3.Olmo3Config",

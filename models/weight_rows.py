@@ -17,6 +17,8 @@ GATE_UP = "(gate: mlp + up: mlp)"
 # What the gated delta rule makes of a token, head by head of keys.
 STATE_VALUES = "state_heads each state_value"
 STATE_QKV = f"q: state_heads state_key + k: state_heads state_key + v: {STATE_VALUES}"
+# What a state space layer makes of a token: each group of b and c is of several heads of x.
+STATE_XBC = "x: state_heads state_value + b: state_groups state_key + c: state_groups state_key"
 
 Rows = tuple[Param, ...]
 
@@ -173,6 +175,31 @@ class Table:
             *self.linear("delta.out", "embed", "(state_heads each state_value)", "linear_attn.out_proj", ends=True),
         )
 
+    def state_space(self, hf: str = "mamba", *, bias: bool = False, conv_bias: bool = True) -> Rows:
+        """Return a state space layer (Mamba-2), as Bamba's ``mamba`` has it, or of another name.
+
+        Args:
+            hf: Hugging Face's name.
+            bias: Whether what takes or gives the tokens has one.
+            conv_bias: Whether the convolution has one.
+        """
+        name, theirs = "layers.{layer}.ssm", f"{self.layer}.{hf}"
+        inner = f"(z: state_heads state_value + {STATE_XBC} + dt: state_heads)"
+        conv = Param(
+            f"{name}.conv.weight", f"({STATE_XBC}) one taps", f"{theirs}.conv1d.weight", std=self.std, vector=True
+        )
+        return (
+            *self.linear("ssm.inner", inner, "embed", f"{hf}.in_proj", bias=bias),
+            conv,
+            *([Param(f"{name}.conv.bias", f"({STATE_XBC})", f"{theirs}.conv1d.bias")] if conv_bias else []),
+            # Of decays spread evenly from 1 to 16, and of steps from 0.001 to 0.1, of which softplus makes as much.
+            Param(f"{name}.fade", "state_heads", f"{theirs}.A_log", mean=8.5, std=4.33, uniform=True, log=True),
+            Param(f"{name}.step", "state_heads", f"{theirs}.dt_bias", mean=0.0505, std=0.0285, uniform=True, log=True),
+            Param(f"{name}.skip", "state_heads", f"{theirs}.D", mean=1.0),
+            *self.norm("ssm.norm", f"{hf}.norm", "(state_heads state_value)", mean=1.0),
+            *self.linear("ssm.out", "embed", "(state_heads state_value)", f"{hf}.out_proj", bias=bias, ends=True),
+        )
+
     def short_convolution(self, *, bias: bool = False) -> Rows:
         """Return a gated convolution of each channel, as LFM2's ``conv`` has it."""
         conv, theirs = "layers.{layer}.short.conv", f"{self.layer}.conv.conv"
@@ -252,8 +279,9 @@ class Table:
         correction: str = "",
         of_correction: str = "routes",
         held: tuple[str, str] = ("mlp.experts", "mlp.gate"),
+        gated: bool = True,
     ) -> Rows:
-        """Gated experts and their router, as Qwen3's ``mlp`` has them.
+        """Experts and their router, as Qwen3's ``mlp`` has them.
 
         Args:
             hf, down: Hugging Face's names of what goes into an expert's hidden features, and of what comes out of them.
@@ -261,8 +289,10 @@ class Table:
             correction: Its name of what is added to the scores that choose; empty: nothing is.
             of_correction: The sentence of that.
             held: The names of transformers for the modules of the experts and of the router in memory.
+            gated: Whether experts are.
         """
-        hidden, corrects = "experts (gate: expert_mlp + up: expert_mlp)", "layers.{layer}.mlp.router.correction"
+        hidden = "experts (gate: expert_mlp + up: expert_mlp)" if gated else "experts expert_mlp"
+        up, corrects = "gate_up_proj" if gated else "up_proj", "layers.{layer}.mlp.router.correction"
         return (
             *self.linear("mlp.router", "routes", "embed", router, held=f"{held[1]}.weight"),
             *(
@@ -270,19 +300,28 @@ class Table:
                 if correction
                 else []
             ),
-            *self.linear("mlp.experts.up", hidden, "embed", hf, held=f"{held[0]}.gate_up_proj"),
+            *self.linear("mlp.experts.up", hidden, "embed", hf, held=f"{held[0]}.{up}"),
             *self.linear(
                 "mlp.experts.down", "experts embed", "expert_mlp", down, held=f"{held[0]}.down_proj", ends=True
             ),
         )
 
-    def shared_expert(self, hf: str = "mlp.shared_experts", gate: str = "", *, bias: bool = False) -> Rows:
-        """Return an expert that every token goes to, of this name, and what weighs it, of another; empty: nothing
-        does."""
-        inner = "(gate: shared_mlp + up: shared_mlp)"
+    def shared_expert(
+        self,
+        hf: str = "mlp.shared_experts",
+        gate: str = "",
+        *,
+        bias: bool = False,
+        gated: bool = True,
+        up: str = "{gate,up}_proj",
+        down: str = "down_proj",
+    ) -> Rows:
+        """Return an expert that every token goes to, of this name and with linears of these, and what weighs it, of
+        another; empty: nothing does."""
+        inner = "(gate: shared_mlp + up: shared_mlp)" if gated else "shared_mlp"
         return (
-            *self.linear("mlp.shared.up", inner, "embed", f"{hf}.{{gate,up}}_proj", bias=bias),
-            *self.linear("mlp.shared.down", "embed", "shared_mlp", f"{hf}.down_proj", bias=bias, ends=True),
+            *self.linear("mlp.shared.up", inner, "embed", f"{hf}.{up}", bias=bias),
+            *self.linear("mlp.shared.down", "embed", "shared_mlp", f"{hf}.{down}", bias=bias, ends=True),
             *(self.linear("mlp.shared_gate", "one", "embed", gate) if gate else ()),
         )
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.activations import FastGELUActivation
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.bloom.modeling_bloom import BloomGelu
 
@@ -58,7 +59,18 @@ SMALL: dict[str, Any] = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 6,
+    "moe_shared_expert_intermediate_size": 12,
 }
+
+NEVER_TIED = ("nemotron_h",)
+"""Whose class of transformers ties nothing, whatever a file says."""
 
 
 def rotated(cases: Iterable[T], few: int = 1) -> list[ParameterSet]:
@@ -110,8 +122,15 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     layers = fields.get("num_hidden_layers", SMALL["num_hidden_layers"])
     own |= {"attention_types": [[["local"], layers]]}
     # And which have a state; where one in four attends, it would be none.
-    for field, mixer in (("linear_num_key_heads", "linear_attention"), ("conv_L_cache", "conv")):
-        if field in known:
+    own |= {"attn_layer_indices": [*range(0, layers, 3)]}
+    branches = "full_attention", "linear_attention", "moe"
+    own |= {"layers_block_type": [branches[layer % 3] for layer in range(layers)]} if "n_groups" in known else {}
+    for field, mixer in (
+        ("linear_num_key_heads", "linear_attention"),
+        ("conv_L_cache", "conv"),
+        ("mamba_n_heads", "linear_attention"),
+    ):
+        if field in known and "attn_layer_indices" not in known:
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
@@ -137,7 +156,8 @@ def saved(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that ``save_pretrained`` writes, under their names on disk: a tied head is the embedding."""
     head = family(model.config.model_type).config.tied[1]
     tensors = revert_weight_conversion(model, model.state_dict())
-    return {name: t for name, t in tensors.items() if name != head or not model.config.tie_word_embeddings}
+    tied = model.config.tie_word_embeddings and model.config.model_type not in NEVER_TIED
+    return {name: t for name, t in tensors.items() if name != head or not tied}
 
 
 @contextmanager
@@ -160,8 +180,9 @@ def in_float64() -> Iterator[None]:
         return softmax(self, dim, dtype=None if self.dtype == torch.float64 else dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        # Whose constants have eight digits.
-        patch.setattr(BloomGelu, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
+        # Whose constants have eight digits, and ten.
+        for rounded in (BloomGelu, FastGELUActivation):
+            patch.setattr(rounded, "forward", lambda self, x: F.gelu(x, approximate="tanh"))
         # Which rounds a cosine otherwise than cos.
         patch.setattr(torch, "polar", lambda size, angle: torch.complex(size * angle.cos(), size * angle.sin()))
         patch.setattr(Tensor, "to", to_no_less)

@@ -29,9 +29,10 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 """
 
 NOT_CARRIED = {
-    "other states in place of keys and values": "bailing_hybrid, bamba, falcon_h1, falcon_mamba, "
-    "granitemoehybrid, jamba, kimi_linear, mamba, mamba2, minimax, nemotron_h, olmo_hybrid, recurrent_gemma, rwkv, "
+    "other states in place of keys and values": "bailing_hybrid, falcon_mamba, "
+    "jamba, kimi_linear, mamba, mamba2, minimax, olmo_hybrid, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
+    "attention and a state space side by side": "falcon_h1",
     "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
     "attention in chunks, and experts whose inputs are scaled": "llama4_text",
     "queries of latents that are scaled by their position": "mistral4",
@@ -112,7 +113,11 @@ def special(config: ModelConfig) -> list[str]:
 
 def _of_table(schema: Schema) -> Iterator[str]:
     names = {param.name.removeprefix("layers.{layer}."): param for param in schema.params}
-    for mixer, words in (("delta", "the gated delta rule"), ("short", "short convolutions")):
+    for mixer, words in (
+        ("delta", "the gated delta rule"),
+        ("ssm", "state spaces"),
+        ("short", "short convolutions"),
+    ):
         if (row := names.get(f"{mixer}.conv.weight")) is not None:
             yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
     if (row := names.get("attn.qkv.weight")) is not None and "q.gate" in row.sentence.labels:

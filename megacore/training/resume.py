@@ -353,6 +353,8 @@ def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
             f"{merged} peft takes those of {', '.join(mistaken)} for those of {model.family}'s experts. "
             "Leave them out of lora.targets for that."
         )
+    if lora and model.family in lora_of.UNKNOWN_TO_PEFT:
+        yield f"{merged} modules of {model.family} have other names in memory than in its files."
     if lora and is_part_of(base := str(config.checkpoint.init)):
         yield (
             f"{merged} {model.family} is a part of the larger model of {base}, in which peft would find no linear of "

@@ -13,6 +13,16 @@ from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
 
+STACKED: Mapping[str, Any] = {
+    "hf": "block_sparse_moe.input_linear",
+    "down": "block_sparse_moe.output_linear",
+    "router": "block_sparse_moe.router.layer",
+    "held": ("block_sparse_moe.experts", "block_sparse_moe.router"),
+}
+"""Hugging Face's names of the experts."""
+SHARED: Mapping[str, Any] = {"hf": "shared_mlp", "up": "input_linear", "down": "output_linear"}
+"""And of one that every token goes to, where there is one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeConfig(MoEConfig, Multipliers):
@@ -43,12 +53,7 @@ class GraniteMoeConfig(MoEConfig, Multipliers):
             t.norm("attn_norm", "input_layernorm"),
             t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
             t.norm("mlp_norm", "post_attention_layernorm"),
-            t.experts(
-                hf="block_sparse_moe.input_linear",
-                down="block_sparse_moe.output_linear",
-                router="block_sparse_moe.router.layer",
-                held=("block_sparse_moe.experts", "block_sparse_moe.router"),
-            ),
+            t.experts(**STACKED),
             self.shared(t),
             tied=self.tie_word_embeddings,
         )

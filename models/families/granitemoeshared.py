@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.decoder_config import shape
-from megacore.models.families.granitemoe import GraniteMoeConfig
+from megacore.models.families.granitemoe import SHARED, GraniteMoeConfig
 from megacore.models.weight_rows import Rows, Table
 
 
@@ -27,12 +27,7 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
         }
 
     def shared(self, t: Table) -> Rows:
-        if not self.shared_intermediate_size:
-            return ()
-        return (
-            *t.linear("mlp.shared.up", "(gate: shared_mlp + up: shared_mlp)", "embed", "shared_mlp.input_linear"),
-            *t.linear("mlp.shared.down", "embed", "shared_mlp", "shared_mlp.output_linear", ends=True),
-        )
+        return t.shared_expert(**SHARED) if self.shared_intermediate_size else ()
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:

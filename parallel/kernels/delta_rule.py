@@ -8,6 +8,9 @@ of its key already, by a share beta; what its query reads is its output:
 with keys and queries of length 1, and queries over sqrt(key). Tokens are taken a chunk at a time (the WY representation
 of section 3.3): within a chunk all is products of matrices, and only from chunk to chunk the state goes step by step.
 Over a span of tokens it goes by S -> through S + gained, which is how ranks that share out a document hand it on.
+
+A state space layer (Mamba-2, Dao and Gu 2024, arXiv 2405.21060) follows the rule without the correction: a token writes
+its value whatever the state says of its key, and keys and queries, B and C there, have any length.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ _EPSILON = 1e-6
 
 
 Enter = Callable[[Tensor], Tensor]
-"""What the spans make of the states before them, [spans, heads, each, key, key + value], ``through`` beside ``gained``
--> those states."""
+"""What the spans make of the states before them, [spans, heads, each, key, through + value], what goes through beside
+what is gained -> those states. What goes through is a matrix, and ``through`` is key; or without the correction one
+factor, and ``through`` is 1."""
 
 
 def delta_rule(
@@ -43,6 +47,7 @@ def delta_rule(
     initial: Tensor | Enter | None,
     spans: Spans,
     size: int = CHUNK,
+    corrects: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return y: [t, heads, each, value] and the states behind the spans: [spans, heads, each, key, value], in fp32 at
     least, in which all is computed. Autograd keeps the inputs alone.
@@ -56,16 +61,18 @@ def delta_rule(
             None for zeros.
         spans: Those of the tokens.
         size: Tokens of a chunk.
+        corrects: Whether a token writes what the state does not say already; else q and k are taken as they are.
     """
     given, enter = (None, initial) if callable(initial) else (initial, None)
-    y, last = keeping_inputs(partial(_rule, chunks=spans.chunks(size), enter=enter), q, k, v, g, beta, given)
+    rule = partial(_rule, chunks=spans.chunks(size), enter=enter, corrects=corrects)
+    y, last = keeping_inputs(rule, q, k, v, g, beta, given)
     return y, last
 
 
 def handed_on(transition: Tensor, state: Tensor) -> Tensor:
-    """transition: [..., key, key + value] of a span, state: [..., key, value] before it -> behind it."""
-    key = transition.shape[-2]
-    return transition[..., key:] + transition[..., :key] @ state
+    """transition: [..., key, through + value] of a span, state: [..., key, value] before it -> behind it."""
+    through, gained = transition.split([transition.shape[-1] - state.shape[-1], state.shape[-1]], -1)
+    return gained + (through * state if through.shape[-1] == 1 else through @ state)
 
 
 def _rule(
@@ -77,13 +84,17 @@ def _rule(
     initial: Tensor | None,
     chunks: Chunks,
     enter: Enter | None,
+    corrects: bool,
 ) -> tuple[Tensor, Tensor]:
     dtype = v.dtype
-    k, v, g, beta = _cut(k, v, g, beta, chunks)
-    fade, w, u, tail, left = _writes(k, v, g, beta)
+    q, k, v, g, beta = _cut(q, k, v, g, beta, chunks)
+    if corrects:
+        q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
+    fade, w, u, tail, left = _writes(k, v, g, beta, corrects)
     if enter is not None:
         # Of a state that is not known yet: both parts of the transition at once, and what enters is added at the end.
-        states, last = _scan(w, F.pad(u, (k.shape[-1], 0)), tail, left, chunks, _nothing_through(k, v, chunks))
+        nothing = _nothing_through(k, v, chunks, corrects)
+        states, last = _scan(w, F.pad(u, (nothing.shape[-1] - v.shape[-1], 0)), tail, left, chunks, nothing)
         entering = enter(last.index_select(0, chunks.back)).index_select(0, chunks.order)
         before = torch.cat([entering[:count] for count in chunks.counts])
         states, last = handed_on(states, before), handed_on(last, entering)
@@ -91,28 +102,29 @@ def _rule(
         state = u.new_zeros(chunks.counts[0], *u.shape[1:3], k.shape[-1], v.shape[-1])
         state = state if initial is None else initial.to(u.dtype).index_select(0, chunks.order)
         states, last = _scan(w, u, tail, left, chunks, state)
-    q = _unit(_chunked(q, chunks)) * q.shape[-1] ** -0.5
     inside = (q @ k.mT)[:, :, None] * fade
-    y = inside @ (u - w @ states) + q[:, :, None] * g.cumsum(-1).exp()[..., None] @ states
+    y = inside @ _written(u, w, states) + q[:, :, None] * g.cumsum(-1).exp()[..., None] @ states
     y = y.movedim(3, 1).flatten(0, 1).index_select(0, chunks.places)
     return y.to(dtype), last.index_select(0, chunks.back)
 
 
-def _nothing_through(k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
+def _nothing_through(k: Tensor, v: Tensor, chunks: Chunks, corrects: bool) -> Tensor:
     """Return the transitions of no tokens: all goes through, and nothing is gained."""
-    key, value = k.shape[-1], v.shape[-1]
-    nothing = torch.eye(key, key + value, dtype=k.dtype, device=k.device)
-    return nothing.expand(chunks.counts[0], *v.shape[1:3], -1, -1)
+    key = k.shape[-1]
+    through = torch.eye(key, dtype=k.dtype, device=k.device) if corrects else k.new_ones(key, 1)
+    return F.pad(through, (0, v.shape[-1])).expand(chunks.counts[0], *v.shape[1:3], -1, -1)
 
 
-def _cut(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return keys of length 1: [chunks, heads, size, key], and what there is of each head of values: [chunks, heads,
+def _cut(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return queries and keys: [chunks, heads, size, key], and what there is of each head of values: [chunks, heads,
     each, size, ...]. What is behind a span's end writes nothing, and lets nothing fade."""
     g, beta = (
         wide(x.index_select(0, chunks.tokens)).index_fill(0, chunks.behind, 0.0).unflatten(0, (-1, chunks.size))
         for x in (g, beta)
     )
-    return _unit(_chunked(k, chunks)), _chunked(v, chunks, 3), g.movedim(1, 3), beta.movedim(1, 3)
+    return _chunked(q, chunks), _chunked(k, chunks), _chunked(v, chunks, 3), g.movedim(1, 3), beta.movedim(1, 3)
 
 
 def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
@@ -120,7 +132,9 @@ def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
     return wide(x.index_select(0, chunks.tokens)).unflatten(0, (-1, chunks.size)).movedim(1, to)
 
 
-def _writes(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _writes(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, corrects: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """Return what is left at each token of what each before it wrote; w and u, of which the tokens write u - w S; the
     keys as they are at the chunk's end, and what is left of the state there."""
     sums, (size,) = g.cumsum(-1), g.shape[-1:]
@@ -128,24 +142,32 @@ def _writes(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tens
     here = torch.eye(size, dtype=g.dtype, device=g.device)
     later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu()
     fade = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp() + here
-    known = (k @ k.mT)[:, :, None] * fade * beta[..., None]
-    wanted = torch.cat([v * beta[..., None], k[:, :, None] * (beta * sums.exp())[..., None]], -1)
-    # Of the triangle its diagonal is taken for ones, and what is above it is not looked at.
-    written = torch.linalg.solve_triangular(known, wanted, upper=False, unitriangular=True)
-    u, w = written.split([v.shape[-1], k.shape[-1]], -1)
+    u, w = v * beta[..., None], None
+    if corrects:
+        known = (k @ k.mT)[:, :, None] * fade * beta[..., None]
+        wanted = torch.cat([u, k[:, :, None] * (beta * sums.exp())[..., None]], -1)
+        # Of the triangle its diagonal is taken for ones, and what is above it is not looked at.
+        written = torch.linalg.solve_triangular(known, wanted, upper=False, unitriangular=True)
+        u, w = written.split([v.shape[-1], k.shape[-1]], -1)
     rest = F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
     tail = k[:, :, None] * rest.exp()[..., None]
     return fade, w, u, tail, sums[..., -1].exp()[..., None, None]
 
 
-def _scan(w: Tensor, u: Tensor, tail: Tensor, left: Tensor, chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+def _written(u: Tensor, w: Tensor | None, state: Tensor) -> Tensor:
+    return u if w is None else u - w @ state
+
+
+def _scan(
+    w: Tensor | None, u: Tensor, tail: Tensor, left: Tensor, chunks: Chunks, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the state before each chunk, and behind each span, in the order of the chunks."""
     states, ended, at = list[Tensor](), list[Tensor](), 0
     for count in chunks.counts:
         ended.insert(0, state[count:])
         states.append(state := state[:count])
         some = slice(at, at + count)
-        state = left[some] * state + tail[some].mT @ (u[some] - w[some] @ state)
+        state = left[some] * state + tail[some].mT @ _written(u[some], None if w is None else w[some], state)
         at += count
     return torch.cat(states), torch.cat([state, *ended])
 

@@ -108,47 +108,59 @@ class PlainNorm(nn.Module):
 
 
 class SplitRMSNorm(nn.Module):
-    """Root mean square norm over all heads of all tp ranks. x: [tokens, heads/tp, head] -> same.
+    """Root mean square norm over all heads of all tp ranks, or over each of some groups of successive ones.
+    x: [tokens, heads/tp, head] -> same.
 
-    The mean square is a sum over tp, a number a token, forward and backward. Where ranks share kv heads each head is
-    on as many ranks as any other, so that the mean over all copies is that over all heads, and each copy's gradient is
-    its part of the sum that law 4 takes.
+    Where a rank has no whole group the mean square is a sum over tp, a number a token and group, forward and backward.
+    Where ranks share kv heads each head is on as many ranks as any other, so that the mean over all copies is that over
+    all heads, and each copy's gradient is its part of the sum that law 4 takes.
 
     Args:
         weight: [heads/tp * head].
         eps: Added to the mean square.
         mesh: The live mesh.
+        groups: Those of all ranks, a multiple of them or a divisor.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, mesh: Mesh) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, mesh: Mesh, groups: int = 1) -> None:
         super().__init__()
-        self.weight, self.eps, self.group = weight, eps, mesh.tp
-        self._alone = kernels.rms_norm(mesh.device)
+        self.weight, self.eps, self.group, self.groups = weight, eps, mesh.tp, groups
+        self.own = groups // mesh.tp.size
+        self._alone = kernels.rms_norm(mesh.device, rows=self.own > 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.group.size == 1:  # for which there are kernels
+        if self.own == 1:  # for which there are kernels
             return self._alone(x.flatten(1), self.weight, self.eps).view(x.shape)
-        y: Tensor = _NormOverRanks.apply(x, self.weight, self.eps, self.group)
+        if self.own > 1:
+            rows = x.reshape(len(x), self.own, -1)
+            return self._alone(rows, self.weight.view(self.own, -1), self.eps).view(x.shape)
+        y: Tensor = _NormOverRanks.apply(x, self.weight, self.eps, self.group, self.groups)
         return y
 
 
 class _NormOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group, groups: int) -> Tensor:
         z, w = wide(x), wide(weight).view(x.shape[1:])
-        scale = all_reduce_(z.square().mean((1, 2)), group).div_(group.size).add_(eps).rsqrt_()
+        ctx.group, ctx.groups = group, groups
+        scale = _mean(z.square(), group, groups).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        ctx.group = group
-        return (z * scale[:, None, None] * w).to(x.dtype)
+        return (z * scale * w).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, scale = ctx.saved_tensors
-        r, w, d = scale[:, None, None], wide(weight).view(x.shape[1:]), wide(dy)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, r = ctx.saved_tensors
+        w, d = wide(weight).view(x.shape[1:]), wide(dy)
         # With n what the weight multiplies: dx = r (w dy - n mean(n w dy)), a mean over the heads of all ranks.
         n = wide(x) * r
         product = n * d
-        along = all_reduce_((product * w).mean((1, 2)), ctx.group).div_(ctx.group.size)
-        dx = r * (w * d - n * along[:, None, None])
-        return dx.to(x.dtype), product.sum(0).view(-1).to(weight.dtype), None, None
+        dx = r * (w * d - n * _mean(product * w, ctx.group, ctx.groups))
+        return dx.to(x.dtype), product.sum(0).view(-1).to(weight.dtype), None, None, None
+
+
+def _mean(x: Tensor, group: Group, groups: int) -> Tensor:
+    """x: [tokens, heads/tp, head] -> [tokens, 1, 1], the mean over the heads of this rank's group on all ranks."""
+    own = group.index * groups // group.size
+    sums = all_reduce_(F.pad(x.mean((1, 2))[:, None], (own, groups - 1 - own)), group)
+    return sums[:, own, None, None] / (group.size // groups)

@@ -24,7 +24,7 @@ from megacore.parallel import kernels
 from megacore.parallel.collectives import start_all_gather, start_reduce_scatter
 from megacore.parallel.context_split import ContextSplit
 from megacore.parallel.kernels.convolution import causal_convolution
-from megacore.parallel.kernels.delta_rule import Enter, handed_on
+from megacore.parallel.kernels.delta_rule import Enter, delta_rule, handed_on
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.mesh import Group
 
@@ -47,7 +47,16 @@ class States:
     def delta_rule(self, name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """q, k: [t, heads, key], v: [t, heads, each, value], g, beta: [t, heads, each] -> [t, heads, each, value], as
         :func:`~parallel.kernels.delta_rule.delta_rule` does it; ``name`` is the layer that asks."""
-        y, last = kernels.gated_delta_rule(q, k, v, g, beta, self.entering(name), self.spans)
+        return self._follow(kernels.gated_delta_rule, name, q, k, v, g, beta)
+
+    def state_space(self, name: str, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor) -> Tensor:
+        """Do as :meth:`delta_rule` with c, b, x and the steps for q, k, v and beta, without the correction."""
+        return self._follow(partial(delta_rule, corrects=False), name, c, b, x, g, step)
+
+    def _follow(
+        self, rule: Callable[..., tuple[Tensor, Tensor]], name: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+    ) -> Tensor:
+        y, last = rule(q, k, v, *others, self.entering(name, v.shape[-1]), self.spans)
         self.leaving(name, last)
         return y
 
@@ -55,7 +64,7 @@ class States:
         """x: [t, channels] -> [spans, count, channels], what stands before each span."""
         return x.new_zeros(len(self.spans), count, x.shape[1])
 
-    def entering(self, name: str) -> Tensor | Enter | None:
+    def entering(self, name: str, value: int) -> Tensor | Enter | None:
         """Return the states before the spans, [spans, heads, each, key, value], or what makes them of the spans'
         transitions; None for zeros."""
         return None
@@ -97,10 +106,10 @@ class ContextStates(States):
         starts = partial(self.plan.of, self.group.index)
         return self._tokens("starts", x, super().before(name, x, count), starts)
 
-    def entering(self, name: str) -> Tensor | Enter | None:
+    def entering(self, name: str, value: int) -> Tensor | Enter | None:
         def states(found: Tensor) -> Tensor:
-            entered = {(link.rank, link.span): state for link, state, _ in self._composed(found)}
-            nothing = found.new_zeros(*found.shape[1:-1], found.shape[-1] - found.shape[-2])
+            nothing = found.new_zeros(*found.shape[1:-1], value)
+            entered = {(link.rank, link.span): state for link, state in self._composed(found, nothing)}
             own = ((self.group.index, span) for span in range(len(self.spans)))
             return torch.stack([entered.get(at, nothing) for at in own])
 
@@ -125,13 +134,13 @@ class ContextStates(States):
         own = super().last_tokens(x, nothing)
         return self._of_all(own, lambda found: F.pad(found.flatten(0, 1), (0, 0, 0, 1))[rows])
 
-    def _composed(self, found: Tensor) -> Iterator[tuple[_Link, Tensor, Tensor]]:
-        """Yield each span of all ranks with the state before it and the one behind it."""
+    def _composed(self, found: Tensor, nothing: Tensor) -> Iterator[tuple[_Link, Tensor]]:
+        """Yield each span of all ranks with the state before it."""
         for chain in self.plan.chains:
-            state = found.new_zeros(*found.shape[1:-1], found.shape[-1] - found.shape[-2])
+            state = nothing
             for link in chain:
-                before, state = state, handed_on(found[link.place], state)
-                yield link, before, state
+                yield link, state
+                state = handed_on(found[link.place], state)
 
     def _of_all(self, each: Tensor, made: Callable[[Tensor], Tensor]) -> Tensor:
         """each: [spans, ...] of this rank -> what is made of those of all ranks: [place, ...]."""

@@ -13,7 +13,16 @@ from types import MappingProxyType
 
 from megacore.parallel.enum_errors import check_choice
 from megacore.parallel.weights.pattern import Piece, Sizes
-from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split, check_splits
+from megacore.parallel.weights.schema import (
+    EXPERT_TENSOR_PARALLEL,
+    PADDED,
+    SHARED,
+    SPLIT,
+    Param,
+    Schema,
+    Split,
+    check_splits,
+)
 
 Box = Mapping[str, tuple[int, int]]
 """[start, stop) of each axis."""
@@ -122,7 +131,8 @@ def split_axis(axis: str, size: int, parts: int, part: int, dims: Sequence[str] 
     """Return [start, stop) of ``axis`` in one of ``parts``.
 
     Splits are even, but those of :data:`~parallel.weights.schema.PADDED` axes are padded up to a multiple (the box may
-    run past ``size``), and ``kv`` heads are shared by neighbouring parts where there are fewer heads than parts.
+    run past ``size``), and those of :data:`~parallel.weights.schema.SHARED` are shared by neighbouring parts where they
+    have fewer elements than there are parts.
 
     Args:
         axis: Its name.
@@ -138,7 +148,7 @@ def split_axis(axis: str, size: int, parts: int, part: int, dims: Sequence[str] 
         step = -(-size // parts)
         return part * step, (part + 1) * step
     dims = dims or SPLIT[axis]
-    shared = axis == "kv" and len(dims) == 1
+    shared = axis in SHARED and len(dims) == 1
     if shared and parts % size == 0:
         head = part * size // parts
         return head, head + 1

@@ -21,6 +21,7 @@ SPLIT: Split = {
     "kv": ("tp",),
     "groups": ("tp",),
     "state_heads": ("tp",),
+    "state_groups": ("tp",),
     "channels": ("tp",),
     "mlp": ("tp",),
     "shared_mlp": ("tp",),
@@ -35,6 +36,9 @@ EXPERT_TENSOR_PARALLEL: Split = {**SPLIT, "experts": ("ep",), "expert_mlp": ("tp
 PADDED = ("vocab", "mlp", "shared_mlp", "expert_mlp")
 """Axes that are filled up with zeros to a multiple of the ranks. No token names a row of zeros; a hidden feature of
 zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
+
+SHARED = ("kv", "state_groups")
+"""Axes of what several heads look at: neighbouring ranks share them where there are fewer than ranks."""
 
 NAMED = re.compile(r"\{(\w+)\}")
 """An axis that lives in a name."""

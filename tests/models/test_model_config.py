@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -412,27 +413,27 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     linears = 6 * matmul_parameters(config) * length
     sizes, names = config.sizes, config.schema.by_name
     # A norm may sum its weight's gradient by a product with one row, where a token has one, and of its heads.
-    of_heads = [n for n in names if ("attn." in n or "delta." in n) and not n.endswith("_a_norm.weight")]
+    of_heads = [n for n in names if re.search(r"(attn|delta|ssm)\.", n) and not n.endswith("_a_norm.weight")]
     alone = [n for n in names if n.endswith("norm.weight") and n not in of_heads]
     tokens = sum(config.schema.numel(names[n]) for n in alone)
     normed = names.get("layers.{layer}.attn.q_norm.weight")
     heads = sizes["head"] * (sizes["heads"] + sizes.get("kv", sizes["heads"]))
     heads *= 0 if normed is None else len(normed.values("layer", sizes))
-    mixed = {n.split(".")[2]: p for n, p in names.items() if re.search(r"(delta|short)\.conv\.weight", n)}
+    mixed = {n.split(".")[2]: p for n, p in names.items() if re.search(r"(delta|ssm|short)\.conv\.weight", n)}
     with_state = [layer for param in mixed.values() for layer in param.values("layer", sizes)]
-    if "delta" in mixed:
-        values = sizes["state_heads"] * sizes["each"] * sizes["state_value"]
-        heads += len(with_state) * values
-    windows = [layer.window for n, layer in enumerate(config.anatomy.layers) if n not in with_state]
+    values = len(with_state) * math.prod(sizes.get(axis, 1) for axis in ("state_heads", "each", "state_value"))
+    heads += values * (not mixed.keys().isdisjoint(("delta", "ssm")))
+    attends = names["layers.{layer}.attn.out.weight"].values("layer", sizes)
+    windows = [config.anatomy.layers[layer].window for layer in attends]
     assert (sum(counted.values()) - linears) / (2 * length) in {0, tokens, heads, tokens + heads}
     further = 0 if config.anatomy.alibi is None else 12 * sizes["heads"] * Distances.dimensions
     each = 12 * sizes["heads"] * sizes["head"] + further
-    if not any(windows) and not with_state:
+    if not any(windows) and len(windows) == sizes["layer"]:
         assert attention == each * sizes["layer"] * length * length
     causal = sum(looked_at(length, window) for window in windows)
     # Dimensions that hold positions do not count, nor what pads values that are narrower than keys.
     each -= further + 6 * sizes["heads"] * (sizes["head"] - sizes.get("value", sizes["head"]))
-    if "delta" in mixed:
-        linears += length * 18 * len(with_state) * values * sizes["state_key"]
+    for mixer, products in (("delta", 3), ("ssm", 2)):
+        linears += length * 6 * products * values * sizes.get("state_key", 1) * (mixer in mixed)
     linears += length * sum(6 * config.schema.numel(param) for param in mixed.values())
     assert flops_per_token(config, length) * length == linears + each * causal

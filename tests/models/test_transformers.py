@@ -137,6 +137,12 @@ def test_an_odd_part_of_a_head_turns_with_one_dimension_more(name: str) -> None:
     same_numbers(name, made, 0)
 
 
+def test_granite_without_experts() -> None:
+    fields = {"num_local_experts": 0, "layer_types": ["linear_attention", "full_attention"]}
+    base = section("granitemoehybrid", 0)
+    same_numbers("granitemoehybrid", of_transformers(base | {"num_hidden_layers": 2} | fields), 0)
+
+
 def same_numbers(name: str, hf_config: PretrainedConfig, seed: int) -> None:
     theirs = theirs_of(hf_config, seed)
     config = family(name).config.from_hugging_face(hf_config.to_dict())
@@ -245,6 +251,7 @@ SPREAD = {
     "deepseek_v3": ContextParallel(2, "ring", "documents"),
     "qwen3_moe": ContextParallel(4, "heads", "rows", 4),
     "lfm2": ContextParallel(4, "gather", "rows"),
+    "bamba": ContextParallel(4, "ring", "rows"),
     "qwen3_next": ContextParallel(),
     "qwen3_5_text": ContextParallel(4, "ring", "rows", 2),
 }

@@ -1,8 +1,9 @@
-"""The gated delta rule and causal convolutions against their definitions, token by token, and against transformers."""
+"""The gated delta rule, state spaces and convolutions against their definitions, token by token, and transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, starmap
 
 import pytest
@@ -38,14 +39,18 @@ def draw(t: int, heads: int = 2, each: int = 3, key: int = 5, value: int = 4) ->
     return q, k, v, g, beta
 
 
-def step_by_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def step_by_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, corrects: bool
+) -> tuple[Tensor, Tensor]:
     """The definition: one token after the other, and one span."""
-    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    q, outputs = q * q.shape[-1] ** -0.5, []
+    if corrects:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q = q * q.shape[-1] ** -0.5
+    outputs = []
     for i in range(len(q)):
         state = state * g[i].exp()[..., None, None]
-        new = (v[i] - torch.einsum("heav,ha->hev", state, k[i])) * beta[i][..., None]
-        state = state + torch.einsum("ha,hev->heav", k[i], new)
+        known = torch.einsum("heav,ha->hev", state, k[i]) if corrects else 0
+        state = state + torch.einsum("ha,hev->heav", k[i], (v[i] - known) * beta[i][..., None])
         outputs.append(torch.einsum("heav,ha->hev", state, q[i]))
     return torch.stack(outputs), state
 
@@ -61,30 +66,36 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
+RULES = pytest.mark.parametrize("corrects", [True, False], ids=["delta", "state-space"])
+
+
+@RULES
 @pytest.mark.parametrize(("lengths", "size"), CASES)
 @pytest.mark.parametrize("enters", [False, True], ids=["", "with-states"])
-def test_chunks_are_the_steps(lengths: tuple[int, ...], size: int, enters: bool) -> None:
+def test_chunks_are_the_steps(lengths: tuple[int, ...], size: int, enters: bool, corrects: bool) -> None:
     inputs = draw(sum(lengths))
     spans, shape = Spans(lengths, CPU), (len(lengths), 2, 3, 5, 4)
     states = torch.randn(shape, dtype=torch.float64) if enters else torch.zeros(shape, dtype=torch.float64)
     states.requires_grad_(enters)
     each = zip(*(x.split(lengths) for x in inputs), states, strict=True)
-    want, ends = (torch.cat(x) for x in zip(*((y, end[None]) for y, end in starmap(step_by_step, each)), strict=True))
-    got, last = delta_rule(*inputs, states if enters else None, spans, size)
+    found = starmap(partial(step_by_step, corrects=corrects), each)
+    want, ends = (torch.cat(x) for x in zip(*((y, end[None]) for y, end in found), strict=True))
+    got, last = delta_rule(*inputs, states if enters else None, spans, size, corrects)
     close(got, want)
     close(last, ends)
     same_gradients([(want, ends), (got, last)], [*inputs, *[states] * enters])
 
 
+@RULES
 @pytest.mark.parametrize(("lengths", "size"), CASES)
-def test_spans_of_a_document_hand_their_states_on(lengths: tuple[int, ...], size: int) -> None:
+def test_spans_of_a_document_hand_their_states_on(lengths: tuple[int, ...], size: int, corrects: bool) -> None:
     inputs, nothing = draw(sum(lengths)), torch.zeros(2, 3, 5, 4, dtype=torch.float64)
 
     def enter(transitions: Tensor) -> Tensor:
         return torch.stack([*accumulate(transitions[:-1], lambda state, each: handed_on(each, state), initial=nothing)])
 
-    want, end = step_by_step(*inputs, nothing)
-    got, last = delta_rule(*inputs, enter, Spans(lengths, CPU), size)
+    want, end = step_by_step(*inputs, nothing, corrects)
+    got, last = delta_rule(*inputs, enter, Spans(lengths, CPU), size, corrects)
     close(got, want)
     close(last[-1], end)
     same_gradients([(want, end), (got, last[-1])], inputs)

@@ -88,11 +88,11 @@ def test_an_offset_keeps_no_more_than_the_input() -> None:
 # -- over all heads of all ranks
 
 
-def split(cases: list[int]) -> list[tuple[Tensor, ...]]:
-    """y, dx and dweight of this rank's heads, for each number of heads."""
+def split(cases: list[tuple[int, int]]) -> list[tuple[Tensor, ...]]:
+    """y, dx and dweight of this rank's heads, for each number of heads and of their groups."""
     mesh = Mesh.create(MeshShape(tp=torch.distributed.get_world_size()))
     found = list[tuple[Tensor, ...]]()
-    for heads in cases:
+    for heads, groups in cases:
         x, weight, dy = whole(heads)
         own = slice(*split_axis("kv", heads, mesh.shape.tp, mesh.place.tp))
         # Each copy of a head has its own part of the gradient: so much to that of the first, so much to the next.
@@ -100,7 +100,7 @@ def split(cases: list[int]) -> list[tuple[Tensor, ...]]:
         share = (mesh.place.tp % copies + 1) / (copies * (copies + 1) / 2)
         part = x[:, own].clone().requires_grad_()
         w = nn.Parameter(weight[own].reshape(-1).clone())
-        y = SplitRMSNorm(w, EPS, mesh)(part)
+        y = SplitRMSNorm(w, EPS, mesh, groups)(part)
         y.backward(dy[:, own] * share)
         assert part.grad is not None and w.grad is not None
         found.append((y.detach(), part.grad, w.grad.view(-1, HEAD)))
@@ -113,13 +113,14 @@ def whole(heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_norm_over_the_heads_of_all_ranks(pool: Pool, tp: int) -> None:
-    """Of heads that are split, and of fewer kv heads than ranks, whose gradients are sums over their copies."""
-    cases = [1, 2, 4, 8]
-    cases = [heads for heads in cases if heads % tp == 0 or tp % heads == 0]
+    """Of heads that are split, and of fewer kv heads than ranks, whose gradients are sums over their copies; and over
+    each of some groups of them, more than ranks, as many or fewer."""
+    cases = [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (8, 8)]
     results: list[Any] = pool.run(tp, split, cases)
-    for case, heads in enumerate(cases):
+    for case, (heads, groups) in enumerate(cases):
         x, weight, dy = (tensor.requires_grad_() for tensor in whole(heads))
-        want = formula(x.flatten(1), weight.flatten(), None, 0.0, False).view_as(x)
+        rows = x.reshape(TOKENS, groups, -1)
+        want = formula(rows, weight.view(groups, -1), None, 0.0, False).view_as(x)
         want.backward(dy)
         assert x.grad is not None and weight.grad is not None
         sums = [torch.zeros_like(tensor) for tensor in (x, weight)]

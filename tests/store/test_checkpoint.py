@@ -186,6 +186,16 @@ def test_what_is_json() -> None:
     assert parse_json(text, "here") == {"a": [1, -1, 1.5, 0.0, True, None, "é", {}], "b": 2**64 - 1}
 
 
+def test_a_config_may_have_no_bound(tmp_path: Path) -> None:
+    for name, text in (("config.json", '{"a": [0.0, Infinity]}'), ("config.json", "[NaN]"), ("other.json", "Infinity")):
+        (tmp_path / name).write_text(text)
+        if "a" in text:
+            assert read_json(tmp_path / name) == {"a": [0.0, {"__float__": "Infinity"}]}
+        else:
+            with pytest.raises(StoreError, match="is not JSON"):
+                read_json(tmp_path / name)
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b" " * 101)
     for path, words in (

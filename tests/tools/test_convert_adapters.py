@@ -23,7 +23,7 @@ from megacore.config import CheckpointConfig, Config, LoraConfig
 from megacore.control import Control
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
-from megacore.models.lora import MISTAKEN_IN, Lora, linears, mistaken_by_peft
+from megacore.models.lora import MISTAKEN_IN, UNKNOWN_TO_PEFT, Lora, linears, mistaken_by_peft
 from megacore.models.registry import FAMILIES, configure
 from megacore.models.stages import layout_of
 from megacore.models.tuning import Tuning
@@ -39,7 +39,11 @@ LLAMA: Mapping[str, Any] = engine.LLAMA | {"head_dim": 4, "max_position_embeddin
 GPT2: Mapping[str, Any] = engine.GPT2 | {"n_positions": 16, "n_layer": 4}
 CASES = {
     "llama": (LLAMA, Lora(3, 6.0, ("q_proj", "attn.qkv.v", "attn.out", "mlp"), rslora=True)),
-    **{f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("*",))) for name in FAMILIES},
+    **{
+        f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("*",)))
+        for name in FAMILIES
+        if name not in UNKNOWN_TO_PEFT
+    },
     # The others are refused: test_what_peft_would_load_wrongly_is_refused.
     **{
         f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "router", "experts")))
@@ -249,6 +253,19 @@ def test_what_peft_would_load_wrongly_is_refused(
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
     assert "adapters of mlp.shared_experts.down_proj for those of deepseek_v3's experts" in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
+
+
+def test_what_peft_would_not_find_is_refused(
+    tmp_path: Path, not_durable: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, lora = drawn("nemotron_h", 3, layers=4, vocab=61), ("attn",)
+    folder = model_folder(tmp_path, section, torch.float32)
+    checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, lora))
+    said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
+    assert "modules of nemotron_h have other names in memory" in said and not (tmp_path / "peft").exists()
+    config = Config(lora=LoraConfig(rank=2, alpha=1.0, targets=lora))
+    (told,) = remarks(Start(), config, configure(section), MeshShape())
+    assert "modules of nemotron_h have other names in memory" in told
 
 
 def test_adapters_of_a_part_of_their_base_are_merged_alone(

@@ -113,6 +113,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("gemma2", MeshShape(cp=4)),
         ("qwen3_5_text", MeshShape(cp=2, tp=2)),
         ("lfm2", MeshShape(cp=4)),
+        ("bamba", MeshShape(cp=2, tp=2)),
         ("deepseek_v2", MeshShape(cp=2, pp=2)),
     ],
     ids=lambda case: case if isinstance(case, str) else "-".join(f"{d}{case[d]}" for d in case.DIMS if case[d] > 1),
@@ -135,7 +136,7 @@ def beginnings(folder: Path, shape: MeshShape) -> tuple[list[list[float]], int]:
     return logits.tolist(), cache.positions.shape[1]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba"])
 def test_a_state_step_by_step_is_that_of_a_whole_prompt(family: str, tmp_path: Path) -> None:
     model = model_from(open_folder(save(family, tmp_path / "hf")), Mesh.single(), torch.float64)
     ids = [7, 3, 41, 3, 9, 22, 0, 15, 30]

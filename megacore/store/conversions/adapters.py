@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megacore.models.config import ModelConfigError
-from megacore.models.lora import factors, mistaken_by_peft, quantised, targets
+from megacore.models.lora import UNKNOWN_TO_PEFT, factors, mistaken_by_peft, quantised, targets
 from megacore.models.wrappers import unwrapped
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.block_formats import BLOCK
@@ -150,6 +150,11 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
         raise StoreError(
             f"{checkpoint.path}: peft takes adapters of {', '.join(mistaken)} for those of {family}'s experts: merge "
             f"them by --to hf --base {adapters.base}, or train without them in lora.targets"
+        )
+    if family in UNKNOWN_TO_PEFT:
+        raise StoreError(
+            f"{checkpoint.path}: modules of {family} have other names in memory than in its files, and peft would find "
+            f"none of them: merge the adapters by --to hf --base {adapters.base}"
         )
     if is_part_of(adapters.base):
         raise StoreError(

@@ -22,10 +22,17 @@ def short(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def parse_json(data: bytes, where: object, wide: bool = False) -> Any:
-    """Return the value of a JSON text; ``wide``: whose whole numbers may have more than 64 bits, as the settings of
-    tokenizers have 10^30 where there is no limit. Raises StoreError: it is not JSON, or only Python's relaxed idea of
-    it."""
+def parse_json(data: bytes, where: object, wide: bool = False, infinite: bool = False) -> Any:
+    """Return the value of a JSON text. Raises StoreError: it is not JSON, or only Python's relaxed idea of it.
+
+    Args:
+        data: The text.
+        where: The file, in words.
+        wide: Whether whole numbers may have more than 64 bits, as the settings of tokenizers have 10^30 where there is
+            no limit.
+        infinite: Whether ``Infinity`` may stand there, as in a ``config.json`` of transformers 4; it is returned as
+            transformers 5 writes it, ``{"__float__": "Infinity"}``.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -34,7 +41,9 @@ def parse_json(data: bytes, where: object, wide: bool = False) -> Any:
             raise StoreError(f"{where}: {', '.join(map(repr, twice))} stands twice in one object")
         return made
 
-    def constant(name: str) -> None:
+    def constant(name: str) -> dict[str, str]:
+        if infinite and name == "Infinity":
+            return {"__float__": name}
         raise StoreError(f"{where}: {name} is not JSON")
 
     def integer(text: str) -> int:
@@ -71,7 +80,7 @@ def _is_deeper(value: object, levels: int) -> bool:
 def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON, wide: bool = False) -> Any:
     """Return the value in a JSON file of at most ``limit`` bytes. ``root``: the folder that its links may not leave,
     see :func:`~megacore.store.io.files.open_file`. Raises StoreError: it cannot be read."""
-    return parse_json(read_file(path, root, limit), path, wide)
+    return parse_json(read_file(path, root, limit), path, wide, infinite=path.name == "config.json")
 
 
 def read_file(path: Path, root: Path | None = None, limit: int = limits.JSON) -> bytes:

@@ -1,0 +1,70 @@
+"""Bamba (IBM, Princeton, CMU, UIUC 2024): state spaces (Mamba-2) in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import FULL, LINEAR
+from megacore.models.decoder_config import shape
+from megacore.models.rope_config import Convention
+from megacore.models.ssm_config import StateSpaceConfig
+from megacore.models.weight_rows import in_layers
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class BambaConfig(StateSpaceConfig):
+    family: ClassVar[str] = "bamba"
+    architecture: ClassVar[str] = "BambaForCausalLM"
+    # The layers that attend have their own field.
+    derived: ClassVar[frozenset[str]] = StateSpaceConfig.derived | {"layer_types"}
+    harmless: ClassVar[frozenset[str]] = StateSpaceConfig.harmless | {"attn_rotary_emb"}
+    fixed: ClassVar[Mapping[str, Any]] = {"z_loss_coefficient": 0.0}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
+
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 0
+    mlp_bias: bool = False
+    attn_layer_indices: tuple[int, ...] | None = None
+
+    def attends(self, layer: int) -> bool:
+        return layer in (self.attn_layer_indices or ())
+
+    def params(self) -> tuple[Param, ...]:
+        t, bias = self.table(), self.attention_bias
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            in_layers(self.layers_of(LINEAR), self.state_space(t)),
+            in_layers(self.layers_of(FULL), t.attention(bias=bias, out_bias=bias)),
+            t.norm("mlp_norm", "pre_ff_layernorm"),
+            t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias),
+            tied=self.tie_word_embeddings,
+            norm="model.final_layernorm",
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        kinds = drawn.pop("layer_types")
+        return drawn | {"attn_layer_indices": [layer for layer, kind in enumerate(kinds) if kind == FULL]}
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        values |= {"layer_types": None}
+        return super()._derive(values)
+
+
+_EACH = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 262144, "mamba_d_state": 128}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "bamba-tiny": shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "attn_layer_indices": [1, 3]}
+    | {"mamba_n_heads": 8, "mamba_d_state": 16},
+    "bamba-9b": _EACH | shape(4096, 14336, 32, 32) | {"attn_layer_indices": [9, 18, 27]},
+}
+
+PARAMETERS: Mapping[str, int] = {}

@@ -1,0 +1,131 @@
+"""Granite 4 (Granite Team, IBM 2025): state spaces (Mamba-2) and attention, Granite's multipliers, experts or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import FULL, LINEAR, ROPE, Anatomy, LayerAttention
+from megacore.models.config import positive
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.families.granite import Multipliers
+from megacore.models.families.granitemoe import SHARED, STACKED
+from megacore.models.ssm_config import StateSpaceConfig
+from megacore.models.weight_rows import Rows, Table, in_layers
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
+    family: ClassVar[str] = "granitemoehybrid"
+    architecture: ClassVar[str] = "GraniteMoeHybridForCausalLM"
+    harmless: ClassVar[frozenset[str]] = (
+        StateSpaceConfig.harmless | MoEConfig.harmless | {"init_method", "normalization_function"}
+    )
+    spellings: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
+    # Without experts what all tokens go to is the only network.
+    axes: ClassVar[Mapping[str, str]] = {**StateSpaceConfig.axes, "mlp": "shared_intermediate_size"}
+
+    rms_norm_eps: float = 1e-6
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    shared_intermediate_size: int = 1024
+    # Heads turn where it is "rope".
+    position_embedding_type: str | None = None
+
+    def attends(self, layer: int) -> bool:
+        return False
+
+    @property
+    def routing(self) -> Routing | None:
+        """The rule by which experts are chosen, where there are some."""
+        experts, top_k = self.num_local_experts, self.num_experts_per_tok
+        return Routing(experts=experts, top_k=top_k, weigh="chosen") if experts else None
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        sizes = {**super().sizes}
+        if experts := self.num_local_experts:
+            sizes |= {"experts": experts, "routes": experts, "expert_mlp": self.intermediate_size}
+            sizes["shared_mlp"] = sizes.pop("mlp")
+        return sizes
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        turns = self.position_embedding_type == "rope"
+        plain = (LayerAttention(ROPE if turns else None),) * self.num_hidden_layers
+        positions = {"layers": plain} if turns else {"layers": plain, "ropes": {}}
+        return super().anatomy_of(routing=self.routing, **positions, **own)
+
+    def network(self, t: Table) -> Rows:
+        """Return the rows of the feed-forward networks."""
+        if self.num_local_experts:
+            return t.experts(**STACKED) + t.shared_expert(**SHARED)
+        return t.gated_mlp("shared_mlp.input_linear", "shared_mlp.output_linear")
+
+    def params(self) -> tuple[Param, ...]:
+        t, bias = self.table(), self.attention_bias
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            in_layers(self.layers_of(LINEAR), self.state_space(t)),
+            in_layers(self.layers_of(FULL), t.attention(bias=bias, out_bias=bias)),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            self.network(t),
+            tied=self.tie_word_embeddings,
+        )
+
+    def problems(self) -> list[str]:
+        found = super().problems() + (positive(self, "intermediate_size") if self.num_local_experts else [])
+        return found + list(self.routing.problems() if self.routing else ())
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {
+            "num_local_experts": max(4, 2 * tp),
+            "num_experts_per_tok": rng.choice((2, 3)),
+            "shared_intermediate_size": rng.choice((10, 13)),
+            "position_embedding_type": rng.choice((None, "nope", "rope")),
+        }
+
+
+_EACH = {
+    "vocab_size": 100352,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "mamba_d_state": 128,
+    "layer_types": [FULL if layer in (5, 15, 25, 35) else LINEAR for layer in range(40)],
+}
+_DENSE = {"num_local_experts": 0, "attention_multiplier": 0.015625, "shared_intermediate_size": 8192}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "granitemoehybrid-tiny": shape(64, 32, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "shared_intermediate_size": 64}
+    | {"mamba_n_heads": 8, "mamba_d_state": 16, "attention_multiplier": 0.0625}
+    | {"layer_types": [LINEAR, FULL, LINEAR, LINEAR]},
+    "granite-4.0-h-micro": _EACH
+    | _DENSE
+    | shape(2048, 8192, 40, 32)
+    | {"num_key_value_heads": 8, "mamba_n_heads": 64, "logits_scaling": 8.0},
+    "granite-4.0-micro": _EACH
+    | _DENSE
+    | shape(2560, 8192, 40, 40)
+    | {"num_key_value_heads": 8, "mamba_n_heads": 80, "logits_scaling": 10.0}
+    | {"layer_types": [FULL] * 40, "position_embedding_type": "rope", "rope_theta": 1e7},
+    "granite-4.0-h-tiny-7b": _EACH
+    | shape(1536, 512, 40, 12)
+    | {"num_key_value_heads": 4, "mamba_n_heads": 48, "attention_multiplier": 0.0078125, "logits_scaling": 6.0}
+    | {"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024},
+    "granite-4.0-h-small": _EACH
+    | shape(4096, 768, 40, 32)
+    | {"num_key_value_heads": 8, "attention_multiplier": 0.0078125, "logits_scaling": 16.0}
+    | {"num_local_experts": 72, "num_experts_per_tok": 10, "shared_intermediate_size": 1536},
+}
+
+PARAMETERS: Mapping[str, int] = {}

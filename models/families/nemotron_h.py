@@ -1,0 +1,248 @@
+"""Nemotron-H (NVIDIA 2025, arXiv 2504.03624): layers of one branch, a state space (Mamba-2), attention, a network or
+experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import DRAWN, FULL, LINEAR, Anatomy
+from megacore.models.config import positive
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import SigmoidConfig
+from megacore.models.learned_positions import NoRopeConfig
+from megacore.models.ssm_config import StateSpaceConfig
+from megacore.models.weight_rows import HEADS, QKV, Rows, Table, in_layers
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
+
+_MLP, _MOE = "mlp", "moe"
+_LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
+    family: ClassVar[str] = "nemotron_h"
+    architecture: ClassVar[str] = "NemotronHForCausalLM"
+    base_model_prefix: ClassVar[str] = "backbone"
+    tied: ClassVar[tuple[str, str]] = ("backbone.embeddings.weight", "lm_head.weight")
+    more: ClassVar[tuple[str, ...]] = (_MLP, _MOE)
+    derived: ClassVar[frozenset[str]] = frozenset({"rope_parameters"})
+    eps: ClassVar[str] = "layer_norm_epsilon"
+    # Of kernels, initial values, and layers behind the model; time_step_limit is not what bounds the steps.
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "chunk_size",
+            "mamba_chunk_size",
+            "mamba_ssm_cache_dtype",
+            "moe_shared_expert_overlap",
+            "mtp_hybrid_override_pattern",
+            "mtp_layers_block_type",
+            "n_shared_experts",
+            "num_logits_to_keep",
+            "num_nextn_predict_layers",
+            "output_router_logits",
+            "rescale_prenorm_residual",
+            "residual_in_fp32",
+            "sliding_window",
+            "time_step_floor",
+            "time_step_max",
+            "use_mamba_kernels",
+        }
+    )
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "attention_bias": False,
+        "hidden_dropout": 0.0,
+        "moe_latent_size": None,
+    }
+    written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "layer_types": [LINEAR, _MOE, FULL, _MLP],
+        "mamba_d_head": 64,
+    }
+    saved: ClassVar[Mapping[str, str]] = {
+        "layer_types": "layers_block_type",
+        "hidden_act": "mlp_hidden_act",
+        "mamba_n_heads": "mamba_num_heads",
+        "mamba_d_head": "mamba_head_dim",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "ssm_state_size",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+        "mamba_conv_bias": "use_conv_bias",
+    }
+
+    max_position_embeddings: int = 4096
+    layer_norm_epsilon: float = 1e-5
+    pad_token_id: int | None = 0
+    hidden_act: str = "relu2"
+    mamba_hidden_act: str = "silu"
+    mamba_n_groups: int = 8
+    mamba_d_state: int = 128
+    mlp_bias: bool = False
+    use_bias: bool = False
+    time_step_min: float = 0.001
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int = 7688
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    def attends(self, layer: int) -> bool:
+        return False
+
+    @property
+    def inner(self) -> int:
+        return self.mamba_n_heads * self.mamba_d_head
+
+    @property
+    def routing(self) -> Routing | None:
+        """The rule by which experts are chosen, where layers have some."""
+        if _MOE not in self.kinds:
+            return None
+        return Routing(
+            experts=self.n_routed_experts,
+            top_k=self.num_experts_per_tok,
+            score="sigmoid",
+            normalised=self.norm_topk_prob,
+            epsilon=1e-20,
+            factor=self.routed_scaling_factor,
+            groups=self.n_group,
+            kept_groups=self.topk_group,
+            group_score="top2",
+        )
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        experts = {
+            "experts": self.n_routed_experts,
+            "routes": self.n_routed_experts,
+            "expert_mlp": self.moe_intermediate_size,
+            "shared_mlp": self.moe_shared_expert_intermediate_size,
+        }
+        return {**super().sizes, **(experts if _MOE in self.kinds else {})}
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return ("mtp.",)
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        return super().anatomy_of(
+            norm="rms",
+            mixer_activation=self.mamba_hidden_act,
+            padding_idx=None,
+            routing=self.routing,
+            step_limits=(self.time_step_min, math.inf),
+            **own,
+        )
+
+    def experts(self, t: Table) -> Rows:
+        """Return the rows of the experts, and of the one that every token goes to."""
+        experts = t.experts(
+            hf="mixer.experts.{experts}.up_proj",
+            down="mixer.experts.{experts}.down_proj",
+            router="mixer.gate",
+            correction="mixer.gate.e_score_correction_bias",
+            held=("mixer.experts", "mixer.gate"),
+            gated=False,
+        )
+        return experts + t.shared_expert("mixer.shared_experts", bias=self.mlp_bias, gated=False, up="up_proj")
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table(layer="backbone.layers.{layer}")
+        ssm, attending, dense, sparse = map(self.layers_of, _LETTERS.values())
+        attention = (
+            *t.linear("attn.qkv", QKV, "embed", "mixer.{q,k,v}_proj"),
+            *t.linear("attn.out", "embed", HEADS, "mixer.o_proj", ends=True),
+        )
+        network = (
+            *t.linear("mlp.up", "mlp", "embed", "mixer.up_proj", bias=self.mlp_bias),
+            *t.linear("mlp.down", "embed", "mlp", "mixer.down_proj", bias=self.mlp_bias, ends=True),
+        )
+        return t.model(
+            in_layers(ssm + attending, t.norm("attn_norm", "norm")),
+            in_layers(ssm, t.state_space("mixer", bias=self.use_bias, conv_bias=self.mamba_conv_bias)),
+            in_layers(attending, attention),
+            in_layers(dense + sparse, t.norm("mlp_norm", "norm")),
+            in_layers(dense, network),
+            in_layers(sparse, self.experts(t)),
+            tied=False,
+            embed="backbone.embeddings",
+            norm="backbone.norm_f",
+        )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.mamba_hidden_act not in self.activations:
+            found.append(f"mamba_hidden_act {self.mamba_hidden_act!r} is not one of {', '.join(self.activations)}")
+        if _MOE in self.kinds:
+            found += positive(self, "moe_intermediate_size", "moe_shared_expert_intermediate_size")
+        return found + list(self.routing.problems() if self.routing else ())
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        attends, sparse = rng.sample(range(layers), 2) if layers > 1 else (0, None)
+        kinds = [rng.choice((LINEAR, LINEAR, FULL, _MLP, _MOE)) for _ in range(layers)]
+        kinds = [FULL if n == attends else _MOE if n == sparse else kind for n, kind in enumerate(kinds)]
+        drawn |= {
+            "layer_types": kinds,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "mamba_d_head": rng.choice((4, 6)),
+            "mamba_hidden_act": rng.choice(DRAWN),
+            "time_step_min": rng.choice((0.001, 0.3)),
+            "n_routed_experts": max(4, 2 * tp),
+            "num_experts_per_tok": rng.choice((2, 3)),
+            "moe_intermediate_size": rng.choice((6, 11)),
+            "moe_shared_expert_intermediate_size": rng.choice((10, 13)),
+            "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        }
+        drawn |= SigmoidConfig.draw_groups(rng, drawn)
+        return {cls.saved.get(name, name): value for name, value in drawn.items() if name != "time_step_limit"}
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        letters = config.get("hybrid_override_pattern")
+        if isinstance(letters, str) and config.get("layers_block_type") is None:
+            if unknown := {*letters} - _LETTERS.keys():
+                return {}, [f"hybrid_override_pattern has {', '.join(sorted(unknown))}: only M, *, - and E are known"]
+            config = {**config, "layers_block_type": [_LETTERS[letter] for letter in letters]}
+        values, problems = super()._read(config)
+        values["tie_word_embeddings"] = False  # transformers' class ties nothing, whatever a file says
+        if isinstance(values.get("layer_types"), tuple):
+            values.setdefault("num_hidden_layers", len(values["layer_types"]))
+        return values, problems
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return super()._consumed() | {"hybrid_override_pattern"}
+
+
+_EACH = {"vocab_size": 131072, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "nemotron_h-tiny": shape(64, 176, 5, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "hybrid_override_pattern": "ME*M-"},
+    "nemotron-h-8b": _EACH
+    | shape(4096, 21504, 52, 32)
+    | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"},
+    "nemotron-3-nano-30b-a3b": shape(2688, 1856, 52, 32)
+    | {"vocab_size": 131072, "num_key_value_heads": 2, "max_position_embeddings": 262144, "mamba_num_heads": 64}
+    | {"n_routed_experts": 128, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5}
+    | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+    | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
+}
+
+PARAMETERS: Mapping[str, int] = {}
