@@ -517,7 +517,11 @@ refused(
         ),
         "a-billion-layers": (
             config(num_hidden_layers=10**9),
-            "config.json describes 9000000003 tensors (layer=1000000000), but there are 48",
+            "num_hidden_layers is 1000000000: it may be up to 65536",
+        ),
+        "sixty-thousand-layers": (
+            config(num_hidden_layers=60_000),
+            "config.json describes 540003 tensors (layer=60000), but there are 48",
         ),
         "layers-beyond-floats": (config(num_hidden_layers=10**400), "is an integer of more than 64 bits"),
         "vocabulary": (config(vocab_size=2**60), "shape [13, 6] instead of [1152921504606846976, 6]"),
