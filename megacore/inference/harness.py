@@ -28,7 +28,7 @@ Request = tuple[Sequence[int], Sequence[int]]
 _SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature"}
 
 
-class HarnessModel(TemplateLM):  # type: ignore[misc]  # it has no types
+class HarnessModel(TemplateLM):
     """A model as the harness asks it: log-likelihoods, and greedy texts.
 
     Args:

@@ -105,7 +105,7 @@ def to_gguf(source: WeightFolder, target: Path, dtype: str | None, dry_run: bool
     wanted = Q8_0 if dtype == Q8_0 else next((name for name, kind in FLOATS.items() if kind == dtype), None)
     if dtype is not None and wanted not in _TYPES:
         raise StoreError(f"`dtype={dtype}`: choose from float32, float16, bfloat16, {Q8_0}")
-    made = _Written(ARCHITECTURES[family], source, wanted)
+    made = _Exported(ARCHITECTURES[family], source, wanted)
     with tempfile.TemporaryDirectory(prefix="megacore-gguf-") as folder:
         writer = gguf.GGUFWriter(None, made.architecture.name)
         _hyperparameters(writer, made, source.path)
@@ -141,7 +141,7 @@ def _bytes(shape: Sequence[int], kind: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _Exported:
     """The tensors of a file. ``wanted``: the dtype of matrices, None for the source's."""
 
     architecture: _Architecture
@@ -193,7 +193,7 @@ class _Written:
         return floats + np.float32(self.architecture.norm_offset) if name.endswith("norm.weight") else floats
 
 
-def _hyperparameters(writer: Any, made: _Written, path: Path) -> None:
+def _hyperparameters(writer: Any, made: _Exported, path: Path) -> None:
     """Raises StoreError: llama.cpp computes something else."""
     import gguf
 
