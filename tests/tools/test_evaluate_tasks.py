@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import torch
 from families import loaded
 from hub import save
 from pool import Pool
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from megacore.data import tokenizer
 from megacore.inference.model_loader import model_from
@@ -34,7 +38,14 @@ SHAPE = MeshShape(tp=2, pp=2)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = save("llama", tmp_path / "model", vocab_size=290, max_position_embeddings=32)
-    tokenizer.train(TEXTS, 290, made)
+    tokenizer.train(TEXTS, 280, made)
+    fast = Tokenizer.from_file(str(made / "tokenizer.json"))
+    fast.add_special_tokens(["<s>"])
+    begin = fast.token_to_id("<s>")
+    fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    fast.save(str(made / "tokenizer.json"))
+    config = json.loads((made / "tokenizer_config.json").read_text())
+    (made / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}))
     return made
 
 
@@ -76,13 +87,16 @@ def asked(model: Any) -> list[Any]:
     def requests(kind: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
         return [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
 
-    until = [{"until": ["zz"], "max_gen_toks": 12}, {"until": [" ", "e"], "max_gen_toks": 9, "do_sample": False}]
-    texts = [("The sun", until[0]), ("a b", until[1]), ("a b c d e f g " * 6, until[0]), ("harbour", until[1])]
+    plain, texts = {"until": ["zz"], "max_gen_toks": 12}, ["The sun", "a b", "a b c d e f g " * 6, "harbour"]
+    free = model.generate_until(requests("generate_until", [(text, plain) for text in texts]))
+    inside = [{"until": [text[3:5], "zz"], "max_gen_toks": 9, "do_sample": False} for text in free]
+    cut = model.generate_until(requests("generate_until", list(zip(texts, inside, strict=True))))
+    assert all(len(short) < len(text) for short, text in zip(cut, free, strict=True))
     return [
         [each for each, _ in model.loglikelihood(requests("loglikelihood", list(PAIRS)), disable_tqdm=True)],
         [right for _, right in model.loglikelihood(requests("loglikelihood", list(PAIRS)), disable_tqdm=True)],
         model.loglikelihood_rolling(requests("loglikelihood_rolling", [(TEXTS[0],), (LONG,)])),
-        model.generate_until(requests("generate_until", list(texts))),
+        [*free, *cut],
     ]
 
 
@@ -120,7 +134,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 @pytest.mark.slow
 @with_harness
 def test_the_command_scores_a_task_of_a_folder(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -134,21 +148,22 @@ def test_the_command_scores_a_task_of_a_folder(
     tasks.mkdir()
     (tasks / "own_choice.yaml").write_text(TASK % data)
     given = [str(folder), "--tasks", "own_choice", "--tasks-folder", str(tasks), "--dtype", "float32", "--json"]
-    assert command.main([*given, "--tp", "2"]) == 0
-    found = json.loads(capfd.readouterr().out)["results"]["own_choice"]
+    ran = [sys.executable, "-m", "megacore.tools.main", "evaluate", *given, "--tp", "2"]
+    made = subprocess.run(ran, check=True, stdout=subprocess.PIPE)
+    found = json.loads(made.stdout)["results"]["own_choice"]
     options: dict[str, Any] = {
         "tasks": ["own_choice"],
         "task_manager": TaskManager(include_path=str(tasks), include_defaults=False),
     }
     adapter = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
-    made = simple_evaluate("hf", adapter, **options)
-    assert made is not None
-    want = made["results"]["own_choice"]
+    theirs = simple_evaluate("hf", adapter, **options)
+    assert theirs is not None
+    want = theirs["results"]["own_choice"]
     assert {key: found[key] for key in ("acc,none", "acc_norm,none")} == {
         key: want[key] for key in ("acc,none", "acc_norm,none")
     }
     assert command.main([*given[:2], "no_such_task"]) == 1
-    assert "lm_eval has no task no_such_task" in capfd.readouterr().err
+    assert "lm_eval has no task no_such_task" in capsys.readouterr().err
 
 
 def test_data_or_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
