@@ -177,7 +177,9 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path) -> None:
     fast = json.loads((folder / "tokenizer.json").read_text())
     fast["pre_tokenizer"] = {"type": "Whitespace"}
     (folder / "tokenizer.json").write_text(json.dumps(fast))
-    assert "cuts text in a way that is not told to llama.cpp" in refused()
+    assert refused().startswith(f"{folder / 'tokenizer.json'} cuts text in a way that is not told to llama.cpp")
+    (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7}]}')
+    assert "cannot be told to llama.cpp: KeyError" in refused()
     with pytest.raises(StoreError, match="has no layout"):
         convert(folder, tmp_path / "out.gguf", to="gguf", tp=2)
     olmo = tmp_path / "olmo"

@@ -116,6 +116,8 @@ def convert_opened(
 
     if asked.to == "gguf":
         asked.refuse_layout("a GGUF file")
+        if asked.max_shard_size is not None:
+            raise StoreError("`max_shard_size` is for `to=hf`: a GGUF file is one")
         return to_gguf(source, target, asked.dtype, dry_run, progress)
     plan = asked.planned(source, of_hugging_face if asked.to == "peft" or base is not None else None)
     return make_folder(plan, source.path, target, jobs, dry_run, progress)

@@ -92,10 +92,6 @@ def to_gguf(source: WeightFolder, target: Path, dtype: str | None, dry_run: bool
         StoreError: llama.cpp computes something else of it, its tokenizer has no name there, the library is missing,
             the file is there, or there is no room.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise StoreError("GGUF is written by the library gguf: pip install 'megacore[gguf]'") from error
     family = source.config.family
     if family not in ARCHITECTURES:
         raise StoreError(f"{source.path} is a {family}: GGUF is written of {', '.join(sorted(ARCHITECTURES))}")
@@ -105,12 +101,18 @@ def to_gguf(source: WeightFolder, target: Path, dtype: str | None, dry_run: bool
     wanted = Q8_0 if dtype == Q8_0 else next((name for name, kind in FLOATS.items() if kind == dtype), None)
     if dtype is not None and wanted not in _TYPES:
         raise StoreError(f"`dtype={dtype}`: choose from float32, float16, bfloat16, {Q8_0}")
+    try:
+        import gguf
+    except ImportError as error:
+        raise StoreError("GGUF is written by the library gguf: pip install 'megacore[gguf]'") from error
     made = _Exported(ARCHITECTURES[family], source, wanted)
     with tempfile.TemporaryDirectory(prefix="megacore-gguf-") as folder:
         writer = gguf.GGUFWriter(None, made.architecture.name)
         _hyperparameters(writer, made, source.path)
         try:
             _tokenizer(writer, source.companions(), source.config, Path(folder))
+        except StoreError:
+            raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise StoreError(f"the tokenizer of {source.path} cannot be told to llama.cpp: {error!r}") from error
     planned = list(made.tensors())
