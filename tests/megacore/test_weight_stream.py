@@ -131,7 +131,8 @@ def test_adapters_come_alone_or_merged(pool: Pool, tmp_path: Path, overrides: li
 
 
 def test_quantised_weights_are_not_merged(tmp_path: Path) -> None:
-    recipe, base = write_recipe(tmp_path), tmp_path / "base"
+    wide = LLAMA | {"hidden_size": 64, "intermediate_size": 64}
+    recipe, base = write_recipe(tmp_path, RECIPE | {"model": wide}), tmp_path / "base"
     engine.train(recipe, [f"out={base}", "train.precision=fp32", *STEPS])
     given = [f"out={tmp_path / 'run'}", "train.precision=fp32", f"checkpoint.init={path_of(base, 2)}", *LORA]
     run = trainer(recipe, [*given, "lora.base_dtype=int8"])
