@@ -1,4 +1,5 @@
-"""`megacore convert`: a Hugging Face folder to a checkpoint in any layout, and a checkpoint to such a folder.
+"""`megacore convert`: a Hugging Face folder to a checkpoint in any layout, a checkpoint to such a folder, and either to
+a GGUF file of llama.cpp.
 
 A checkpoint of adapters becomes a folder of the peft library, or with the model that it adapts a model."""
 
@@ -17,7 +18,7 @@ from megacore.tools import folders
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacore convert", description=__doc__)
     parser.add_argument("source", type=Path, help=f"{folders.HUGGING_FACE}, or a checkpoint with --to hf")
-    parser.add_argument("target", type=Path, help="the folder to make")
+    parser.add_argument("target", type=Path, help="the folder to make, or with --to gguf the file")
     parser.add_argument(
         "--base",
         type=Path,
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ignore-field", action="append", default=[], metavar="NAME", help="leave out a field of config.json that is "
         "unknown here, and that changes nothing of what the model computes; may be given several times"
     )  # fmt: skip
-    folders.add_target(parser, ("megacore", "hf", "peft"), "the format to convert to")
+    folders.add_target(parser, ("megacore", "hf", "peft", "gguf"), "the format to convert to")
     return folders.program(run, parser.parse_args(argv))
 
 

@@ -1,4 +1,5 @@
-"""`megacore evaluate`: loss and perplexity of a model on text, per token and per byte, computed by the parallel model.
+"""`megacore evaluate`: loss and perplexity of a model on text, per token and per byte, by the parallel model; or what
+it scores at tasks of lm-evaluation-harness.
 
 Documents are read in windows of --sequence-length tokens. Each token of a document is predicted once, but for its
 first; --stride gives the windows of long documents context from the one before. --by-position says what more context is
@@ -18,6 +19,7 @@ from typing import Any
 from megacore import pictures
 from megacore.inference.evaluation import LONGEST, EvaluationSetup
 from megacore.inference.evaluation_data import Document
+from megacore.inference.texts import Texts
 from megacore.progress_bar import progress_bar
 from megacore.say import err, say, say_data
 from megacore.store.io.strict_json import StoreError
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--data",
         action="append",
         type=Path,
-        required=True,
+        default=[],
         metavar="PATH",
         help="a .txt, .md, .py, .jsonl or .parquet file, a folder of them, or a token file without .bin; repeatable",
     )
@@ -60,9 +62,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also the loss of each N successive positions of the documents",
     )
     context.add_argument("--picture", type=Path, metavar="FILE", help="a PNG of --by-position")
+    benchmarks = parser.add_argument_group("tasks", "They take the place of --data, and the extra lm-eval.")
+    benchmarks.add_argument("--tasks", type=_names, metavar="NAME,...", help="of lm-evaluation-harness")
+    benchmarks.add_argument("--tasks-folder", type=Path, metavar="FOLDER", help="of further tasks, as YAML")
+    benchmarks.add_argument("--shots", type=folders.count, metavar="N", help="examples before each question")
+    benchmarks.add_argument("--limit", type=folders.count, metavar="N", help="the most questions of each task")
     parser.add_argument("--json", action="store_true", help="print data instead of words")
     processes.add_mesh(parser, data=True)
-    return folders.program(lambda parsed: run(parsed, given), parser.parse_args(given))
+    arguments = parser.parse_args(given)
+    if bool(arguments.data) == bool(arguments.tasks):
+        parser.error("give either --data or --tasks")
+    return folders.program(lambda parsed: (run_tasks if parsed.tasks else run)(parsed, given), arguments)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def run_tasks(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    try:
+        from megacore.inference import harness
+    except ImportError as error:
+        raise StoreError(f"--tasks takes lm-evaluation-harness ({error}): pip install 'megacore[lm-eval]'") from error
+
+    def prepare(folder: WeightFolder) -> Texts:
+        if arguments.dp > 1:
+            raise StoreError("--dp is of --data: all ranks are asked the same questions, leave it out")
+        # Also brings data sets of the hub here, which the ranks then find.
+        harness.check(arguments.tasks, arguments.tasks_folder)
+        return Texts.of(folder)
+
+    job, texts = processes.ModelRun.check(arguments, prepare)
+    if job.lacks_ranks:
+        return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
+    with job.model() as model:
+        asked = harness.HarnessModel(model, texts, arguments.tokens)
+        found = harness.measure(asked, arguments.tasks, arguments.tasks_folder, arguments.shots, arguments.limit)
+    if job.here.rank == 0:
+        if arguments.json:
+            say_data({key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}, indent=1)
+        else:
+            say(harness.table(found))
+    return 0
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:

@@ -87,9 +87,9 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the files, written or not, as JSON")
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
+def add_dtype(parser: argparse.ArgumentParser, *more: str) -> None:
     parser.add_argument(
-        "--dtype", choices=FLOATS.values(), help="of the weights; by default each keeps its own, bit for bit"
+        "--dtype", choices=[*FLOATS.values(), *more], help="of the weights; by default each keeps its own, bit for bit"
     )
 
 
@@ -98,7 +98,7 @@ def add_target(parser: argparse.ArgumentParser, formats: Sequence[str], about: s
     parser.add_argument("--to", choices=formats, default=formats[0], help=about)
     parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
     add_layout(parser)
-    add_dtype(parser)
+    add_dtype(parser, *["q8_0"] * ("gguf" in formats))
     add_writing(parser)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -114,6 +114,31 @@ def evaluate(
     # Labels that do not count may lie beyond the last one that does.
     buckets = tuple(PositionBucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
     return EvaluationResult(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
+
+
+def log_likelihoods(
+    model: Model, requests: Sequence[tuple[Sequence[int], Sequence[int]]], together: int, pad: int = 0
+) -> list[tuple[float, bool]]:
+    """Return (the log-likelihood in nats of the continuation, whether greedy decoding gives it) of each request, a
+    context and its continuation, tokens of which there is one at least.
+
+    Of what has more tokens than the model positions the last ones count. The model is computed twice. Ranks, `together`
+    and `pad` are as of :func:`evaluate`.
+    """
+    longest = model.config.max_positions or sys.maxsize
+
+    def excerpts() -> Iterator[Excerpt]:
+        for number, (context, continuation) in enumerate(requests):
+            tokens = np.array([*context, *continuation][-longest - 1 :], dtype=np.int64)
+            labels = tokens[1:].copy()
+            labels[: max(0, len(labels) - len(continuation))] = IGNORE
+            yield Excerpt(tokens[:-1], labels, np.full(len(labels), number))
+
+    def scored(score: Score) -> list[float]:
+        return summed(model, fitting(excerpts(), lambda each: len(each.tokens), together), score, pad)
+
+    rows = zip(requests, scored("loss"), scored("most_likely"), strict=True)
+    return [(-loss, right == min(len(continuation), longest)) for (_, continuation), loss, right in rows]
 
 
 def summed(model: Model, packs: Iterator[Pack], score: Score, pad: int = 0) -> list[float]:

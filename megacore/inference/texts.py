@@ -69,6 +69,11 @@ class Texts:
         text: str = self._ask("decode", list(ids))
         return text
 
+    def begin(self) -> int | None:
+        """Return the token that begins a text, as the tokenizer says it; None where there is none."""
+        found: int | None = self._ask("begin")
+        return found
+
     def stops(self) -> frozenset[int]:
         """Return the tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
         Raises StoreError: they are no ids of the model's tokens."""
@@ -96,6 +101,9 @@ class _TransformersTokenizer:
 
     def end(self) -> Any:
         return self._tokenizer.eos_token_id
+
+    def begin(self) -> Any:
+        return self._tokenizer.bos_token_id
 
     def encode(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]

@@ -141,6 +141,11 @@ class Optimizer:
         self._gradients.read_weight(name, host, take)
 
     @torch.no_grad()
+    def weight(self, name: str) -> Tensor:
+        """Return the parameter itself, see :meth:`~parallel.gradients.reduce.Gradients.weight`."""
+        return self._gradients.weight(name)
+
+    @torch.no_grad()
     def load_from(self, state: str, name: str, host: Tensor) -> None:
         """Fill the moments or averages of a parameter from a host tensor of its shape, of any float dtype."""
         self._gradients.write(name, self._state(state), host)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the loop calls what it is given
     from megacore.training.resume import Start
     from megacore.training.save import Contents
     from megacore.training.step import Phase, Stats, TrainStep
+    from megacore.training.weight_stream import WeightStream
 
 
 class Callback:
@@ -279,6 +280,13 @@ class Trainer:
     def report(self, incident: Incident) -> None:
         """Add an incident to those of the run; all ranks do so."""
         self.call("on_incident", incident)
+
+    def weights(self, merged: bool = False, everywhere: bool = False) -> WeightStream:
+        """Return the weights as they now are, whole and by their Hugging Face names; arguments as of
+        :class:`~megacore.training.weight_stream.WeightStream`. All ranks iterate over it, to its end."""
+        from megacore.training.weight_stream import WeightStream
+
+        return WeightStream(self.contents, merged, everywhere)
 
     @property
     def is_last(self) -> bool:

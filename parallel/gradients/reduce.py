@@ -355,15 +355,18 @@ class Gradients:
         """
         if host is None and not self.splits:
             return
+        whole = self._collected(name, of)
+        if host is not None:
+            host.copy_(take(whole), non_blocking=True)
+
+    def _collected(self, name: str, of: Callable[[OwnedShard], Elements]) -> Tensor:
         collected = [(owned.span, owned.collect(of)) for owned in self._owned[name]]
-        if host is None:
-            return
         span, whole = collected[0]
         if span.piece is not None:
-            whole = torch.empty(span.parameter.shape, dtype=host.dtype, device=span.parameter.device)
+            whole = torch.empty(span.parameter.shape, dtype=whole.dtype, device=span.parameter.device)
             for span, values in collected:
                 span.of(whole).copy_(values)
-        host.copy_(take(whole), non_blocking=True)
+        return whole
 
     def write(self, name: str, of: Callable[[OwnedShard], Elements], host: Tensor) -> None:
         """Fill the values of this rank's parts from a tensor of the parameter's shape, the inverse of :meth:`read`; a
@@ -373,14 +376,21 @@ class Gradients:
 
     def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
         """Read the parameter itself, as :meth:`read` does."""
-        values = self._values_of(name)
-        if any(each.reshards for each in values):
+        if self._is_resharded(name):
             self.read(name, lambda part: part.data, host, take)
             return
-        for each in values:
-            each.wait()
+        whole = self.weight(name)
         if host is not None:
-            host.copy_(take(self.parameters[name].detach()), non_blocking=True)
+            host.copy_(take(whole), non_blocking=True)
+
+    def weight(self, name: str) -> Tensor:
+        """Return the parameter itself, in its shape, which shares its memory where all of it is here; all ranks that
+        hold it do so for all names in one order."""
+        if self._is_resharded(name):
+            return self._collected(name, lambda part: part.data)
+        for each in self._values_of(name):
+            each.wait()
+        return self.parameters[name].detach()
 
     def fill(self, name: str, host: Tensor) -> None:
         """Fill a parameter from a tensor of its shard's shape, of any float dtype."""
@@ -391,6 +401,9 @@ class Gradients:
             self.parameters[name].detach().copy_(host)
         if values:
             self.write(name, lambda part: part.data, host)
+
+    def _is_resharded(self, name: str) -> bool:
+        return any(each.reshards for each in self._values_of(name))
 
     def _values_of(self, name: str) -> list[FlatParameters]:
         return [owned.values for owned in self._owned.get(name, ()) if isinstance(owned, SplitSpan)]

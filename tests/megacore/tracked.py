@@ -38,7 +38,7 @@ class Tracked(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in self._known:
+            if key not in self._known and not tensor.is_meta:
                 size = storage.nbytes()
                 self._known[key] = weakref.finalize(storage, self._drop, key, size)
                 self.live += size

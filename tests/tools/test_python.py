@@ -220,7 +220,7 @@ def test_convert_writes_the_bytes_of_the_command(llama: Path, tmp_path: Path, ca
 def test_what_cannot_be_converted(llama: Path, tmp_path: Path) -> None:
     ours = converted(llama, tmp_path / "ours")
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (llama, {"to": "gguf"}, "`to=gguf`: choose megacore, hf or peft"),
+        (llama, {"to": "onnx"}, "`to=onnx`: choose megacore, hf, peft or gguf"),
         (llama, {"to": "hf"}, "is a Hugging Face folder already"),
         (ours, {}, "is a checkpoint of ours"),
         (ours, {"to": "hf", "tp": 2}, "a Hugging Face folder has no layout: leave out `tp`"),

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_page_runs_from_its_first_example_to_its_last(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(BLOCKS) == 3 and PAGE.index(BLOCKS[0]) < PAGE.index("## ")
+    assert len(BLOCKS) == 4 and PAGE.index(BLOCKS[0]) < PAGE.index("## ")
     names: dict[str, Any] = {}
     said = []
     for number, block in enumerate(BLOCKS):
@@ -48,5 +48,6 @@ def test_the_page_runs_from_its_first_example_to_its_last(folder: Path, capsys: 
     assert names["logits"].shape == (len(names["model"].texts.encode("The sun")), 290)
     assert made.path.is_dir() and made.bytes > 0 and f"runs/two-stages {made.bytes} {made.tensors}" in said[0]
     assert names["planned"]["parameters"] > 8e9
-    assert "lr" in said[2] and "`dtype=float8`: choose from" in said[2]
+    assert "pushed lm_head.weight torch.float32 (290, " in said[2]
+    assert "lr" in said[3] and "`dtype=float8`: choose from" in said[3]
     assert not Path("runs/wrong").exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megacore.models.config import ModelConfigError
-from megacore.models.lora import UNKNOWN_TO_PEFT, factors, mistaken_by_peft, quantised, targets
+from megacore.models.lora import UNKNOWN_TO_PEFT, Lora, factors, mistaken_by_peft, quantised, targets
 from megacore.models.wrappers import unwrapped
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.block_formats import BLOCK
@@ -266,20 +266,10 @@ class MergedFolder(WeightFolder):
 
     def _merge(self, stored: Stored) -> np.ndarray:
         dtype, bits = self.base.read()(stored)
-        wide, wanted = "F64" if dtype == "F64" else "F32", self.dtype("weights", stored)
-        factors = [as_floats(read(wide), wide, wide) for read in self._factors.get(stored.name, ())]
-        made, scale = np.empty(bits.shape, DTYPES[wanted]), adapters_of(self.adapters).lora.scale
-        whole_blocks = _ROWS // bits.shape[-1] // BLOCK * BLOCK
-        matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, made, *factors))
-        # One, or one of each expert.
-        for weight, total, *both in zip(*matrices, strict=True):
-            for start in range(0, len(weight), step := max(BLOCK, whole_blocks)):
-                rows = slice(start, start + step)
-                sums = self._held(stored, as_floats(weight[rows], dtype, wide))
-                if both:
-                    sums = sums + scale * (both[0][rows] @ both[1])
-                total[rows] = rounded(sums, wide, wanted)
-        return made
+        wide = computed_in(dtype)
+        both = [as_floats(read(wide), wide, wide) for read in self._factors.get(stored.name, ())]
+        lora, wanted = adapters_of(self.adapters).lora, self.dtype("weights", stored)
+        return merge(bits, dtype, both, lora, wanted, partial(self._held, stored))
 
     def _held(self, stored: Stored, weight: np.ndarray) -> np.ndarray:
         """weight: [rows, columns] of a tensor, cut between blocks -> the numbers that were trained beside."""
@@ -294,3 +284,40 @@ class MergedFolder(WeightFolder):
         matrix = torch.tensor(weight if inputs_last else weight.T)
         held = blocks.dequantise(blocks.quantise(matrix), matrix.dtype).numpy()
         return held if inputs_last else held.T
+
+
+def computed_in(dtype: str) -> str:
+    """Return the dtype that adapters are merged in, by that of the weights."""
+    return "F64" if dtype == "F64" else "F32"
+
+
+def merge(
+    bits: np.ndarray,
+    dtype: str,
+    factors: Sequence[np.ndarray],
+    lora: Lora,
+    wanted: str,
+    held: Callable[[np.ndarray], np.ndarray] = lambda weight: weight,
+) -> np.ndarray:
+    """Return the bits of weights with their adapters added, rounded once.
+
+    Args:
+        bits: Those of the weights, of ``dtype``: [out, in], or [experts, out, in].
+        factors: The two whose product is added, numbers of the dtype that :func:`computed_in` says: [..., out, rank],
+            [..., rank, in]; none where there is no adapter.
+        lora: What scales their product.
+        wanted: The dtype of what is made.
+        held: Returns the numbers that rows of weights, cut between blocks, were trained as.
+    """
+    wide, made = computed_in(dtype), np.empty(bits.shape, DTYPES[wanted])
+    whole_blocks = _ROWS // bits.shape[-1] // BLOCK * BLOCK
+    matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, made, *factors))
+    # One, or one of each expert.
+    for weight, total, *both in zip(*matrices, strict=True):
+        for start in range(0, len(weight), step := max(BLOCK, whole_blocks)):
+            rows = slice(start, start + step)
+            sums = held(as_floats(weight[rows], dtype, wide))
+            if both:
+                sums = sums + lora.scale * (both[0][rows] @ both[1])
+            total[rows] = rounded(sums, wide, wanted)
+    return made

@@ -9,6 +9,7 @@ from typing import Literal
 from megacore.store.conversions.adapters import check_base, merged, to_peft
 from megacore.store.conversions.conversion import FolderPlan
 from megacore.store.conversions.formats import open_folder
+from megacore.store.conversions.gguf_file import to_gguf
 from megacore.store.conversions.target import FolderTarget, MadeFolder, Progress, make_folder, threads, unseen
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ def convert(
     source: str | Path,
     target: str | Path,
     *,
-    to: Literal["megacore", "hf", "peft"] = "megacore",
+    to: Literal["megacore", "hf", "peft", "gguf"] = "megacore",
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
@@ -41,14 +42,16 @@ def convert(
     the folder appears under its name when all of it is there.
 
     Args:
-        source: A Hugging Face folder for "megacore"; a checkpoint, or the folder of a run, for the others.
-        target: The folder to make, which is not there yet.
-        to: The format: "megacore" for a checkpoint, "hf" for a Hugging Face folder, "peft" for adapters alone.
+        source: A Hugging Face folder for "megacore"; a checkpoint, or the folder of a run, for the others; for "gguf"
+            either.
+        target: The folder to make, or file, which is not there yet.
+        to: The format: "megacore" for a checkpoint, "hf" for a Hugging Face folder, "peft" for adapters alone, "gguf"
+            for a file of llama.cpp.
         tp, pp, ep: Parts of a checkpoint: tensor parallel ranks, stages, expert parallel ranks.
         etp: Parts of each expert, 1 or as many as tp.
         chunks: Chunks of each stage (interleaved).
         layers_per_stage: Layers of each of the pp x chunks virtual stages; None for balanced ones.
-        dtype: That of the weights, as "bfloat16"; None lets each keep its own, bit for bit.
+        dtype: That of the weights, as "bfloat16", or with "gguf" also "q8_0"; None lets each keep its own, bit for bit.
         max_shard_size: The most bytes of a Hugging Face file, as "5GB".
         base: With "hf", the Hugging Face folder to merge adapters into.
         ignored_fields: Fields of config.json to leave out, which are unknown here and change nothing of the model.
@@ -70,13 +73,13 @@ def open_source(
 ) -> tuple[SafetensorsFolder, SafetensorsFolder | None]:
     """Open what is to be converted to a format -> the folder, and the model that its adapters are merged into. Raises
     StoreError: there is no such folder, or none that becomes what is asked for."""
-    if to not in ("megacore", "hf", "peft"):
-        raise StoreError(f"`to={to}`: choose megacore, hf or peft")
+    if to not in ("megacore", "hf", "peft", "gguf"):
+        raise StoreError(f"`to={to}`: choose megacore, hf, peft or gguf")
     # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
     opened = open_folder(Path(source), to == "peft" or base is not None, ignored_fields=ignored_fields)
     if base is not None and to != "hf":
         raise StoreError("`base` is for `to=hf`: it is the model that adapters are merged into")
-    if to != "megacore" and opened.format == HuggingFace.format:
+    if to in ("hf", "peft") and opened.format == HuggingFace.format:
         raise StoreError(f"{opened.path} is a Hugging Face folder already")
     if to == "megacore" and opened.format == Checkpoint.format:
         raise StoreError(
@@ -111,5 +114,10 @@ def convert_opened(
                 check_base(source, base, threads(jobs), done)
         return plan
 
+    if asked.to == "gguf":
+        asked.refuse_layout("a GGUF file")
+        if asked.max_shard_size is not None:
+            raise StoreError("`max_shard_size` is for `to=hf`: a GGUF file is one")
+        return to_gguf(source, target, asked.dtype, dry_run, progress)
     plan = asked.planned(source, of_hugging_face if asked.to == "peft" or base is not None else None)
     return make_folder(plan, source.path, target, jobs, dry_run, progress)

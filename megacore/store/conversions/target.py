@@ -74,6 +74,14 @@ class FolderTarget:
             raise StoreError("\n".join(problems))
         return layout_of(config, mesh, self.chunks, given, split=split_of(self.etp))
 
+    def refuse_layout(self, what: str) -> None:
+        """Raise StoreError where a layout is asked for of something that has none."""
+        if self.layers_per_stage or max(self.tp, self.pp, self.ep, self.etp, self.chunks) > 1:
+            raise StoreError(
+                f"{what} has no layout: leave out `tp`, `pp`, `ep`, `etp`, `chunks` and the like, or make a checkpoint "
+                "by `to=megacore`"
+            )
+
     def planned(self, source: WeightFolder, of_hugging_face: Callable[[int], FolderPlan] | None = None) -> FolderPlan:
         """Return the plan of what a source becomes.
 
@@ -89,11 +97,7 @@ class FolderTarget:
                     "`max_shard_size` is for `to=hf`: a checkpoint has one file per coordinate of its layout"
                 )
             return to_checkpoint(source, self.layout(source.config), self.stored_dtype)
-        if self.layers_per_stage or max(self.tp, self.pp, self.ep, self.etp, self.chunks) > 1:
-            raise StoreError(
-                "a Hugging Face folder has no layout: leave out `tp`, `pp`, `ep`, `etp`, `chunks` and the like, or "
-                "make a checkpoint by `to=megacore`"
-            )
+        self.refuse_layout("a Hugging Face folder")
         size = parse_size(self.max_shard_size or SHARD_SIZE)
         dtype = self.stored_dtype
         return to_hugging_face(source, size, dtype) if of_hugging_face is None else of_hugging_face(size)
