@@ -46,12 +46,12 @@ def llama(tmp_path: Path) -> Path:
 
 def elements(checkpoint: Checkpoint) -> int:
     """Of all shards, replicas and all, without padding."""
-    count = 0
+    count, sizes = 0, checkpoint.index.layout.schema.sizes
     for stored in checkpoint.stored():
         whole = math.prod(stored.shape)
-        if "vocab" in stored.box:
-            start, stop = stored.box["vocab"]
-            whole = whole // (stop - start) * (min(stop, 43) - start)
+        for axis in {"vocab", "shared_mlp"} & stored.box.keys():
+            start, stop = stored.box[axis]
+            whole = whole // (stop - start) * max(0, min(stop, sizes[axis]) - start)
         count += whole
     return count
 
