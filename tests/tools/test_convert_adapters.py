@@ -132,6 +132,8 @@ def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[s
     # Mixtral's module has another name in memory.
     end = which if which in ("gate", "router") else end
     module = "mlp" if module == "block_sparse_moe" and ("gate" in name or number) else module
+    if which == "gate" and f"base_model.model.{block}.{module}.router.lora_A.weight" in adapters:
+        end = "router"  # so Phi-3.5-MoE's in memory
     names = [f"base_model.model.{block}.{module}.{end}.lora_{each}.weight" for each in "AB"]
     a, b = (adapters[each].double() for each in names)
     if "linear" in which:
