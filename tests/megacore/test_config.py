@@ -35,6 +35,7 @@ class Sizes:
     sizes: Mapping[str, int] = field(default_factory=lambda: ONE_B)
     max_positions: int | None = 1024
     drops_attention: bool = False
+    mtp_layers: int = 0
     schema: Schema = configure({"preset": "llama-3.2-1b"}).schema
 
 
