@@ -74,7 +74,7 @@ def test_everyone_has_the_same_tokens_and_mask(model: Path, tmp_path: Path) -> N
     assert kept > 20
 
 
-@pytest.mark.in_turn(6, 1)
+@pytest.mark.in_turn(12, 7)
 @pytest.mark.slow
 def test_it_runs_without_peers(model: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.json"

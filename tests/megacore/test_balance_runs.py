@@ -107,7 +107,7 @@ def test_blank_rows_are_no_sequences_of_a_balance(recipe: str, tmp_path: Path) -
     assert read_loads(tmp_path / "5") == read_loads(tmp_path / "8")
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_biases_go_on_with_the_run_in_fp32(pool: Pool, recipe: str, tmp_path: Path, precision: str) -> None:
     """Bit for bit on the same layout, and where rounding chooses no other expert, on another one."""

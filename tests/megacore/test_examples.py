@@ -246,7 +246,7 @@ def test_who_comes_second_waits_for_the_first(
     assert len(calls) == 1 and len(found) == 3
 
 
-@pytest.mark.in_turn(3, 1)
+@pytest.mark.in_turn(6, 2)
 @pytest.mark.slow
 def test_several_processes_make_the_same_bytes(
     tmp_path: Path, files: ModelFiles, monkeypatch: pytest.MonkeyPatch

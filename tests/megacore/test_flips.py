@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_found(pool: Pool, recipe: str, layout: str, seed: int)
     assert all(step <= 6 for _, text, step in found if text)
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 0)
 def test_nothing_is_found_where_nothing_flips(pool: Pool, recipe: str) -> None:
     for world, overrides in LAYOUTS.values():
         assert pool.run(world, calm, recipe, overrides) == [6] * world

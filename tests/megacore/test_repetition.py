@@ -254,7 +254,7 @@ def test_a_spike_is_told(recipe: str, tmp_path: Path) -> None:
     assert told[0].step == 41 and "grad_norm" in told[0].detail
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 1)
 def test_a_spike_of_the_hardware_leaves_no_trace_and_one_of_data_is_left_out(recipe: str, tmp_path: Path) -> None:
     common = [*SPIKES, "optimizer.non_finite=repeat", "recovery.spikes=true"]
     plain, none = run(recipe, [f"out={tmp_path / 'plain'}", *common])

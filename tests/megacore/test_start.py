@@ -32,7 +32,7 @@ from megacore.training import main
 LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 3)
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are found as Linux lists them")
 def test_a_run_is_closed_to_others_and_says_where_its_ranks_stand(tmp_path: Path) -> None:
     """As launch/pretrain.sh starts it, in a folder from a stranger."""

@@ -50,7 +50,7 @@ def torchrun(root: Path, *arguments: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.in_turn(3, 1)
+@pytest.mark.in_turn(6, 1)
 @pytest.mark.slow
 def test_torchrun_starts_a_run_again_and_it_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"

@@ -83,7 +83,7 @@ def launchers(tmp_path: Path) -> Iterator[Callable[..., Launchers]]:
         each.wait()
 
 
-@pytest.mark.in_turn(4, 1)
+@pytest.mark.in_turn(8, 3)
 def test_a_rank_and_nodes_are_killed_and_started_again(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     """A rank of the second node, that node, then the one that the others meet at; launchers that stand still meanwhile
     lose nothing."""

@@ -118,7 +118,7 @@ def kill_again_and_again(program: str, source: Path, options: Sequence[str], see
     return seen
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.grid] * (kind != "llama")) for kind in KINDS])
 def test_kill_at_any_time(kind: str, tmp_path: Path) -> None:

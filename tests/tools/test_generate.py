@@ -377,7 +377,7 @@ def test_the_command_starts_its_own_processes(llama: Path, tmp_path: Path, capsy
     assert [json.loads(line) for line in done.stdout.splitlines()] == data(capsys, *given)
 
 
-@pytest.mark.in_turn(4, 1)
+@pytest.mark.in_turn(8, 5)
 def test_processes_of_torchrun_must_be_as_many_as_the_mesh_takes(
     llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

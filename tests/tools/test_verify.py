@@ -241,7 +241,7 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
     assert f"weights/{changed.name}: layers.3.attn.out.weight" in reports[0].differing[0]
 
 
-@pytest.mark.in_turn(4, 1)
+@pytest.mark.in_turn(8, 7)
 @pytest.mark.slow
 def test_torchrun(llama: Path, tmp_path: Path) -> None:
     target = converted(llama, tmp_path / "sharded", "--tp", "2")
