@@ -600,12 +600,12 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 30, draw("experts", MIXED_OVER_CP, CP_EXPERT_MESHES, 3)
     for seed, name in enumerate(FAMILIES):
         meshes = CP_EXPERT_MESHES if name in MIXED else CP_MESHES
-        yield 360, draw(name, of_family(name, seed), meshes)
-    yield 7, BARE_ENDS
+        yield 480, draw(name, of_family(name, seed), meshes)
+    yield 14, BARE_ENDS
     yield 4, UNEVEN
     yield 6, BY_MUON
     yield 120, OTHERS_BY_MUON
-    yield 12, OF_FURTHER
+    yield 24, OF_FURTHER
     yield 36, [*UNEVEN_RUNGS, *UNEVEN_OTHERS]
 
 

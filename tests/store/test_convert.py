@@ -78,7 +78,7 @@ def run(command: ModuleType, source: Path, target: Path, *more: str) -> None:
     assert command.main([str(source), str(target), *more]) == 0
 
 
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=13))
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=20))
 def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     section, seen = SECTIONS[family][number], set()
 

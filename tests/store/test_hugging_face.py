@@ -297,7 +297,7 @@ def test_the_command_that_makes_safetensors(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("family", "value"), rotated([None, True, -1, 0, 2**63, 1.5, "x", [], [1], {}, {"a": 1}, {"rope_type": 3}])
+    ("family", "value"), rotated([None, True, -1, 0, 2**63, 1.5, "x", [], [1], {}, {"a": 1}, {"rope_type": 3}], few=2)
 )
 def test_any_value_in_any_field_is_read_or_refused(family: str, value: object, tmp_path: Path) -> None:
     model(family).save_pretrained(tmp_path)
