@@ -300,7 +300,7 @@ def transformers_model(pair: Pair) -> nn.Module:
     with torch.no_grad():
         for tensor, names in pretrained.parameters(model):
             by_itself = {inner for name in names for inner in (name, *(of.inside(name) for of in NAMINGS))}
-            for found in {of_tensor[inner] for inner in by_itself if inner in of_tensor}:
+            for found in sorted({of_tensor[inner] for inner in by_itself if inner in of_tensor}):
                 _round(tensor, *found)
     return model
 

@@ -42,9 +42,10 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
     if start.trainer is not None:
         going_on = start.adapters or start.source
         assert going_on is not None  # it has said how far it is
-        for state in optimizer.states().keys() - {MASTER}:
-            for name, tensor in loader.tensors(going_on, state, trained & going_on.names(state)):
-                optimizer.load_from(state, name, tensor)
+        for state in optimizer.states():  # in one order on all ranks, whose sets of strings have orders of their own
+            if state != MASTER:
+                for name, tensor in loader.tensors(going_on, state, trained & going_on.names(state)):
+                    optimizer.load_from(state, name, tensor)
         optimizer.updates = start.progress.updates
     loader.verify()
     if start.adapters is None and start.source is not None and start.source.carried is not None:

@@ -491,7 +491,7 @@ class Layout:
         index = {axis: shard.box[axis][0] for axis in shard.param.named_axes}
         fixed: dict[str, Sequence[int]] = {"pp": self.stages(shard.param, index)}
         together: dict[tuple[str, ...], list[str]] = {}
-        for axis in {*shard.param.sentence.piece_axes(label), *shard.param.named_axes}:
+        for axis in sorted({*shard.param.sentence.piece_axes(label), *shard.param.named_axes}):
             if (dims := self.split.get(axis, ())) and axis != "layer":
                 together.setdefault(dims, []).append(axis)
         for dims, axes in together.items():

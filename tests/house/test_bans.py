@@ -30,6 +30,8 @@ FOLDERS = {"AdaptedFolder", "Checkpoint", "HuggingFace", "Merged", "SafetensorsF
 OPENING = {"megacore/store/io/files.py", "megacore/store/io/direct.py", "megacore/store/io/objects.py"}
 """The one module that opens, a second way into a file that is open already, and what opens objects."""
 DEVNULL = "tools/main.py"
+RANKS = ("megacore/training/", "megacore/inference/", "megacore/store/weight_folders/", "parallel/", "models/")
+"""Where ranks go through the same things together."""
 
 
 def bans(text: str, path: str) -> Iterator[str]:
@@ -46,8 +48,22 @@ def bans(text: str, path: str) -> Iterator[str]:
             values = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             if any(MODES.fullmatch(value) for value in values):
                 yield f"{path}:{node.lineno}: open(..., {values[-1]!r}): megacore.store.io.files and .publish write"
+        elif isinstance(node, ast.For) and _is_set(node.iter) and path.startswith(RANKS):
+            yield f"{path}:{node.lineno}: {ast.unparse(node.iter)}: each rank has an order of its own of it: sort it"
         elif isinstance(node, ast.Attribute) and name in FLAGS and path not in {*OPENING, DEVNULL}:
             yield f"{path}:{node.lineno}: {name}: megacore.store.io.files opens"
+
+
+def _is_set(node: ast.expr) -> bool:
+    """Whether an expression is a set by the look of it: strings have another order in each process."""
+    if isinstance(node, ast.BinOp):
+        return any(
+            _is_set(side) or (isinstance(side, ast.Call) and _name(side)[0] == "keys")
+            for side in (node.left, node.right)
+        )
+    return isinstance(node, ast.Set | ast.SetComp) or (
+        isinstance(node, ast.Call) and _name(node)[0] in ("set", "frozenset")
+    )
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -82,6 +98,7 @@ def test_the_house_keeps_to_it() -> None:
         "shutil.copyfile(a, b)",
         "Model.from_pretrained(folder, local_files_only=True)",
         "isinstance(found, Checkpoint | HuggingFace)",
+        "for state in states.keys() - {MASTER}: pass",
     ],
 )
 def test_what_is_banned(text: str) -> None:

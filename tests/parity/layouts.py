@@ -255,7 +255,16 @@ WIDE_EXPERTS = WIDE | {"family": "mixtral", "num_local_experts": 4, "intermediat
 NF4 = Case("nf4", WIDE, ignored=0.3, tuning=Tuning(Lora(4, 8.0, ("*",), base_dtype="nf4")))
 INT8 = Case("int8", WIDE | TIES | {"intermediate_size": 256}, tuning=Tuning(Lora(3, 2.0, ("attn",), base_dtype="int8")))
 NF4_EXPERTS = Case("nf4-experts", WIDE_EXPERTS, tuning=Tuning(Lora(3, 2.0, ("attn", "experts.down"), base_dtype="nf4")))
+STATES = {"hidden_size": 64, "intermediate_size": 128, "mamba_n_heads": 8, "mamba_expand": 2, "head_dim": 16}
+NF4_STATES = Case(
+    "nf4-bamba",
+    drawn("bamba", 1, vocab=101) | STATES,
+    documents=True,
+    tuning=Tuning(Lora(3, 2.0, ("*",), base_dtype="nf4")),
+)
 QUANTISED: list[Pair] = [
+    (NF4_STATES, Run(MeshShape(tp=2, pp=2), shard="parameters")),
+    (NF4_STATES, Run(MeshShape(cp=2, dp=2), shard="parameters")),
     (NF4, Run(MeshShape(tp=2))),
     (NF4, Run(MeshShape(tp=4), shard="parameters")),  # kv heads shared: pieces of bytes
     (NF4, Run(MeshShape(cp=2, pp=2), schedule="zb-h1")),
@@ -569,6 +578,7 @@ BARE_ENDS: list[Pair] = [
     (ALL, Run(MeshShape(pp=2, dp=2), layers=(3, 0), shard="parameters")),  # and nothing to train
     (STARVED, Run(MeshShape(pp=2, ep=2), layers=(0, 3), micro=3)),
     (WHOLE_TIED, interleaved(MeshShape(pp=2, dp=2), layers=ENDS_OF_4, shard="gradients")),
+    (FURTHER[1], interleaved(MeshShape(pp=2, tp=2), layers=(0, 3, 2, 0))),  # a head behind which more is predicted
 ]
 
 

@@ -172,12 +172,16 @@ class Loader:
         """Compare what all ranks have read with what was written. Raises audit.DamageError: a checkpoint is damaged; it
         names the files and the tensors; StoreError: ranks have read something else than the disk holds now."""
         gathered = self._control.gather([read.found for read in self._reads])
-        damaged, problems = None, list[str]()
-        for read, *of_ranks in zip(self._reads, *gathered, strict=True) if gathered else ():  # on rank 0
-            if (wrong := self._wrong(read, of_ranks)) and damaged is None:
-                damaged, found = _located(read, wrong)
-                problems += found
-        damaged, problems = self._control.tell([damaged, problems])
+
+        def compared() -> tuple[str | None, list[str]]:
+            damaged, problems = None, list[str]()
+            for read, *of_ranks in zip(self._reads, *gathered, strict=True) if gathered else ():  # on rank 0
+                if (wrong := self._wrong(read, of_ranks)) and damaged is None:
+                    damaged, found = _located(read, wrong)
+                    problems += found
+            return damaged, problems
+
+        damaged, problems = self._control.tell(self._control.attempt(compared))
         if damaged is not None:
             raise audit.DamageError.of(place(damaged), problems)
         if problems:
@@ -207,7 +211,11 @@ def _located(read: _StateRead, wrong: set[Logical]) -> tuple[str | None, list[st
     now."""
     names = {name for name, _ in wrong}
     for folder in read.folder.folders:
-        if damage := audit.check(folder, _JOBS, tensors={read.state: names}):
+        try:
+            damage: Sequence[object] = audit.check(folder, _JOBS, tensors={read.state: names})
+        except StoreError as error:  # a file that only another machine has, say
+            damage = [error]
+        if damage:
             return str(folder.path), listed(damage)
     pieces = ", ".join(summary(sorted(map(spell, wrong))))
     sound = ", and on the disk they now are what they were" if read.folder.folders else ""
