@@ -255,7 +255,7 @@ WIDE_EXPERTS = WIDE | {"family": "mixtral", "num_local_experts": 4, "intermediat
 NF4 = Case("nf4", WIDE, ignored=0.3, tuning=Tuning(Lora(4, 8.0, ("*",), base_dtype="nf4")))
 INT8 = Case("int8", WIDE | TIES | {"intermediate_size": 256}, tuning=Tuning(Lora(3, 2.0, ("attn",), base_dtype="int8")))
 NF4_EXPERTS = Case("nf4-experts", WIDE_EXPERTS, tuning=Tuning(Lora(3, 2.0, ("attn", "experts.down"), base_dtype="nf4")))
-STATES = {"hidden_size": 64, "intermediate_size": 128, "mamba_n_heads": 8, "mamba_expand": 2, "head_dim": 16}
+STATES = {"hidden_size": 128, "intermediate_size": 128, "mamba_n_heads": 8, "mamba_expand": 2}
 NF4_STATES = Case(
     "nf4-bamba",
     drawn("bamba", 1, vocab=101) | STATES,
