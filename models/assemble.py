@@ -120,7 +120,8 @@ class Model:
         return all_gather(own, mesh.cp)[torch.cat(tokens).argsort().to(mesh.device)]
 
     def use_fp8(self) -> None:
-        """Multiply in fp8 in all layers but the first and the last, whose errors count most."""
+        """Multiply in fp8 in all layers but the first and the last, whose errors count most, and those that predict
+        further tokens behind it."""
         mesh, ends = self.parameters.mesh, {"0", str(self.config.sizes["layer"] - 1)}
         product = Fp8.on(mesh.device, mesh.along("cp", "tp"))
         for chunk in self.chunks:
@@ -166,7 +167,7 @@ class Model:
         if self.parameters.mesh.device.type == "cpu":
             kernels.cpu_has_bf16()  # the compiler finds the answer, and cannot look for it
         for chunk in self.chunks:
-            for block in chunk.layers.values():
+            for block in chunk.blocks:
                 for module in block.modules():
                     if isinstance(module, MixtureOfExperts):
                         module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]

@@ -291,7 +291,10 @@ class Head(nn.Module):
             return self.finish(column_linear(rows, self.weight, self.bias, self.group, sequence=False))
         if labels is None:
             return self.finish(column_linear(self.norm(x), self.weight, self.bias, self.group))
-        hidden = x
+        if ahead is not None:
+            hidden = self.norm(x)
+            chosen, labels = self._chosen(hidden, labels, wanted)
+            return torch.stack([head_loss(chosen, self.weight, labels, *self._how), self._further(hidden, ahead)])
         x, labels = self._chosen(x, labels, wanted)
         if self.losses.function is not None:
             inputs = inputs if wanted is None else [each[wanted] for each in inputs]
@@ -304,8 +307,7 @@ class Head(nn.Module):
             places = pairs.places if wanted is None else pairs.places[wanted]
             losses = head_losses(self.norm(x), self.weight, labels, *self._how)
             return self.losses.of_pairs(losses, self._how[0].own(places), pairs)
-        loss = head_loss(self.norm(x), self.weight, labels, *self._how)
-        return loss if ahead is None else torch.stack([loss, self._further(self.norm(hidden), ahead)])
+        return head_loss(self.norm(x), self.weight, labels, *self._how)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -412,13 +414,15 @@ class Decoder(nn.Module):
 
     def hand_late(self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None]) -> None:
         """Have the head and the experts hand their weights' gradients to whoever computes them later; a head that is
-        also the chunk's embedding, or predicts further tokens, is left to autograd."""
+        also the chunk's embedding, or is trained to predict further tokens, is left to autograd."""
         for module in self.modules():
             if isinstance(module, Experts):
                 module.hand = accept
         head, embedding = self.head, self.embedding
         own = set() if embedding is None else set(embedding.parameters())
-        if head is not None and head.weight.requires_grad and head.weight not in own and not head.predictions:
+        if head is None or (head.predictions and head.losses.mtp):
+            return
+        if head.weight.requires_grad and head.weight not in own:
             head.product = head.product.handing(partial(accept, head.weight), late=True)
 
     def logits(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:

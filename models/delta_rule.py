@@ -10,6 +10,7 @@ from megacore.models.blocks import Activation, column, row
 from megacore.models.context import Context
 from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.again import keeping_inputs
+from megacore.parallel.kernels.upcast import wide
 from megacore.parallel.parameters import Parameters
 
 
@@ -54,14 +55,12 @@ class GatedDeltaRule(nn.Module):
         q, k, v = qkv.split([keys, keys, values * self.value], 1)
         q, k = (each.unflatten(1, (self.heads, self.key)) for each in (q, k))
         v, z = (each.unflatten(1, (self.heads, self.each, self.value)) for each in (v, z))
-        wide = torch.promote_types(x.dtype, torch.float32)
-        g = -self.fade.to(wide).exp() * F.softplus(fades.to(wide) + self.fade_bias)
-        g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, share.to(wide).sigmoid()))
+        g = -wide(self.fade).exp() * F.softplus(wide(fades) + self.fade_bias)
+        g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, wide(share).sigmoid()))
         y = self.norm(states.delta_rule(self.name, q, k, v, g, beta))
         (y,) = keeping_inputs(_weighed, y, z)
         return y.flatten(1, 2)
 
 
 def _weighed(y: Tensor, z: Tensor) -> tuple[Tensor]:
-    wide = torch.promote_types(y.dtype, torch.float32)
-    return ((y.to(wide) * F.silu(z.to(wide))).to(y.dtype),)
+    return ((wide(y) * F.silu(wide(z))).to(y.dtype),)

@@ -173,22 +173,27 @@ class SigmoidConfig(MtpConfig, SharedExpertConfig):
 
     @property
     def routing(self) -> Routing:
-        return Routing(
-            experts=self.n_routed_experts,
-            top_k=self.num_experts_per_tok,
-            score="sigmoid",
-            normalised=self.norm_topk_prob,
-            epsilon=1e-20,
-            factor=self.routed_scaling_factor,
-            groups=self.n_group,
-            kept_groups=self.topk_group,
-            group_score="top2",
-        )
+        return grouped_sigmoids(self)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         return drawn | cls.draw_groups(rng, drawn)
+
+
+def grouped_sigmoids(config: Any) -> Routing:
+    """Return the rule of DeepSeek-V3, by the fields of a config that has it."""
+    return Routing(
+        experts=config.n_routed_experts,
+        top_k=config.num_experts_per_tok,
+        score="sigmoid",
+        normalised=config.norm_topk_prob,
+        epsilon=1e-20,
+        factor=config.routed_scaling_factor,
+        groups=config.n_group,
+        kept_groups=config.topk_group,
+        group_score="top2",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,6 +157,18 @@ def targets(schema: Schema, patterns: Sequence[str]) -> list[LinearTarget]:
     return [linear for linear in linears(schema) if any(matches(each, linear.names) for each in patterns)]
 
 
+def peft_problems(family: str, chosen: Iterable[LinearTarget], whole: str | None) -> Iterator[str]:
+    """Yield why the peft library would load adapters of a family wrongly, or find no place for them; ``whole``: the
+    larger model of which the adapted one is a part."""
+    if mistaken := mistaken_by_peft(family, chosen):
+        yield f"peft takes those of {', '.join(mistaken)} for those of {family}'s experts"
+    if family in UNKNOWN_TO_PEFT:
+        yield f"modules of {family} have other names in memory than in its files, and peft would find none of them"
+    if whole is not None:
+        inside = "and peft would find no linear of these names in it"
+        yield f"{whole} is a larger model of which {family} is a part, {inside}"
+
+
 def mistaken_by_peft(family: str, chosen: Iterable[LinearTarget]) -> list[str]:
     """Hugging Face's names of linears, of dense layers and shared experts, whose adapters the peft library would put at
     the experts of a family."""

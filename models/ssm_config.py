@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import FULL, LINEAR, Anatomy
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.layer_types import HybridConfig
-from megacore.models.weight_rows import Rows, Table
+from megacore.models.weight_rows import Rows, Table, in_layers
 
 INFINITY = {"__float__": "Infinity"}
 """What transformers writes for it in a file."""
@@ -65,6 +65,11 @@ class StateSpaceConfig(HybridConfig):
     def state_space(self, t: Table) -> Rows:
         """Return the rows of the layers that are state spaces."""
         return t.state_space(bias=self.mamba_proj_bias, conv_bias=self.mamba_conv_bias)
+
+    def mixers(self, t: Table) -> Rows:
+        """Return the rows of what mixes tokens in each layer."""
+        attention = t.attention(bias=self.attention_bias, out_bias=self.attention_bias)
+        return in_layers(self.layers_of(LINEAR), self.state_space(t)) + in_layers(self.layers_of(FULL), attention)
 
     def problems(self) -> list[str]:
         found = super().problems()

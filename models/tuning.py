@@ -53,8 +53,8 @@ class Tuning:
 
     def predicts(self, model: Schema) -> bool:
         """Return whether some of the layers that predict further tokens are trained."""
-        still = self.frozen(model)
-        return any(name not in still for p in model.params if p.predicts for name in names.whole_names(model, p))
+        predicting = [name for param in model.params if param.predicts for name in names.whole_names(model, param)]
+        return bool(predicting) and not self.frozen(model).issuperset(predicting)
 
     def trained(self, model: Schema) -> int:
         """Return how many parameters are trained."""

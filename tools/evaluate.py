@@ -85,19 +85,18 @@ def run_tasks(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     except ImportError as error:
         raise StoreError(f"--tasks takes lm-evaluation-harness ({error}): pip install 'megacore[lm-eval]'") from error
 
-    def prepare(folder: WeightFolder) -> Texts:
+    def prepare(folder: WeightFolder) -> tuple[Texts, Any]:
         if arguments.dp > 1:
             raise StoreError("--dp is of --data: all ranks are asked the same questions, leave it out")
         # Also brings data sets of the hub here, which the ranks then find.
-        harness.check(arguments.tasks, arguments.tasks_folder)
-        return Texts.of(folder)
+        return Texts.of(folder), harness.load(arguments.tasks, arguments.tasks_folder)
 
-    job, texts = processes.ModelRun.check(arguments, prepare)
+    job, (texts, manager) = processes.ModelRun.check(arguments, prepare)
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
     with job.model() as model:
         asked = harness.HarnessModel(model, texts, arguments.tokens)
-        found = harness.measure(asked, arguments.tasks, arguments.tasks_folder, arguments.shots, arguments.limit)
+        found = harness.measure(asked, arguments.tasks, manager, arguments.shots, arguments.limit)
     if job.here.rank == 0:
         if arguments.json:
             say_data({key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}, indent=1)

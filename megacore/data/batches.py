@@ -71,6 +71,8 @@ class Batch:
 
     def looking(self, ahead: int) -> Batch:
         """Return the whole microbatch with what is up to ``ahead`` tokens further on."""
+        if not ahead:
+            return self
         lengths = np.array(self.documents or (self.tokens.shape[1],) * len(self.tokens))
         here, ends = np.arange(self.tokens.size), np.repeat(np.cumsum(lengths), lengths)
 

@@ -110,36 +110,40 @@ class HarnessModel(TemplateLM):
         done = set[int]()
         for step in generate(self._model, prompts, Greedy(), ending, len(prompts)):
             for new in step:
+                if new.prompt in done:  # it is computed on beside the others
+                    continue
                 made[new.prompt].append(new.token)
-                if new.last or any(stop in self._texts.decode(made[new.prompt]) for stop in stops):
+                text = self._texts.decode(made[new.prompt]) if stops else ""
+                if new.last or any(stop in text for stop in stops):
                     done.add(new.prompt)
             if len(done) == len(prompts):
                 break
         return [postprocess_generated_text(self._texts.decode(each), stops, None) for each in made]
 
 
-def check(tasks: Sequence[str], folder: Path | None) -> None:
-    """Load tasks, so that their data are there. Raises StoreError: some are not known."""
+def load(tasks: Sequence[str], folder: Path | None) -> TaskManager:
+    """Return what knows the tasks, once their data are there. Raises StoreError: some are not known."""
     manager = _manager(tasks, folder)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         where = "" if folder is None else f", nor is it in {folder}"
         raise StoreError(f"lm_eval has no task {', '.join(unknown)}{where}: `lm_eval ls tasks` lists them")
     manager.load(list(tasks))
+    return manager
 
 
 def measure(
-    model: HarnessModel, tasks: Sequence[str], folder: Path | None, shots: int | None, limit: int | None
+    model: HarnessModel, tasks: Sequence[str], manager: TaskManager, shots: int | None, limit: int | None
 ) -> dict[str, Any]:
     """Return what the harness says of a model on some tasks, the same on all ranks, which all call this.
 
     Args:
         model: The model.
         tasks: Their names.
-        folder: The folder of further tasks, as YAML.
+        manager: What knows them.
         shots: Examples before each question; None for the tasks' own number.
         limit: The most questions of each task; None for all.
     """
-    options: dict[str, Any] = {"num_fewshot": shots, "limit": limit, "task_manager": _manager(tasks, folder)}
+    options: dict[str, Any] = {"num_fewshot": shots, "limit": limit, "task_manager": manager}
     found: dict[str, Any] = simple_evaluate(model, tasks=list(tasks), log_samples=False, **options)
     return found
 

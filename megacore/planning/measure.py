@@ -85,7 +85,8 @@ class FakeModel:
             some = tuple(map(int, dict.fromkeys(self.kinds)))
             layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some)
         with self._without_numbers():
-            model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
+            losses = Losses(mtp=float(tuning.predicts(config.schema)))
+            model = Model.create(config, layout, self._mesh, self._dtype, losses, tuning=tuning)
         (self._chunk,) = model.chunks
         self._handed: deque[WeightGradient] = deque()
         if late:  # by a pipeline, of which the embedding is in another chunk, whatever it shares with the head

@@ -227,8 +227,9 @@ def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> 
         raw = {**raw, "eos_token_id": end}
     frozen = config.tuning.frozen(setup.model.schema) if adapters is None else frozenset[str]()
     named, whole = with_dtype(raw, NAMES[DTYPES[config.train.precision]]), config.optimizer.name == "muon"
-    source = start.source if adapters is None else None
-    return Contents(state, named, setup.companions, adapters, frozen, whole, source)
+    carried = None if start.source is None else start.source.index.carried
+    source, naming = start.source if adapters is None else None, None if carried is None else carried.naming
+    return Contents(state, named, setup.companions, adapters, frozen, whole, source, naming)
 
 
 def _saver(config: Config, contents: Contents, control: Control) -> Saver:

@@ -48,9 +48,12 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
                     optimizer.load_from(state, name, tensor)
         optimizer.updates = start.progress.updates
     loader.verify()
-    if start.adapters is None and start.source is not None and start.source.carried is not None:
-        carried = start.source.carried
-        first = control.mesh.rank == 0
-        damage = control.attempt(lambda: [str(each) for each in audit.check(carried, _JOBS)] if first else [])
-        if told := control.tell(damage):
-            raise audit.DamageError.of(start.source.path, told)
+    source = start.source if start.adapters is None else None
+    if source is not None and source.index.carried is not None:
+
+        def check() -> list[str]:
+            carried = source.carried if control.mesh.rank == 0 else None
+            return [] if carried is None else [str(each) for each in audit.check(carried, _JOBS)]
+
+        if told := control.tell(control.attempt(check)):
+            raise audit.DamageError.of(source.path, told)

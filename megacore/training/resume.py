@@ -345,21 +345,11 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
 
 def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
     """Yield which adapters the peft library would load wrongly, so that an export to it refuses them in the end."""
-    lora = config.tuning.lora
-    chosen = lora_of.targets(model.schema, lora.targets) if lora else ()
-    merged = "The adapters can be merged (--to hf --base), not exported by --to peft:"
-    if mistaken := lora_of.mistaken_by_peft(model.family, chosen):
-        yield (
-            f"{merged} peft takes those of {', '.join(mistaken)} for those of {model.family}'s experts. "
-            "Leave them out of lora.targets for that."
-        )
-    if lora and model.family in lora_of.UNKNOWN_TO_PEFT:
-        yield f"{merged} modules of {model.family} have other names in memory than in its files."
-    if lora and is_part_of(base := str(config.checkpoint.init)):
-        yield (
-            f"{merged} {model.family} is a part of the larger model of {base}, in which peft would find no linear of "
-            "their names."
-        )
+    if (lora := config.tuning.lora) is None:
+        return
+    whole = base if is_part_of(base := str(config.checkpoint.init)) else None
+    for problem in lora_of.peft_problems(model.family, lora_of.targets(model.schema, lora.targets), whole):
+        yield f"The adapters can be merged (--to hf --base), not exported by --to peft: {problem}."
 
 
 def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[Any]:

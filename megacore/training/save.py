@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 from megacore import checkpoints
 from megacore.background import in_background
 from megacore.control import Control
+from megacore.models.wrappers import Naming
 from megacore.parallel.gradients.buckets import Take, all_of_it
 from megacore.parallel.parameters import Parameters, view
 from megacore.parallel.weights.layout import Layout
@@ -76,7 +77,8 @@ class SaveError(RuntimeError):
 class Contents:
     """All that a checkpoint of a run holds, as this rank has it: its tensors, the fields of the model's Hugging Face
     config, {name: file} of what travels with the model, fields of
-    :class:`~megacore.store.weight_folders.index.Index`, and the folder whose carried tensors it carries on."""
+    :class:`~megacore.store.weight_folders.index.Index`, the folder whose carried tensors it carries on, and how the
+    weights are named where they are a part of a larger model."""
 
     state: TrainingState
     raw: Mapping[str, Any]
@@ -85,6 +87,7 @@ class Contents:
     frozen: frozenset[str] = frozenset()
     muon: bool = False
     source: WeightFolder | None = None
+    naming: Naming | None = None
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,22 @@ def _write(
     return write(folder, files, schema, _JOBS, progress)
 
 
+def _carried_on(source: WeightFolder, folder: Path) -> Carried:
+    """Write what a folder carries into another one. Raises StoreError: it carries nothing, or not what it did."""
+    if source.carried is None or source.index.carried is None:
+        raise StoreError(f"{source.path} carries nothing")
+    part = carried_files(source.carried)
+    try:
+        made = _write(folder, part.files, part.schema)
+        part.compare("carried", made)
+    except StoreError:  # so that another source can be tried
+        for file in part.files:
+            (folder / file.path).unlink(missing_ok=True)
+        raise
+    records = {file.path: FileRecord(file.size, made[file.path]) for file in part.files}
+    return replace(source.index.carried, files=records)
+
+
 def _slice(whole: Stored, part: Stored) -> Take:
     """Return a function that takes a slice of a tensor as it is stored by itself, in one piece of memory."""
     if part.box == whole.box:
@@ -324,10 +343,11 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
         self._failing_since: float | None = None
-        carried = None if contents.source is None else contents.source.carried
-        if carried is not None and self._publishes:
-            for name in carried.index.files:
-                carried.files[name].hold()
+        if contents.source is not None and contents.source.index.carried is not None:
+            try:
+                control.attempt(self._hold_carried)
+            except StoreError as error:
+                raise SaveError(str(error)) from error
         self.published: int | None = None
         """The step of the last checkpoint that is published; None since another one has begun."""
 
@@ -503,20 +523,22 @@ class Saver:
         for name, companion in files.items():
             copy_companion(companion, folder / name)
 
+    def _hold_carried(self) -> None:
+        """Have what is carried be read from here on, whoever removes where the run began."""
+        if self._publishes and self._contents.source is not None and (carried := self._contents.source.carried):
+            for name in carried.index.files:
+                carried.files[name].hold()
+
     def _write_carried(self, folder: Path) -> Carried | None:
-        """Write the tensors that are carried, from the newest checkpoint or, where there is none yet, from where the
-        run began: that may be removed meanwhile, as it may with what travels along."""
+        """Write the tensors that are carried, from the newest checkpoint or, where there is none yet or it is damaged,
+        from where the run began: that may be removed meanwhile, as it may with what travels along."""
         source = self._contents.source
-        for newest in [*checkpoints.complete(self.folder).values()][-1:]:
-            found = Checkpoint.open(newest, checked=True)
-            source = found if found.carried is not None else source
-        if source is None or source.carried is None or source.index.carried is None:
+        if source is None or source.index.carried is None:
             return None
-        part = carried_files(source.carried)
-        made = _write(folder, part.files, part.schema)
-        part.compare("carried", made)
-        records = {file.path: FileRecord(file.size, made[file.path]) for file in part.files}
-        return replace(source.index.carried, files=records)
+        for newest in [*checkpoints.complete(self.folder).values()][-1:]:
+            with suppress(StoreError):
+                return _carried_on(Checkpoint.open(newest, checked=True), folder)
+        return _carried_on(source, folder)
 
     def _publish(self, saving: _Saving, written: list[list[Wrote]]) -> None:
         publication = saving.publication

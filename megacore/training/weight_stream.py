@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacore.models.lora import factors
+from megacore.models.lora import factors, peft_problems, targets
 from megacore.parallel.collectives import broadcast_
 from megacore.parallel.parameters import view
 from megacore.parallel.weights.transfer import Copy, Stored, hugging_face, native, plan, whole_name
@@ -46,7 +46,8 @@ class WeightStream:
         everywhere: Whether all ranks get the tensors; else rank 0 does, and the others tensors on torch's meta device.
 
     Raises:
-        StoreError: adapters are to be merged into weights that are held quantised.
+        StoreError: adapters are to be merged into weights that are held quantised, or to be streamed alone and the peft
+            library would not find their places.
     """
 
     def __init__(self, contents: Contents, merged: bool = False, everywhere: bool = False) -> None:
@@ -61,12 +62,18 @@ class WeightStream:
                 "alone, or merge a checkpoint by `megacore convert --to hf --base`"
             )
         if contents.adapters is None:
-            wanted = [[each] for each in named(layout.schema, contents.raw)]
+            wanted = [[each] for each in named(layout.schema, contents.raw, contents.naming)]
         elif not merged:
+            whole = None if contents.naming is None else contents.adapters.base
+            found = targets(layout.schema, contents.adapters.lora.targets)
+            chosen = [each for each in found if each.param.name not in state.layout.schema.by_name]
+            for problem in peft_problems(contents.raw["model_type"], chosen, whole):
+                raise StoreError(f"adapters cannot be streamed alone: {problem}: stream all weights, by merged=True")
             wanted = [[each] for each in hugging_face(state.layout.schema)]
         else:
             adapters = state.layout.schema
-            weights = (each for each in named(layout.schema, contents.raw) if each.param not in adapters.by_name)
+            names = named(layout.schema, contents.raw, contents.naming)
+            weights = (each for each in names if each.param not in adapters.by_name)
             wanted = [[each, *factors(adapters, each)] for each in weights]
         # Of ranks that hold the same, plan() takes the last.
         sources = native(layout, reversed(layout.mesh.ranks(dp=(0,), cp=(0,))))

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL, LINEAR
+from megacore.models.anatomy import FULL
 from megacore.models.decoder_config import shape
 from megacore.models.rope_config import Convention
 from megacore.models.ssm_config import StateSpaceConfig
-from megacore.models.weight_rows import in_layers
 from megacore.parallel.weights.schema import Param
 
 
@@ -35,11 +34,10 @@ class BambaConfig(StateSpaceConfig):
         return layer in (self.attn_layer_indices or ())
 
     def params(self) -> tuple[Param, ...]:
-        t, bias = self.table(), self.attention_bias
+        t = self.table()
         return t.model(
             t.norm("attn_norm", "input_layernorm"),
-            in_layers(self.layers_of(LINEAR), self.state_space(t)),
-            in_layers(self.layers_of(FULL), t.attention(bias=bias, out_bias=bias)),
+            self.mixers(t),
             t.norm("mlp_norm", "pre_ff_layernorm"),
             t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias),
             tied=self.tie_word_embeddings,

@@ -14,7 +14,7 @@ from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import Multipliers
 from megacore.models.families.granitemoe import SHARED, STACKED
 from megacore.models.ssm_config import StateSpaceConfig
-from megacore.models.weight_rows import Rows, Table, in_layers
+from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
 
@@ -67,11 +67,10 @@ class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
         return t.gated_mlp("shared_mlp.input_linear", "shared_mlp.output_linear")
 
     def params(self) -> tuple[Param, ...]:
-        t, bias = self.table(), self.attention_bias
+        t = self.table()
         return t.model(
             t.norm("attn_norm", "input_layernorm"),
-            in_layers(self.layers_of(LINEAR), self.state_space(t)),
-            in_layers(self.layers_of(FULL), t.attention(bias=bias, out_bias=bias)),
+            self.mixers(t),
             t.norm("mlp_norm", "post_attention_layernorm"),
             self.network(t),
             tied=self.tie_word_embeddings,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import DRAWN, FULL, LINEAR, Anatomy
 from megacore.models.config import positive
 from megacore.models.decoder_config import shape
-from megacore.models.experts_config import SigmoidConfig
+from megacore.models.experts_config import SigmoidConfig, grouped_sigmoids
 from megacore.models.learned_positions import NoRopeConfig
 from megacore.models.ssm_config import StateSpaceConfig
 from megacore.models.weight_rows import HEADS, QKV, Rows, Table, in_layers
@@ -107,19 +107,7 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
     @property
     def routing(self) -> Routing | None:
         """The rule by which experts are chosen, where layers have some."""
-        if _MOE not in self.kinds:
-            return None
-        return Routing(
-            experts=self.n_routed_experts,
-            top_k=self.num_experts_per_tok,
-            score="sigmoid",
-            normalised=self.norm_topk_prob,
-            epsilon=1e-20,
-            factor=self.routed_scaling_factor,
-            groups=self.n_group,
-            kept_groups=self.topk_group,
-            group_score="top2",
-        )
+        return grouped_sigmoids(self) if _MOE in self.kinds else None
 
     @property
     def sizes(self) -> Mapping[str, int]:

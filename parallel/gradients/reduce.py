@@ -353,11 +353,11 @@ class Gradients:
             host: The tensor that it goes to; None where it is not wanted.
             take: The part of it that goes there.
         """
-        if host is None and not self.splits:
-            return
-        whole = self._collected(name, of)
         if host is not None:
-            host.copy_(take(whole), non_blocking=True)
+            host.copy_(take(self._collected(name, of)), non_blocking=True)
+        elif self.splits:
+            for owned in self._owned[name]:
+                owned.collect(of)
 
     def _collected(self, name: str, of: Callable[[OwnedShard], Elements]) -> Tensor:
         collected = [(owned.span, owned.collect(of)) for owned in self._owned[name]]

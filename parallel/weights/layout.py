@@ -323,7 +323,8 @@ def layers_problems(layers: int, pp: int, chunks: int, counts: Sequence[int] | N
     product = f"`pp` x `chunks` = {pp} x {chunks} = {stages} virtual stages"
     if not fits(chunks):
         fewer = next((n for n in range(min(chunks, layers // pp + 2), 0, -1) if fits(n)), None)
-        way_out = f"`pp`={layers}" if fewer is None else f"`chunks`={fewer}"
+        alone = f"`pp`={layers}" + " and `chunks`=1" * (chunks > 1)
+        way_out = alone if fewer is None else f"`chunks`={fewer}"
         yield f"cannot give each of {product} one of the {layers} layers: {nearest} {way_out}"
     elif counts is not None and (wrong := _counts_problem(layers, stages, counts)):
         way_out = spelled_layers(_nearest_counts(layers, stages, counts))

@@ -15,6 +15,7 @@ from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
 from tracked import Tracked
+from wrapped import saved
 
 from megacore import convert
 from megacore.store.io.errors import StoreError
@@ -128,6 +129,20 @@ def test_adapters_come_alone_or_merged(pool: Pool, tmp_path: Path, overrides: li
     options: dict[str, Any] = {"to": "hf", "base": tmp_path / "model"} if merged else {"to": "peft"}
     convert(path_of(tmp_path / "run", 2), tmp_path / "made", **options)
     assert_is_export(ranks[0], tmp_path / "made")
+
+
+@pytest.mark.in_turn(3)
+def test_a_part_of_a_larger_model_has_the_names_of_the_whole(tmp_path: Path) -> None:
+    folder, recipe = saved("qwen3_vl", tmp_path / "hf"), write_recipe(tmp_path, RECIPE | {"model": {}})
+    given = ["train.precision=fp32", f"checkpoint.init={folder}"]
+    run, whole = trainer(recipe, [f"out={tmp_path / 'run'}", *given]), load_file(folder / "model.safetensors")
+    found = dict(run.weights())
+    assert found.keys() == {name for name in whole if not name.startswith("model.visual.")}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+    run = trainer(recipe, [f"out={tmp_path / 'tuned'}", *given, *LORA])
+    assert dict(run.weights(merged=True)).keys() == found.keys()
+    with pytest.raises(StoreError, match=r"alone: .*hf is a larger model of which qwen3 is a part"):
+        run.weights()
 
 
 def test_quantised_weights_are_not_merged(tmp_path: Path) -> None:

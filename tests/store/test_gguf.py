@@ -150,9 +150,12 @@ def test_pieces_of_sentencepiece_keep_their_scores(tmp_path: Path) -> None:
     for text, score, kind in kinds:
         proto.pieces.add(piece=text, score=score, type=kind)
     (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
-    convert(folder, tmp_path / "model.gguf", to="gguf")
-    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    for adds in (False, True):  # a space in front of a text
+        proto.normalizer_spec.add_dummy_prefix = adds
+        (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
+        convert(folder, tmp_path / f"{adds}.gguf", to="gguf")
+        fields = gguf.GGUFReader(tmp_path / f"{adds}.gguf").fields
+        assert fields["tokenizer.ggml.add_space_prefix"].contents() is adds
     told = [fields[f"tokenizer.ggml.{name}"].contents() for name in ("model", "tokens", "scores", "token_type")]
     assert told[0] == "llama" and len(told[1]) == 300
     assert [*zip(*(each[:5] for each in told[1:]), strict=True)] == kinds
@@ -171,6 +174,12 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path) -> None:
         return str(error.value)
 
     assert "hidden_act is 'gelu' and not 'silu'" in refused(hidden_act="gelu")
+    gemma = model("gemma2", tmp_path / "gemma")
+    raw = json.loads((gemma / "config.json").read_text())
+    raw["layer_types"] = ["full_attention"] * len(raw["layer_types"])
+    (gemma / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(StoreError, match="layer_types is not every other layer in turn"):
+        convert(gemma, tmp_path / "out.gguf", to="gguf")
     yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
     assert "rope_type is yarn" in refused(rope_parameters=yarn)
     path.write_text(json.dumps(config))

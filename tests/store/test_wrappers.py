@@ -178,6 +178,35 @@ def test_a_run_trains_the_text_model_and_carries_the_rest(tmp_path: Path, monkey
         loaded(folder)(**prompts("qwen3_vl")[1])
 
 
+@pytest.mark.in_turn(3)
+def test_a_save_takes_what_is_carried_from_the_source_where_the_newest_has_rotted(
+    gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"train": {**RECIPE["train"], "steps": 2, "precision": "fp32"}}
+    recipe = write_recipe(tmp_path, RECIPE | {"model": {}, "schedule": {"warmup_steps": 0}} | settings)
+    out, save, rotten = tmp_path / "run", Saver.save, list[int]()
+
+    def after_damage(self: Saver, step: int, *arguments: Any) -> None:
+        if step == 2:
+            assert not rotten, "the save has failed and is tried again"
+            rotten.append(step)
+            self.finish()
+            flip(out / "checkpoints" / "step-00000001" / CARRIED)
+        save(self, step, *arguments)
+
+    monkeypatch.setattr(Saver, "save", after_damage)
+    assert main.main([recipe, f"checkpoint.init={gemma}", f"out={out}", "checkpoint.every=1"]) == 0
+    found, whole = load_file(out / "checkpoints" / "step-00000002" / CARRIED), load_file(gemma / WEIGHTS)
+    assert found and all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+
+
+def flip(path: Path) -> None:
+    """Change the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def edit(path: Path, **fields: Any) -> None:
     config = json.loads((path / "config.json").read_text()) | fields
     (path / "config.json").write_text(json.dumps(config))

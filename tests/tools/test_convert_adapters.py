@@ -253,7 +253,7 @@ def test_what_peft_would_load_wrongly_is_refused(
     folder = model_folder(tmp_path, drawn("deepseek_v3", 3, layers=4, vocab=61), torch.float32)
     checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, ("attn", "mlp.shared.down")))
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
-    assert "adapters of mlp.shared_experts.down_proj for those of deepseek_v3's experts" in said
+    assert "peft takes those of mlp.shared_experts.down_proj for those of deepseek_v3's experts" in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
 
 
@@ -284,7 +284,7 @@ def test_adapters_of_a_part_of_their_base_are_merged_alone(
     lora = LoraConfig(rank=2, alpha=1.0, targets=("attn",))
     config = Config(lora=lora, checkpoint=CheckpointConfig(init=str(folder)))
     (told,) = remarks(Start(), config, configure({"config": str(folder)}), MeshShape())
-    assert f"gemma3_text is a part of the larger model of {folder}" in told
+    assert f"{folder} is a larger model of which gemma3_text is a part" in told
 
 
 @pytest.mark.parametrize(("targets", "count"), [(("attn", "mlp.shared.down"), 1), (("attn", "experts"), 0)])

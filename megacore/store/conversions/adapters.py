@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megacore.models.config import ModelConfigError
-from megacore.models.lora import UNKNOWN_TO_PEFT, Lora, factors, mistaken_by_peft, quantised, targets
+from megacore.models.lora import Lora, factors, peft_problems, quantised, targets
 from megacore.models.wrappers import unwrapped
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.block_formats import BLOCK
@@ -145,22 +145,9 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     transposed = {linear.transposed for linear in linears}
     if len(transposed) > 1:
         raise StoreError(f"{checkpoint.path}: peft has one fan_in_fan_out for all adapters, and these need both")
-    family = checkpoint.config.family
-    if mistaken := mistaken_by_peft(family, linears):
-        raise StoreError(
-            f"{checkpoint.path}: peft takes adapters of {', '.join(mistaken)} for those of {family}'s experts: merge "
-            f"them by --to hf --base {adapters.base}, or train without them in lora.targets"
-        )
-    if family in UNKNOWN_TO_PEFT:
-        raise StoreError(
-            f"{checkpoint.path}: modules of {family} have other names in memory than in its files, and peft would find "
-            f"none of them: merge the adapters by --to hf --base {adapters.base}"
-        )
-    if is_part_of(adapters.base):
-        raise StoreError(
-            f"{checkpoint.path}: {adapters.base} is a larger model of which {family} is a part, and peft would find no "
-            f"linear of these names in it: merge them by --to hf --base {adapters.base}"
-        )
+    whole = adapters.base if is_part_of(adapters.base) else None
+    for problem in peft_problems(checkpoint.config.family, chosen, whole):
+        raise StoreError(f"{checkpoint.path}: {problem}: merge the adapters by --to hf --base {adapters.base}")
     parameters = sorted(linear.hf_name for linear in chosen if linear.is_parameter)
     return {
         "peft_type": "LORA",

@@ -211,6 +211,9 @@ def _hyperparameters(writer: Any, made: _Exported, path: Path) -> None:
     window = getattr(config, "sliding_window", None)
     if config.family == "gemma2":
         caps = (config.attn_logit_softcapping, config.final_logit_softcapping)
+        usual = tuple(map(config.kind, range(config.num_hidden_layers)))
+        if config.kinds != usual:
+            wrong.append("layer_types is not every other layer in turn")
         if None in caps or config.query_pre_attn_scalar != config.head_dim or window is None:
             wrong.append("it has no softcap or window, or a query_pre_attn_scalar other than head_dim")
         else:
@@ -275,6 +278,7 @@ def _tokenizer(writer: Any, files: Mapping[str, Companion], config: ModelConfig,
         for number, piece in enumerate(_pieces(files["tokenizer.model"].read())):
             tokens[number] = piece
         writer.add_tokenizer_model("llama")
+        writer.add_add_space_prefix(_adds_space(files["tokenizer.model"].read()))
     else:
         for text, number in fast["model"]["vocab"].items():
             tokens[number] = (text, 0.0, _NORMAL)
@@ -317,6 +321,12 @@ def _pieces(model: bytes) -> Iterator[tuple[str, float, int]]:
             piece = dict(_fields(value))
             (score,) = np.frombuffer(piece.get(2, bytes(4)), "<f4")
             yield piece[1].decode(), float(score), int(piece.get(3, _NORMAL))
+
+
+def _adds_space(model: bytes) -> bool:
+    """Return whether a sentencepiece model puts a space in front of a text: a field of its normaliser."""
+    normaliser = dict(_fields(model)).get(3, b"")
+    return bool(dict(_fields(normaliser)).get(3, 1))
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

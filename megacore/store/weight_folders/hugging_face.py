@@ -73,8 +73,10 @@ class HuggingFace(SafetensorsFolder):
                 problems += _unnamed(files, kind)
             if kind and config:
                 tensors = {name: file for file in held for name in file.entries}
-                raw, remark = kind.as_held(raw, tensors)
-                config, told = kind.from_hugging_face(raw), (remark,) if remark else ()
+                held_so, remark = kind.as_held(raw, tensors)
+                told = (remark,) if remark else ()
+                if held_so != raw:
+                    raw, config = held_so, kind.from_hugging_face(held_so)
                 found = account(config, tensors, wrapper)
         if os.path.lexists(path / ADAPTER):
             problems.append(f"{ADAPTER}: an adapter changes what the weights compute: merge it into them and save that")
@@ -101,7 +103,7 @@ class HuggingFace(SafetensorsFolder):
             carried = Carried(_object(path, CONFIG), found.naming, rest)
         index = Index(raw, layout, ("weights",), None, records, carried=carried)
         made = cls(path, index, used, weights, ignored=found.ignored, others=found.others, fp8=fp8, told=told)
-        assert carried is None or made.carried is not None  # declares each tensor that is carried
+        made.carried  # noqa: B018  # which declares each tensor, or says why it cannot
         return made
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:

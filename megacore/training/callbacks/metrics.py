@@ -29,6 +29,8 @@ class Metrics(Callback):
         self._log: Log | None = None
         self._stats: Stats | None = None
         self._evaluating = False
+        self._mtp = 0.0
+        """The factor of the loss of further tokens, where they are predicted."""
 
     def on_start(self, run: Trainer) -> None:
         def log() -> Log | None:
@@ -36,6 +38,7 @@ class Metrics(Callback):
 
         self._log = run.control.attempt(log)
         self._meter.begin(run.step, run.position.tokens)
+        self._mtp = run.config.mtp_factor(run.model.config.schema)
 
     def on_step(self, run: Trainer, stats: Stats) -> None:
         self._stats = stats
@@ -84,16 +87,14 @@ class Metrics(Callback):
             **self._meter.record(run.step, tokens, run.tell),
             "peak_memory_gib": run.control.largest(peak_memory_gib(run.mesh.device))[0],
             "skipped_steps": 0,
-            **self._told(run, stats.told.tolist()),
+            **self._told(stats.told.tolist()),
             **({"loss_scale": stats.scale.item()} if run.train_step.scaling.moves else {}),
             **self._loads(run),
         }
 
-    def _told(self, run: Trainer, told: Sequence[float]) -> Record:
+    def _told(self, told: Sequence[float]) -> Record:
         """Return the metrics of what the loss says beside itself: of pairs, or the mean of further tokens."""
-        if factor := run.config.mtp_factor(run.model.config.schema):
-            return {"mtp_loss": told[0] / factor}
-        return rewards(told)
+        return {"mtp_loss": told[0] / self._mtp} if self._mtp else rewards(told)
 
     def _loads(self, run: Trainer) -> Record:
         """Return the loads of the experts of a step, if there are some, and write how many tokens each was sent."""
