@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
+from megacore.parallel.placement import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 
 RUNS = [
@@ -33,6 +34,7 @@ RUNS = [
     ("1f1b", 1),
     ("zb-h1", 1),
     *((name, v) for v in (2, 4) for name in ("interleaved", "zb-interleaved")),
+    ("zb-v", 2),
 ]
 
 
@@ -95,7 +97,8 @@ def measure(rank: int, stages: int, port: int, options: argparse.Namespace) -> N
     batch = [Tokens()] * options.microbatches
     for turn in range(options.rounds + 1):
         for name, chunks in RUNS:
-            naps, virtual = Naps(), [chunk * stages + rank for chunk in range(chunks)]
+            naps, placement = Naps(), placement_of(name)
+            virtual = [virtual_stage(rank, chunk, stages, placement) for chunk in range(chunks)]
             modules = [Chunk(v == stages * chunks - 1, options.unit / chunks, naps) for v in virtual]
             pipeline = Pipeline(mesh, modules, torch.float32, name, naps)
             dist.barrier()
@@ -109,9 +112,8 @@ def measure(rank: int, stages: int, port: int, options: argparse.Namespace) -> N
         print(f"{'schedule':<16}{'chunks':>7}{'seconds':>9}{'simulated':>11}{'ratio':>7}{'of 1f1b':>9}{'bubble':>8}")
         plain = statistics.median(found["1f1b", 1])
         for (name, chunks), seconds in found.items():
-            timeline = simulate(
-                SCHEDULES[name](stages, chunks, options.microbatches), Cost(*[options.unit / chunks] * 3)
-            )
+            schedule, cost = SCHEDULES[name](stages, chunks, options.microbatches), Cost(*[options.unit / chunks] * 3)
+            timeline = simulate(schedule, cost, placement_of(name))
             median = statistics.median(seconds)
             print(
                 f"{name:<16}{chunks:>7}{median:>9.2f}{timeline.total:>11.2f}{median / timeline.total:>7.2f}"

@@ -109,8 +109,8 @@ class Model:
         Of a microbatch that is split over cp they are those of all tokens, or of this rank's own ``wanted`` ones.
         """
         parameters = self.parameters
-        mesh = parameters.mesh
-        own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, parameters.dtype)
+        mesh, placement = parameters.mesh, parameters.layout.placement
+        own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, parameters.dtype, placement)
         if own is None:
             return None
         own = gather(own, mesh.tp)[:, : self.config.vocab_size]

@@ -385,7 +385,7 @@ class Decoder(nn.Module):
     ) -> Self:
         """Return a chunk of this rank: only what its layout puts there is built. Blocks find their rope by its name."""
         layout, place = parameters.layout, parameters.mesh.place
-        virtual = chunk * layout.mesh.pp + place.pp
+        virtual = layout.virtual_stages(place.pp)[chunk]
         return cls(
             embedding() if virtual == 0 else None,
             {layer: block(layer) for layer in layout.chunk_layers(place.pp, chunk)},

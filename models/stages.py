@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megacore.models.config import ModelConfig, active_elements
 from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.enum_errors import Placement
 from megacore.parallel.weights.layout import Layout, MeshShape, balanced_layers
 from megacore.parallel.weights.schema import SPLIT, Split
 
@@ -40,7 +41,8 @@ def layout_of(
     layers: tuple[int, ...] | None = None,
     tuning: Tuning = EVERYTHING,
     split: Split = SPLIT,
+    placement: Placement = "loop",
 ) -> Layout:
     """Return the layout of a model and its adapters on a mesh, its layers split as given or in a balanced way."""
     layers = layers or default_layers(config, mesh.pp * chunks, bare_ends=chunks > 1)
-    return Layout(tuning.schema(config.schema), mesh, layers, split)
+    return Layout(tuning.schema(config.schema), mesh, layers, split, placement)

@@ -11,10 +11,14 @@ ZeroShard = Literal["none", "optimizer", "gradients", "parameters"]
 al. 2020, arXiv 1910.02054)."""
 Recompute = Literal["none", "selective", "full"]
 """The part of a block that the backward computes again."""
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-interleaved"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v"]
 """The order in which a stage runs its microbatches."""
-SPLIT_BACKWARD = frozenset({"zb-h1", "zb-interleaved"})
+SPLIT_BACKWARD = frozenset({"zb-h1", "zb-interleaved", "zb-v"})
 """The schedules that compute weight gradients by themselves, not with input gradients."""
+V_SHAPED = frozenset({"zb-v"})
+"""The schedules for which odd chunks run back through the stages."""
+Placement = Literal["loop", "v"]
+"""The way in which chunk after chunk goes through the stages: from the first one each time, or there and back."""
 OptimizerOffload = Literal["none", "host", "file"]
 """The place where masters and moments wait for the update, if not the device."""
 Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]

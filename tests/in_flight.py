@@ -6,12 +6,19 @@ ONE_CHUNK = ("1f1b", "zb-h1")
 """The schedules that take one chunk a stage."""
 
 
+def takes(name: str, chunks: int) -> bool:
+    """Return whether a schedule takes so many chunks."""
+    return chunks == 1 if name in ONE_CHUNK else chunks == 2 if name == "zb-v" else True
+
+
 def in_flight(name: str, stages: int, chunks: int, microbatches: int) -> tuple[int, ...]:
     """Of each stage; the numbers are reached. Where the backward is split, stage s is s weight gradients behind."""
     total, groups = chunks * microbatches, max(1, microbatches // stages)
     largest = -(-microbatches // groups)
     if name == "gpipe":
         return (total,) * stages
+    if name == "zb-v":
+        return tuple(min(2 * stages, 2 * microbatches, microbatches + 1 + stage) for stage in range(stages))
     ahead = [(chunks - 1) * largest + (1 + (chunks > 1)) * (stages - 1 - stage) for stage in range(stages)]
     if name.startswith("zb-"):
         ahead = [before + stage for stage, before in enumerate(ahead)]

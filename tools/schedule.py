@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Kind, Schedule, Timeline, draw, simulate
+from megacore.parallel.placement import placement_of
 from megacore.pictures import FORMATS, pyplot, save
 from megacore.say import err, say
 from megacore.tools import folders
@@ -59,9 +60,10 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError("\n".join(refused))
     forward, inputs, weights = (time / chunks for time in arguments.times)
     cost = Cost(forward, inputs, weights, arguments.send, kept=1 / chunks, waiting=1 / chunks)
-    timelines = {name: simulate(schedule, cost) for name, schedule in made.items()}
+    timelines = {name: simulate(schedule, cost, placement_of(name)) for name, schedule in made.items()}
     if len(made) == 1 and cost == Cost(1 / chunks, 1 / chunks, 1 / chunks, 0.0, 1 / chunks, 1 / chunks):
-        (drawn,) = map(draw, made.values())
+        ((name, schedule),) = made.items()
+        drawn = draw(schedule, placement_of(name))
         if max(map(len, drawn.splitlines())) <= _WIDEST:
             say(f"{drawn}\n")
     head = "schedule", "time", "bubble", "held by the first stage", "by the last", "for W at most"

@@ -18,6 +18,7 @@ from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, 
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING
+from megacore.parallel.enum_errors import V_SHAPED
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
 
@@ -135,13 +136,18 @@ def _chunks(facts: RuleContext) -> Iterator[str]:
             f"pipeline.schedule {pipeline.schedule} runs one chunk per stage, not pipeline.chunks={pipeline.chunks}: "
             f"set pipeline.schedule={other}, or pipeline.chunks=1"
         )
+    if pipeline.schedule in V_SHAPED and pipeline.chunks != 2:
+        yield (
+            f"pipeline.schedule {pipeline.schedule} runs two chunks per stage, there and back, not pipeline.chunks="
+            f"{pipeline.chunks}: set pipeline.chunks=2, or pipeline.schedule=zb-interleaved"
+        )
 
 
 def _split_backward(facts: RuleContext) -> Iterator[str]:
     config, schedule = facts.config, facts.config.pipeline.schedule
     if not config.pipeline.splits_backward:
         return
-    whole = schedule.replace("zb-h1", "1f1b").removeprefix("zb-")
+    whole = {"zb-h1": "1f1b"}.get(schedule, "interleaved")
     if config.train.compile:
         yield (
             f"pipeline.schedule {schedule} computes weight gradients by themselves, and compiled blocks compute them "

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import Tuning
-from megacore.parallel.enum_errors import Recompute
+from megacore.parallel.enum_errors import Placement, Recompute
+from megacore.parallel.placement import virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import LayerCost
 from megacore.planning.exchange import Packing
@@ -20,6 +21,8 @@ from megacore.planning.setting import Setting
 
 if TYPE_CHECKING:
     from megacore.planning.measure import FakeModel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class ActivationMemory:
 
     Args:
         mesh: The mesh that its layers are split over: neither pp nor dp.
-        stages, layers: The stages of the pipeline, and the layers of each virtual one.
+        stages, layers, placement: The stages of the pipeline, the layers of each virtual one, and how these are placed.
         width: Bytes of a parameter and of an activation.
         loss_chunk, mlp_chunk: Tokens whose logits, or feed-forward activations, exist at a time; None for all.
         imbalance: The rows of the fullest rank's experts over the mean of all ranks.
@@ -68,6 +71,7 @@ class ActivationMemory:
     split: tuple[tuple[str, tuple[str, ...]], ...]
     stages: int
     layers: tuple[int, ...]
+    placement: Placement
     width: int
     device: Literal["cpu", "cuda"]
     packing: Packing
@@ -83,8 +87,9 @@ class ActivationMemory:
         s, mesh = setting, setting.layout.mesh
         inner = replace(mesh, pp=1, dp=1)
         return _activations(
-            s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.widths.parameter,
-            s.device, s.packing, s.recompute, s.loss_chunk, s.mlp_chunk, s.imbalance, s.splits_backward,
+            s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.layout.placement,
+            s.widths.parameter, s.device, s.packing, s.recompute, s.loss_chunk, s.mlp_chunk, s.imbalance,
+            s.splits_backward,
         )  # fmt: skip
 
     @cached_property
@@ -139,14 +144,17 @@ class ActivationMemory:
 
     def stage(self, stage: int) -> Counter[LayerCost]:
         """Return the number of each kind that a stage has."""
-        return sum(
-            (self.units(virtual) for virtual in range(stage, len(self.layers), self.stages)), Counter[LayerCost]()
-        )
+        return sum(self.of_stage(stage, [*map(self.units, range(len(self.layers)))]), Counter[LayerCost]())
+
+    def of_stage(self, stage: int, each: Sequence[T]) -> list[T]:
+        """Return what belongs to the chunks of a stage, of one for each virtual stage."""
+        chunks = range(len(self.layers) // self.stages)
+        return [each[virtual_stage(stage, chunk, self.stages, self.placement)] for chunk in chunks]
 
     @cached_property
     def blocks(self) -> tuple[Counter[LayerCost], ...]:
         """The number of blocks of each kind that each stage has."""
-        return tuple(Counter(chain(*self.chunks[stage :: self.stages])) for stage in range(self.stages))
+        return tuple(Counter(chain(*self.of_stage(stage, self.chunks))) for stage in range(self.stages))
 
     @cached_property
     def unlike(self) -> tuple[int, ...]:
@@ -155,14 +163,14 @@ class ActivationMemory:
         ends = {0, self.stages - 1}
         groups = dict[object, int]()
         for stage in range(self.stages):
-            groups.setdefault((self.chunks[stage :: self.stages], stage if stage in ends else None), stage)
+            groups.setdefault((*self.of_stage(stage, self.chunks), stage if stage in ends else None), stage)
         return tuple(groups.values())
 
     def layers_of(self, stage: int) -> Mapping[int, LayerCost]:
         """Return {the last layer of each kind that a stage has: its block}."""
         starts = accumulate(self.layers, initial=0)
         numbered = [dict(enumerate(blocks, start)) for start, blocks in zip(starts, self.chunks, strict=False)]
-        kinds = {block: layer for blocks in numbered[stage :: self.stages] for layer, block in blocks.items()}
+        kinds = {block: layer for blocks in self.of_stage(stage, numbered) for layer, block in blocks.items()}
         return {layer: block for block, layer in kinds.items()}
 
     @cached_property

@@ -13,6 +13,7 @@ from megacore.data.batches import filled_up
 from megacore.models.stages import layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextBalance, ContextExchange, Recompute, ZeroShard
+from megacore.parallel.placement import placement_of
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.exchange import WHOLE
@@ -112,11 +113,13 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
 
 
 def _split(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
-    """Yield the setting whose weight gradients come later, if it has a pipeline and that fits."""
-    late = replace(setting, schedule="zb-interleaved" if setting.layout.chunks > 1 else "zb-h1")
-    room = cluster.device.memory * (1 - MARGIN)
-    if setting.layout.mesh.pp > 1 and late.may_split and all(peak <= room for peak in peaks(late)):
-        yield late
+    """Yield the settings whose weight gradients come later, where it has a pipeline and they fit."""
+    layout, room = setting.layout, cluster.device.memory * (1 - MARGIN)
+    for schedule in {1: ("zb-h1",), 2: ("zb-interleaved", "zb-v")}.get(layout.chunks, ("zb-interleaved",)):
+        placed = replace(layout, placement=placement_of(schedule))
+        late = replace(setting, schedule=schedule, layout=placed)
+        if layout.mesh.pp > 1 and late.may_split and all(peak <= room for peak in peaks(late)):
+            yield late
 
 
 def _candidates(base: Setting, world: int, cluster: Cluster) -> Iterator[Candidate]:

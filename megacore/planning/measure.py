@@ -83,7 +83,7 @@ class FakeModel:
         if mesh.world > 1:  # layers that are alike on one rank are on all
             self.kinds = fake_model(config, tuning, MeshShape(), tuple(SPLIT.items()), width, device, late).kinds
             some = tuple(map(int, dict.fromkeys(self.kinds)))
-            layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some)
+            layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some=some)
         with self._without_numbers():
             losses = Losses(mtp=float(tuning.predicts(config.schema)))
             model = Model.create(config, layout, self._mesh, self._dtype, losses, tuning=tuning)

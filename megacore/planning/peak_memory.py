@@ -157,11 +157,11 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence
         host += min(setting.offload_buffer, whole.gradients + disk)
     moments = list(_moments(setting, act, stage, shares))
     worst = max(moments, key=lambda moment: moment.total(everything.gradients))
-    kept = act.kept[stage :: layout.mesh.pp]
+    kept = act.of_stage(stage, act.kept)
     flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
     if setting.offload_activations:
         host += max(sum(n * k for n, k in zip(crowd.alive, kept, strict=True)) for crowd in flying)
-    last = stage == layout.mesh.pp - 1
+    last = stage == layout.last_stage
     terms = {
         "parameters": everything.parameters,
         "gradients": everything.gradients if worst.gradients is None else worst.gradients,
@@ -193,17 +193,18 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
     last = layout.mesh.pp * layout.chunks - 1
     lazy = _lazy(shares, setting)
     split = _Sharing.of(setting, act, stage, shares)
-    kept = [_on_device(setting, act, virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
+    there = layout.virtual_stages(stage)
+    kept = [_on_device(setting, act, virtual) for virtual in there]
     moments = []
     flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
     for weights, chunk, alive, waiting in flying:
-        virtual = chunk * layout.mesh.pp + stage
+        virtual = there[chunk]
         own = 0 if weights else kept[chunk]
         # Only the last virtual stage has a head, and it is the last chunk of its stage.
-        here = stage == layout.mesh.pp - 1
+        here = stage == layout.last_stage
         heads = (alive[-1] - (virtual == last and not weights)) * here
         others = sum(n * size for n, size in zip(alive, kept, strict=True)) - own
-        others += sum(n * size for n, size in zip(waiting, act.waiting[stage :: layout.mesh.pp], strict=True))
+        others += sum(n * size for n, size in zip(waiting, act.of_stage(stage, act.waiting), strict=True))
         logits = (heads * act.head.kept if heads else 0) + waiting[-1] * here * act.head.waiting
         if weights:
             late = max((unit.late for unit in act.units(virtual)), default=0)

@@ -10,6 +10,7 @@ from megacore.config import Config, ContextConfig, ZeroConfig
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
+from megacore.parallel.placement import placement_of
 from megacore.planning.fit import Candidate
 from megacore.planning.setting import Setting, Widths
 
@@ -21,7 +22,13 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
     return Setting(
         model=model,
         layout=layout_of(
-            model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning, config.mesh.split
+            model,
+            mesh,
+            config.pipeline.chunks,
+            config.pipeline.layers_per_stage,
+            tuning,
+            config.mesh.split,
+            placement_of(config.pipeline.schedule),
         ),
         widths=Widths.of(
             config.train.precision,

@@ -58,7 +58,7 @@ class Shares:
     def of(cls, setting: Setting) -> Shares:
         """Return the shares; those of one model on one layout are counted once."""
         layout = setting.layout
-        key = setting.model, setting.tuning, layout.mesh, layout.layers, tuple(layout.split.items())
+        key = setting.model, setting.tuning, layout.mesh, layout.layers, tuple(layout.split.items()), layout.placement
         if key not in _counted:
             if len(_counted) >= MOST_COUNTED:
                 _counted.clear()
@@ -73,7 +73,8 @@ class Shares:
         alike = tuple(replace(param, layers=None, hf="") for param in params.values())
         one_each = Schema(alike, {**layout.schema.sizes, "layer": 1})
         mesh = replace(layout.mesh, pp=min(pp, 2), dp=1, cp=1)
-        small = Layout(one_each, mesh, (1, 0)[: mesh.pp], layout.split)
+        bare = mesh.pp * min(layout.chunks, 2) - 1
+        small = Layout(one_each, mesh, (1, *[0] * bare), layout.split, layout.placement)
         first, last = (
             [replace(part, param=params[part.param.name]) for part in _parts(small, Coordinates(pp=stage))]
             for stage in (0, mesh.pp - 1)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from megacore.devices import PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
+from megacore.parallel.placement import placement_of
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
@@ -254,7 +255,7 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     act, shares = ActivationMemory.of(setting), Shares.of(setting)
     sent = {stage: traffic(setting, stage) for stage in act.unlike}
     virtual = _virtual_times(setting, act, cluster)
-    rows = [reduce(_Times.plus, virtual[stage::pp]) for stage in range(pp)]
+    rows = [reduce(_Times.plus, act.of_stage(stage, virtual)) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.total)
     hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0
     busy = m * slowest.total
@@ -262,7 +263,7 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
         idle = 0.0
     elif simulated:
         costs = [each.cost(hop) for each in virtual]
-        idle = _simulated(setting.schedule, m, [costs[stage::pp] for stage in range(pp)]) - busy
+        idle = _simulated(setting.schedule, m, [act.of_stage(stage, costs) for stage in range(pp)]) - busy
     else:
         waits = [max(0.0, row.total - 2 * row.products.late) for row in rows]
         idle = (sum(waits) - waits[rows.index(slowest)]) / chunks + 2 * (pp - 1) * hop
@@ -293,7 +294,7 @@ def _simulated(schedule: str, m: int, costs: Costs) -> float:
     """Return the seconds of m microbatches in a pipeline; of many, those of few and what a group of others takes."""
 
     def seconds(m: int) -> float:
-        return simulate(SCHEDULES[schedule](stages, chunks, m), costs).total
+        return simulate(SCHEDULES[schedule](stages, chunks, m), costs, placement_of(schedule)).total
 
     stages, chunks = len(costs), len(costs[0])
     few = 5 * stages + m % stages

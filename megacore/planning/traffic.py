@@ -78,9 +78,10 @@ def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Tra
 
 def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
     layout, pp = setting.layout, setting.layout.mesh.pp
-    virtual = [chunk * pp + stage for chunk in range(layout.chunks)]
-    there = sum(v < pp * layout.chunks - 1 for v in virtual) * setting.microbatches
-    back = sum(v > 0 for v in virtual) * setting.microbatches
+    virtual, last = layout.virtual_stages(stage), pp * layout.chunks - 1
+    turns = {pp - 1} if layout.placement == "v" else set[int]()  # from one chunk to the next of the same stage
+    there = sum(v < last and v not in turns for v in virtual) * setting.microbatches
+    back = sum(v > 0 and v - 1 not in turns for v in virtual) * setting.microbatches
     yield Traffic(SEND, "pp", "activations", pp, there, setting.activation, True)
     yield Traffic(SEND, "pp", "gradients of activations", pp, back, setting.activation, True)
 

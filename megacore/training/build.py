@@ -26,6 +26,7 @@ from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.placement import placement_of
 from megacore.parallel.preference import TOLD, PairLoss, Preference
 from megacore.parallel.token_loss import loss_of
 from megacore.parallel.weights.layout import Layout
@@ -83,7 +84,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     config, start, schema = setup.config, setup.start, setup.model.schema
     _agree(control, setup, kernels.chosen(mesh.device, config.train.compile, DTYPES[config.train.precision]))
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
-    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)
+    placement = placement_of(config.pipeline.schedule)
+    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split, placement)
     model = _model(setup, layout, mesh, control)
     gradients = _gradients(config, model)
     offload = _offload(config)

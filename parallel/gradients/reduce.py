@@ -475,7 +475,7 @@ class Gradients:
             ]
             for units in chunk_modules
         ]
-        if self._mesh.place.pp == self._mesh.shape.pp - 1 and chunks[-1]:
+        if self._mesh.place.pp == self.parameters.layout.last_stage and chunks[-1]:
             chunks[-1][-1].stays = True
         for chunk in chunks:
             gather_in_turn(chunk, self._reshards)

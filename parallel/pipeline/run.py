@@ -15,24 +15,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megacore.parallel.enum_errors import SPLIT_BACKWARD, check_choice
+from megacore.parallel.enum_errors import SPLIT_BACKWARD, Placement, check_choice
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.schedules import (
     SCHEDULES,
+    Action,
     Direction,
+    F,
     Kind,
     Message,
     Request,
     Schedule,
-    arrivals,
     forward_only,
     requests,
+    sent_after,
 )
+from megacore.parallel.placement import placement_of, stage_of, virtual_stage
 
 STEP: Mapping[Direction, int] = {FORWARD: 1, BACKWARD: -1}
 """The stages that each channel leads on, 1 or -1."""
-KINDS: Mapping[Direction, tuple[Kind, ...]] = {FORWARD: ("F",), BACKWARD: ("B", "I")}
-"""The kinds of actions that send on each channel."""
 OPPOSITE: Mapping[Direction, Direction] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 
 
@@ -155,6 +156,7 @@ class Pipeline:
         check_choice("schedule", self.schedule, SCHEDULES)
         if self.schedule in SPLIT_BACKWARD and self.gradients is None:
             raise ValueError(f"schedule {self.schedule} splits the backward: give the `gradients` that wait")
+        self.placement = placement_of(self.schedule)
         self.on: Any = torch.get_device_module(self.mesh.device)
         self.receiving = self.on.Stream()
 
@@ -180,7 +182,11 @@ class Pipeline:
 
 
 def forward(
-    mesh: Mesh, chunks: Sequence[Callable[[Tensor | None, M], Tensor]], microbatch: M, dtype: torch.dtype
+    mesh: Mesh,
+    chunks: Sequence[Callable[[Tensor | None, M], Tensor]],
+    microbatch: M,
+    dtype: torch.dtype,
+    placement: Placement = "loop",
 ) -> Tensor | None:
     """Run the forward of one microbatch through all virtual stages in turn -> what the last one gives; None on other
     stages.
@@ -190,29 +196,37 @@ def forward(
         chunks: This rank's, ``chunk(activations or None, microbatch) -> activations``, or of the last one anything.
         microbatch: The same on all stages.
         dtype: The dtype of the activations between stages.
+        placement: How the virtual stages are placed.
     """
     stages, stage = mesh.shape.pp, mesh.place.pp
     last = stages * len(chunks) - 1
+
+    def sent(virtual: int) -> Request | None:
+        """Return what follows the forward of a virtual stage, if it goes to another stage."""
+        source = stage_of(virtual, stages, placement)
+        return sent_after(F(virtual // stages, 0), source, stages, last, placement)
+
     y = None
-    for virtual in range(stage, last + 1, stages):
-        x = y
-        if virtual > 0 and stages > 1:
+    for chunk, run in enumerate(chunks):
+        virtual, x = virtual_stage(stage, chunk, stages, placement), y
+        if virtual > 0 and (request := sent(virtual - 1)):
             x = torch.empty(microbatch.activation, dtype=dtype, device=mesh.device)
-            before = (stage - 1) % stages
-            dist.recv(x, mesh.peer(before), group=mesh.channel(FORWARD, before).process_group)
-        y = chunks[virtual // stages](x, microbatch)
-        if virtual < last and stages > 1:
-            dist.send(y.contiguous(), mesh.peer(stage + 1), group=mesh.channel(FORWARD, stage).process_group)
-    return y if stage == stages - 1 else None
+            source = stage_of(virtual - 1, stages, placement)
+            dist.recv(x, mesh.peer(source), group=mesh.channel(request.direction, source).process_group)
+        y = run(x, microbatch)
+        if request := sent(virtual):
+            target = mesh.peer(stage + STEP[request.direction])
+            dist.send(y.contiguous(), target, group=mesh.channel(request.direction, stage).process_group)
+    return y if stage == stage_of(last, stages, placement) else None
 
 
 @lru_cache(maxsize=16)
 def _planned(
-    build: Callable[[int, int, int], Schedule], stages: int, chunks: int, microbatches: int
+    build: Callable[[int, int, int], Schedule], stages: int, chunks: int, microbatches: int, placement: Placement
 ) -> tuple[Schedule, tuple[tuple[tuple[Request, ...], ...], ...]]:
     """Return a schedule, and when its stages ask for messages: the same in every step."""
     schedule = build(stages, chunks, microbatches)
-    return schedule, requests(schedule)
+    return schedule, requests(schedule, placement)
 
 
 class _Run:
@@ -228,7 +242,8 @@ class _Run:
         self.pipeline, self.microbatches = pipeline, microbatches
         mesh = pipeline.mesh
         self.stages, self.stage = mesh.shape.pp, mesh.place.pp
-        schedule, asked = _planned(build, self.stages, len(pipeline.chunks), len(microbatches))
+        placement = pipeline.placement
+        schedule, asked = _planned(build, self.stages, len(pipeline.chunks), len(microbatches), placement)
         self.actions, self.requests = schedule[self.stage], asked[self.stage]
         dtype = torch.promote_types(pipeline.dtype, torch.float32)
         self.loss = torch.zeros(pipeline.loss, dtype=dtype, device=mesh.device)
@@ -237,21 +252,17 @@ class _Run:
         # has no edge where the first chunk trains nothing.
         self.alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
-        self.local: dict[tuple[Direction, Message], Tensor] = {}
+        self.local: dict[tuple[Kind, Message], Tensor] = {}
         self.inboxes: dict[Direction, Inbox] = {}
         self.outboxes: dict[Direction, Outbox] = {}
         if self.stages > 1:
-            expected = arrivals(schedule, self.stage)
             for direction, step in STEP.items():
                 source, target = (self.stage - step) % self.stages, (self.stage + step) % self.stages
-                at = {
-                    (action.chunk, action.microbatch): position
-                    for position, action in enumerate(schedule[source])
-                    if action.kind in KINDS[direction]
-                }
+                sent = (sent_after(action, source, self.stages, self._last, placement) for action in schedule[source])
                 sent_at = {
-                    message: at[self._neighbour(message.chunk, -step), message.microbatch]
-                    for message in expected[direction]
+                    request.message: position
+                    for position, request in enumerate(sent)
+                    if request and request.direction == direction
                 }
                 asked_at = {
                     request.message: position
@@ -290,7 +301,7 @@ class _Run:
                 inbox.post()
 
     def _forward(self, chunk: int, m: int) -> None:
-        x = None if self._virtual(chunk) == 0 else self._take(FORWARD, chunk, m)
+        x = None if self._virtual(chunk) == 0 else self._take("F", chunk, m)
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()
         y = self.pipeline.chunks[chunk](x, self.microbatches[m])
@@ -298,7 +309,7 @@ class _Run:
             y = y * self.scale
             self.loss += y.detach()
         else:
-            self._send(FORWARD, chunk, m, y.detach())
+            self._send("F", chunk, m, y.detach())
         if torch.is_grad_enabled():
             self.alive[chunk, m] = x, get_gradient_edge(y) if y.requires_grad else None
 
@@ -307,12 +318,12 @@ class _Run:
         if self._virtual(chunk) == self._last:
             gradient = torch.ones(self.pipeline.loss, dtype=self.loss.dtype, device=self.loss.device)
         else:
-            gradient = self._take(BACKWARD, chunk, m)
+            gradient = self._take("B", chunk, m)
         if edge is not None:
             torch.autograd.backward([edge], [gradient])
         if x is not None:
             assert x.grad is not None  # each chunk's output depends on its input
-            self._send(BACKWARD, chunk, m, x.grad)
+            self._send("B", chunk, m, x.grad)
 
     def _input_gradients(self, chunk: int, m: int) -> None:
         assert self.pipeline.gradients is not None
@@ -328,23 +339,25 @@ class _Run:
         return self.stages * len(self.pipeline.chunks) - 1
 
     def _virtual(self, chunk: int) -> int:
-        return chunk * self.stages + self.stage
+        return virtual_stage(self.stage, chunk, self.stages, self.pipeline.placement)
 
-    def _neighbour(self, chunk: int, step: int) -> int:
-        """Return the chunk that the next virtual stage (or the one before, with step -1) is on its own stage."""
-        return (self._virtual(chunk) + step) // self.stages
-
-    def _send(self, direction: Direction, chunk: int, m: int, tensor: Tensor) -> None:
-        message = Message(self._neighbour(chunk, STEP[direction]), m)
-        if self.outboxes:
-            self.outboxes[direction].send(message, tensor)
+    def _send(self, kind: Kind, chunk: int, m: int, tensor: Tensor) -> None:
+        """Send what a forward or a backward gives to the virtual stage that it is for."""
+        to = self._virtual(chunk) + (1 if kind == "F" else -1)
+        request = sent_after(Action(kind, chunk, m), self.stage, self.stages, self._last, self.pipeline.placement)
+        if request is None:
+            self.local[kind, Message(to // self.stages, m)] = tensor
         else:
-            self.local[direction, message] = tensor
+            self.outboxes[request.direction].send(request.message, tensor)
 
-    def _take(self, direction: Direction, chunk: int, m: int) -> Tensor:
+    def _take(self, kind: Kind, chunk: int, m: int) -> Tensor:
+        """Return what the forward or the backward of the virtual stage before or after a chunk has given."""
         message = Message(chunk, m)
-        if not self.inboxes:
-            return self.local.pop((direction, message))
+        if (kind, message) in self.local:
+            return self.local.pop((kind, message))
+        # In a V, what goes forward there comes back there where the chunk is odd.
+        back = self.pipeline.placement == "v" and chunk % 2 == 1
+        direction: Direction = FORWARD if (kind == "F") != back else BACKWARD
         inbox = self.inboxes[direction]
         tensor = inbox.take(message)
         # Its sender is the receiver of what leaves in the other direction.

@@ -1,16 +1,19 @@
 """Pipeline schedules as data, and a simulator that proves them. Integers only: no torch, no process group.
 
-A schedule says, for each stage (a pipeline rank), which actions it runs in which order. With ``chunks`` model chunks
-per stage, chunk c on stage s is virtual stage v = c * stages + s: data visits v = 0, 1, ..., chunks * stages - 1 on its
-way forward and returns the same way. Within a chunk every schedule here runs microbatches in ascending order, forward
-and backward, so gradients are summed in the same order whichever schedule is chosen.
+A schedule says, for each stage (a pipeline rank), which actions it runs in which order. Its chunks of the model are
+virtual stages (``parallel.placement``): data visits v = 0, 1, ..., chunks * stages - 1 on its way forward and returns
+the same way. Within a chunk every schedule here runs microbatches in ascending order, forward and backward, so
+gradients are summed in the same order whichever schedule is chosen.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
+
+from megacore.parallel.enum_errors import Placement
+from megacore.parallel.placement import stage_of, virtual_stage
 
 Kind = Literal["F", "B", "I", "W"]
 Direction = Literal["forward", "backward"]
@@ -129,13 +132,55 @@ def zb_interleaved(stages: int, chunks: int, microbatches: int) -> Schedule:
     return tuple(_weights_behind(row, stage) for stage, row in enumerate(interleaved(stages, chunks, microbatches)))
 
 
+def zb_v(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """Return ZB-V (Qi et al. 2024, arXiv 2405.15362): a split backward on two chunks a stage that are placed in a V.
+
+    What a stage has of the beginning of the model waits long for its gradients, and what it has of the end a short
+    time, so all stages hold the same: 2 * stages chunks, as much as the first stage of 1F1B. Bubble (stages - 1) / (6
+    microbatches) from 2 * stages - 1 microbatches on, where input and weight gradients take as long as a forward.
+    """
+    _check_sizes(stages, chunks, microbatches)
+    if chunks != 2:
+        raise ValueError(f"zb-v runs two chunks per stage, there and back, not chunks={chunks}: choose chunks=2")
+    return tuple(_there_and_back(stages, stage, microbatches) for stage in range(stages))
+
+
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-interleaved": zb_interleaved,
+    "zb-v": zb_v,
 }
+
+
+def _there_and_back(stages: int, stage: int, microbatches: int) -> tuple[Action, ...]:
+    """Return the row of a stage in :func:`zb_v`. Of fewer microbatches than fill it, it is that of as many less what
+    belongs to those that are not there."""
+    done, row = Counter[tuple[Kind, int]](), list[Action]()
+
+    def run(*actions: tuple[Kind, int], times: int = 1) -> None:
+        for kind, chunk in actions * times:
+            if done[kind, chunk] < microbatches:
+                row.append(Action(kind, chunk, done[kind, chunk]))
+            done[kind, chunk] += 1
+
+    behind, enough = stages - stage, max(microbatches, 2 * stages - 1)
+    there: tuple[tuple[Kind, int], ...] = (("I", 0), ("W", 0))
+    back: tuple[tuple[Kind, int], ...] = (("F", 1), ("I", 1), ("W", 1))
+    run(("F", 0), times=2 * behind - 1)
+    run(("F", 1), ("F", 0), times=stage)
+    run(*back, times=behind)
+    while done["F", 0] < enough:
+        run(("F", 0), *there, *back)
+    run(*there, *back, times=done["F", 0] - done["F", 1])
+    # No stage waits for weight gradients: they fill the time until the last input gradients come.
+    run(("I", 0), ("I", 1), times=stage)
+    run(*there, times=behind)
+    run(("W", 1), times=done["I", 1] - done["W", 1])
+    run(("W", 0), times=done["I", 0] - done["W", 0])
+    return tuple(row)
 
 
 def _weights_behind(row: tuple[Action, ...], behind: int) -> tuple[Action, ...]:
@@ -267,21 +312,25 @@ class Timeline:
 
 
 def dependencies(
-    action: Action, stage: int, stages: int, chunks: int, back: Kind = "B"
+    action: Action, stage: int, stages: int, chunks: int, back: Kind = "B", placement: Placement = "loop"
 ) -> tuple[tuple[int, Action], ...]:
     """Return the (stage, action) pairs that must have ended before ``stage`` can run ``action``; ``back`` is the kind
     of action that gives input gradients."""
     chunk, m = action.chunk, action.microbatch
-    virtual, last = chunk * stages + stage, chunks * stages - 1
+    virtual, last = virtual_stage(stage, chunk, stages, placement), chunks * stages - 1
+
+    def of(kind: Kind, virtual: int) -> tuple[int, Action]:
+        return stage_of(virtual, stages, placement), Action(kind, virtual // stages, m)
+
     if action.kind == "F":
-        return (((virtual - 1) % stages, F((virtual - 1) // stages, m)),) if virtual > 0 else ()
+        return (of("F", virtual - 1),) if virtual > 0 else ()
     if action.kind == "W":
         return ((stage, I(chunk, m)),)
     own = (stage, F(chunk, m))
-    return (own, ((virtual + 1) % stages, Action(back, (virtual + 1) // stages, m))) if virtual < last else (own,)
+    return (own, of(back, virtual + 1)) if virtual < last else (own,)
 
 
-def simulate(schedule: Schedule, costs: Costs | Cost = Cost()) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | Cost = Cost(), placement: Placement = "loop") -> Timeline:
     """Run a schedule on paper, each stage strictly in its order and with unlimited buffers.
 
     ``costs`` are those of every chunk of every stage, or one for all. Raises ``ScheduleError`` if an action is missing
@@ -301,7 +350,7 @@ def simulate(schedule: Schedule, costs: Costs | Cost = Cost()) -> Timeline:
         row, done = schedule[stage], spans[stage]
         while len(done) < len(row):
             action = row[len(done)]
-            needed = dependencies(action, stage, stages, chunks, back)
+            needed = dependencies(action, stage, stages, chunks, back, placement)
             missing = next((need for need in needed if need not in end), None)
             if missing is not None:
                 blocked.setdefault(missing, []).append(stage)
@@ -384,17 +433,18 @@ class Request(NamedTuple):
     message: Message
 
 
-def messages(schedule: Schedule) -> tuple[dict[Direction, tuple[Message, ...]], ...]:
+def messages(schedule: Schedule, placement: Placement = "loop") -> tuple[dict[Direction, tuple[Message, ...]], ...]:
     """Return the messages that each stage sends on its two channels, in the order in which it sends.
 
-    The forward channel leads from stage s to (s + 1) % stages and carries the outputs of forwards, the backward channel
-    to (s - 1) % stages and carries input gradients. Each is a FIFO of its own: with two stages both channels of a stage
-    lead to the same peer and are still two. A single stage sends nothing; its chunks hand over locally.
+    The forward channel leads from stage s to (s + 1) % stages, the backward channel to (s - 1) % stages. In a loop the
+    one carries the outputs of forwards, the other input gradients; in a V, of odd chunks, the other way round. Each is
+    a FIFO of its own: with two stages both channels of a stage lead to the same peer and are still two. A stage sends
+    itself nothing; its chunks hand over locally.
     """
     stages, last = len(schedule), _last(schedule)
     plans: list[dict[Direction, tuple[Message, ...]]] = []
     for stage, row in enumerate(schedule):
-        sent = [_sent(action, stage, stages, last) for action in row]
+        sent = [sent_after(action, stage, stages, last, placement) for action in row]
         plans.append(
             {
                 "forward": tuple(x.message for x in sent if x and x.direction == "forward"),
@@ -409,26 +459,26 @@ def _last(schedule: Schedule) -> int:
     return max(action.chunk for row in schedule for action in row) * len(schedule) + len(schedule) - 1
 
 
-def _sent(action: Action, stage: int, stages: int, last: int) -> Request | None:
-    """Return what a stage sends after an action, if it sends anything."""
-    virtual = action.chunk * stages + stage
-    if stages > 1 and action.kind == "F" and virtual < last:
-        return Request("forward", Message((virtual + 1) // stages, action.microbatch))
-    if stages > 1 and action.kind in ("B", "I") and virtual > 0:
-        return Request("backward", Message((virtual - 1) // stages, action.microbatch))
-    return None
+def sent_after(action: Action, stage: int, stages: int, last: int, placement: Placement) -> Request | None:
+    """Return what a stage sends to another one after an action, if anything; ``last``: the last virtual stage."""
+    virtual = virtual_stage(stage, action.chunk, stages, placement)
+    to = virtual + {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+    if to == virtual or not 0 <= to <= last or stage_of(to, stages, placement) == stage:
+        return None
+    ahead = (to > virtual) != (placement == "v" and action.chunk % 2 == 1)
+    return Request("forward" if ahead else "backward", Message(to // stages, action.microbatch))
 
 
-def arrivals(schedule: Schedule, stage: int) -> dict[Direction, tuple[Message, ...]]:
+def arrivals(schedule: Schedule, stage: int, placement: Placement = "loop") -> dict[Direction, tuple[Message, ...]]:
     """Return what ``stage`` must receive from its two neighbours, in the order in which they send it."""
-    plans, stages = messages(schedule), len(schedule)
+    plans, stages = messages(schedule, placement), len(schedule)
     return {
         "forward": plans[(stage - 1) % stages]["forward"],
         "backward": plans[(stage + 1) % stages]["backward"],
     }
 
 
-def requests(schedule: Schedule) -> tuple[tuple[tuple[Request, ...], ...], ...]:
+def requests(schedule: Schedule, placement: Placement = "loop") -> tuple[tuple[tuple[Request, ...], ...], ...]:
     """Return the requests that each stage makes of its neighbours after 0, 1, 2, ... of its actions.
 
     It is what they send between two actions of the stage, in one order of the actions of all stages, that of
@@ -437,14 +487,13 @@ def requests(schedule: Schedule) -> tuple[tuple[tuple[Request, ...], ...], ...]:
     run; if it asked later, its neighbour might wait for it to ask.
     """
     stages, last = len(schedule), _last(schedule)
-    order = sorted(
-        (span.start, stage, at) for stage, row in enumerate(simulate(schedule).spans) for at, span in enumerate(row)
-    )
+    spans = simulate(schedule, placement=placement).spans
+    order = sorted((span.start, stage, at) for stage, row in enumerate(spans) for at, span in enumerate(row))
     asked: list[list[list[Request]]] = [[[] for _ in range(len(row) + 1)] for row in schedule]
     run = [0] * stages
     for _, stage, at in order:
         run[stage] += 1
-        sent = _sent(schedule[stage][at], stage, stages, last)
+        sent = sent_after(schedule[stage][at], stage, stages, last, placement)
         if sent:
             target = (stage + (1 if sent.direction == "forward" else -1)) % stages
             asked[target][run[target]].append(sent)
@@ -454,14 +503,14 @@ def requests(schedule: Schedule) -> tuple[tuple[tuple[Request, ...], ...], ...]:
 # -- the drawing
 
 
-def draw(schedule: Schedule) -> str:
+def draw(schedule: Schedule, placement: Placement = "loop") -> str:
     """Return a text Gantt chart, one row per stage; a forward is one cell wide, a backward two or, split, one and
     one, and dots are idle.
 
     ``F3`` is the forward of microbatch 3; with several chunks ``F3b`` is that of chunk 1 (a, b, c, ...).
     """
     several = any(action.chunk for row in schedule for action in row)
-    timeline = simulate(schedule)
+    timeline = simulate(schedule, placement=placement)
     width = 1 + max(len(_label(span.action, several)) for row in timeline.spans for span in row)
     lines = []
     for stage, row in enumerate(timeline.spans):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
-from megacore.parallel.enum_errors import check_choice
+from megacore.parallel.enum_errors import Placement, check_choice
+from megacore.parallel.placement import stage_of, virtual_stage
 from megacore.parallel.weights.pattern import Piece, Sizes
 from megacore.parallel.weights.schema import (
     EXPERT_TENSOR_PARALLEL,
@@ -417,8 +418,9 @@ class Layout:
     Args:
         schema: The parameters.
         mesh: Sizes of the mesh.
-        layers: Layers of each virtual stage; virtual stage ``chunk * pp + stage`` is the chunk ``chunk`` of a stage.
+        layers: Layers of each virtual stage.
         split: The dimensions of the mesh that split an axis, for axes of :data:`~parallel.weights.schema.SPLIT`.
+        placement: How virtual stages are placed, see :func:`~parallel.placement.virtual_stage`.
 
     Raises:
         ValueError: the mesh cannot split the model so; the message says all reasons.
@@ -428,6 +430,7 @@ class Layout:
     mesh: MeshShape
     layers: tuple[int, ...]
     split: Split = field(default_factory=lambda: SPLIT)
+    placement: Placement = "loop"
 
     def __post_init__(self) -> None:
         if self.split != SPLIT:
@@ -451,11 +454,23 @@ class Layout:
 
     @cached_property
     def stage_of_layer(self) -> tuple[int, ...]:
-        return tuple(v % self.mesh.pp for v, count in enumerate(self.layers) for _ in range(count))
+        return tuple(self._stage_of(virtual) for virtual, count in enumerate(self.layers) for _ in range(count))
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that has the end of the model."""
+        return self._stage_of(len(self.layers) - 1)
+
+    def virtual_stages(self, stage: int) -> list[int]:
+        """Return the virtual stages that the chunks of a stage are."""
+        return [virtual_stage(stage, chunk, self.mesh.pp, self.placement) for chunk in range(self.chunks)]
+
+    def _stage_of(self, virtual: int) -> int:
+        return stage_of(virtual, self.mesh.pp, self.placement)
 
     def chunk_layers(self, stage: int, chunk: int) -> Sequence[int]:
         """Return the layers of one virtual stage."""
-        virtual = chunk * self.mesh.pp + stage
+        virtual = virtual_stage(stage, chunk, self.mesh.pp, self.placement)
         start = sum(self.layers[:virtual])
         return range(start, start + self.layers[virtual])
 
@@ -463,7 +478,7 @@ class Layout:
         """Return the pipeline stages that hold a parameter of the layer in ``index``."""
         if "layer" in param.named_axes:
             return (self.stage_of_layer[index["layer"]],)
-        ends = {"first": 0, "last": self.mesh.pp - 1}
+        ends = {"first": 0, "last": self.last_stage}
         return tuple(sorted({ends[end] for end in param.at.split()}))
 
     def box(self, axis: str, place: Coordinates) -> tuple[int, int]:

@@ -148,7 +148,7 @@ BAD = [
     bad("data.train=3", "data.train: expected a list, got 3"),
     bad("pipeline.layers_per_stage=[8,half]", "pipeline.layers_per_stage[1]: expected a whole number, got 'half'"),
     bad("model=llama", "model: expected a mapping, got 'llama'"),
-    bad("pipeline.schedule=1F1B", "got '1F1B'", "'gpipe', '1f1b', 'interleaved', 'zb-h1' or 'zb-interleaved'"),
+    bad("pipeline.schedule=1F1B", "got '1F1B'", "'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-interleaved' or 'zb-v'"),
     bad("schedule.name=cosin", "schedule.name: got 'cosin'", "'cosine', 'linear', 'wsd' or 'constant'"),
     bad("train.precision=fp4", "train.precision: got 'fp4'", "'bf16', 'fp16', 'fp8', 'fp32' or 'fp64'"),
     bad("train.device=gpu", "train.device: got 'gpu'", "'auto', 'cpu' or 'cuda'"),
@@ -228,6 +228,7 @@ BAD = [
     bad("pipeline.layers_per_stage=8x,8", "pipeline.layers_per_stage: Value error, '8x' is no number of layers"),
     bad("pipeline.chunks=2", "1f1b", "pipeline.chunks=2", "pipeline.schedule=interleaved"),
     bad("pipeline.chunks=2 pipeline.schedule=zb-h1", "pipeline.chunks=2", "pipeline.schedule=zb-interleaved"),
+    bad("pipeline.schedule=zb-v", "two chunks per stage, there and back, not pipeline.chunks=1", "pipeline.chunks=2"),
     bad("pipeline.schedule=zb-h1 train.compile=true", "compiled blocks", "=false or pipeline.schedule=1f1b"),
     bad(
         "pipeline.schedule=zb-interleaved memory.loss_chunk=512 zero.shard=gradients",

@@ -27,6 +27,7 @@ from megacore.models.stages import layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
+from megacore.parallel.placement import placement_of
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
 from megacore.planning.activations import ActivationMemory
@@ -50,7 +51,8 @@ SMALL: dict[str, Any] = LLAMA | {"vocab_size": 50, "num_hidden_layers": 8, "max_
 def setting(model: dict[str, Any], mesh: MeshShape, chunks: int = 1, microbatches: int = 8, **changed: Any) -> Setting:
     config = configure(model)
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    made = Setting(config, layout_of(config, mesh, chunks), Widths.of("bf16"), 64, 1, microbatches, schedule)
+    layout = layout_of(config, mesh, chunks, placement=placement_of(changed.get("schedule", schedule)))
+    made = Setting(config, layout, Widths.of("bf16"), 64, 1, microbatches, schedule)
     return replace(made, **changed)
 
 
@@ -252,7 +254,7 @@ def test_the_time_of_the_update_is_that_of_what_is_trained() -> None:
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 5), (4, 8)])
 def test_what_is_in_flight_is_the_simulators(name: str, stages: int, microbatches: int) -> None:
     chunks = 1 if name in ONE_CHUNK else 2
-    schedule = SCHEDULES[name](stages, chunks, microbatches)
+    schedule, placement = SCHEDULES[name](stages, chunks, microbatches), placement_of(name)
     for kept, waiting in ((1, 1), (1, 16), (4, 1)):
         held = [
             max(
@@ -264,8 +266,9 @@ def test_what_is_in_flight_is_the_simulators(name: str, stages: int, microbatche
             )
             for each in crowds(name, stages, chunks, microbatches)
         ]
-        assert held == [sum(peak) for peak in simulate(schedule, Cost(kept=kept, waiting=waiting)).peaks]
-    assert held and tuple(map(sum, simulate(schedule).peaks)) == in_flight(name, stages, chunks, microbatches)
+        assert held == [sum(peak) for peak in simulate(schedule, Cost(kept=kept, waiting=waiting), placement).peaks]
+    peaks = simulate(schedule, placement=placement).peaks
+    assert held and tuple(map(sum, peaks)) == in_flight(name, stages, chunks, microbatches)
 
 
 def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
@@ -574,13 +577,13 @@ def test_one_microbatch_takes_the_same_time_however_layers_are_cut(layers: tuple
     assert working(made) == pytest.approx(working(whole) + 2 * hops * sent, rel=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-interleaved", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-interleaved", 2), ("zb-v", 2)])
 def test_many_microbatches_take_what_a_simulation_of_all_of_them_says(
     schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of some, and what a group of others takes: where stages and chunks are unequal too."""
     model = configure({"preset": "llama-3.1-8b"})
-    layout = layout_of(model, MeshShape(pp=4), chunks)
+    layout = layout_of(model, MeshShape(pp=4), chunks, placement=placement_of(schedule))
     base = Setting(model, layout, Widths.of("bf16"), 4096, 1, 1, schedule)
     for microbatches in (96, 203):
         made, totals = replace(base, microbatches=microbatches), []

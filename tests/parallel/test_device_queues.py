@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from in_flight import ONE_CHUNK
+from in_flight import takes
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +30,7 @@ from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.run import Pipeline, _Run
 from megacore.parallel.pipeline.schedules import SCHEDULES
+from megacore.parallel.placement import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 
 COMPUTE, ALLOCATE, SEND, RECEIVE, WAIT = "compute", "allocate", "send", "receive", "wait"
@@ -128,8 +129,9 @@ def programs(schedule: str, stages: int, chunks: int, microbatches: int, trains:
         for direction, source in itertools.product((FORWARD, BACKWARD), range(stages)):
             channel: Any = (direction, source)
             mesh._channels[direction, source] = Group((0, 1), 0, channel)
-        launch = partial(_compute, program)
-        modules = [Chunk(launch, chunk == chunks - 1 and stage == stages - 1) for chunk in range(chunks)]
+        launch, last = partial(_compute, program), chunks * stages - 1
+        placed = (virtual_stage(stage, chunk, stages, placement_of(schedule)) for chunk in range(chunks))
+        modules = [Chunk(launch, virtual == last) for virtual in placed]
         pipeline = Pipeline(mesh, modules, torch.float32, schedule, Weights(launch))
         with recorded(program):
             (pipeline.train if trains else pipeline.evaluate)([Tokens()] * microbatches, torch.ones(()))
@@ -218,7 +220,7 @@ SIZES = [
     for schedule in SCHEDULES
     for stages in (2, 3, 4, 7)
     for chunks in (1, 2, 3)
-    if not (schedule in ONE_CHUNK and chunks > 1)
+    if takes(schedule, chunks)
 ]
 
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
-from in_flight import ONE_CHUNK, in_flight
+from in_flight import in_flight, takes
 
 from megacore.parallel.enum_errors import SPLIT_BACKWARD
 from megacore.parallel.pipeline.schedules import (
@@ -14,6 +14,7 @@ from megacore.parallel.pipeline.schedules import (
     Bytes,
     Cost,
     Deadlock,
+    Direction,
     F,
     I,
     Message,
@@ -30,13 +31,15 @@ from megacore.parallel.pipeline.schedules import (
     simulate,
     zb_h1,
     zb_interleaved,
+    zb_v,
 )
+from megacore.parallel.placement import placement_of, virtual_stage
 
 STAGES, CHUNKS, MICROBATCHES = range(1, 9), range(1, 5), (*range(1, 13), 16, 19, 24)
 
 
 def sizes(name: str, stages: int) -> Iterator[tuple[int, int]]:
-    for chunks in CHUNKS if name not in ONE_CHUNK else (1,):
+    for chunks in (chunks for chunks in CHUNKS if takes(name, chunks)):
         for microbatches in MICROBATCHES:
             yield chunks, microbatches
 
@@ -55,7 +58,7 @@ def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, st
     for chunks, microbatches in sizes(name, stages):
         case = f"{name}({stages}, {chunks}, {microbatches})"
         schedule = SCHEDULES[name](stages, chunks, microbatches)
-        timeline = simulate(schedule)
+        timeline = simulate(schedule, placement=placement_of(name))
         kinds = "FIW" if name in SPLIT_BACKWARD else "BF"
         everything = [(kind, c, m) for kind in kinds for c in range(chunks) for m in range(microbatches)]
         for row in schedule:
@@ -65,7 +68,10 @@ def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, st
         # (p-1)/(v m) from p microbatches on; below, every chunk waits for the microbatches to come round
         idle = stages - 1 + (chunks - 1) * max(0, stages - microbatches)
         whole = idle / (chunks * microbatches)
-        if name not in SPLIT_BACKWARD:
+        if name == "zb-v":  # there and back, the first microbatch needs more than half of the stages' others
+            idle = max(stages - 1, 4 * stages - 2 - 2 * microbatches)
+            assert timeline.bubble == pytest.approx(idle / (6 * microbatches)), case
+        elif name not in SPLIT_BACKWARD:
             assert timeline.bubble == pytest.approx(whole), case
         elif microbatches >= stages:  # a third: what is idle is as long as a forward
             assert timeline.bubble == pytest.approx(whole / 3), case
@@ -89,19 +95,27 @@ def test_microbatches_ascend_within_a_chunk_so_that_gradients_add_up_in_one_orde
 @pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
 @pytest.mark.parametrize("stages", STAGES)
 def test_fifo_channels_deliver_in_the_order_of_use(name: str, stages: int) -> None:
-    """Run every schedule with nothing but FIFOs between stages: what is needed next is always the head of its queue."""
+    """Run every schedule with nothing but FIFOs between stages: what is needed next is always the head of its queue. In
+    a V the queues carry outputs of one chunk and gradients of the other, of which one may wait for its use."""
     build = forward_only if name == "forward_only" else SCHEDULES[name]
     for chunks, microbatches in sizes(name, stages):
-        schedule = build(stages, chunks, microbatches)
+        schedule, placement = build(stages, chunks, microbatches), placement_of(name)
         last = chunks * stages - 1
-        queues = {(d, s): deque(order) for s in range(stages) for d, order in arrivals(schedule, s).items()}
+        queues = {(d, s): deque(order) for s in range(stages) for d, order in arrivals(schedule, s, placement).items()}
         for stage, row in enumerate(schedule):
             for action in row if stages > 1 else ():
-                virtual = action.chunk * stages + stage
-                if action.kind == "F" and virtual > 0:
-                    assert queues["forward", stage].popleft() == (action.chunk, action.microbatch)
-                if action.kind in "BI" and virtual < last:
-                    assert queues["backward", stage].popleft() == (action.chunk, action.microbatch)
+                virtual = virtual_stage(stage, action.chunk, stages, placement)
+                there: tuple[Direction, Direction] = ("forward", "backward")
+                if placement == "v" and action.chunk == 1:
+                    there = ("backward", "forward")
+                # By hand: chunk 0 goes to the last stage, which hands over to itself, and chunk 1 comes back.
+                if placement == "v" and stage == stages - 1 and (action.kind, action.chunk) in (("F", 1), ("I", 0)):
+                    continue
+                if action.kind == "W" or virtual == (0 if action.kind == "F" else last):
+                    continue
+                queue = queues[there[action.kind != "F"], stage]
+                assert placement == "v" or queue[0] == (action.chunk, action.microbatch)
+                queue.remove(Message(action.chunk, action.microbatch))
         assert not any(queues.values())
 
 
@@ -109,28 +123,30 @@ def test_fifo_channels_deliver_in_the_order_of_use(name: str, stages: int) -> No
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_action_starts_before_what_it_needs(name: str, stages: int) -> None:
     for chunks, microbatches in [(1, 1), (1, 5), (2, 3), (3, 7)]:
-        if name in ONE_CHUNK and chunks > 1:
+        if not takes(name, chunks):
             continue
+        placement = placement_of(name)
         cost = Cost(forward=1.0, inputs=1.75, weights=1.25, send=0.25)
-        timeline = simulate(SCHEDULES[name](stages, chunks, microbatches), cost)
+        timeline = simulate(SCHEDULES[name](stages, chunks, microbatches), cost, placement)
         ends = {
-            (a.kind, a.chunk * stages + stage, a.microbatch): end
+            (a.kind, virtual_stage(stage, a.chunk, stages, placement), a.microbatch): end
             for stage, row in enumerate(timeline.spans)
             for a, _, end in row
         }
         hop = 0.25 if stages > 1 else 0.0
+        turn = stages if placement == "v" else -1  # this one is on the stage of the one before
         back = "I" if name in SPLIT_BACKWARD else "B"
         for stage, row in enumerate(timeline.spans):
             clock = 0.0
             for a, start, end in row:
-                v, m = a.chunk * stages + stage, a.microbatch
+                v, m = virtual_stage(stage, a.chunk, stages, placement), a.microbatch
                 assert start >= clock
                 if a.kind == "F" and v > 0:
-                    assert start >= ends["F", v - 1, m] + hop
+                    assert start >= ends["F", v - 1, m] + hop * (v != turn)
                 if a.kind == back:
                     assert start >= ends["F", v, m]
                     if v < chunks * stages - 1:
-                        assert start >= ends[back, v + 1, m] + hop
+                        assert start >= ends[back, v + 1, m] + hop * (v + 1 != turn)
                 if a.kind == "W":
                     assert start >= ends["I", v, m]
                 assert end - start == {"F": 1.0, "B": 3.0, "I": 1.75, "W": 1.25}[a.kind]
@@ -188,6 +204,13 @@ def test_zb_h1_by_hand() -> None:
     assert zb_interleaved(2, 2, 2) == (
         parse("F0a F1a F0b F1b I0b W0b I1b W1b I0a W0a I1a W1a"),
         parse("F0a F1a F0b I0b F1b I1b W0b I0a W1b I1a W0a W1a"),
+    )
+
+
+def test_zb_v_by_hand() -> None:
+    assert zb_v(2, 2, 3) == (
+        parse("F0a F1a F2a F0b I0b W0b F1b I1b W1b I0a W0a F2b I2b W2b I1a W1a I2a W2a"),
+        parse("F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b I1a I2b I2a W1a W2b W2a"),
     )
 
 
@@ -332,3 +355,5 @@ def test_errors_name_the_way_out() -> None:
     for build, other in ((one_f_one_b, "interleaved"), (zb_h1, "zb-interleaved")):
         with pytest.raises(ValueError, match=f"chunks=3: choose {other}, or chunks=1"):
             build(2, 3, 4)
+    with pytest.raises(ValueError, match=r"zb-v runs two chunks .* not chunks=1: choose chunks=2"):
+        zb_v(2, 1, 4)

@@ -118,6 +118,8 @@ SPLIT = [
     Run(MeshShape(tp=2, pp=2), schedule="zb-h1"),
     Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", shard="gradients"),
     Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", shard="parameters"),
+    Run(MeshShape(pp=2, dp=2), 2, "zb-v", shard="parameters"),
+    Run(MeshShape(tp=2, pp=2), 2, "zb-v", shard="optimizer"),
 ]
 # A case of each family everywhere; the other cases on layouts of each kind.
 EVERYWHERE = (UNTIED, TIED_ENDS)
@@ -425,14 +427,14 @@ def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
     of_rank = case.sequences // mesh.data
     sizes_of_micro = (1, 2, 3, 4, 6, 8, 12)
     micro = rng.choice([n for n in sizes_of_micro if of_rank % n == 0 == n * case.length % (mesh.cp * mesh.tp)])
-    pipelined = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-interleaved")
+    pipelined = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-interleaved", "zb-v")
     schedule = rng.choice(pipelined if mesh.pp > 1 else ("1f1b", "gpipe"))
     if case.coefficients.batch and micro < of_rank:
         schedule = "gpipe"  # the others begin the backward before all tokens are routed
     shard = rng.choice(RUNGS)
     made = Run(
         mesh,
-        2 if schedule.endswith("interleaved") else 1,
+        2 if schedule.endswith(("interleaved", "-v")) else 1,
         schedule,
         micro=micro,
         activations=Activations(rng.choice(("none", "selective", "full")), rng.random() < 0.2, rng.choice((None, 5))),
@@ -554,6 +556,7 @@ OF_FURTHER: list[Pair] = [
         Run(MeshShape(tp=2, cp=2), shard="gradients", activations=Activations("selective", True), loss_chunk=5),
         Run(MeshShape(tp=2, pp=2), schedule="zb-h1"),
         Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", shard="parameters"),
+        Run(MeshShape(pp=2, tp=2), 2, "zb-v"),
         interleaved(MeshShape(dp=2), shard="optimizer"),
         Run(MeshShape(cp=4, ep=2), micro=2, balance="auto"),
     )
@@ -571,6 +574,8 @@ BARE_ENDS: list[Pair] = [
     (UNTIED, Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", ENDS_OF_4, shard="parameters")),
     (TIED, Run(MeshShape(pp=4, tp=2), 2, "zb-interleaved", ENDS_OF_8, activations=Activations("full"))),
     (DOCUMENTS, interleaved(MeshShape(), layers=(0, 3), activations=Activations("selective", True))),
+    (TIED, Run(MeshShape(pp=2, tp=2), 2, "zb-v", ENDS_OF_4)),
+    (UNTIED, Run(MeshShape(pp=4, tp=2), 2, "zb-v", ENDS_OF_8, activations=Activations("full"))),
     (TIED, Run(MeshShape(pp=2, tp=2), layers=(0, 3))),  # a stage without a layer
     (UNTIED, Run(MeshShape(pp=2, dp=2), 1, "zb-h1", (3, 0), shard="gradients")),
     (TIED, Run(MeshShape(pp=2, dp=2), layers=(3, 0), shard="parameters", offload=FILE, offload_parameters=True)),

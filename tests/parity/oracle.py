@@ -38,6 +38,7 @@ from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.placement import placement_of
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
@@ -150,7 +151,8 @@ class Run:
 
     def layout(self, case: Case) -> Layout:
         split = EXPERT_TENSOR_PARALLEL if self.etp else SPLIT
-        return layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning, split)
+        placement = placement_of(self.schedule)
+        return layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning, split, placement)
 
     def __str__(self) -> str:
         m = self.mesh

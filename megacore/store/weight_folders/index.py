@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from megacore.models import names
 from megacore.models.config import ModelConfig, ModelConfigError
@@ -18,6 +18,7 @@ from megacore.models.lora import Lora
 from megacore.models.registry import family
 from megacore.models.tuning import Tuning
 from megacore.models.wrappers import Naming, unwrapped
+from megacore.parallel.enum_errors import Placement
 from megacore.parallel.weights.block_formats import BLOCK_BYTES
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard, least_layers
@@ -26,9 +27,10 @@ from megacore.parallel.weights.transfer import Stored, native
 from megacore.store.io.strict_json import StoreError, read_json, short
 
 INDEX = "index.json"
-FORMAT, VERSIONS = "megacore", (1, 2, 3)
+FORMAT, VERSIONS = "megacore", (1, 2, 3, 4)
 """Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
-there may be experts; since version 3 tensors may be carried. Where nothing of this is so, it is version 1."""
+there may be experts; since version 3 tensors may be carried, and since version 4 virtual stages be placed in a V. Where
+nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 STATES = ("weights", MASTER, *MOMENTS, EMA)
@@ -73,7 +75,8 @@ class FileLayout(Layout):
 def on_disk(layout: Layout) -> FileLayout:
     """Return the layout without what does not show on disk: its ranks are the model-parallel coordinates."""
     mesh = layout.mesh
-    return FileLayout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers, layout.split)
+    shape = MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp)
+    return FileLayout(layout.schema, shape, layout.layers, layout.split, layout.placement)
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,8 @@ class Index:
         schema = self.layout.schema
         some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
+        if self.layout.placement != "loop":
+            return 4
         if self.carried is not None:
             return 3
         return 1 if whole and not some and not self.split else 2
@@ -233,6 +238,7 @@ class Index:
             "sizes": dict(schema.sizes),
             "mesh": {"pp": mesh.pp, "ep": mesh.ep, "tp": mesh.tp},
             "layers_per_stage": list(self.layout.layers),
+            **({"placement": self.layout.placement} if self.layout.placement != "loop" else {}),
             **({"split": {axis: list(dims) for axis, dims in self.split.items()}} if self.split else {}),
             "states": list(self.states),
             **({"frozen": sorted(still)} if (still := self.frozen - self._buffers) else {}),
@@ -345,7 +351,7 @@ def read_index(path: Path) -> Index:
         _check_count(tree, schema, records)
         if "adapters" not in tree.tree:  # earlier releases left out layers that predict further tokens
             raw, _ = family(raw["model_type"]).config.as_held(raw, {param.hf for param in schema.params})
-        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split)
+        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split, _placement(tree))
         index = Index(raw, layout, states, step, records, _adapters(tree), carried=_carried(tree, raw["model_type"]))
         _check_model(tree, index)
         index = replace(index, frozen=_frozen(tree, index.schema), muon=_muon(tree))
@@ -499,6 +505,13 @@ def _layers(tree: _Tree, version: int) -> tuple[int, ...] | None:
     if any(a > b for a, b in ends) or any(b >= a for (_, b), (a, _) in itertools.pairwise(ends)):
         raise tree.error(f"has layers={short(text)}, which do not ascend")
     return tuple(n for a, b in ends for n in range(a, b + 1))
+
+
+def _placement(tree: _Tree) -> Placement:
+    known = get_args(Placement)
+    if (said := tree.tree.get("placement", "loop")) not in known:
+        raise tree.error(f"has placement={short(said)}, and virtual stages are placed as {' or '.join(known)}")
+    return cast(Placement, said)
 
 
 def _split(tree: _Tree, version: int) -> Split:
