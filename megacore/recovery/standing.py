@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from megacore.parallel.weights.layout import MeshShape
 from megacore.places import along, listed, place
 from megacore.rank import WAITING
-from megacore.recovery.beats import PHASES, Phase, Reading
-from megacore.recovery.flight_recorder import Call, GroupLog
+from megacore.recovery.beats import PHASES, Phase, Place, Reading
+from megacore.recovery.flight_recorder import MESSAGE, Call, GroupLog
 
 COMPILING = (
     "torch/_dynamo/convert_frame.py",
@@ -49,6 +49,8 @@ class Awaited:
 
     def words(self, shape: MeshShape | None) -> str:
         """Return "all_reduce 812 of tp"."""
+        if self.call[0] == MESSAGE:
+            return f"a message from rank {self.ranks[0]} to rank {self.ranks[1]}"
         return f"{self.call[0]} {self.number} of {along(self.ranks, shape) or self.group}"
 
 
@@ -60,6 +62,7 @@ class Witness:
         doing: "works", "waits", "compiles" or "is stopped", as far as its stacks show that.
         call: The call in which it waits, or nothing.
         groups: {group: its collectives}; empty where it has not answered.
+        device: The place that its GPU has come to; None where that is not known.
     """
 
     reading: Reading
@@ -67,6 +70,23 @@ class Witness:
     doing: str = "works"
     call: str = ""
     groups: Mapping[str, GroupLog] = field(default_factory=dict)
+    device: Place | None = None
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether its collectives run on a GPU, which its host is ahead of."""
+        return self.device is not None or self.reading.device >= 0
+
+    @property
+    def first(self) -> tuple[Awaited, bool | None] | None:
+        """The first collective of its GPU that has not ended, and whether this has begun it, where that is known; a
+        message only where there is no other, as a rank asks for those before it needs them."""
+        waiting = [(log.kind == MESSAGE, log.entered, group) for group, log in self.groups.items() if log.entered >= 0]
+        if not waiting:
+            return None
+        group = min(waiting)[-1]
+        log = self.groups[group]
+        return Awaited(group, min(log.pending), log.pending[min(log.pending)], log.ranks), log.begun
 
     @property
     def may_take(self) -> bool:
@@ -118,9 +138,12 @@ def judge(seen: Mapping[int, Witness], shape: MeshShape | None, node: str = "") 
             )
             return min(map(tuple, called.values()), key=len), text
     stands = [rank for rank, each in sorted(seen.items()) if each.doing != "waits"]
-    # A GPU's host may stand anywhere while it waits for its device, which waits for those that have yet to enter.
-    free = [rank for rank in stands if seen[rank].reading.device < 0 or not any(_late(seen[rank], seen))]
-    stands = free or stands
+    # A GPU's host may stand anywhere while it waits for its device, which waits for those that come later.
+    waits = {
+        rank: _late_devices(rank, seen, shape) for rank, each in sorted(seen.items()) if each.is_gpu and each.first
+    }
+    late = {rank for ranks in waits.values() for rank in ranks if not waits.get(rank)}
+    stands = sorted({*(rank for rank in stands if rank not in waits), *late})
     if not stands and shape is not None and len(seen) == shape.world:
         for _, each in sorted(seen.items()):
             for awaited, rank in _late(each, seen):
@@ -135,21 +158,64 @@ def judge(seen: Mapping[int, Witness], shape: MeshShape | None, node: str = "") 
 
 def where(seen: Mapping[int, Witness], ranks: Iterable[int], shape: MeshShape | None, node: str = "") -> str:
     """Return "rank 5 (tp=2, node c) in `data` of step 40 for 61 s", for all that are to be told."""
-    alike = dict[tuple[str, Phase, int], list[int]]()
+    alike = dict[tuple[str, Phase, int, str], list[int]]()
     for rank in ranks:
-        alike.setdefault((seen[rank].doing, seen[rank].reading.phase, seen[rank].reading.step), []).append(rank)
+        each = seen[rank]
+        alike.setdefault((each.doing, each.reading.phase, each.reading.step, _on_gpu(each, shape)), []).append(rank)
     told = list[str]()
-    for (does, phase, step), who in alike.items():
+    for (does, phase, step, gpu), who in alike.items():
         named = place(who[0], shape, node) if len(who) == 1 else listed(who)
-        how = {"is stopped": ", stopped by a signal", "compiles": ", compiling"}.get(does, "")
+        how = {"is stopped": ", stopped by a signal", "compiles": ", compiling"}.get(does, "") + gpu
         told.append(f"{named} in `{phase}` of step {step} for {min(seen[rank].stood for rank in who):.0f} s{how}")
     return "; ".join(told)
+
+
+def _on_gpu(each: Witness, shape: MeshShape | None) -> str:
+    """Return ", its GPU in `backward` of step 38 before all_gather 812 of tp" of one that its host is ahead of."""
+    if each.first is None:
+        return ""
+    awaited, begun = each.first
+    at = "" if each.device is None else f" in `{each.device[2]}` of step {each.device[0]}"
+    return f", its GPU{at} {'before' if begun is False else 'at'} {awaited.words(shape)}"
 
 
 def _late(each: Witness, seen: Mapping[int, Witness]) -> Iterator[tuple[Awaited, int]]:
     """Yield the collectives in which a rank waits, with those that have yet to enter them."""
     for awaited in each.pending:
         yield from ((awaited, rank) for rank in awaited.ranks if rank in seen and awaited.lacks(seen[rank]))
+
+
+def _late_devices(rank: int, seen: Mapping[int, Witness], shape: MeshShape | None) -> set[int]:
+    """Return the ranks whose GPUs have yet to come to the first collective that a rank's GPU has not done, as far as
+    that is known."""
+    found = seen[rank].first
+    assert found is not None
+    awaited, begun = found
+    late = set[int]()
+    for other in awaited.ranks:
+        if other == rank or other not in seen:
+            continue
+        theirs, log = seen[other].first, seen[other].groups.get(awaited.group)
+        if awaited.lacks(seen[other]):  # its host has not entered it
+            late.add(other)
+        elif log is None or not log.pending or awaited.number < min(log.pending):
+            continue  # it has ended there, or it is not known
+        elif theirs is not None and (theirs[0].group, theirs[0].number) != (awaited.group, awaited.number):
+            late.add(other)  # it is still in an earlier one
+        elif (begun, theirs and theirs[1]) == (True, False) or (begun is None and _is_behind(other, rank, seen, shape)):
+            late.add(other)
+    return late
+
+
+def _is_behind(one: int, other: int, seen: Mapping[int, Witness], shape: MeshShape | None) -> bool:
+    """Return whether the GPU of one rank has come less far than that of another by its events. Those of a stage go
+    through the same phases in a step; others are compared by the kind of the phase."""
+    ours, theirs = seen[one].device, seen[other].device
+    if ours is None or theirs is None:
+        return False
+    if shape is not None and shape.place(one).pp == shape.place(other).pp:
+        return ours[:2] < theirs[:2]
+    return (ours[0], _ORDER[ours[2]]) < (theirs[0], _ORDER[theirs[2]])
 
 
 def _waits(seen: Mapping[int, Witness], stands: Sequence[int], ranks: Iterable[int], shape: MeshShape | None) -> str:
