@@ -27,6 +27,7 @@ from megacore.places import along, listed, place
 from megacore.recovery import flight_recorder
 from megacore.recovery.beats import UNBORN, UPDATED, Place, Reading, done_at, read
 from megacore.recovery.flight_recorder import MESSAGE, GroupLog
+from megacore.recovery.gpus import gpu_in_words
 from megacore.recovery.standing import Witness, doing, judge, where
 from megacore.recovery.stragglers import Stragglers
 from megacore.say import err
@@ -45,8 +46,10 @@ SHARE = 0.75
 """The share of a collective's timeout after which it is said at the latest: the timeout ends what stacks would show."""
 AWAKE_S = 0.5
 """The most seconds that count between two looks: the agent may have slept, and the ranks with it."""
+NAMED = 2
+"""The most ranks whose GPUs are described."""
 STACKS_S = 2.0
-"""The seconds that ranks have for stacks and answers."""
+"""The seconds that ranks have for stacks and answers, and drivers for the state of a GPU."""
 WRITE_S = 5.0
 """The seconds that are waited for a file: the disk may be what the ranks wait for."""
 
@@ -205,6 +208,8 @@ class HangReport:
             self._say(stands, text, seen, stacks)
 
     def _say(self, stands: Sequence[int], text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> None:
+        gpus = {rank: _gpu_in_time(sorted(seen).index(rank)) for rank in stands[:NAMED] if seen[rank].is_gpu}
+        text = "; ".join([text, *(f"rank {rank} has {gpu}" for rank, gpu in gpus.items() if gpu)])
         text = f"no step for {min(each.stood for each in seen.values()):.0f} s: {text}"
         now, step = now_of(self.out, self.node), min(each.reading.step for each in seen.values())
         path = now.with_name(f"{time.strftime('%Y-%m-%dT%H-%M-%S')}{now.stem.removeprefix('now')}.txt")
@@ -271,6 +276,12 @@ def _is_done_in_time(write: Callable[[], object]) -> bool:
     """Write something in a thread that is left behind where the disk does not answer -> whether it is written."""
     writing = in_background(write, "hang-report-file")
     return bool(wait([writing], WRITE_S).done) and writing.exception() is None
+
+
+def _gpu_in_time(number: int) -> str:
+    """Return the state of a GPU of this machine, and nothing where its driver does not answer."""
+    asking = in_background(lambda: gpu_in_words(number), "hang-report-gpu")
+    return asking.result() if wait([asking], STACKS_S).done and asking.exception() is None else ""
 
 
 def _told(reading: Reading) -> Place:

@@ -518,8 +518,11 @@ def test_a_device_that_its_host_is_ahead_of_may_go_on(scene: Scene) -> None:
     assert scene.asks == 3 and len(scene.lines) == 1
 
 
-def test_a_device_that_stands_is_named_though_all_hosts_are_far_ahead(scene: Scene, tmp_path: Path) -> None:
+def test_a_device_that_stands_is_named_though_all_hosts_are_far_ahead(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1's stands before a collective that both hosts have entered, as others after it."""
+    monkeypatch.setattr(hang_report, "gpu_in_words", lambda number: f"GPU {number} at 55 C")
     scene.steps(5)
     ahead = [entry(number, "all_reduce", "scheduled") for number in range(812, 830)]
     for rank, state, at in (0, "started", (3, 9, "backward")), (1, "scheduled", (3, 8, "forward")):
@@ -534,7 +537,7 @@ def test_a_device_that_stands_is_named_though_all_hosts_are_far_ahead(scene: Sce
     assert (incident.rank, incident.step) == (1, 5)
     assert incident.detail == (
         "no step for 120 s: rank 1 (dp=1) in `log` of step 5 for 120 s, its GPU in `forward` of step 3 before "
-        "all_reduce 812 of dp; rank 0 waiting in all_reduce 812 of dp"
+        "all_reduce 812 of dp; rank 0 waiting in all_reduce 812 of dp; rank 1 has GPU 1 at 55 C"
     )
     (path,) = (scene.out / "hangs").glob("2*.txt")
     report = path.read_text()
