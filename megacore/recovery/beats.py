@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, thread_time
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 Phase = Literal["start", "data", "forward", "backward", "reduce", "update", "log", "save", "evaluate", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -25,7 +25,7 @@ and writes metrics, ``end`` after its last step."""
 
 Place = tuple[int, int, Phase]
 """The place that a device has come to: the step, the number of the phase in it, and the phase."""
-UPDATED: Phase = "log"
+UPDATED: Final = "log"
 """The phase of a device that has just done the update of its step."""
 
 _NUMBER: Mapping[str, int] = {phase: number for number, phase in enumerate(PHASES)}

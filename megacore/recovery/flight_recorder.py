@@ -34,8 +34,8 @@ _ALIKE = ("all_reduce", "broadcast", "reduce")
 """The kinds that all ranks of a group call with as many numbers of one type."""
 _FILES: Final = ("ask", "answer")
 _MESSAGE = re.compile(r"nccl:(send|recv) (\d+)(?:->|<-)(\d+)")
-MESSAGE = "message"
-"""The kind of a message from one rank to another, on both of them."""
+SEND, RECEIVE = "send", "recv"
+"""The kinds of messages from one rank to another."""
 
 Call = tuple[str, str]
 """A collective as a rank has called it: ("all_reduce", "2 Double"); of a kind that ranks may call with more or fewer
@@ -47,7 +47,8 @@ class GroupLog:
     """The collectives of one group that a rank has entered, or the messages from one rank to another.
 
     Args:
-        ranks: The ranks of the group; of messages the sender and the receiver.
+        ranks: The ranks of the group; of messages the sender and the receiver, whose kinds are :data:`SEND` and
+            :data:`RECEIVE`.
         last: The number of the newest one; the first is 1. Messages are numbered anew from the first that has not
             ended, and kept until then.
         kind: That of the newest.
@@ -140,6 +141,7 @@ def logs(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, Sequence[int]
     timed = any(entry.get("time_discovered_started_ns") for entry in entries)
     batched = {entry["process_group"][0] for entry in entries if entry["is_p2p"] and "coalesced" in _kind(entry)}
     calls: dict[tuple[str, tuple[int, ...]], dict[int, tuple[Call, Mapping[str, Any]]]] = {}
+    messages = dict[str, str]()
     for entry in entries:
         name = entry["process_group"][0]
         if not entry["is_p2p"]:
@@ -147,17 +149,18 @@ def logs(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, Sequence[int]
             calls.setdefault(group, {})[entry["collective_seq_id"]] = _call(entry), entry
         elif (found := _MESSAGE.fullmatch(entry["profiling_name"])) and name in ranks and name not in batched:
             own, other = (ranks[name][int(place)] for place in found.group(2, 3))
-            way = (own, other) if found.group(1) == "send" else (other, own)
+            kind, way = found.group(1), (own, other) if found.group(1) == SEND else (other, own)
             of_pair = calls.setdefault((f"{name} {way[0]}>{way[1]}", way), {})
+            messages[f"{name} {way[0]}>{way[1]}"] = kind
             if not _has_ended(entry):
-                of_pair[len(of_pair) + 1] = (MESSAGE, ""), entry
+                of_pair[len(of_pair) + 1] = (kind, ""), entry
     told = dict[str, Told]()
     for (name, members), entered in calls.items():
         pending = {number: each for number, each in sorted(entered.items()) if not _has_ended(each[1])}
         _, first = next(iter(pending.values()), ((), {}))
         begun = first["state"] == "started" if first and timed else None
         last = max(entered, default=0)
-        kind = entered[last][0][0] if last else MESSAGE
+        kind = messages.get(name) or entered[last][0][0]
         shown = [(number, *call) for number, (call, _) in [*pending.items()][:_PENDING]]
         on_gpu = first and first["profiling_name"].startswith("nccl:")
         told[name] = [*members], last, kind, shown, first["record_id"] if on_gpu else -1, begun

@@ -26,7 +26,7 @@ from megacore.parallel.weights.layout import MeshShape
 from megacore.places import along, listed, place
 from megacore.recovery import flight_recorder
 from megacore.recovery.beats import UNBORN, UPDATED, Place, Reading, done_at, read
-from megacore.recovery.flight_recorder import MESSAGE, GroupLog
+from megacore.recovery.flight_recorder import RECEIVE, SEND, GroupLog
 from megacore.recovery.gpus import gpu_in_words
 from megacore.recovery.standing import Witness, doing, judge, where
 from megacore.recovery.stragglers import Stragglers
@@ -239,10 +239,10 @@ class HangReport:
         for rank, each in sorted(seen.items()):
             for name, log in each.groups.items():
                 calls = [f"{kind} {number}{size and f' of {size}'}" for number, (kind, size) in log.pending.items()]
-                begun = {True: ", which its GPU has begun", False: ", which its GPU has not begun"}.get(log.begun, "")
+                begun = {True: ", which its GPU has begun", False: ", which its GPU has not begun", None: ""}[log.begun]
                 state = f"; not ended: {', '.join([calls[0] + begun, *calls[1:]])}" if calls else ""
                 members = f"{along(log.ranks, self.shape) or name} ({listed(log.ranks)})"
-                if log.kind != MESSAGE:
+                if log.kind not in (SEND, RECEIVE):
                     lines.append(f"rank {rank}, {members}: {log.kind} {log.last}{state}")
                 elif calls:
                     lines.append(f"rank {rank}, rank {log.ranks[0]} to rank {log.ranks[1]}{state}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from ordered_gpu import MemoryLaunch
@@ -69,7 +70,7 @@ def traced(name: str) -> Traced:
         made.append(Saves(run))
         run.callbacks = [*run.callbacks, *made]
 
-    log = log_of(CASES[name], 2, prepare)
+    log: Sequence[Any] = log_of(CASES[name], 2, prepare)
     copies = [
         each for each in log if isinstance(each, MemoryLaunch) and each.crosses and "Gradients.read" in each.place
     ]

@@ -30,7 +30,7 @@ from megacore.parallel.weights.layout import MeshShape
 from megacore.places import along, listed, place
 from megacore.recovery import beats, flight_recorder, hang_report
 from megacore.recovery.beats import PHASES, Beat, Phase, Place, Reading, read
-from megacore.recovery.flight_recorder import MESSAGE, GroupLog
+from megacore.recovery.flight_recorder import RECEIVE, SEND, GroupLog
 from megacore.recovery.hang_report import LEAST_S, START_S, Answer, HangReport, bound_s, now_of, standing
 from megacore.recovery.standing import Witness, doing, judge
 
@@ -164,8 +164,8 @@ def test_the_recorder_of_nccl_has_what_a_host_is_ahead_with() -> None:
     first = ("all_reduce", "6 BFloat16")
     assert flight_recorder.logs(ahead, ranks) == {
         "3": ([4, 6], 819, "all_reduce", [(812, "all_gather", ""), *((n, *first) for n in (813, 814, 815))], 812, None),
-        "5 8>4": ([8, 4], 0, MESSAGE, [], -1, None),
-        "5 4>8": ([4, 8], 1, MESSAGE, [(1, MESSAGE, "")], 820, None),
+        "5 8>4": ([8, 4], 0, RECEIVE, [], -1, None),
+        "5 4>8": ([4, 8], 1, SEND, [(1, SEND, "")], 820, None),
     }
     timed = [entry(809, "all_reduce", "completed", time_discovered_started_ns=5), ahead[2]]
     for state, begun in ("scheduled", False), ("started", True):
@@ -239,13 +239,16 @@ def gpu(
     """A rank with a GPU that has these collectives still to do, in this order: (group, number, ranks)."""
     groups = dict[str, GroupLog]()
     for order, (name, number, ranks) in enumerate(pending):
-        kind = MESSAGE if ">" in name else "all_reduce"
-        last, calls = number if number > 0 else -number, {number: (kind, "")} if number > 0 else {}
-        groups.setdefault(name, GroupLog(ranks, last, kind, calls, order if calls else -1, begun))
+        kind = (SEND if name.startswith("to") else RECEIVE) if ">" in name else "all_reduce"
+        calls = {number: (kind, "")} if number > 0 else {}
+        log = GroupLog(ranks, abs(number), kind, calls, order if calls else -1, begun)
+        groups.setdefault(name.removeprefix("to "), log)
     return replace(rank("log", step=42, groups=groups), device=at)
 
 
-TP, DP, FROM_1 = ("tp", 812, (0, 1)), ("dp", 9, (0, 2)), ("pp 1>0", 1, (1, 0))
+TP, DP, DP_ABROAD = ("tp", 812, (0, 1)), ("dp", 9, (0, 2)), ("dp", 9, (0, 5))
+ALL_3 = [("tp", 5, (0, 1, 2))]
+FROM_1, TO_0 = ("pp 1>0", 1, (1, 0)), ("to pp 1>0", 1, (1, 0))
 BEHIND: Place = (40, 2, "forward")
 
 
@@ -255,12 +258,16 @@ BEHIND: Place = (40, 2, "forward")
         ([gpu(TP), gpu(("tp", -811, (0, 1)))], (1,)),  # its host has not entered it
         ([gpu(TP), gpu(TP, at=BEHIND)], (1,)),  # its events tell
         ([gpu(TP, begun=True), gpu(TP, begun=False)], (1,)),
+        ([gpu(*ALL_3, begun=True), gpu(*ALL_3, begun=False), gpu(*ALL_3, at=BEHIND, begun=False)], (1, 2)),
         ([gpu(TP, begun=True), gpu(TP, begun=True)], ()),  # both are in it, and it does not end
         ([gpu(TP), gpu(TP)], ()),  # which one stands is not known
         ([gpu(TP, DP), gpu(TP, at=BEHIND), gpu(DP)], (1,)),  # who waits for one that waits is healthy
-        ([gpu(("dp", 9, (0, 5))), gpu(("dp", 9, (1, 4)))], ()),  # for ranks of other machines
-        ([gpu(FROM_1), gpu(("tp", 812, (1, 2)), FROM_1), gpu(("tp", -811, (1, 2)))], (2,)),
-        ([gpu(FROM_1), gpu(("pp 1>0", 0, (1, 0)))], (1,)),  # it has yet to send
+        ([gpu(DP_ABROAD), gpu(("dp", 9, (1, 4)))], ()),  # for ranks of other machines
+        ([gpu(DP_ABROAD, TP), gpu(TP)], ()),  # who waits for one that waits there
+        ([gpu(DP_ABROAD, TP, begun=False), gpu(TP, begun=True)], (0,)),
+        ([gpu(FROM_1), gpu(("tp", 812, (1, 2)), TO_0), gpu(("tp", -811, (1, 2)))], (2,)),
+        ([gpu(FROM_1), gpu(("to pp 1>0", 0, (1, 0)))], (1,)),  # it has yet to send
+        ([gpu(("to pp 0>1", 1, (0, 1)), FROM_1), gpu(("pp 0>1", 1, (0, 1)), TO_0)], (0,)),  # a stage before its send
     ],
 )
 def test_of_gpus_that_their_hosts_are_ahead_of_the_one_that_others_wait_for_stands(
