@@ -188,10 +188,15 @@ def _costs(config: Config, plan: Plan) -> Mapping[str, tuple[float, str]]:
     beside, cluster, background = plan.overheads, plan.cluster, config.checkpoint.background
     groups, device = beside.start.seconds or 0.0, cluster.device
     written, loaded = beside.save.busiest, beside.resume
-    to_host = written / device.host
+    mesh = plan.setting.layout.mesh
+    copied, copies = written / device.host, "a copy to the host"
+    if config.zero.shard != "none":  # replicas send each other what each has of the tensors that one of them writes
+        whole = beside.save.size * mesh.dp * mesh.cp / mesh.world
+        copied += whole / (cluster.bandwidth(mesh, "dp x cp") * LINKS)
+        copies = "a broadcast of all states to all replicas, and a copy to the host"
     send = written / min(device.network * LINKS, device.host) if beside.nodes > 1 else 0.0
-    shared = loaded.received / cluster.bandwidth(plan.setting.layout.mesh, "dp x cp")
-    stall, publish = (to_host, beside.save.seconds) if background else (beside.save.seconds, 0.0)
+    shared = loaded.received / cluster.bandwidth(mesh, "dp x cp")
+    stall, publish = (copied, beside.save.seconds) if background else (beside.save.seconds, 0.0)
     return {
         "notice": (NOTICE_S, "assumed: half an hour until somebody has seen it"),
         "detect": (DETECT_S, "assumed: an end is seen at once, a node that is gone after seconds"),
@@ -204,9 +209,9 @@ def _costs(config: Config, plan: Plan) -> Mapping[str, tuple[float, str]]:
             "planned: what the newcomer gets from another node, then a load at the speed of memory",
         ),
         "load_disk": (loaded.seconds, "planned: a load"),
-        "copy": (to_host, "planned: a copy to the host, as if none of it were hidden"),
+        "copy": (copied, f"planned: {copies}, as if none of it were hidden"),
         "send": (send, "planned: what a rank keeps, over the network"),
-        "stall": (stall, f"planned: {'a copy to the host' if background else 'the whole save'}"),
+        "stall": (stall, f"planned: {copies if background else 'the whole save'}"),
         "publish": (publish, "planned: a save" if background else ""),
     }
 

@@ -42,6 +42,7 @@ from megacore.launcher.signals import ENDS
 from megacore.outcome import PAUSE, RankOutcome, rank_file
 from megacore.recipe import ConfigError
 from megacore.recovery.beats import read
+from megacore.recovery.gpus import GpuErrors
 from megacore.recovery.rendezvous import OneNode, RunEndedError
 from megacore.say import brief, err
 
@@ -121,6 +122,7 @@ class Agent(SimpleElasticAgent):
         """The furthest step that was begun, and the faults since without a further one."""
         self._raised: tuple[str, int] | None = None
         self._look_at = 0.0
+        self._gpu_errors = GpuErrors(tell)
 
     def launch(self) -> int:
         """Run the ranks, again after faults, until the run ends -> its exit status, on this node."""
@@ -312,11 +314,11 @@ class Agent(SimpleElasticAgent):
         self._raised = (end.detail, at) if kind == "raised" else None
         self._in_row = 1 if at > self._furthest else self._in_row + 1
         self._furthest = max(self._furthest, at)
-        most = self._job.max_restarts
+        detail, most = "; ".join(filter(None, (end.detail, self._gpu_errors.lately()))), self._job.max_restarts
         if most is None:
             if end.status != rank.CRASHED:  # which has told it
                 hint = ": where memory ran out, the kernel's log (dmesg) says so" if end.detail == "SIGKILL" else ""
-                tell(f"Rank {who} (process {self._ranks[who].pid}) ended: {end.detail}{hint}.")
+                tell(f"Rank {who} (process {self._ranks[who].pid}) ended: {detail}{hint}.")
             raise RunEndedError(exits.FAILED if end.status in (rank.CRASHED, rank.LOST) else end.status)
         action: Action = "restart"
         status, why = exits.RETRY, f"restart {self._in_row} of {most}"
@@ -326,10 +328,10 @@ class Agent(SimpleElasticAgent):
             spent = f"all {most} restarts are spent" if most else "it may not restart"
             action, why = "end", f"{spent} (recovery.max_restarts)"
         at_fault = who if end.rank is None else end.rank
-        self._note(kind, action, end.detail, why, at_fault, at or None)
+        self._note(kind, action, detail, why, at_fault, at or None)
         where = f"at step {at}" if at else "before the first step"
         way_out = f"; ends with status {status}: {exits.MEANING[status][1]}" if action == "end" else ""
-        tell(f"{kind.replace('_', ' ')} rank {at_fault} {where} ({brief(end.detail)}) -> {action}: {why}{way_out}")
+        tell(f"{kind.replace('_', ' ')} rank {at_fault} {where} ({brief(detail)}) -> {action}: {why}{way_out}")
         if action == "end":
             self._meeting.end(status)
             raise RunEndedError(status)

@@ -16,12 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, thread_time
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 Phase = Literal["start", "data", "forward", "backward", "reduce", "update", "log", "save", "evaluate", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The phases of a rank: ``start`` before its first step, ``data`` while it waits for a batch, ``log`` while it reads
 and writes metrics, ``end`` after its last step."""
+
+Place = tuple[int, int, Phase]
+"""The place that a device has come to: the step, the number of the phase in it, and the phase."""
+UPDATED: Final = "log"
+"""The phase of a device that has just done the update of its step."""
 
 _NUMBER: Mapping[str, int] = {phase: number for number, phase in enumerate(PHASES)}
 _DATA = _NUMBER["data"]
@@ -127,6 +132,12 @@ class Reading:
     slowest: float
     longest: float
     busy: Mapping[Phase, float]
+
+
+def done_at(place: Place) -> int:
+    """Return the last step that a device has done which has come to a place."""
+    step, _, phase = place
+    return step if _NUMBER[phase] >= _NUMBER[UPDATED] else step - 1
 
 
 UNBORN = Reading(0, "start", 0.0, -1, -1, 0.0, 0.0, dict.fromkeys(PHASES, 0.0))

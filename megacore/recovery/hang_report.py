@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megacore.background import in_background
@@ -25,8 +25,9 @@ from megacore.outcome import rank_file
 from megacore.parallel.weights.layout import MeshShape
 from megacore.places import along, listed, place
 from megacore.recovery import flight_recorder
-from megacore.recovery.beats import UNBORN, Reading, read
-from megacore.recovery.flight_recorder import GroupLog
+from megacore.recovery.beats import UNBORN, UPDATED, Place, Reading, done_at, read
+from megacore.recovery.flight_recorder import RECEIVE, SEND, GroupLog
+from megacore.recovery.gpus import gpu_in_words
 from megacore.recovery.standing import Witness, doing, judge, where
 from megacore.recovery.stragglers import Stragglers
 from megacore.say import err
@@ -45,13 +46,15 @@ SHARE = 0.75
 """The share of a collective's timeout after which it is said at the latest: the timeout ends what stacks would show."""
 AWAKE_S = 0.5
 """The most seconds that count between two looks: the agent may have slept, and the ranks with it."""
+NAMED = 2
+"""The most ranks whose GPUs are described."""
 STACKS_S = 2.0
-"""The seconds that ranks have for stacks and answers."""
+"""The seconds that ranks have for stacks and answers, and drivers for the state of a GPU."""
 WRITE_S = 5.0
 """The seconds that are waited for a file: the disk may be what the ranks wait for."""
 
-Answer = tuple[Mapping[str, GroupLog], int]
-"""The collectives of each group of a rank, and the step that its device has done; -1 where it is not late."""
+Answer = tuple[Mapping[str, GroupLog], Place | None]
+"""The collectives of each group of a rank, and the place that its device has come to; None where that is not known."""
 
 
 def now_of(out: Path, node: str = "") -> Path:
@@ -105,8 +108,8 @@ class HangReport:
     _looks: int = field(default=0, init=False)
     """The looks that were taken since a rank has moved: each has twice the time of the one before."""
     _told: bool = field(default=False, init=False)
-    _devices: Mapping[int, int] = field(default_factory=dict, init=False)
-    """{rank: the step that its device had done when it was last asked}"""
+    _devices: Mapping[int, Place] = field(default_factory=dict, init=False)
+    """{rank: the place that its device had come to when it was last asked}"""
     _found: deque[Incident] = field(default_factory=deque, init=False)
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
     _looking: threading.Thread | None = field(default=None, init=False)
@@ -191,19 +194,22 @@ class HangReport:
             _place(self._read(pid)) != _place(before[rank][0]) for rank, pid in ranks.items()
         ):
             return
-        seen, earlier, self._devices = dict[int, Witness](), self._devices, {}
+        seen, earlier, self._devices = dict[int, Witness](), self._devices, dict[int, Place]()
         for rank, (reading, stood) in before.items():
-            groups, device = answers.get(rank, ({}, -1))
-            self._devices[rank] = device = max(reading.device, device)
+            groups, device = answers.get(rank, ({}, None))
             does = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
-            seen[rank] = Witness(replace(reading, device=device), stood, *does, groups=groups)
-        if any(device > earlier.get(rank, before[rank][0].device) for rank, device in self._devices.items()):
-            return  # a device has done a step that its host is ahead of
+            seen[rank] = Witness(reading, stood, *does, groups=groups, device=device)
+            if device is not None:
+                self._devices[rank] = device
+        if any(device > earlier.get(rank, _told(before[rank][0])) for rank, device in self._devices.items()):
+            return  # a device has gone on, that its host is ahead of
         stands, text = judge(seen, self.shape, self.node)
         if looks > 1 or not any(seen[rank].may_take for rank in stands):
             self._say(stands, text, seen, stacks)
 
     def _say(self, stands: Sequence[int], text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> None:
+        gpus = {rank: _gpu_in_time(sorted(seen).index(rank)) for rank in stands[:NAMED] if seen[rank].is_gpu}
+        text = "; ".join([text, *(f"rank {rank} has {gpu}" for rank, gpu in gpus.items() if gpu)])
         text = f"no step for {min(each.stood for each in seen.values()):.0f} s: {text}"
         now, step = now_of(self.out, self.node), min(each.reading.step for each in seen.values())
         path = now.with_name(f"{time.strftime('%Y-%m-%dT%H-%M-%S')}{now.stem.removeprefix('now')}.txt")
@@ -224,16 +230,22 @@ class HangReport:
     def _full(self, text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> str:
         lines = [text, "", f"{'rank':<32}{'step':>8}  phase      done  seconds  does", ""]
         for rank, each in sorted(seen.items()):
-            done = each.reading.done if each.reading.device < 0 else each.reading.device
+            told = each.reading.done if each.reading.device < 0 else each.reading.device
+            done = told if each.device is None else done_at(each.device)
             at = f"{each.reading.step:>8}  {each.reading.phase:<8}  {done:>5}  {each.stood:>7.1f}"
-            lines.append(f"{place(rank, self.shape, self.node):<32}{at}  {each.doing} {each.call}".rstrip())
+            gpu = "" if each.device is None else f"; its GPU is in `{each.device[2]}` of step {each.device[0]}"
+            lines.append(f"{place(rank, self.shape, self.node):<32}{at}  {f'{each.doing} {each.call}'.rstrip()}{gpu}")
         lines += ["", "The last collective of each group, as torch's flight recorder has it:", ""]
         for rank, each in sorted(seen.items()):
             for name, log in each.groups.items():
-                calls = (f"{kind} {number}{size and f' of {size}'}" for number, (kind, size) in log.pending.items())
-                state = f"; not ended: {', '.join(calls)}" if log.pending else ""
+                calls = [f"{kind} {number}{size and f' of {size}'}" for number, (kind, size) in log.pending.items()]
+                begun = {True: ", which its GPU has begun", False: ", which its GPU has not begun", None: ""}[log.begun]
+                state = f"; not ended: {', '.join([calls[0] + begun, *calls[1:]])}" if calls else ""
                 members = f"{along(log.ranks, self.shape) or name} ({listed(log.ranks)})"
-                lines.append(f"rank {rank}, {members}: {log.kind} {log.last}{state}")
+                if log.kind not in (SEND, RECEIVE):
+                    lines.append(f"rank {rank}, {members}: {log.kind} {log.last}{state}")
+                elif calls:
+                    lines.append(f"rank {rank}, rank {log.ranks[0]} to rank {log.ranks[1]}{state}")
             if not each.groups:
                 lines.append(f"rank {rank} has told of none")
         for rank in sorted(seen):
@@ -264,6 +276,17 @@ def _is_done_in_time(write: Callable[[], object]) -> bool:
     """Write something in a thread that is left behind where the disk does not answer -> whether it is written."""
     writing = in_background(write, "hang-report-file")
     return bool(wait([writing], WRITE_S).done) and writing.exception() is None
+
+
+def _gpu_in_time(number: int) -> str:
+    """Return the state of a GPU of this machine, and nothing where its driver does not answer."""
+    asking = in_background(lambda: gpu_in_words(number), "hang-report-gpu")
+    return asking.result() if wait([asking], STACKS_S).done and asking.exception() is None else ""
+
+
+def _told(reading: Reading) -> Place:
+    """Return the place that a device is known to have come to by the beat of its rank."""
+    return reading.device, 0, UPDATED
 
 
 def _place(reading: Reading) -> tuple[object, ...]:

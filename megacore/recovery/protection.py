@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megacore.outcome import AGENT, PAUSE, rank_file
-from megacore.recovery.beats import Beat
+from megacore.recovery.beats import PHASES, UPDATED, Beat, Place, done_at
 from megacore.recovery.flight_recorder import answer
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.training.step import Phase, Stats
@@ -21,7 +21,8 @@ from megacore.training.trainer import Callback, Trainer
 class Beats(Callback):
     """Tells the agent of this rank where it is, if there is one; it comes first of all callbacks.
 
-    On a GPU an event follows each step, and is asked, but never waited for, whether the device has come to it.
+    On a GPU an event stands before each phase, and after each update; it is asked, but never waited for, whether the
+    device has come to it.
 
     Args:
         disk_s: Returns the seconds in which this rank has waited for its own disks so far.
@@ -30,38 +31,50 @@ class Beats(Callback):
     def __init__(self, disk_s: Callable[[], float] = lambda: 0.0) -> None:
         self._beat: Beat | None = None
         self._disk_s, self._waited = disk_s, 0.0
-        self._marks = deque[tuple[int, torch.cuda.Event]]()
+        self._marks = deque[tuple[Place, torch.cuda.Event]]()
+        self._reached: Place | None = None
+        """The last place that the device was seen to have come to."""
+        self._phases = 0
+        """The phases of this step so far."""
         if folder := os.environ.get(AGENT):
             with suppress(OSError):
                 self._beat = Beat(rank_file(Path(folder), "beat", os.getpid()))
-                answer(Path(folder), self._device_step)
+                answer(Path(folder), self._device)
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
         if self._beat is not None:
             waited = self._disk_s()
             self._beat.waited(waited - self._waited)
             self._waited = waited
-            self._beat.enter(phase, run.step + (phase == "data"))
+            step = run.step + (phase == "data")
+            self._beat.enter(phase, step)
+            self._mark(run, step, phase)
 
     def on_step_begin(self, run: Trainer) -> None:
         if self._beat is not None and run.mesh.device.type == "cuda":
             while self._marks and self._marks[0][1].query():
-                self._marks.popleft()
-            self._beat.device_did(self._marks[0][0] - 1 if self._marks else run.step - 1)
+                self._reached, _ = self._marks.popleft()
+            begun = self._marks[0][0][0] if self._marks else run.step
+            self._beat.device_did(begun - 1 if self._reached is None else done_at(self._reached))
 
     def on_step(self, run: Trainer, stats: Stats) -> None:
         if self._beat is not None:
-            if run.mesh.device.type == "cuda":
-                self._marks.append((run.step, torch.cuda.Event()))
-                self._marks[-1][1].record()
+            self._mark(run, run.step, UPDATED)
             self._beat.did(run.step)
 
-    def _device_step(self) -> int:
-        """Return the last step that the device has done of those that it was late with; -1 where there is none.
+    def _mark(self, run: Trainer, step: int, phase: Phase) -> None:
+        """Have the device say when it has come here; not at the end, which may be that of a device with an error."""
+        if run.mesh.device.type == "cuda" and phase in PHASES and phase != "end":
+            self._phases = 1 if phase == "data" else self._phases + 1
+            self._marks.append(((step, self._phases, phase), torch.cuda.Event()))
+            self._marks[-1][1].record()
+
+    def _device(self) -> Place | None:
+        """Return the last place that the device has come to.
 
         The thread that answers asks this, while the main thread may wait for the device.
         """
-        return max((step for step, mark in list(self._marks) if mark.query()), default=-1)
+        return max((place for place, mark in list(self._marks) if mark.query()), default=self._reached)
 
 
 class Pause(Callback):

@@ -6,7 +6,6 @@ their own. The median is the lower one of the middle, so that of two ranks the s
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from megacore.incidents import Incident
 from megacore.parallel.weights.layout import MeshShape
 from megacore.recovery.beats import Phase, Reading
+from megacore.recovery.gpus import gpu_in_words
 
 CAUSES: Mapping[Phase, str] = {
     "data": "data",
@@ -32,45 +32,6 @@ SHARE = 0.1
 """The weight of a look in the moving averages."""
 FIRST = 5
 """The looks whose median they begin with: in the first step a rank may wait for what it does once."""
-_SLOWED: Mapping[int, str] = {
-    0x04: "its power limit",
-    0x08: "the hardware",
-    0x20: "heat",
-    0x40: "heat",
-    0x80: "the power supply",
-}
-"""{bit of NVML's clock event reasons: what slows a GPU down}; the other bits are no faults."""
-
-
-def gpu_in_words(number: int) -> str:
-    """Return "GPU 3 at 1,005 of 1,980 MHz and 87 C, slowed down by heat", of a GPU of this machine by its number among
-    those that the environment shows to this process; nothing where nobody computes on it, or NVML does not tell, which
-    is asked through the package ``nvidia-ml-py`` where it is installed."""
-    try:
-        import pynvml as nvml
-    except ImportError:
-        return ""
-    try:
-        nvml.nvmlInit()
-        try:
-            shown = (os.environ.get("CUDA_VISIBLE_DEVICES") or "").replace(" ", "").split(",")
-            name = shown[number] if number < len(shown) and shown[0] else str(number)
-            by = nvml.nvmlDeviceGetHandleByIndex if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID
-            gpu = by(int(name) if name.isdecimal() else name)
-            if not nvml.nvmlDeviceGetComputeRunningProcesses(gpu):
-                return ""
-            clock, most = (
-                ask(gpu, nvml.NVML_CLOCK_SM) for ask in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo)
-            )
-            heat = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
-            why = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-        finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError:
-        return ""
-    slowed = dict.fromkeys(what for bit, what in _SLOWED.items() if why & bit)
-    by_what = f", slowed down by {' and '.join(slowed)}" if slowed else ""
-    return f"GPU {name} at {clock:,} of {most:,} MHz and {heat} C{by_what}"
 
 
 @dataclass

@@ -73,14 +73,18 @@ class Optimizer:
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
             scale: The factor that the summed gradients have; None for 1.
         """
+        self._wait_for_copies()
+        self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
+
+    def change_after(self, event: torch.cuda.Event) -> None:
+        """Have the next change of weights or states wait for an event, on the device: until then they are being
+        copied."""
+        self._after = event
+
+    def _wait_for_copies(self) -> None:
         if self._after is not None:
             self._after.wait()
             self._after = None
-        self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
-
-    def update_after(self, event: torch.cuda.Event) -> None:
-        """Have the next update wait for an event, on the device: until then what it changes is being copied."""
-        self._after = event
 
     @property
     def is_split(self) -> bool:
@@ -97,6 +101,7 @@ class Optimizer:
     @torch.no_grad()
     def forget(self) -> None:
         """Begin anew: no update has been done, and the moments are 0; averages are those of the first."""
+        self._wait_for_copies()
         self.updates = 0
         for part in self._gradients.parts:
             for state in self.store.states(part):
@@ -148,12 +153,14 @@ class Optimizer:
     @torch.no_grad()
     def load_from(self, state: str, name: str, host: Tensor) -> None:
         """Fill the moments or averages of a parameter from a host tensor of its shape, of any float dtype."""
+        self._wait_for_copies()
         self._gradients.write(name, self._state(state), host)
 
     @torch.no_grad()
     def load_weight(self, name: str, host: Tensor) -> None:
         """Fill a parameter, and its master and average if it has some, from a host tensor of its shape, of any float
         dtype."""
+        self._wait_for_copies()
         self._gradients.fill(name, host)
         if self._gradients.parameters[name].requires_grad:
             for state in [MASTER] * self.store.masters + [EMA] * (self._rule.ema is not None):
@@ -162,6 +169,7 @@ class Optimizer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Have the parameters be their averages in this block, on all ranks at once."""
+        self._wait_for_copies()
         parts = self._gradients.parts
         with torch.no_grad():
             held = [part.data.clone() for part in parts]

@@ -184,7 +184,7 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy what is to be written. On a GPU the host does not wait: a stream beside that of the steps copies, and
-        the next update comes after it; where the state is split over ranks, all that follows does."""
+        the next change of the state comes after it; where that is split over ranks, all that follows does."""
         if self._copy_begins is None or self._copy_ends is None:
             self._take()
             return
@@ -193,7 +193,7 @@ class Snapshot:
             self._copy_begins.wait()
             self._take()
             self._copy_ends.record()
-        self.state.optimizer.update_after(self._copy_ends)
+        self.state.optimizer.change_after(self._copy_ends)
 
     @property
     def is_beside(self) -> bool:

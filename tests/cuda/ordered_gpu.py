@@ -21,6 +21,8 @@ from megacore.planning.trace.fake_cuda import place
 from megacore.planning.trace.log import HOST, Launch, NcclMessage, RecordEvent, StepStart, Wait
 from megacore.planning.trace.simulated_gpu import SimulatedGpu, SimulatedStream, touched, where
 
+_HERE = frozenset({"tests/cuda/ordered_gpu.py"})
+
 
 class MemorySpan(NamedTuple):
     """Bytes of a memory; all of it by default."""
@@ -131,7 +133,7 @@ class OrderedGpu(SimulatedGpu):
             _, number, owner = self._known[address]
             if owner not in (stream, HOST):
                 self._abroad[address] = number
-        self.log.append(MemoryLaunch(stream, name, place(), message, work, **costs, reads=read, writes=written))
+        self.log.append(MemoryLaunch(stream, name, place(_HERE), message, work, **costs, reads=read, writes=written))
 
     def _span(self, tensor: Tensor) -> MemorySpan:
         """The bytes of a tensor, and those between them."""

@@ -43,10 +43,11 @@ DOWNLOADS = frozenset(
         "parallel/memory/offload.py:HostMemory.send",
         "parallel/kernels/grouped.py:start_counts",
         "megacore/training/callbacks/shard_checksums.py:ShardChecksums.on_gradients",
+        *(f"parallel/gradients/reduce.py:Gradients.{name}" for name in ("read", "read_weight")),
     }
 )
 """Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there, how many
-rows go where, whether a shard has changed."""
+rows go where, whether a shard has changed, what is saved."""
 ONCE = frozenset({"models/rope.py:tables"})
 """Where the first step may wait for a copy to the device: of tables that are made once."""
 

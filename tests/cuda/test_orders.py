@@ -30,6 +30,7 @@ from megacore.parallel.kernels.choice import has_triton
 from megacore.parallel.memory.offload import HostMemory
 from megacore.parallel.pipeline.run import _Run
 from megacore.planning.trace.log import HOST, RecordEvent, Wait
+from megacore.training.trainer import Trainer
 
 __all__ = ["pytestmark"]
 
@@ -40,10 +41,10 @@ DRAWN = 3
 PARTS = 4
 
 
-def log_of(case: Case, count: int) -> list[Entry]:
+def log_of(case: Case, count: int, prepare: Callable[[Trainer], None] = lambda trainer: None) -> list[Entry]:
     """What a rank asks of its GPU in some steps; offloaded states take several windows."""
     gpu = OrderedGpu(AHEAD)
-    steps.trace(replace(case, overrides=f"{case.overrides} memory.offload_buffer=1"), count, gpu=gpu)
+    steps.trace(replace(case, overrides=f"{case.overrides} memory.offload_buffer=1"), count, prepare, gpu)
     gpu.let_go()
     return gpu.log
 

@@ -1,147 +1,121 @@
-"""Copies of the state on fake CUDA: beside the steps; the host waits for nothing, the next update for them."""
+"""Copies of the state that is saved, on a simulated GPU: beside the steps, in order with all that changes the state."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import pytest
-import torch
-from pool import TIMEOUT_S, forkserver
+from ordered_gpu import MemoryLaunch
+from orders import findings, left_out
+from steps import CASES
+from test_orders import log_of
+from test_trace import in_a_process, pytestmark
 
-from megacore.control import Control
-from megacore.models.registry import configure
-from megacore.parallel.mesh import Mesh
-from megacore.planning.trace.fake_cuda import DEVICE, DeviceWatch, fake_cuda, pretend
-from megacore.recipe import load
-from megacore.training import build
-from megacore.training.check import Setup
-from megacore.training.resume import Start
+from megacore.devices import DEVICES
+from megacore.parallel.weights.layout import MeshShape
+from megacore.planning.step_time import Cluster
+from megacore.planning.trace.log import HOST, Wait
+from megacore.planning.trace.timeline import Costs, beside, covered, play
 from megacore.training.save import Snapshot
+from megacore.training.trainer import Callback, Trainer
 
-NO_PLACE = torch.cuda.is_available() or sys.platform != "linux"
-pytestmark = pytest.mark.skipif(NO_PLACE, reason="made for Linux without a GPU")
-COPIES = frozenset(f"parallel/gradients/reduce.py:Gradients.{name}" for name in ("read", "read_weight"))
+__all__ = ["pytestmark"]
 
-
-class Streams:
-    """What is recorded, waited for and done on which stream, in its order."""
-
-    def __init__(self) -> None:
-        self.at, self.did, self.made = "steps", list[str](), 0
-
-    def event(self, **options: object) -> Event:
-        self.made += 1
-        return Event(self, ("begun", "taken")[self.made - 1])
-
-    @contextmanager
-    def stream(self, stream: object) -> Iterator[None]:
-        before, self.at = self.at, "beside"
-        try:
-            yield
-        finally:
-            self.at = before
+COPY_S = 1e-3
+"""Seconds that the copies take; the forward and backward after them take longer."""
 
 
-class Event:
-    def __init__(self, streams: Streams, name: str) -> None:
-        self._streams, self._name = streams, name
+class Saves(Callback):
+    """Takes a snapshot after the first step, and evaluates with averages then, where there are some."""
 
-    def record(self) -> None:
-        self._streams.did.append(f"{self._name} recorded on {self._streams.at}")
+    def __init__(self, run: Trainer) -> None:
+        self.snapshot = Snapshot(run.contents.state)
 
-    def wait(self) -> None:
-        self._streams.did.append(f"{self._streams.at} waits for {self._name}")
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host waits")
-
-
-def trainer(overrides: Sequence[str]) -> Any:
-    """As a rank makes it, but for data, checkpoints and initial values."""
-    with tempfile.NamedTemporaryFile(suffix=".yaml") as recipe:
-        small = ["model.preset=llama-tiny", "data.sequence_length=32", "data.train=none"]
-        config = load(recipe.name, [*small, *overrides])
-    corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], batches=lambda *arguments: MagicMock())
-    setup = Setup(config, configure(config.model), corpora, Start())
-    world = config.mesh.model_ranks * (config.mesh.dp or 1)
-    with (
-        patch.object(build, "load_initial_state", lambda *arguments: None),
-        patch.object(build, "_saver", MagicMock()),
-    ):
-        return build.trainer_of(setup, Mesh.create(config.mesh.shape(world), DEVICE), Control.create(Mesh.single()))
+    def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
+        if run.step == 1:
+            self.snapshot.take()
+            if run.config.ema.decay is not None:
+                with run.train_step.optimizer.averaged():
+                    pass
 
 
-def in_a_process(world: int, overrides: Sequence[str]) -> list[str]:
-    """What :func:`traced` gives in a process that believes in a GPU."""
-    context = forkserver()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, world, overrides), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(TIMEOUT_S), f"no answer in {TIMEOUT_S} s"
-        found: list[str] = ours.recv()
-        return found
-    finally:
-        process.kill()
-        process.join()
+@dataclass(frozen=True)
+class Traced:
+    """Two steps with a snapshot between them.
+
+    Args:
+        found: What is not ordered.
+        unneeded: What of the snapshot's order may be left out, and nothing is found.
+        streams: The streams that copies run on.
+        copied, held: Bytes that are copied, and those of the snapshot.
+        waits: Who waits because of it.
+        meanwhile: Seconds in which the stream of the steps works while copies run, which take :data:`COPY_S`.
+    """
+
+    found: list[str]
+    unneeded: list[str]
+    streams: set[str]
+    copied: int
+    held: int
+    waits: set[str]
+    meanwhile: float
 
 
-def _serve(answers: Connection, world: int, overrides: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    pretend()
-    answers.send(traced(world, overrides))
+def traced(name: str) -> Traced:
+    made = list[Saves]()
 
+    def prepare(run: Trainer) -> None:
+        made.append(Saves(run))
+        run.callbacks = [*run.callbacks, *made]
 
-def traced(world: int, overrides: Sequence[str]) -> list[str]:
-    """What a save and the updates after it do on which stream."""
-    streams = Streams()
-    with fake_cuda(world, 0):
-        run = trainer(overrides)
-        with patch.multiple(torch.cuda, Event=streams.event, stream=streams.stream):
-            snapshot = Snapshot(run.contents.state)
-            read = run.train_step.optimizer.read_weight
-
-            def noted(*arguments: Any) -> None:
-                if not streams.did[-1].startswith("copies"):
-                    streams.did.append(f"copies on {streams.at}")
-                read(*arguments)
-
-            run.train_step.optimizer.read_weight = noted
-            with DeviceWatch({}, COPIES) as watch:
-                snapshot.take()
-                update = run.train_step.optimizer.store.update
-                with patch.object(run.train_step.optimizer.store, "update", lambda *_: streams.did.append("update")):
-                    one = torch.ones((), device=DEVICE)
-                    run.train_step.optimizer.update(1e-3, one)
-                    run.train_step.optimizer.update(1e-3, one)
-            assert update and watch.downloaded.total() == sum(len(each.host) for each in snapshot.written)
-    return streams.did
-
-
-def test_a_copy_goes_beside_the_steps_and_the_next_update_waits_for_it() -> None:
-    assert in_a_process(1, []) == [
-        "begun recorded on steps",
-        "beside waits for begun",
-        "copies on beside",
-        "taken recorded on beside",
-        "steps waits for taken",
-        "update",
-        "update",
+    log: Sequence[Any] = log_of(CASES[name], 2, prepare)
+    copies = [
+        each for each in log if isinstance(each, MemoryLaunch) and each.crosses and "Gradients.read" in each.place
     ]
+    copied = sum(each.moved for each in copies)
+    device = replace(DEVICES["h100-80"], host=copied / COPY_S)
+    times = Costs(Cluster(device, 989.4), MeshShape(dp=2))
+    ran = play({0: log}, times).ran[0]
+    copying, working = (
+        covered(
+            [(each.start, each.end) for each in ran if (each.launch in copies) == wanted and each.launch.stream in on]
+        )
+        for wanted, on in ((True, {each.stream for each in copies}), (False, {"main"}))
+    )
+    ours = ("megacore/training/save.py:Snapshot", "megacore/training/optimizer.py:Optimizer._wait_for_copies")
+    return Traced(
+        findings(log),
+        [
+            str(each.entry)
+            for step in (1, 2)
+            for each in left_out(log, step)
+            if each.entry.place.startswith(ours) and not each.caught
+        ],
+        {each.stream for each in copies},
+        copied,
+        sum(host.nbytes for each in made[0].snapshot.written for host in each.host.values()),
+        {each.stream for each in log if isinstance(each, Wait) and each.place.startswith(ours)},
+        beside(copying, working),
+    )
 
 
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("name", ["bf16", "averages"])
+def test_a_copy_goes_beside_the_steps_and_the_next_change_of_the_state_waits_for_it(name: str) -> None:
+    found: Traced = in_a_process(traced, name)
+    assert (found.found, found.unneeded) == ([], [])
+    (stream,) = found.streams
+    assert found.waits == {stream, "main"} and stream not in ("main", HOST)
+    assert found.copied == found.held > 0
+    assert found.meanwhile > 0.1 * COPY_S or name == "averages"  # which take the place of the weights at once
+
+
+@pytest.mark.in_turn(2, 1)
 def test_what_takes_messages_to_read_is_copied_between_the_steps() -> None:
     """The messages of the next step would stand in one queue with those of the copy."""
-    assert in_a_process(2, ["mesh.dp=2", "zero.shard=optimizer"])[1:4] == [
-        "steps waits for begun",
-        "copies on steps",
-        "taken recorded on steps",
-    ]
+    found: Traced = in_a_process(traced, "dp, optimizer")
+    assert (found.found, found.streams, found.waits) == ([], {"main"}, {"main"})
+    assert found.copied == found.held > 0
+    assert found.meanwhile == 0

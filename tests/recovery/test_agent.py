@@ -86,10 +86,16 @@ def test_restarts_in_vain_are_counted_and_those_between_steps_are_not(tmp_path: 
     assert befell(other) == [*[("killed", 1, 2, "restart")] * 3, ("killed", 1, 2, "end")]
 
 
-def test_the_same_exception_at_the_same_step_is_no_accident(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_same_exception_at_the_same_step_is_no_accident(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU has reported lately stands beside it."""
+    monkeypatch.setattr(agent.GpuErrors, "lately", lambda self: "GPU 1 has reported Xid 31")
     assert launch(tmp_path, 2, [*STEPS, "3:1:raise!"]) == exits.FAILED
     assert befell(tmp_path) == [("raised", 1, 3, "restart"), ("raised", 1, 3, "end")]
-    assert "raised rank 1 at step 3 (KeyError: 3) -> end: the same exception" in capfd.readouterr().err
+    assert [each.detail for each in incidents.read(tmp_path)] == ["KeyError: 3; GPU 1 has reported Xid 31"] * 2
+    told = "raised rank 1 at step 3 (KeyError: 3; GPU 1 has reported Xid 31) -> end: the same exception"
+    assert told in capfd.readouterr().err
 
 
 @pytest.mark.in_turn(2)

@@ -83,16 +83,22 @@ def test_a_device_is_asked_how_far_it_is_and_not_waited_for(folder: Path, monkey
     monkeypatch.setattr(flight_recorder, "answer", lambda folder, step: asked.append(step))
     monkeypatch.setattr("megacore.recovery.protection.answer", flight_recorder.answer)
     monkeypatch.setattr(torch.cuda, "Event", event)
-    beats, run = Beats(), SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda", 0)), step=0)
+    beats, run = Beats(), SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda", 0)), step=6)
     done = list[int]()
     for step in range(7, 12):
+        beats.on_phase(run, "data")  # type: ignore[arg-type]
         run.step = step
         beats.on_step_begin(run)  # type: ignore[arg-type]
+        beats.on_phase(run, "forward")  # type: ignore[arg-type]
         beats.on_step(run, None)  # type: ignore[arg-type]
-        assert seen(folder).done == step and marks[-1].record.call_count == 1
+        assert seen(folder).done == step and [mark.record.call_count for mark in marks] == [1] * len(marks)
         done.append(seen(folder).device)
         if step == 9:
-            marks[0].query.return_value = marks[1].query.return_value = True
-    assert done == [6, 6, 6, 8, 8] and asked[0]() == -1
-    marks[3].query.return_value = marks[2].query.return_value = True
-    assert asked[0]() == 10
+            assert asked[0]() is None
+            for mark in marks[:7]:  # until the next step has begun
+                mark.query.return_value = True
+    assert done == [6, 6, 6, 8, 8] and asked[0]() == (9, 1, "data")
+    marks[7].query.return_value = True
+    assert asked[0]() == (9, 2, "forward")
+    beats.on_phase(run, "end")  # type: ignore[arg-type]
+    assert len(marks) == 15  # a device with an error would raise another one

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import FrameType
@@ -28,8 +29,8 @@ from megacore.outcome import rank_file
 from megacore.parallel.weights.layout import MeshShape
 from megacore.places import along, listed, place
 from megacore.recovery import beats, flight_recorder, hang_report
-from megacore.recovery.beats import PHASES, Beat, Phase, Reading, read
-from megacore.recovery.flight_recorder import GroupLog
+from megacore.recovery.beats import PHASES, Beat, Phase, Place, Reading, read
+from megacore.recovery.flight_recorder import RECEIVE, SEND, GroupLog
 from megacore.recovery.hang_report import LEAST_S, START_S, Answer, HangReport, bound_s, now_of, standing
 from megacore.recovery.standing import Witness, doing, judge
 
@@ -107,7 +108,7 @@ def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:
     """From a thread, and again."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        flight_recorder.answer(tmp_path, lambda: 41)
+        flight_recorder.answer(tmp_path, lambda: (41, 2, "forward"))
         for last in (2, 4):
             dist.all_reduce(torch.ones(2))
             dist.barrier()
@@ -116,7 +117,7 @@ def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:
             while (told := flight_recorder.read(tmp_path, os.getpid())) is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            assert told[1] == 41
+            assert told[1] == (41, 2, "forward")
             (log,) = [log for log in told[0].values() if log.ranks == (0,)]
             assert log.kind == "barrier" and log.last % 2 == 0 and log.last >= last and not log.pending
     finally:
@@ -128,6 +129,47 @@ def test_calls_have_sizes_where_all_ranks_have_as_many_numbers() -> None:
     entry = {"profiling_name": "gloo:all_reduce", "input_sizes": [[3, 2]], "input_dtypes": ["Double"]}
     assert flight_recorder._call(entry) == ("all_reduce", "6 Double")
     assert flight_recorder._call(entry | {"profiling_name": "nccl:all_gather"}) == ("all_gather", "")
+
+
+def entry(number: int, kind: str, state: str, group: str = "3", **more: object) -> dict[str, object]:
+    """An entry of the recorder of NCCL as torch documents it; a message where it names two ranks."""
+    pair = kind.startswith(("send", "recv"))
+    return {
+        "record_id": number,
+        "process_group": [group, "tp"],
+        "collective_seq_id": number,
+        "profiling_name": f"nccl:{kind}",
+        "input_sizes": [[3, 2]],
+        "input_dtypes": ["BFloat16"],
+        "state": state,
+        "retired": state == "completed" and number < 810,
+        "time_discovered_started_ns": 0,
+        "is_p2p": pair,
+    } | more
+
+
+def test_the_recorder_of_nccl_has_what_a_host_is_ahead_with() -> None:
+    """A thread retires what has ended later. Of messages in a batch it notes no end."""
+    ahead = [
+        entry(809, "all_reduce", "completed"),
+        entry(810, "all_reduce", "completed"),
+        entry(812, "all_gather", "scheduled"),
+        *(entry(number, "all_reduce", "scheduled") for number in range(813, 820)),
+        entry(811, "recv 0<-1", "completed", "5"),
+        entry(820, "send 0->1", "scheduled", "5"),
+        entry(821, "send 1->0", "scheduled", "6"),
+        entry(822, "coalesced", "completed", "6", is_p2p=True),
+    ]
+    ranks = {"3": [4, 6], "5": [4, 8], "6": [4, 8]}
+    first = ("all_reduce", "6 BFloat16")
+    assert flight_recorder.logs(ahead, ranks) == {
+        "3": ([4, 6], 819, "all_reduce", [(812, "all_gather", ""), *((n, *first) for n in (813, 814, 815))], 812, None),
+        "5 8>4": ([8, 4], 0, RECEIVE, [], -1, None),
+        "5 4>8": ([4, 8], 1, SEND, [(1, SEND, "")], 820, None),
+    }
+    timed = [entry(809, "all_reduce", "completed", time_discovered_started_ns=5), ahead[2]]
+    for state, begun in ("scheduled", False), ("started", True):
+        assert flight_recorder.logs([timed[0], timed[1] | {"state": state}], ranks)["3"][-1] is begun
 
 
 # -- the judge
@@ -191,15 +233,57 @@ def test_who_has_called_another_collective() -> None:
     assert stands(loss, rank("data"), loss) == (1,)  # who works has still to call it
 
 
-def test_the_host_of_a_gpu_may_stand_anywhere() -> None:
-    """It waits for its device, which waits in a collective: who has not entered that stands."""
-    for device, found in (38, (1,)), (-1, (0, 1)):
-        waits, late = (rank("log", groups=groups, device=device) for groups in (group(812, 812), group(811)))
-        assert stands(waits, late) == found
-    text = said(
-        *(rank("log", groups=groups, device=38) for groups in (group(812, 812), group(811))), shape=MeshShape(dp=2)
+def gpu(
+    *pending: tuple[str, int, tuple[int, ...]], at: Place | None = (40, 3, "backward"), begun: bool | None = None
+) -> Witness:
+    """A rank with a GPU that has these collectives still to do, in this order: (group, number, ranks)."""
+    groups = dict[str, GroupLog]()
+    for order, (name, number, ranks) in enumerate(pending):
+        kind = (SEND if name.startswith("to") else RECEIVE) if ">" in name else "all_reduce"
+        calls = {number: (kind, "")} if number > 0 else {}
+        log = GroupLog(ranks, abs(number), kind, calls, order if calls else -1, begun)
+        groups.setdefault(name.removeprefix("to "), log)
+    return replace(rank("log", step=42, groups=groups), device=at)
+
+
+TP, DP, DP_ABROAD = ("tp", 812, (0, 1)), ("dp", 9, (0, 2)), ("dp", 9, (0, 5))
+ALL_3 = [("tp", 5, (0, 1, 2))]
+FROM_1, TO_0 = ("pp 1>0", 1, (1, 0)), ("to pp 1>0", 1, (1, 0))
+BEHIND: Place = (40, 2, "forward")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([gpu(TP), gpu(("tp", -811, (0, 1)))], (1,)),  # its host has not entered it
+        ([gpu(TP), gpu(TP, at=BEHIND)], (1,)),  # its events tell
+        ([gpu(TP, begun=True), gpu(TP, begun=False)], (1,)),
+        ([gpu(*ALL_3, begun=True), gpu(*ALL_3, begun=False), gpu(*ALL_3, at=BEHIND, begun=False)], (1, 2)),
+        ([gpu(TP, begun=True), gpu(TP, begun=True)], ()),  # both are in it, and it does not end
+        ([gpu(TP), gpu(TP)], ()),  # which one stands is not known
+        ([gpu(TP, DP), gpu(TP, at=BEHIND), gpu(DP)], (1,)),  # who waits for one that waits is healthy
+        ([gpu(DP_ABROAD), gpu(("dp", 9, (1, 4)))], ()),  # for ranks of other machines
+        ([gpu(DP_ABROAD, TP), gpu(TP)], ()),  # who waits for one that waits there
+        ([gpu(DP_ABROAD, TP, begun=False), gpu(TP, begun=True)], (0,)),
+        ([gpu(FROM_1), gpu(("tp", 812, (1, 2)), TO_0), gpu(("tp", -811, (1, 2)))], (2,)),
+        ([gpu(FROM_1), gpu(("to pp 1>0", 0, (1, 0)))], (1,)),  # it has yet to send
+        ([gpu(("to pp 0>1", 1, (0, 1)), FROM_1), gpu(("pp 0>1", 1, (0, 1)), TO_0)], (0,)),  # a stage before its send
+    ],
+)
+def test_of_gpus_that_their_hosts_are_ahead_of_the_one_that_others_wait_for_stands(
+    ranks: list[Witness], found: tuple[int, ...]
+) -> None:
+    """Hosts stand wherever they next read a number."""
+    assert stands(*ranks, world=len(ranks)) == found
+
+
+def test_a_gpu_that_stands_in_words() -> None:
+    shape = MeshShape(tp=2)
+    assert said(gpu(TP, begun=True), gpu(TP, at=BEHIND, begun=False), shape=shape) == (
+        "rank 1 (tp=1) in `log` of step 42 for 61 s, its GPU in `forward` of step 40 before all_reduce 812 of tp; "
+        "rank 0 waiting in all_reduce 812 of tp"
     )
-    assert text == "rank 1 (dp=1) in `log` of step 40 for 61 s; rank 0 waiting in all_reduce 812 of dp"
+    assert said(gpu(TP), gpu(TP), shape=shape) == "ranks 0-1 waiting in all_reduce 812 of tp"
 
 
 STACKS = '''Thread 0x01 (most recent call first):
@@ -432,13 +516,43 @@ def test_a_device_that_its_host_is_ahead_of_may_go_on(scene: Scene) -> None:
     scene.steps(5)
     for beat in scene.beats:
         beat.device_did(3)
-    scene.answers = {0: ({}, 4), 1: ({}, -1)}
+    scene.answers = {0: ({}, (4, 1, "data")), 1: ({}, None)}
     scene.passes(61.0)
-    scene.answers[1] = ({}, 4)
+    scene.answers[1] = ({}, (4, 2, "forward"))
     scene.passes(60.0)
     assert scene.asks == 2 and not scene.lines
     scene.passes(120.0)
     assert scene.asks == 3 and len(scene.lines) == 1
+
+
+def test_a_device_that_stands_is_named_though_all_hosts_are_far_ahead(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1's stands before a collective that both hosts have entered, as others after it."""
+    monkeypatch.setattr(hang_report, "gpu_in_words", lambda number: f"GPU {number} at 55 C")
+    scene.steps(5)
+    ahead = [entry(number, "all_reduce", "scheduled") for number in range(812, 830)]
+    for rank, state, at in (0, "started", (3, 9, "backward")), (1, "scheduled", (3, 8, "forward")):
+        dump = [entry(811, "all_reduce", "completed", time_discovered_started_ns=5), ahead[0] | {"state": state}]
+        told = {"device": at, "groups": flight_recorder.logs([*dump, *ahead[1:]], {"3": [0, 1]})}
+        rank_file(tmp_path, "answer", scene.ranks[rank]).write_text(json.dumps(told))
+        scene.answers[rank] = flight_recorder.read(tmp_path, scene.ranks[rank]) or ({}, None)
+        scene.beats[rank].device_did(2)
+    scene.enter("log")
+    scene.passes(121.0)  # where they have come to is known after the first look
+    (incident,) = scene.incidents
+    assert (incident.rank, incident.step) == (1, 5)
+    assert incident.detail == (
+        "no step for 120 s: rank 1 (dp=1) in `log` of step 5 for 120 s, its GPU in `forward` of step 3 before "
+        "all_reduce 812 of dp; rank 0 waiting in all_reduce 812 of dp; rank 1 has GPU 1 at 55 C"
+    )
+    (path,) = (scene.out / "hangs").glob("2*.txt")
+    report = path.read_text()
+    assert (
+        "rank 0, dp (ranks 0-1): all_reduce 829; not ended: all_reduce 812 of 6 BFloat16, which its GPU has begun, "
+        in report
+    )
+    assert re.search(r"rank 1 \(dp=1\) +5  log +2 .*; its GPU is in `forward` of step 3\n", report)
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

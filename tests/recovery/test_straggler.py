@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import pytest
 from megacore.incidents import Incident
 from megacore.parallel.weights.layout import MeshShape
 from megacore.recovery.beats import Beat, Phase, Reading, queued_s, read
-from megacore.recovery.stragglers import STEPS, Stragglers, gpu_in_words
+from megacore.recovery.gpus import GpuErrors, gpu_in_words
+from megacore.recovery.stragglers import STEPS, Stragglers
 
 USUAL: dict[Phase, float] = {"data": 0.001, "forward": 0.1, "backward": 0.2, "update": 0.03, "save": 0.0}
 
@@ -103,7 +105,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A module as NVML's package is: GPUs by number or name, with (clock, heat, what slows it down)."""
 
     class NVMLError(Exception):
-        pass
+        value = 0
 
     gpus = {"0": (1980, 55, 0), "1": (1005, 87, 0x41), "GPU-7": (900, 60, 0x04 | 0x80)}
 
@@ -147,6 +149,52 @@ def test_the_sentence_has_the_clock_and_the_heat(nvml: SimpleNamespace, monkeypa
     assert gpu_in_words(0) == ""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_in_words(0) == ""
+
+
+def test_errors_of_gpus_are_said_once_and_told_for_a_while(
+    nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a GPU that is gone by then; the thread ends where NVML does."""
+    late, watched, said, over = nvml.NVMLError(), list[object](), list[str](), threading.Event()
+    late.value = 10
+    events = iter([late, *(SimpleNamespace(device=gpu, eventData=n) for gpu, n in [(1, 31), (1, 31), (7, 79), (0, 5)])])
+
+    def wait(events_of: object, milliseconds: int) -> SimpleNamespace:
+        event = next(events, None)
+        if event is None:
+            over.set()
+            raise nvml.NVMLError
+        if event is late:
+            raise late
+        return event
+
+    def index(device: int) -> int:
+        if device == 7:
+            raise nvml.NVMLError
+        return device
+
+    vars(nvml).update(
+        NVML_ERROR_TIMEOUT=10,
+        nvmlEventTypeXidCriticalError=8,
+        nvmlEventSetCreate=lambda: "events",
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceRegisterEvents=lambda *arguments: watched.append(arguments[1:]),
+        nvmlEventSetWait_v2=wait,
+        nvmlDeviceGetIndex=index,
+    )
+    errors = GpuErrors(said.append)
+    assert over.wait(20) and watched == [(8, "events")] * 2
+    assert said == [
+        "GPU 1 has reported Xid 31 (an access to memory that is not there).",
+        "A GPU has reported Xid 79 (it has fallen off the bus).",
+        "GPU 0 has reported Xid 5.",
+    ]
+    assert errors.lately().endswith("a GPU has reported Xid 79 (it has fallen off the bus); GPU 0 has reported Xid 5")
+    later = time.monotonic() + 700.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert not errors.lately()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert not GpuErrors(said.append).lately()
 
 
 def test_others_on_its_core_make_no_straggler(tmp_path: Path) -> None:
