@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import pickle  # noqa: TID251  # to write what must not be run
-import re
+import random
 import shutil
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,20 @@ import engine
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megacore import convert
+from megacore.models.registry import configure
+from megacore.parallel.weights.transfer import hugging_face
 from megacore.store.conversions.formats import open_folder
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.pickles import read_pickle
+from megacore.store.tensor_files.torch_files import read_saved
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 LR, DECAY, STEPS = 1e-2, 0.1, 3
 RECIPE = {
@@ -76,8 +84,6 @@ def _state(model: Any, optimizer: Any, flat: bool) -> dict[str, Any]:
 
 def _written(path: str, tied: bool, flat: bool) -> None:
     """Train some steps and save."""
-    import torch.distributed.checkpoint as dcp
-
     model, optimizer = _model(tied)
     for number in range(STEPS):
         generator = torch.Generator().manual_seed(number)
@@ -90,7 +96,6 @@ def _written(path: str, tied: bool, flat: bool) -> None:
 
 def _stepped(path: str, tied: bool, flat: bool, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Load what was saved, by torch itself, and do the next step -> the weights by their names."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_state_dict
 
     model, optimizer = _model(tied)
@@ -107,6 +112,7 @@ def _stepped(path: str, tied: bool, flat: bool, tokens: Tensor, labels: Tensor) 
 # -- a step after it
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("tied", "flat"), [(True, False), (False, True)], ids=["tied-in-an-app", "flat"])
 def test_the_next_step_is_theirs(pool: Pool, tmp_path: Path, tied: bool, flat: bool) -> None:
     """With the moments that FSDP2 wrote, in any layout of ours: the weights after it are those that FSDP2 has."""
@@ -138,4 +144,229 @@ def _next(recipe: str, resumed: str, out: str) -> tuple[Tensor, Tensor, float]:
     found = list[Any]()
     made.train_step.backward = backward  # type: ignore[method-assign]
     assert made.fit() == STEPS + 1
-    return *(torch.cat([getattr(each, name).flatten() for each in seen]).view(-1, engine.LENGTH) for name in ("tokens", "labels")), float(found[0].loss)
+    return *(
+        torch.cat([getattr(each, name).flatten() for each in seen]).view(-1, engine.LENGTH)
+        for name in ("tokens", "labels")
+    ), float(found[0].loss)
+
+
+# -- names
+
+
+def _tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Tensors of a model by Hugging Face's names."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {stored.name: stored.shape for stored in hugging_face(configure(engine.LLAMA).schema)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _save(folder: Path, state: Mapping[str, Any]) -> Path:
+    """Save what one process has."""
+    dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+    (folder / "config.json").write_text(json.dumps(configure(engine.LLAMA).to_hugging_face()))
+    return folder
+
+
+_WORDS = {
+    "model.embed_tokens": "tok_embeddings",
+    "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def _titans(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By torchtitan's names, the two halves of each head of queries and keys between each other."""
+    made = {}
+    for name, value in tensors.items():
+        theirs = name.removeprefix("model.") if name != "model.embed_tokens.weight" else name
+        for word, their_word in _WORDS.items():
+            theirs = theirs.replace(word, their_word)
+        turns = "q_proj" in name or "k_proj" in name
+        made[theirs] = torch.cat([_paired(head) for head in value.split(4)]) if turns else value
+    return made
+
+
+def _paired(head: Tensor) -> Tensor:
+    return torch.stack(head.chunk(2), 1).flatten(0, 1)
+
+
+def _fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Queries, keys and values in one, group by group, as its optimizer has them."""
+    made = {name: value for name, value in tensors.items() if ".qkv_linear." not in name}
+    for layer in range(4):
+        q, k, v = (tensors[f"layers.{layer}.attention.qkv_linear.w{x}.weight"] for x in "qkv")
+        groups = zip(q.split(8), k.split(4), v.split(4), strict=True)
+        made[f"layers.{layer}.attention.qkv_linear.wqkv.weight"] = torch.cat([torch.cat(each) for each in groups])
+    return made
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_torchtitan_names(tmp_path: Path, older: bool) -> None:
+    """Its names, the order of its heads and what it fuses: every element where it belongs."""
+    weights, *moments = (_tensors(seed) for seed in range(3))
+    state: dict[str, Any] = _titans(weights)
+    for kind, values in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        theirs = _titans(values) if older else _fused(_titans(values))
+        state |= {f"optimizer.state.{name}.{kind}": value for name, value in theirs.items()}
+        state |= {f"optimizer.state.{name}.step": torch.tensor(5.0) for name in theirs}
+    if older:
+        words = {".qkv_linear": "", "lm_head": "output"}
+        for word, said in words.items():
+            state = {name.replace(word, said): value for name, value in state.items()}
+    folder = open_folder(_save(tmp_path / "titan", state | {"dataloader": {"at": 3}}))
+    assert folder.index.step == 5 and folder.states == ("weights", "exp_avg", "exp_avg_sq")
+    for name, values in zip(folder.states, (weights, *moments), strict=True):
+        read = folder.read(name)
+        assert {s.name for s in folder.stored(name)} == values.keys()
+        for stored in folder.stored(name):
+            assert np.array_equal(read(stored)[1].view("f4"), values[stored.name].numpy()), stored.name
+
+
+# -- what is refused
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
+
+
+def _replace(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Any]]) -> None:
+    shutil.rmtree(folder)
+    _save(folder, change(_tensors()))
+
+
+def _config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def _some_moments(tensors: dict[str, Tensor]) -> Mapping[str, Any]:
+    moments = {f"{name}.{kind}": value for kind in ("exp_avg", "exp_avg_sq") for name, value in tensors.items()}
+    del moments["model.layers.0.self_attn.k_proj.weight.exp_avg"]
+    return tensors | {"optim": {"state": moments | {f"{name}.step": 3 for name in tensors}}}
+
+
+WRONG: Mapping[str, tuple[Callable[[Path], object], str]] = {
+    "evil metadata": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())),
+        "mkdir', which is nothing that such a file needs: it is not read, and nothing of it has been run",
+    ),
+    "metadata that end": (lambda folder: os.truncate(folder / ".metadata", 900), "is no pickle that torch writes, or"),
+    "other metadata": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})),
+        "does not describe a checkpoint of torch.distributed.checkpoint",
+    ),
+    "no file": (
+        lambda folder: (folder / "__0_0.distcp").unlink(),
+        "copy all files of all ranks:\n- '__0_0.distcp': No",
+    ),
+    "a file that ends": (
+        lambda folder: os.truncate(folder / "__0_0.distcp", 20_000),
+        "'__0_0.distcp' has 20000 bytes, and its last part ends at",
+    ),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "give it by `megacore convert --config`, or copy"),
+    "layers": (lambda folder: _config(folder, num_hidden_layers=5), "9 tensors are missing: model.layers.4."),
+    "sizes": (lambda folder: _config(folder, intermediate_size=20), "shape [24, 16] instead of [20, 16]: model.layers"),
+    "other names": (
+        lambda folder: _replace(folder, lambda tensors: {f"x.{name}.y": value for name, value in tensors.items()}),
+        "its tensors are named neither of model.layers.0.input_layernorm.weight (Hugging Face), layers.0.attention_norm"
+        ".weight (torchtitan), of a llama as config.json has it; there are x.",
+    ),
+    "two models": (
+        lambda folder: _replace(folder, lambda tensors: {**tensors, "ema": tensors}),
+        "there are 2 tensors model.layers.0.input_layernorm.weight, after '', 'ema.'",
+    ),
+    "whole numbers": (
+        lambda folder: _replace(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(16).long()}),
+        "dtype I64 is not one of F64, F32, F16, BF16",
+    ),
+    "another tensor": (
+        lambda folder: _replace(folder, lambda tensors: tensors | {"model.layers.0.x": torch.ones(1)}),
+        "1 tensors are not of this model: model.layers.0.x",
+    ),
+    "some moments": (
+        lambda folder: _replace(folder, _some_moments),
+        "model.layers.0.self_attn.k_proj.weight has no exp_avg",
+    ),
+}
+"""{what is wrong: (what makes it so, a part of what is said)}."""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("dcp") / "sound", _tensors())
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_refused(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """In words that name it; and nothing that a file says is run."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(sound, tmp_path / "copy")
+    change, said = WRONG[kind]
+    change(tmp_path / "copy")
+    with pytest.raises(StoreError) as error:
+        open_folder(tmp_path / "copy")
+    assert said in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_part_is_refused_when_it_is_read(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "copy")
+    (tmp_path / "copy/__0_0.distcp").write_bytes(b"x" * (sound / "__0_0.distcp").stat().st_size)
+    with pytest.raises(StoreError, match=r"no archive of torch.save at byte \d+, or a damaged one"):
+        convert(tmp_path / "copy", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_nothing_that_torch_saved_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = io.BytesIO()
+    torch.save({"a": torch.ones(2), "b": Evil()}, file)  # noqa: TID251
+    with pytest.raises(StoreError, match="mkdir'"):
+        read_saved(file, "a file", 0, len(file.getvalue()))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"cos\nmkdir\n(S'ran'\ntR.",
+        b"\x80\x02cos\nmkdir\nX\x03\x00\x00\x00ran\x85R.",
+        b"(S'ran'\nios\nmkdir\n.",
+        b"(cos\nmkdir\nS'ran'\no.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02X\x01\x00\x00\x00aX\x01\x00\x00\x00b\x85R.",
+        b"\x80\x02]}b.",
+        b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",
+        b"\x80\x02h\x05.",
+        b"\x80\x02e.",
+        b"",
+    ],
+)
+def test_pickles_that_are_none_of_torchs(code: bytes) -> None:
+    with pytest.raises(StoreError):
+        read_pickle(code, "a file", {"torch.Size"})
+
+
+def test_random_damage_is_told(sound: Path, tmp_path: Path) -> None:
+    """Whatever byte of the description is another one: it is refused in words, or changes nothing that matters."""
+    shutil.copytree(sound, tmp_path / "copy")
+    data, draw = (sound / ".metadata").read_bytes(), random.Random(0)
+    for _ in range(60):
+        wrong = bytearray(data)
+        for _ in range(draw.choice((1, 1, 4))):
+            wrong[draw.randrange(len(wrong))] = draw.randrange(256)
+        (tmp_path / "copy/.metadata").write_bytes(wrong)
+        try:
+            folder = open_folder(tmp_path / "copy")
+            for stored in folder.stored():
+                folder.read()(stored)
+        except StoreError:
+            pass

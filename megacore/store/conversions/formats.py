@@ -38,12 +38,10 @@ def open_folder(
         ignored_fields: Unknown fields of a ``config.json`` that are left out.
         config: The model's ``config.json``, or where it is, of a checkpoint of another trainer that has none.
     """
-    if isinstance(path, Path) and is_foreign(path):
-        return ForeignFolder.open(path, config, ignored_fields)
-    if config is not None:
+    if config is not None and not is_foreign(path):
         raise StoreError(
-            f"{path} says itself what model it is of: `config` is for a checkpoint of torch.distributed.checkpoint, "
-            f"which has a file {METADATA}"
+            f"{path} has no {METADATA}, and is no checkpoint of torch.distributed.checkpoint: `config` is for these, "
+            "others say themselves what model they are of"
         )
     if (name := HubName.of(path)) is not None:
         folder = fetched(name, ignored_fields)
@@ -55,6 +53,8 @@ def open_folder(
     if not (path / INDEX).exists():
         if isinstance(path, ObjectPath):
             raise StoreError(f"{path} has no {INDEX}: a Hugging Face folder must lie on a disk, copy it to one")
+        if is_foreign(path):
+            return ForeignFolder.open(path, config, ignored_fields)
         if known := _known(path):
             raise StoreError(f"{path} {known}")
         return HuggingFace.open(path, ignored_fields)

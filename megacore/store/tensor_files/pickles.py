@@ -1,7 +1,7 @@
 """Pickles of torch's own files, read as inert records: no class is imported, nothing is called, whatever they say.
 
-A pickle is a program for a small machine that may import and call anything. This one has no such power: what a pickle
-names is a :class:`Name`, what it would call is written down as a :class:`Call`, and only names that are known are taken.
+A pickle is a program for a small machine that may import and call anything. The one here has no such power: what a
+pickle names is a :class:`Name`, what it would call is written down as a :class:`Call`, and only known names are taken.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tensors that ``torch.save`` wrote, in files of their own or one after the other in one: found without running anything
-of them, and read by their bytes. No torch.
+"""Tensors that ``torch.save`` wrote, in files of their own or one after the other in one: found without running
+anything of them, and read by their bytes. No torch.
 
 Such a tensor is a zip archive: a pickle, which :mod:`~megacore.store.tensor_files.pickles` reads as inert records, and
 a member of plain bytes for each storage.
@@ -116,7 +116,7 @@ def read_saved(file: BinaryIO, where: object, start: int, length: int) -> Any:
         return _placed(tree, {name: (start + first, size) for name, (first, size) in found.items()})
     except StoreError:
         raise
-    except (zipfile.BadZipFile, OSError, ValueError, LookupError, TypeError, RecursionError, struct.error) as error:
+    except (zipfile.BadZipFile, OSError, RuntimeError, ValueError, LookupError, TypeError, struct.error) as error:
         raise StoreError(
             f"{where}: no archive of torch.save at byte {start}, or a damaged one ({short(str(error))})"
         ) from error

@@ -20,6 +20,7 @@ from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, hugging_face, whole_name
 from megacore.store.io import hub
 from megacore.store.io.hub import HubName
+from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError, short
 from megacore.store.tensor_files.accounting import account, alike, summary
 from megacore.store.tensor_files.companions import COMPANIONS, Companion, companions
@@ -43,6 +44,7 @@ class ForeignFolder(SafetensorsFolder):
     """
 
     format = "torch_distributed"
+    kind = "a checkpoint of torch.distributed.checkpoint"
 
     weights: Mapping[str, str]
     home: Path
@@ -64,8 +66,8 @@ class ForeignFolder(SafetensorsFolder):
         source, problems = DistributedFiles.open(path), list[str]()
         raw, kind, model, wrapper, fp8 = read_config(home, ignored_fields, problems, name)
         if wrapper is not None or fp8 is not None:
-            what = "of a larger model" if wrapper is not None else "in fp8"
-            problems.append(f"{name} says that the weights are a part {what}, and only Hugging Face folders are so read")
+            what = "are a part of a larger model" if wrapper is not None else "lie in fp8"
+            problems.append(f"{name} says that the weights {what}: these are read from Hugging Face folders alone")
         if problems or kind is None or model is None:
             raise unusable(path, problems)
         made = _Names.of(source, model, problems)
@@ -113,7 +115,7 @@ class ForeignFolder(SafetensorsFolder):
 
 def is_foreign(path: Path) -> bool:
     """Return whether a folder is a checkpoint of another trainer that :class:`ForeignFolder` may open."""
-    return (path / METADATA).is_file()
+    return not isinstance(path, ObjectPath) and (path / METADATA).is_file()
 
 
 def _home(path: Path, config: Path | None) -> tuple[Path, str]:
@@ -124,7 +126,9 @@ def _home(path: Path, config: Path | None) -> tuple[Path, str]:
     if config is not None and config.is_file():
         home, name = config.parent, config.name
     if not (home / name).is_file():
-        way_out = "give it by --config" if config is None else "give the folder that has it, or the file"
+        way_out = (
+            "give it by `megacore convert --config`" if config is None else "give the folder that has it, or the file"
+        )
         raise StoreError(
             f"{home} has no {name}, and a checkpoint of torch.distributed.checkpoint does not say what model it is of: "
             f"{way_out}, or copy the Hugging Face {CONFIG} of the model into {path}"
@@ -220,9 +224,7 @@ def _after(root: str | None, end: str, names: Collection[str]) -> dict[str, str]
     """Return {what stands between: whole name} of those that begin and end so."""
     if root is None:
         return {}
-    return {
-        name[len(root) : -len(end)]: name for name in names if name.startswith(root) and name.endswith(end)
-    }
+    return {name[len(root) : -len(end)]: name for name in names if name.startswith(root) and name.endswith(end)}
 
 
 # -- the optimizer

@@ -5,7 +5,6 @@ Each tensor is a view of what the trainer stores, or all of it: two sentences of
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 

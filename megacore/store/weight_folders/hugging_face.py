@@ -51,6 +51,7 @@ class HuggingFace(SafetensorsFolder):
     name there) of each tensor, by the name that the family's table gives it."""
 
     format = "hugging_face"
+    kind = "a Hugging Face folder"
 
     weights: Mapping[str, tuple[str, str]]
 
