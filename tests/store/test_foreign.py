@@ -247,6 +247,14 @@ def _config(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | fields))
 
 
+def _hole(folder: Path) -> None:
+    """Of a tensor only the first half has a part, as a rank that did not write would leave it."""
+    described = dcp.FileSystemReader(folder).read_metadata()
+    (part,) = described.state_dict_metadata["model.norm.weight"].chunks
+    part.sizes = torch.Size([8])
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+
+
 def _some_moments(tensors: dict[str, Tensor]) -> Mapping[str, Any]:
     moments = {f"{name}.{kind}": value for kind in ("exp_avg", "exp_avg_sq") for name, value in tensors.items()}
     del moments["model.layers.0.self_attn.k_proj.weight.exp_avg"]
@@ -271,6 +279,7 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: os.truncate(folder / "__0_0.distcp", 20_000),
         "'__0_0.distcp' has 20000 bytes, and its last part ends at",
     ),
+    "a hole": (_hole, "the parts of 'model.norm.weight' do not make up [16], or overlap"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "give it by `megacore convert --config`, or copy"),
     "layers": (lambda folder: _config(folder, num_hidden_layers=5), "9 tensors are missing: model.layers.4."),
     "sizes": (lambda folder: _config(folder, intermediate_size=20), "shape [24, 16] instead of [20, 16]: model.layers"),

@@ -114,21 +114,14 @@ class DistributedFiles:
                 found.setdefault(part.file, {})[name] = None
         return {file: list(of) for file, of in sorted(found.items())}
 
-    def tensor(self, name: str, row: int | None = None) -> Bits:
-        """Return the bits of a tensor, [shape]; or of one row, [1, ...], whose parts alone are read. Raises StoreError:
-        what lies in the files is not what the metadata say."""
+    def tensor(self, name: str) -> Bits:
+        """Return the bits of a tensor, [shape]. Raises StoreError: what lies in the files is not what the metadata
+        say."""
         tensor = self.tensors[name]
-        first = 0 if row is None else row
-        shape = tensor.shape if row is None else (1, *tensor.shape[1:])
-        made = np.empty(shape, DTYPES[tensor.dtype])
+        made = np.empty(tensor.shape, DTYPES[tensor.dtype])
         for part in tensor.parts:
-            if row is not None and not part.origin[0] <= row < part.origin[0] + part.shape[0]:
-                continue
-            found = self._part(name, part, tensor.dtype)
-            if row is not None:
-                found = found[row - part.origin[0] : row - part.origin[0] + 1]
-            begins = (part.origin[0] - first if row is None else 0, *part.origin[1:]) if part.origin else ()
-            made[tuple(slice(a, a + n) for a, n in zip(begins, found.shape, strict=True))] = found
+            box = tuple(slice(at, at + size) for at, size in zip(part.origin, part.shape, strict=True))
+            made[box] = self._part(name, part, tensor.dtype)
         return made
 
     def value(self, name: str) -> Any:
@@ -253,13 +246,11 @@ class Origin:
         name: The name of the other.
         view: The piece of it that is meant; None for all of it, as it is.
         axes: The axes of the piece, in the order of the tensor that is made of it.
-        row: The index along the first dimension, which holds tensors of many layers; None where it does not.
     """
 
     name: str
     view: Piece | None = None
     axes: tuple[str, ...] = ()
-    row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -292,7 +283,7 @@ class PartedFile(TensorFile):
 
     def _made(self, name: str) -> Bits:
         origin, shape = self.origins[name], self.entry(name).shape
-        bits = self.source.tensor(origin.name, origin.row)
+        bits = self.source.tensor(origin.name)
         if origin.view is None:
             return bits.reshape(shape)
         order = [origin.view.axes.index(axis) for axis in origin.axes]

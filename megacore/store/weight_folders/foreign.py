@@ -25,13 +25,14 @@ from megacore.store.io.strict_json import StoreError, short
 from megacore.store.tensor_files.accounting import account, alike, summary
 from megacore.store.tensor_files.companions import COMPANIONS, Companion, companions
 from megacore.store.tensor_files.distributed import METADATA, DistributedFiles, Origin, PartedFile
-from megacore.store.tensor_files.dtypes import FLOATS, as_floats
+from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.foreign_names import Naming, anchors, placed
 from megacore.store.weight_folders.hugging_face import CONFIG, read_config, unusable
 from megacore.store.weight_folders.index import MOMENTS, FileRecord, Index
 
 _STEP, _SHOWN = "step", 6
+_NUMBERS = {"F32": "f4", "F64": "f8", "I64": "i8", "I32": "i4"}
 
 
 @dataclass(frozen=True)
@@ -264,11 +265,10 @@ def _steps(names: _Names) -> set[int]:
             value = source.value(whole)
         else:
             tensor = source.tensors[whole]
-            if tensor.shape != () or tensor.dtype not in (*FLOATS, "I64"):
+            if tensor.shape != () or tensor.dtype not in _NUMBERS:
                 raise StoreError(f"{source.path}: {short(whole)} is {tensor.dtype}{list(tensor.shape)}, and no number")
-            bits = source.tensor(whole)
-            value = int(bits.view("i8")) if tensor.dtype == "I64" else float(as_floats(bits, tensor.dtype, "F64"))
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+            value = source.tensor(whole).view(_NUMBERS[tensor.dtype]).item()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 62 or value % 1:
             raise StoreError(f"{source.path}: {short(whole)} is {short(value)}, and no number of updates")
         found.add(int(value))
     return found
