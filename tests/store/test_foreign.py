@@ -51,7 +51,7 @@ def _model(tied: bool) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    fields = {name: value for name, value in engine.LLAMA.items() if name != "family"}
+    fields: Any = {name: value for name, value in engine.LLAMA.items() if name != "family"}
     model = LlamaForCausalLM(LlamaConfig(**fields, tie_word_embeddings=tied))
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for layer in model.model.layers:
@@ -106,7 +106,8 @@ def _stepped(path: str, tied: bool, flat: bool, tokens: Tensor, labels: Tensor) 
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
     _step(model, optimizer, tokens, labels)
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    full: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return dict(full)
 
 
 # -- a step after it
@@ -133,21 +134,19 @@ def test_the_next_step_is_theirs(pool: Pool, tmp_path: Path, tied: bool, flat: b
 def _next(recipe: str, resumed: str, out: str) -> tuple[Tensor, Tensor, float]:
     """One step of ours that goes on from there -> its tokens and labels, and its loss."""
     overrides = [f"out={out}", f"checkpoint.resume={resumed}", "mesh.tp=2", "mesh.pp=2", "batch.micro_size=2"]
-    made, seen = engine.trainer(recipe, overrides), list[Any]()
-    plain = made.train_step.backward
+    made, seen, stats = engine.trainer(recipe, overrides), list[Any](), list[Any]()
+    step: Any = made.train_step
+    plain = step.backward
 
     def backward(microbatches: Any, *rest: Any) -> Any:
         seen.extend(microbatches)
-        found.append(plain(microbatches, *rest))
-        return found[-1]
+        stats.append(plain(microbatches, *rest))
+        return stats[-1]
 
-    found = list[Any]()
-    made.train_step.backward = backward  # type: ignore[method-assign]
+    step.backward = backward
     assert made.fit() == STEPS + 1
-    return *(
-        torch.cat([getattr(each, name).flatten() for each in seen]).view(-1, engine.LENGTH)
-        for name in ("tokens", "labels")
-    ), float(found[0].loss)
+    tokens, labels = (torch.cat([getattr(each, name) for each in seen]) for name in ("tokens", "labels"))
+    return tokens.view(-1, engine.LENGTH), labels.view(-1, engine.LENGTH), float(stats[0].loss)
 
 
 # -- names

@@ -46,7 +46,7 @@ _KNOWN = {
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A part of a tensor: where it begins in it, its shape, and the bytes [start, start + length) of a file."""
 
     origin: tuple[int, ...]
@@ -62,7 +62,7 @@ class PartedTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class DistributedFiles:
 
     path: Path
     tensors: Mapping[str, PartedTensor]
-    values: Mapping[str, Part]
+    values: Mapping[str, StoredPart]
     sizes: Mapping[str, int]
 
     @classmethod
@@ -90,12 +90,12 @@ class DistributedFiles:
         try:
             said, lie = _state(tree, f"{_OF}Metadata", "state_dict_metadata", "storage_data")
             where_parts = _storage(lie)
-            tensors, values = dict[str, PartedTensor](), dict[str, Part]()
+            tensors, values = dict[str, PartedTensor](), dict[str, StoredPart]()
             for name, value in said.items():
                 if value.name == f"{_OF}BytesStorageMetadata":
                     # What no rank wrote has no place.
                     if (at := where_parts.get((name, None))) is not None:
-                        values[name] = Part((), (), *at)
+                        values[name] = StoredPart((), (), *at)
                 else:
                     tensors[name] = _parted(name, value, where_parts)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -131,7 +131,7 @@ class DistributedFiles:
         with os_errors(path), open_file(path, self.path) as file:
             return read_saved(file, f"{path}: {short(name)}", part.start, part.length)
 
-    def _part(self, name: str, part: Part, dtype: str) -> Bits:
+    def _part(self, name: str, part: StoredPart, dtype: str) -> Bits:
         path = self.path / part.file
         where = f"{path}: {short(name)}"
         with os_errors(path), open_file(path, self.path) as file:
@@ -188,7 +188,7 @@ def _parted(
     (kind, *_) = properties.state
     if not isinstance(kind, Name):
         raise ValueError(f"{short(name)} has dtype {short(kind)}")
-    shape, dtype, parts = _counts(size), KINDS.get(kind.name, kind.name), list[Part]()
+    shape, dtype, parts = _counts(size), KINDS.get(kind.name, kind.name), list[StoredPart]()
     for chunk in chunks:
         begins, sizes = map(_counts, _state(chunk, f"{_OF}ChunkStorageMetadata", "offsets", "sizes"))
         at = where.get((name, begins)) or (where.get((name, None)) if len(chunks) == 1 else None)
@@ -197,14 +197,14 @@ def _parted(
         width = DTYPES[dtype].itemsize if dtype in DTYPES else 1
         if len(begins) != len(shape) or len(sizes) != len(shape) or math.prod(sizes) * width > at[2]:
             raise ValueError(f"the part of {short(name)} at {list(begins)} of {list(sizes)} has {at[2]} bytes")
-        parts.append(Part(begins, sizes, *at))
+        parts.append(StoredPart(begins, sizes, *at))
     whole = [part for part in parts if 0 not in part.shape]  # a rank may have none of a small tensor
     if 0 not in shape and not _tile(whole, shape, 0):
         raise ValueError(f"the parts of {short(name)} do not make up {list(shape)}, or overlap")
     return PartedTensor(dtype, shape, tuple(whole))
 
 
-def _tile(parts: Sequence[Part], shape: Sequence[int], dim: int) -> bool:
+def _tile(parts: Sequence[StoredPart], shape: Sequence[int], dim: int) -> bool:
     """Return whether parts, alike in the dimensions before one, fill it and those after it without overlap or hole: as
     the squares of a grid do, whose lines may differ from one row to another."""
     if dim == len(shape):
@@ -218,7 +218,7 @@ def _tile(parts: Sequence[Part], shape: Sequence[int], dim: int) -> bool:
     return at == shape[dim]
 
 
-def _sizes(path: Path, parts: Iterable[Part]) -> Mapping[str, int]:
+def _sizes(path: Path, parts: Iterable[StoredPart]) -> Mapping[str, int]:
     """Return {file: its bytes}. Raises StoreError: files are missing, or end before their parts."""
     ends: dict[str, int] = {}
     for part in parts:

@@ -104,7 +104,7 @@ def read_saved(file: BinaryIO, where: object, start: int, length: int) -> Any:
     Raises:
         StoreError: it is no such archive, is damaged, or holds something else.
     """
-    window = _Window(file, start, length)
+    window = _FileWindow(file, start, length)
     try:
         with zipfile.ZipFile(window) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -122,7 +122,7 @@ def read_saved(file: BinaryIO, where: object, start: int, length: int) -> Any:
         ) from error
 
 
-class _Window(io.RawIOBase):
+class _FileWindow(io.RawIOBase):
     """Some bytes of a file, as a file by themselves; a read of more than a description needs is refused."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
@@ -155,7 +155,7 @@ class _Window(io.RawIOBase):
         return found
 
 
-def _bounds(window: _Window, info: zipfile.ZipInfo) -> tuple[int, int]:
+def _bounds(window: _FileWindow, info: zipfile.ZipInfo) -> tuple[int, int]:
     """Return (first byte, bytes) of a member."""
     window.seek(info.header_offset)
     magic, name, extra = _LOCAL.unpack(window.read(_LOCAL.size))
@@ -167,7 +167,7 @@ def _bounds(window: _Window, info: zipfile.ZipInfo) -> tuple[int, int]:
     return first, info.file_size
 
 
-def _bytes(window: _Window, bounds: tuple[int, int]) -> bytes:
+def _bytes(window: _FileWindow, bounds: tuple[int, int]) -> bytes:
     window.seek(bounds[0])
     return window.read(bounds[1])
 

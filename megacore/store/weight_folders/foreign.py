@@ -27,7 +27,7 @@ from megacore.store.tensor_files.companions import COMPANIONS, Companion, compan
 from megacore.store.tensor_files.distributed import METADATA, DistributedFiles, Origin, PartedFile
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.folder import SafetensorsFolder
-from megacore.store.weight_folders.foreign_names import Naming, anchors, placed
+from megacore.store.weight_folders.foreign_names import TrainerNaming, anchors, placed
 from megacore.store.weight_folders.hugging_face import CONFIG, read_config, unusable
 from megacore.store.weight_folders.index import MOMENTS, FileRecord, Index
 
@@ -92,9 +92,9 @@ class ForeignFolder(SafetensorsFolder):
         layout = Layout(model.schema, MeshShape(), (model.sizes["layer"],))
         index = Index(raw, layout, tuple(files), steps, records, frozen=frozen)
         told = tuple(_remarks(made, source, names, steps))
-        # A run that goes on with it begins the data anew: whose order it was, these samples are not counted.
-        counts = {"step": steps, "consumed_samples": 0, "tokens": 0, "optimizer_steps": steps, "recipe": {}}
-        trainer = None if steps is None else counts
+        # A run that goes on with it takes its data from the beginning.
+        counts = {"step": steps, "consumed_samples": 0, "tokens": 0, "optimizer_steps": steps}
+        trainer = None if steps is None else {**counts, "recipe": {}}
         return cls(path, index, files, held, home, trainer=trainer, ignored=found.ignored, told=told)
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
@@ -121,9 +121,9 @@ def is_foreign(path: Path) -> bool:
 
 def _home(path: Path, config: Path | None) -> tuple[Path, str]:
     """Return the folder of the model's config, and its name there. Raises StoreError: there is none."""
-    if config is not None and (name := HubName.of(config)) is not None:
-        config = hub.fetch(name, [CONFIG, *COMPANIONS])
-    home, name = (path, CONFIG) if config is None else (config, CONFIG)
+    if config is not None and (of_hub := HubName.of(config)) is not None:
+        config = hub.fetch(of_hub, [CONFIG, *COMPANIONS])
+    home, name = config or path, CONFIG
     if config is not None and config.is_file():
         home, name = config.parent, config.name
     if not (home / name).is_file():
@@ -151,7 +151,7 @@ class _Names:
     """
 
     source: DistributedFiles
-    naming: Naming | None
+    naming: TrainerNaming | None
     weights: Mapping[str, str]
     moments: Mapping[str, Mapping[str, str]]
 
@@ -210,7 +210,7 @@ class _Names:
         return PartedFile.of(self.source, origins, shapes)
 
 
-def _expected(naming: Naming | None, config: ModelConfig) -> Iterator[str]:
+def _expected(naming: TrainerNaming | None, config: ModelConfig) -> Iterator[str]:
     yield from (param.hf for param in config.schema.params) if naming is None else (row.name for row in naming.rows)
     if naming is None:
         yield from config.tied

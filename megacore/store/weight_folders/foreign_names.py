@@ -15,7 +15,7 @@ from megacore.store.tensor_files.distributed import Origin
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainerTensor:
     """A tensor of Hugging Face's among those of a trainer.
 
     Args:
@@ -34,51 +34,57 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Naming:
+class TrainerNaming:
     """The names of a trainer. ``families``: those of the models that its table is about; ``rows``: the table, of which
     the first row counts whose tensor is there."""
 
     trainer: str
     families: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TrainerTensor, ...]
 
 
 _HALVES = "(heads two pairs) embed", "(kv two pairs) embed"
 _TITAN, _FUSED = "layers.{layer}.", "(kv (q: queries pairs two + k: pairs two + v: head)) embed"
 _ATTENTION = "model.layers.{layer}.self_attn."
-TORCHTITAN = Naming(
+TORCHTITAN = TrainerNaming(
     "torchtitan",
     ("llama",),
     (
-        Row("model.embed_tokens.weight", "tok_embeddings.weight"),
+        TrainerTensor("model.embed_tokens.weight", "tok_embeddings.weight"),
         # The two numbers of a pair that turns lie side by side there, and half a head apart here.
         *(
             row
             for attention in (f"{_TITAN}attention.qkv_linear.", f"{_TITAN}attention.")
             for row in (
-                Row(f"{_ATTENTION}q_proj.weight", f"{attention}wq.weight", "(heads pairs two) embed", "", _HALVES[0]),
-                Row(f"{_ATTENTION}k_proj.weight", f"{attention}wk.weight", "(kv pairs two) embed", "", _HALVES[1]),
-                Row(f"{_ATTENTION}v_proj.weight", f"{attention}wv.weight"),
+                TrainerTensor(
+                    f"{_ATTENTION}q_proj.weight", f"{attention}wq.weight", "(heads pairs two) embed", "", _HALVES[0]
+                ),
+                TrainerTensor(
+                    f"{_ATTENTION}k_proj.weight", f"{attention}wk.weight", "(kv pairs two) embed", "", _HALVES[1]
+                ),
+                TrainerTensor(f"{_ATTENTION}v_proj.weight", f"{attention}wv.weight"),
             )
         ),
         # As the optimizer has it, where the model computes the three at once.
         *(
-            Row(f"{_ATTENTION}{label}_proj.weight", f"{_TITAN}attention.qkv_linear.wqkv.weight", _FUSED, label, pattern)
+            TrainerTensor(
+                f"{_ATTENTION}{label}_proj.weight", f"{_TITAN}attention.qkv_linear.wqkv.weight", _FUSED, label, pattern
+            )
             for label, pattern in (
                 ("q", "(kv queries two pairs) embed"),
                 ("k", "(kv two pairs) embed"),
                 ("v", "(kv head) embed"),
             )
         ),
-        Row(f"{_ATTENTION}o_proj.weight", f"{_TITAN}attention.wo.weight"),
-        Row("model.layers.{layer}.mlp.gate_proj.weight", f"{_TITAN}feed_forward.w1.weight"),
-        Row("model.layers.{layer}.mlp.down_proj.weight", f"{_TITAN}feed_forward.w2.weight"),
-        Row("model.layers.{layer}.mlp.up_proj.weight", f"{_TITAN}feed_forward.w3.weight"),
-        Row("model.layers.{layer}.input_layernorm.weight", f"{_TITAN}attention_norm.weight"),
-        Row("model.layers.{layer}.post_attention_layernorm.weight", f"{_TITAN}ffn_norm.weight"),
-        Row("model.norm.weight", "norm.weight"),
-        Row("lm_head.weight", "lm_head.weight"),
-        Row("lm_head.weight", "output.weight"),
+        TrainerTensor(f"{_ATTENTION}o_proj.weight", f"{_TITAN}attention.wo.weight"),
+        TrainerTensor("model.layers.{layer}.mlp.gate_proj.weight", f"{_TITAN}feed_forward.w1.weight"),
+        TrainerTensor("model.layers.{layer}.mlp.down_proj.weight", f"{_TITAN}feed_forward.w2.weight"),
+        TrainerTensor("model.layers.{layer}.mlp.up_proj.weight", f"{_TITAN}feed_forward.w3.weight"),
+        TrainerTensor("model.layers.{layer}.input_layernorm.weight", f"{_TITAN}attention_norm.weight"),
+        TrainerTensor("model.layers.{layer}.post_attention_layernorm.weight", f"{_TITAN}ffn_norm.weight"),
+        TrainerTensor("model.norm.weight", "norm.weight"),
+        TrainerTensor("lm_head.weight", "lm_head.weight"),
+        TrainerTensor("lm_head.weight", "output.weight"),
     ),
 )
 NAMINGS = (TORCHTITAN,)
@@ -93,7 +99,7 @@ class Placed:
     stored: tuple[int, ...]
 
 
-def anchors(config: ModelConfig) -> Iterator[tuple[str, Naming | None]]:
+def anchors(config: ModelConfig) -> Iterator[tuple[str, TrainerNaming | None]]:
     """Yield (a tensor of the first layer, the naming that has it) of all namings of a model: None is Hugging Face's."""
     of_layer = next(param for param in config.schema.params if "{layer}" in param.hf)
     template = of_layer.hf_names[0]
@@ -103,7 +109,7 @@ def anchors(config: ModelConfig) -> Iterator[tuple[str, Naming | None]]:
             yield next(row.name for row in naming.rows if row.name.endswith("norm.weight")).format(layer=0), naming
 
 
-def placed(naming: Naming, config: ModelConfig, names: Collection[str]) -> Mapping[str, Placed]:
+def placed(naming: TrainerNaming, config: ModelConfig, names: Collection[str]) -> Mapping[str, Placed]:
     """Return {Hugging Face's name: where it is} of those tensors of a trainer that its table knows."""
     sizes, found = _sizes(config), dict[str, Placed]()
     shapes = {stored.name: stored.shape for stored in hugging_face(config.schema)}
@@ -117,7 +123,7 @@ def placed(naming: Naming, config: ModelConfig, names: Collection[str]) -> Mappi
     return found
 
 
-def _placed(row: Row, name: str, shape: tuple[int, ...], sizes: Sizes) -> Placed:
+def _placed(row: TrainerTensor, name: str, shape: tuple[int, ...], sizes: Sizes) -> Placed:
     if not row.stored:
         return Placed(Origin(name), shape, shape)
     stored, pattern = Pattern.parse(row.stored), Pattern.parse(row.pattern)
