@@ -28,6 +28,7 @@ from megacore.store.conversions.formats import open_folder
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.pickles import read_pickle
 from megacore.store.tensor_files.torch_files import read_saved
+from megacore.store.weight_folders.folder import WeightFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -220,12 +221,38 @@ def test_torchtitan_names(tmp_path: Path, older: bool) -> None:
         for word, said in words.items():
             state = {name.replace(word, said): value for name, value in state.items()}
     folder = open_folder(_save(tmp_path / "titan", state | {"dataloader": {"at": 3}}))
-    assert folder.index.step == 5 and folder.states == ("weights", "exp_avg", "exp_avg_sq")
+    assert json.loads(folder.trainer_json() or b"")["optimizer_steps"] == folder.index.step == 5
+    assert folder.states == ("weights", "exp_avg", "exp_avg_sq")
     for name, values in zip(folder.states, (weights, *moments), strict=True):
-        read = folder.read(name)
-        assert {s.name for s in folder.stored(name)} == values.keys()
-        for stored in folder.stored(name):
-            assert np.array_equal(read(stored)[1].view("f4"), values[stored.name].numpy()), stored.name
+        _assert_bits(folder, name, values)
+
+
+def _assert_bits(folder: WeightFolder, state: str, values: Mapping[str, Tensor]) -> None:
+    assert {stored.name for stored in folder.stored(state)} == values.keys()
+    for stored in folder.stored(state):
+        assert np.array_equal(folder.read(state)(stored)[1].view("f4"), values[stored.name].numpy()), stored.name
+
+
+def _save_sharded(path: str) -> None:
+    """Each rank writes a quarter of a matrix, or half of a vector."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    split: Any = {1: [Replicate(), Shard(0)], 2: [Shard(0), Shard(1)]}
+    dcp.save(
+        {"model": {name: distribute_tensor(value, mesh, split[value.ndim]) for name, value in _tensors().items()}},
+        checkpoint_id=path,
+    )
+
+
+def test_parts_in_two_dimensions(pool: Pool, tmp_path: Path) -> None:
+    """Of a mesh of four ranks; the vocabulary is odd."""
+    pool.run(4, _save_sharded, str(tmp_path / "dcp"))
+    (tmp_path / "config.json").write_text(json.dumps(configure(engine.LLAMA).to_hugging_face()))
+    folder = open_folder(tmp_path / "dcp", config=tmp_path / "config.json")
+    assert len(folder.index.files) == 4
+    _assert_bits(folder, "weights", _tensors())
 
 
 # -- what is refused
@@ -249,7 +276,8 @@ def _config(folder: Path, **fields: Any) -> None:
 def _hole(folder: Path) -> None:
     """Of a tensor only the first half has a part, as a rank that did not write would leave it."""
     described = dcp.FileSystemReader(folder).read_metadata()
-    (part,) = described.state_dict_metadata["model.norm.weight"].chunks
+    norm: Any = described.state_dict_metadata["model.norm.weight"]
+    (part,) = norm.chunks
     part.sizes = torch.Size([8])
     (folder / ".metadata").write_bytes(pickle.dumps(described))
 

@@ -93,8 +93,14 @@ class ForeignFolder(SafetensorsFolder):
         index = Index(raw, layout, tuple(files), steps, records, frozen=frozen)
         told = tuple(_remarks(made, source, names, steps))
         # A run that goes on with it takes its data from the beginning.
-        counts = {"step": steps, "consumed_samples": 0, "tokens": 0, "optimizer_steps": steps}
-        trainer = None if steps is None else {**counts, "recipe": {}}
+        begun: dict[str, Any] = {
+            "step": steps,
+            "consumed_samples": 0,
+            "tokens": 0,
+            "optimizer_steps": steps,
+            "recipe": {},
+        }
+        trainer = None if steps is None else begun
         return cls(path, index, files, held, home, trainer=trainer, ignored=found.ignored, told=told)
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
