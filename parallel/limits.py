@@ -21,6 +21,9 @@ JSON = 32 * MIB
 that are known, indices and headers of tens of thousands of expert tensors, have less than 10 MiB."""
 JSON_DEEPEST = 50
 """Levels of a JSON text; ours have a tenth of it. Whatever walks through more may end at Python's limit."""
+DESCRIPTION = MIB
+"""Bytes of the description of a tensor that torch.save wrote, or of the list of the members beside it: a thousand times
+what these have."""
 COMPANION = 64 * MIB
 """Bytes of a file that travels with a model. The largest tokenizers have half of it."""
 

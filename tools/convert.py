@@ -1,7 +1,8 @@
 """`megacore convert`: a Hugging Face folder to a checkpoint in any layout, a checkpoint to such a folder, and either to
 a GGUF file of llama.cpp.
 
-A checkpoint of adapters becomes a folder of the peft library, or with the model that it adapts a model."""
+A checkpoint of adapters becomes a folder of the peft library, or with the model that it adapts a model; a checkpoint of
+torch.distributed.checkpoint (FSDP2, torchtitan) what a Hugging Face folder becomes, or such a folder."""
 
 from __future__ import annotations
 
@@ -29,12 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--ignore-field", action="append", default=[], metavar="NAME", help="leave out a field of config.json that is "
         "unknown here, and that changes nothing of what the model computes; may be given several times"
     )  # fmt: skip
+    parser.add_argument(
+        "--config", type=Path, metavar="FOLDER_OR_JSON", help="with a checkpoint of torch.distributed.checkpoint: the "
+        "Hugging Face config.json of its model, or the folder that has it, if it does not lie beside the tensors"
+    )  # fmt: skip
     folders.add_target(parser, ("megacore", "hf", "peft", "gguf"), "the format to convert to")
     return folders.program(run, parser.parse_args(argv))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source, base = open_source(arguments.source, arguments.to, arguments.base, arguments.ignore_field)
+    source, base = open_source(arguments.source, arguments.to, arguments.base, arguments.ignore_field, arguments.config)
     folders.tell(arguments.source, source)
     if base is not None:
         folders.tell(arguments.base, base)

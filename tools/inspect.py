@@ -29,6 +29,7 @@ from megacore.store.weight_folders.audit import Damage
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.compare import Differences
 from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.store.weight_folders.foreign import ForeignFolder
 from megacore.store.weight_folders.hugging_face import CONFIG, HuggingFace
 from megacore.store.weight_folders.index import INDEX, Adapters
 from megacore.tools import folders
@@ -60,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_tokens(prefixes, arguments)
     folder = folders.opened(arguments.folder, adapters=True)
     other = folders.opened(arguments.diff, adapters=True) if arguments.diff else None
-    if arguments.check and folder.format == HuggingFace.format:
+    if arguments.check and folder.format != Checkpoint.format:
         raise StoreError(
-            f"{folder.path} is a Hugging Face folder, and those have no fingerprints to check it by: compare it with "
+            f"{folder.path} is {folder.kind}, and those have no fingerprints to check it by: compare it with "
             "another by --diff"
         )
     facts = summary(folder)
@@ -312,7 +313,8 @@ def _sizes(side: Any) -> str:
 
 
 def _text(facts: Mapping[str, Any]) -> Iterator[str]:
-    what = "a Hugging Face folder" if facts["mesh"] is None else f"a checkpoint (format version {facts['version']})"
+    (what,) = (each.kind for each in (Checkpoint, HuggingFace, ForeignFolder) if each.format == facts["format"])
+    what += "" if facts["version"] is None else f" (format version {facts['version']})"
     yield f"{facts['path']}: {what}"
     yield from (f"  {name:<11} {value}" for name, value in _lines(facts))
     yield ""

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     source = folders.opened(arguments.source, adapters=True)
     if source.format != Checkpoint.format:
-        raise StoreError(f"{arguments.source} is a Hugging Face folder: use `megacore convert`")
+        raise StoreError(f"{arguments.source} is {source.kind}: use `megacore convert`")
     layout = folders.target(arguments).layout(source.config)
     plan = to_checkpoint(source, replace(layout, schema=source.schema))
     made = make_folder(plan, source.path, arguments.target, arguments.jobs, arguments.dry_run, progress_bar)

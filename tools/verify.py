@@ -76,9 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair, list[list[int]], MeshShape]:
     checkpoint, folder = (folders.opened(path, told=rank == 0) for path in (arguments.checkpoint, arguments.folder))
     if checkpoint.format != Checkpoint.format:
-        raise StoreError(f"{arguments.checkpoint} is a Hugging Face folder: give a checkpoint first, then the folder")
+        raise StoreError(f"{arguments.checkpoint} is {checkpoint.kind}: give a checkpoint first, then the folder")
     if folder.format != HuggingFace.format:
-        raise StoreError(f"{arguments.folder} is a checkpoint: compare checkpoints with `megacore inspect --diff`")
+        raise StoreError(f"{arguments.folder} is {folder.kind}: compare checkpoints with `megacore inspect --diff`")
     texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
     from megacore.inference.verification import Pair, mesh_shape
 

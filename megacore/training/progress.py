@@ -92,7 +92,8 @@ class Progress:
         scaler = tree.get("scaler")
         if not is_scaler_state(scaler):
             raise StoreError(f"{where}: scaler is no state of a loss scale: {scaler!r:.80}")
-        order = tree.get(_ORDER, 1)  # the first one, of before the first release, had no number
+        # The first one, of before the first release, had no number; of which no sample was taken, there is none.
+        order = tree.get(_ORDER, 1 if tree["consumed_samples"] else ORDER)
         if type(order) is not int or order != ORDER:
             raise StoreError(
                 f"{where}: {_ORDER} is {order!r:.80}, and this version has the samples in order {ORDER} alone: go on "

@@ -334,7 +334,8 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
         for corpus, one, other in zip(config.data.train, before or (), here or (), strict=False):
             if one != other:
                 yield f"  {corpus.path} holds other tokens than those that the run was trained on"
-        if _order(start.trainer["recipe"], before) != _order(_plain(asdict(config)), here):
+        begun = start.progress.samples > 0  # what was another trainer's run begins the data anew
+        if begun and _order(start.trainer["recipe"], before) != _order(_plain(asdict(config)), here):
             yield (
                 "  samples come in another order from here on: some of those that were trained on in this epoch may "
                 "come again, and others never"

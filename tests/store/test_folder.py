@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tiny import LLAMA, hugging_face_folder, layout_of, run_checkpoint, spread
 from whole import Whole
 
@@ -25,11 +27,24 @@ from megacore.store.conversions.formats import open_folder, open_model
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders import audit
 from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.foreign import ForeignFolder
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.store.weight_folders.index import STATES, Adapters, Index
 
 LORA = Lora(2, 4.0, ("attn.qkv", "mlp.down"))
-FORMATS = ("hugging_face", "checkpoint", "spread", "adapters", "adapted", "adapted-checkpoint", "merged", "whole")
+FORMATS = (
+    *(
+        "hugging_face",
+        "checkpoint",
+        "spread",
+        "adapters",
+        "adapted",
+        "adapted-checkpoint",
+        "merged",
+        "whole",
+        "foreign",
+    ),
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +71,19 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WeightFolder]:
         "adapted-checkpoint": open_model(folder / "adapters", folder / "converted"),
         "merged": MergedFolder(base.path, base.index, adapters, None, base=base),
         "whole": Whole(folder, base.index, base.schema, reads),
+        "foreign": _foreign(folder / "dcp", bits, base),
     }
 
 
+def _foreign(folder: Path, bits: Mapping[str, np.ndarray], base: HuggingFace) -> WeightFolder:
+    """A checkpoint of torch.distributed.checkpoint of the same weights, with moments."""
+    weights = {name: torch.from_numpy(of.view("i2").copy()).view(torch.bfloat16) for name, of in bits.items()}
+    state = {name: {"exp_avg": of, "exp_avg_sq": of, "step": 2} for name, of in weights.items()}
+    dcp.save({"model": weights, "optim": {"state": state}}, checkpoint_id=folder, no_dist=True)
+    return ForeignFolder.open(folder, base.path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:invalid value")  # any bits are weights here
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_folder_has_what_it_says(opened: dict[str, WeightFolder], kind: str) -> None:
@@ -74,7 +99,7 @@ def test_a_folder_has_what_it_says(opened: dict[str, WeightFolder], kind: str) -
         for stored in folder.stored(state):
             dtype, bits = folder.read(state)(stored)
             assert dtype == folder.dtype(state, stored) and bits.shape == stored.shape
-    assert bool(folder.fingerprints("weights")) == (kind not in ("hugging_face", "merged", "whole"))
+    assert bool(folder.fingerprints("weights")) == (kind not in ("hugging_face", "merged", "whole", "foreign"))
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "hugging_face"])

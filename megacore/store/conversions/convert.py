@@ -32,6 +32,7 @@ def convert(
     max_shard_size: str | None = None,
     base: str | Path | None = None,
     ignored_fields: Sequence[str] = (),
+    config: str | Path | None = None,
     jobs: int | None = None,
     dry_run: bool = False,
 ) -> MadeFolder:
@@ -43,7 +44,7 @@ def convert(
 
     Args:
         source: A Hugging Face folder for "megacore"; a checkpoint, or the folder of a run, for the others; for "gguf"
-            either.
+            either. A checkpoint of torch.distributed.checkpoint for all but "peft".
         target: The folder to make, or file, which is not there yet.
         to: The format: "megacore" for a checkpoint, "hf" for a Hugging Face folder, "peft" for adapters alone, "gguf"
             for a file of llama.cpp.
@@ -55,6 +56,8 @@ def convert(
         max_shard_size: The most bytes of a Hugging Face file, as "5GB".
         base: With "hf", the Hugging Face folder to merge adapters into.
         ignored_fields: Fields of config.json to leave out, which are unknown here and change nothing of the model.
+        config: With a checkpoint of torch.distributed.checkpoint, the Hugging Face config.json of the model, or the
+            folder that has it; None where it lies beside the tensors.
         jobs: Threads; None for two per core.
         dry_run: Whether to write nothing.
 
@@ -64,19 +67,28 @@ def convert(
             is left.
     """
     asked = FolderTarget(to, tp, pp, ep, etp, chunks, layers_per_stage, dtype, max_shard_size)
-    opened, opened_base = open_source(source, to, base, ignored_fields)
+    opened, opened_base = open_source(source, to, base, ignored_fields, config)
     return convert_opened(opened, Path(target), asked, opened_base, jobs, dry_run)
 
 
 def open_source(
-    source: str | Path, to: str, base: str | Path | None = None, ignored_fields: Sequence[str] = ()
+    source: str | Path,
+    to: str,
+    base: str | Path | None = None,
+    ignored_fields: Sequence[str] = (),
+    config: str | Path | None = None,
 ) -> tuple[SafetensorsFolder, SafetensorsFolder | None]:
     """Open what is to be converted to a format -> the folder, and the model that its adapters are merged into. Raises
     StoreError: there is no such folder, or none that becomes what is asked for."""
     if to not in ("megacore", "hf", "peft", "gguf"):
         raise StoreError(f"`to={to}`: choose megacore, hf, peft or gguf")
     # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
-    opened = open_folder(Path(source), to == "peft" or base is not None, ignored_fields=ignored_fields)
+    opened = open_folder(
+        Path(source),
+        to == "peft" or base is not None,
+        ignored_fields=ignored_fields,
+        config=None if config is None else Path(config),
+    )
     if base is not None and to != "hf":
         raise StoreError("`base` is for `to=hf`: it is the model that adapters are merged into")
     if to in ("hf", "peft") and opened.format == HuggingFace.format:

@@ -11,25 +11,38 @@ from megacore.store.conversions.adapters import AdaptedFolder
 from megacore.store.io.hub import HubName, fetch
 from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.distributed import METADATA
 from megacore.store.weight_folders.audit import DamageError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
+from megacore.store.weight_folders.foreign import ForeignFolder, is_foreign
 from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG, HuggingFace, fetched
 from megacore.store.weight_folders.index import EMA, INDEX, STATES, VersionError
 
 
 def open_folder(
-    path: Path, adapters: bool = False, checked: bool = False, ignored_fields: Sequence[str] = ()
+    path: Path,
+    adapters: bool = False,
+    checked: bool = False,
+    ignored_fields: Sequence[str] = (),
+    config: Path | None = None,
 ) -> SafetensorsFolder:
-    """Open a checkpoint of ours, or a Hugging Face folder. Raises DamageError: it is a checkpoint that cannot be
-    opened; StoreError: it is neither, or holds adapters.
+    """Open a checkpoint of ours, a Hugging Face folder, or a checkpoint of another trainer. Raises DamageError: it is a
+    checkpoint of ours that cannot be opened; StoreError: it is none of these, or holds adapters.
 
     Args:
         path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint. Where there is none, a
             name of the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, which is fetched.
         adapters: Whether a checkpoint of adapters will do, which is no model by itself.
         checked: Whether another process checks the tensor files of a checkpoint.
+        ignored_fields: Unknown fields of a ``config.json`` that are left out.
+        config: The model's ``config.json``, or where it is, of a checkpoint of another trainer that has none.
     """
+    if config is not None and not is_foreign(path):
+        raise StoreError(
+            f"{path} has no {METADATA}, and is no checkpoint of torch.distributed.checkpoint: `config` is for these, "
+            "others say themselves what model they are of"
+        )
     if (name := HubName.of(path)) is not None:
         folder = fetched(name, ignored_fields)
         return replace(HuggingFace.open(folder, ignored_fields), hub=name.at(folder))
@@ -40,6 +53,8 @@ def open_folder(
     if not (path / INDEX).exists():
         if isinstance(path, ObjectPath):
             raise StoreError(f"{path} has no {INDEX}: a Hugging Face folder must lie on a disk, copy it to one")
+        if is_foreign(path):
+            return ForeignFolder.open(path, config, ignored_fields)
         if known := _known(path):
             raise StoreError(f"{path} {known}")
         return HuggingFace.open(path, ignored_fields)

@@ -38,6 +38,7 @@ class Checkpoint(SafetensorsFolder):
     """An opened checkpoint: everything is checked but the bytes of the tensors, by this process or another."""
 
     format = FORMAT
+    kind = "a checkpoint"
 
     @classmethod
     def open(cls, path: Path | str, checked: bool = False) -> Checkpoint:

@@ -165,6 +165,8 @@ class SafetensorsFolder(WeightFolder):
     """A folder whose tensors lie in safetensors files."""
 
     format: ClassVar[str]
+    kind: ClassVar[str]
+    """The format in words: ``a checkpoint``."""
 
     files: Mapping[str, TensorFile]
 
@@ -220,6 +222,7 @@ class CarriedFolder(SafetensorsFolder):
     """Tensors that are no weights of ours: each is declared by the shape that it has, an axis for each dimension."""
 
     format = "carried"
+    kind = "tensors that are carried"
 
     holders: Mapping[str, str]
 

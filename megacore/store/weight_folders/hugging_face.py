@@ -51,6 +51,7 @@ class HuggingFace(SafetensorsFolder):
     name there) of each tensor, by the name that the family's table gives it."""
 
     format = "hugging_face"
+    kind = "a Hugging Face folder"
 
     weights: Mapping[str, tuple[str, str]]
 
@@ -62,7 +63,7 @@ class HuggingFace(SafetensorsFolder):
         if not path.is_dir():
             raise StoreError(f"{path} is not a folder: give the one that holds {CONFIG} and the weights")
         problems: list[str] = []
-        raw, kind, config, wrapper, fp8 = _config(path, ignored_fields, problems)
+        raw, kind, config, wrapper, fp8 = read_config(path, ignored_fields, problems)
         files = _files(path, problems)
         found, held, told = Account({}), files.files if files else (), tuple[str, ...]()
         if files and fp8:
@@ -87,7 +88,7 @@ class HuggingFace(SafetensorsFolder):
             problems.append(str(error))
         problems += found.problems
         if problems or config is None or files is None:
-            raise _unusable(path, problems)
+            raise unusable(path, problems)
         opened = {str(file.path.relative_to(path)): file for file in held}
         holders = {tensor: name for name, file in opened.items() for tensor in file.entries}
         weights = {name: (holders[held.name], held.name) for name, held in found.weights.items()}
@@ -133,18 +134,18 @@ def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
         adapters = "; it holds adapters: let peft merge them into their model" if (folder / ADAPTER).exists() else ""
         raise StoreError(f"{pinned} has no {CONFIG}, and is no model in Hugging Face's format{adapters}")
     problems: list[str] = []
-    _config(folder, ignored_fields, problems)
+    read_config(folder, ignored_fields, problems)
     if problems:
-        raise _unusable(pinned, problems)
+        raise unusable(pinned, problems)
     weights = [WEIGHTS] if (folder / WEIGHTS).exists() else _named_weights(folder)
     if weights and all((folder / file).exists() for file in weights):
         return folder
     sizes = hub.files_of(pinned)
     weights = [WEIGHTS] if WEIGHTS in sizes else weights
     if not weights:
-        raise _unusable(pinned, [_no_weights(name.repository, list(sizes))])
+        raise unusable(pinned, [_no_weights(name.repository, list(sizes))])
     if absent := [file for file in weights if file not in sizes]:
-        raise _unusable(pinned, [_not_there(absent)])
+        raise unusable(pinned, [_not_there(absent)])
     size = sum(sizes[file] for file in weights)
     err(f"{pinned}: fetching {size:,} bytes of weights, {len(weights)} file{'s' * (len(weights) > 1)}")
     return hub.fetch(pinned, [glob.escape(file) for file in weights], shown=True)
@@ -158,7 +159,8 @@ def _not_there(files: Sequence[str]) -> str:
     return f"{INDEX} names files that are not there: {', '.join(map(printable, files))}"
 
 
-def _unusable(source: Path | HubName, problems: Sequence[str]) -> StoreError:
+def unusable(source: Path | HubName, problems: Sequence[str]) -> StoreError:
+    """Return the error of a folder that has problems."""
     return StoreError("\n- ".join([f"{source} cannot be used:", *problems]))
 
 
@@ -170,27 +172,28 @@ class _WeightFiles:
     named: Mapping[str, TensorFile] | None
 
 
-def _config(
-    folder: Path, ignored_fields: Sequence[str], problems: list[str]
+def read_config(
+    folder: Path, ignored_fields: Sequence[str], problems: list[str], name: str = CONFIG
 ) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None, BlockFp8 | None]:
     """Return what can be made out of ``config.json``.
 
     These are its fields, its family's kind of config, what they mean, what they are wrapped in, and how weights lie.
+    What is wrong with it joins the problems. ``name``: that of the file.
     """
     raw: dict[str, Any] = {}
     kind, wrapper, fp8 = None, None, None
     try:
-        raw, wrapper = unwrapped(_object(folder, CONFIG))
+        raw, wrapper = unwrapped(_object(folder, name))
         try:
             raw, fp8 = dequantised(raw)
         except ModelConfigError as error:  # told with whatever else there is
             problems += [f"{CONFIG}: {problem}" for problem in error.problems]
             raw = {name: value for name, value in raw.items() if name != QUANTIZATION}
-        name = raw.get("model_type")
-        if not isinstance(name, str):
-            problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")
+        of = raw.get("model_type")
+        if not isinstance(of, str):
+            problems.append(f"{CONFIG} has model_type={of!r}: the families are {', '.join(FAMILIES)}")
             return raw, None, None, None, fp8
-        kind = family(name).config
+        kind = family(of).config
         raw = _without(raw, kind, ignored_fields, problems)
         return raw, kind, kind.from_hugging_face(raw), wrapper, fp8
     except ModelConfigError as error:

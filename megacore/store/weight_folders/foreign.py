@@ -1,0 +1,299 @@
+"""Checkpoints of other trainers as sources: ``torch.distributed.checkpoint`` (DCP), as FSDP2 and torchtitan save it.
+
+Such a folder has weights and AdamW's moments by the trainer's own names, and no config: that of the model lies beside
+them as ``config.json``, or is given. All that can be known without reading tensors is checked when it is opened, and
+nothing in the files is run. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megacore.models.config import ModelConfig
+from megacore.parallel.weights.fingerprint import Logical
+from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.transfer import Stored, hugging_face, whole_name
+from megacore.store.io import hub
+from megacore.store.io.hub import HubName
+from megacore.store.io.objects import ObjectPath
+from megacore.store.io.strict_json import StoreError, short
+from megacore.store.tensor_files.accounting import account, alike, summary
+from megacore.store.tensor_files.companions import COMPANIONS, Companion, companions
+from megacore.store.tensor_files.distributed import METADATA, DistributedFiles, Origin, PartedFile
+from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.store.weight_folders.foreign_names import TrainerNaming, anchors, placed
+from megacore.store.weight_folders.hugging_face import CONFIG, read_config, unusable
+from megacore.store.weight_folders.index import MOMENTS, FileRecord, Index
+
+_STEP, _SHOWN = "step", 6
+_NUMBERS = {"F32": "f4", "F64": "f8", "I64": "i8", "I32": "i4"}
+
+
+@dataclass(frozen=True)
+class ForeignFolder(SafetensorsFolder):
+    """An opened checkpoint of another trainer.
+
+    Args:
+        weights: {Hugging Face's name of a tensor: its name in the files}, which show it as Hugging Face has it.
+        home: The folder of its config and what else travels with the model.
+    """
+
+    format = "torch_distributed"
+    kind = "a checkpoint of torch.distributed.checkpoint"
+
+    weights: Mapping[str, str]
+    home: Path
+
+    @classmethod
+    def open(cls, path: Path, config: Path | None = None, ignored_fields: Sequence[str] = ()) -> ForeignFolder:
+        """Open a folder.
+
+        Args:
+            path: The folder, on a disk.
+            config: The model's ``config.json``, the folder that has it, or a name of the Hugging Face hub; None: it
+                lies in the folder.
+            ignored_fields: As of :meth:`HuggingFace.open`.
+
+        Raises:
+            StoreError: everything that is wrong with it.
+        """
+        home, name = _home(path, config)
+        source, problems = DistributedFiles.open(path), list[str]()
+        raw, kind, model, wrapper, fp8 = read_config(home, ignored_fields, problems, name)
+        if wrapper is not None or fp8 is not None:
+            what = "are a part of a larger model" if wrapper is not None else "lie in fp8"
+            problems.append(f"{name} says that the weights {what}: these are read from Hugging Face folders alone")
+        if problems or kind is None or model is None:
+            raise unusable(path, problems)
+        made = _Names.of(source, model, problems)
+        if made is None:
+            raise unusable(path, problems)
+        weights = made.file(made.weights, model)
+        found = account(model, dict.fromkeys(weights.entries, weights))
+        held = {hf: tensor.name for hf, tensor in found.weights.items()}
+        problems += found.problems
+        files, frozen, steps = {"weights": weights}, frozenset[str](), None
+        if not problems:
+            moments, frozen, steps = _moments(made, model, held, problems)
+            files |= moments
+        if problems:
+            raise unusable(path, problems)
+        names = [origin.name for file in files.values() for origin in file.origins.values()]
+        records = {
+            file: FileRecord(source.sizes[file], {name: {} for name in of})
+            for file, of in source.files_of(names).items()
+        }
+        layout = Layout(model.schema, MeshShape(), (model.sizes["layer"],))
+        index = Index(raw, layout, tuple(files), steps, records, frozen=frozen)
+        told = tuple(_remarks(made, source, names, steps))
+        # A run that goes on with it takes its data from the beginning.
+        begun: dict[str, Any] = {
+            "step": steps,
+            "consumed_samples": 0,
+            "tokens": 0,
+            "optimizer_steps": steps,
+            "recipe": {},
+        }
+        trainer = None if steps is None else begun
+        return cls(path, index, files, held, home, trainer=trainer, ignored=found.ignored, told=told)
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        tensors = hugging_face(self.schema, where=str(self.path)) if state in self.states else ()
+        return (stored for stored in tensors if self.index.has(state, whole_name(self.schema, stored)))
+
+    def location(self, state: str, stored: Stored) -> tuple[str, str]:
+        return state, self.weights[stored.name]
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        return {}  # the format keeps none
+
+    def companions(self) -> Mapping[str, Companion]:
+        return companions(self.home, self.home)
+
+    def trainer_json(self) -> bytes | None:
+        return None if self.trainer is None else json.dumps(dict(self.trainer), indent=1).encode() + b"\n"
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether a folder is a checkpoint of another trainer that :class:`ForeignFolder` may open."""
+    return not isinstance(path, ObjectPath) and (path / METADATA).is_file()
+
+
+def _home(path: Path, config: Path | None) -> tuple[Path, str]:
+    """Return the folder of the model's config, and its name there. Raises StoreError: there is none."""
+    if config is not None and (of_hub := HubName.of(config)) is not None:
+        config = hub.fetch(of_hub, [CONFIG, *COMPANIONS])
+    home, name = config or path, CONFIG
+    if config is not None and config.is_file():
+        home, name = config.parent, config.name
+    if not (home / name).is_file():
+        way_out = (
+            "give it by `megacore convert --config`" if config is None else "give the folder that has it, or the file"
+        )
+        raise StoreError(
+            f"{home} has no {name}, and a checkpoint of torch.distributed.checkpoint does not say what model it is of: "
+            f"{way_out}, or copy the Hugging Face {CONFIG} of the model into {path}"
+        )
+    return home, name
+
+
+# -- names
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a checkpoint calls its tensors.
+
+    Args:
+        naming: The trainer's table; None where the names are Hugging Face's.
+        weights: {name of a weight: whole name}, without what all of them begin with.
+        moments: {name: whole name} of each state of the optimizer that is there.
+    """
+
+    source: DistributedFiles
+    naming: TrainerNaming | None
+    weights: Mapping[str, str]
+    moments: Mapping[str, Mapping[str, str]]
+
+    @classmethod
+    def of(cls, source: DistributedFiles, config: ModelConfig, problems: list[str]) -> _Names | None:
+        """Find a tensor of the first layer, whoever named it: what stands before it stands before all."""
+        looked_for = []
+        for anchor, naming in anchors(config):
+            begins = _before(anchor, source.tensors)
+            if len(begins) > 1:
+                listed = ", ".join(short(begin) for begin in begins)
+                problems.append(f"there are {len(begins)} tensors {anchor}, after {listed}: keep one model in it")
+                return None
+            if begins:
+                roots = [root for state in MOMENTS for root in _before(f"{anchor}.{state}", source.tensors)]
+                moments = {
+                    state: _after(roots[0] if roots else None, f".{state}", source.tensors)
+                    for state in (*MOMENTS, _STEP)
+                }
+                moments[_STEP] |= _after(roots[0] if roots else None, f".{_STEP}", source.values)
+                optimizer = roots[0].removesuffix("state.") if roots else None
+                of_model = {
+                    name.removeprefix(begins[0]): name
+                    for name in source.tensors
+                    if name.startswith(begins[0]) and not (optimizer and name.startswith(optimizer))
+                }
+                if not begins[0]:  # other things may stand beside the weights
+                    firsts = {name.partition(".")[0] for name in _expected(naming, config)}
+                    of_model = {name: at for name, at in of_model.items() if name.partition(".")[0] in firsts}
+                return cls(source, naming, of_model, moments)
+            looked_for.append(f"{anchor} ({naming.trainer if naming else 'Hugging Face'})")
+        there = summary(source.tensors)
+        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+        problems.append(
+            f"its tensors are named neither of {', '.join(looked_for)}, of a {config.family} as {CONFIG} has it; there "
+            f"are {', '.join(there[:_SHOWN])}{more}"
+        )
+        return None
+
+    def file(self, names: Mapping[str, str], config: ModelConfig) -> PartedFile:
+        """Return tensors as Hugging Face names and stores them; those that nobody knows keep their names."""
+        if self.naming is None:
+            known, shapes = {name: Origin(name) for name in names}, dict[str, tuple[int, ...]]()
+        else:
+            there = placed(self.naming, config, names)
+            shape_of = {name: self.source.tensors[whole].shape for name, whole in names.items()}
+            there = {hf: place for hf, place in there.items() if shape_of[place.origin.name] == place.stored}
+            used = {place.origin.name for place in there.values()}
+            known = {hf: place.origin for hf, place in there.items()}
+            known |= {name: Origin(name) for name in names if name not in used}
+            shapes = {hf: place.shape for hf, place in there.items()}
+        for one, other in (config.tied, config.tied[::-1]) if config.tie_word_embeddings else ():
+            if one in known and other not in known:  # one tensor, which the optimizer may call by the other name
+                known[other] = known[one]
+        origins = {name: replace(origin, name=names[origin.name]) for name, origin in known.items()}
+        return PartedFile.of(self.source, origins, shapes)
+
+
+def _expected(naming: TrainerNaming | None, config: ModelConfig) -> Iterator[str]:
+    yield from (param.hf for param in config.schema.params) if naming is None else (row.name for row in naming.rows)
+    if naming is None:
+        yield from config.tied
+
+
+def _before(anchor: str, names: Collection[str]) -> list[str]:
+    """Return what stands before a name in those that end with it."""
+    return [name.removesuffix(anchor) for name in names if name == anchor or name.endswith(f".{anchor}")]
+
+
+def _after(root: str | None, end: str, names: Collection[str]) -> dict[str, str]:
+    """Return {what stands between: whole name} of those that begin and end so."""
+    if root is None:
+        return {}
+    return {name[len(root) : -len(end)]: name for name in names if name.startswith(root) and name.endswith(end)}
+
+
+# -- the optimizer
+
+
+def _moments(
+    names: _Names, config: ModelConfig, weights: Mapping[str, str], problems: list[str]
+) -> tuple[Mapping[str, PartedFile], frozenset[str], int | None]:
+    """Return ({state: its tensors}, the tensors of ours that have none, the updates they are of); none, none and None
+    where there are no moments."""
+    files = {state: names.file(names.moments[state], config) for state in MOMENTS}
+    steps = _steps(names)
+    if not any(file.entries for file in files.values()) or len(steps) != 1:
+        return {}, frozenset(), None
+    lacking, wrong, parts = dict[str, list[str]](), list[tuple[str, str]](), Counter[str]()
+    for stored in hugging_face(config.schema):
+        if config.schema[stored.param].buffer:
+            continue
+        ours, held = whole_name(config.schema, stored), weights[stored.name]
+        parts[ours] += len(files)
+        for state, file in files.items():
+            if (entry := file.entries.get(held)) is None:
+                lacking.setdefault(ours, []).append(f"{held} has no {state}")
+            elif entry.shape != stored.shape or entry.dtype not in FLOATS:
+                wrong.append((f"{state} has {entry.dtype}{list(entry.shape)} instead of {list(stored.shape)}", held))
+    frozen = frozenset(ours for ours, said in lacking.items() if len(said) == parts[ours])
+    problems += [each for ours, said in lacking.items() if ours not in frozen for each in said] + alike(wrong)
+    return files, frozen, steps.pop()
+
+
+def _steps(names: _Names) -> set[int]:
+    """Return the numbers of updates that the tensors have seen."""
+    found = set[int]()
+    for whole in names.moments[_STEP].values():
+        source = names.source
+        if whole in source.values:
+            value = source.value(whole)
+        else:
+            tensor = source.tensors[whole]
+            if tensor.shape != () or tensor.dtype not in _NUMBERS:
+                raise StoreError(f"{source.path}: {short(whole)} is {tensor.dtype}{list(tensor.shape)}, and no number")
+            value = source.tensor(whole).view(_NUMBERS[tensor.dtype]).item()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 62 or value % 1:
+            raise StoreError(f"{source.path}: {short(whole)} is {short(value)}, and no number of updates")
+        found.add(int(value))
+    return found
+
+
+def _remarks(names: _Names, source: DistributedFiles, read: Collection[str], steps: int | None) -> Iterator[str]:
+    trainer = names.naming.trainer if names.naming else "Hugging Face"
+    yield f"a checkpoint of torch.distributed.checkpoint, whose tensors have the names of {trainer}"
+    if steps is not None:
+        yield f"the moments of AdamW after {steps:,} updates go with the weights"
+    elif names.moments[MOMENTS[0]]:
+        found = sorted(_steps(names))
+        why = f"have seen {found[0]:,} to {found[-1]:,} updates" if found else "do not say of how many updates they are"
+        yield f"the moments of its optimizer are left out: its tensors {why}"
+    used: dict[str, Any] = dict.fromkeys([*read, *names.moments[_STEP].values()])
+    rest: dict[str, int] = {}
+    for name in (*source.tensors, *source.values):
+        if name not in used:
+            rest[name.partition(".")[0]] = rest.get(name.partition(".")[0], 0) + 1
+    if rest:
+        listed = ", ".join(f"{count} of {short(word)}" for word, count in sorted(rest.items())[:_SHOWN])
+        yield f"what is no weight and no moment is left out: {listed}"
