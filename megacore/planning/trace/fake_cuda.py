@@ -291,6 +291,7 @@ class DeviceWatch(TorchDispatchMode):
         return True
 
     supports_higher_order_operators = True
+    """It is given what compiled code has run in a certain place."""
 
     def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
         """Count a kernel of Triton's."""
