@@ -174,16 +174,19 @@ class Model:
                 if isinstance(block, Block) and block.mlp_tokens is not None:
                     block.by_tokens = torch.compiler.disable(block.by_tokens)  # type: ignore[method-assign]
                 # Not the call: hooks that gather its parameters run outside of it.
-                block.forward = torch.compile(block.forward, options=_OVERLAP)
+                block.forward = torch.compile(block.forward, options=_OPTIONS)
 
 
 _GRAPHS = 32
 
-# Collectives start as early and are waited for as late as the graph allows. The compiler's own order goes by memory and
-# by what it has fused: it waits for some of them where they start.
-_OVERLAP: dict[str, Any] = {
+_OPTIONS: dict[str, Any] = {
+    # Collectives start as early and are waited for as late as the graph allows. The compiler's own order goes by memory
+    # and by what it has fused: it waits for some of them where they start.
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+    # To hand weight gradients on is an effect, whose graphs the compiler would not find again on disk. It may: what
+    # they are handed to is looked up when they run.
+    "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.with_effects": torch.__version__},
 }
 
 

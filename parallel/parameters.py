@@ -31,11 +31,13 @@ class WeightGradient:
         make: Computes it.
         add_to: (total, first): adds it to ``total``, or writes it there if it is the ``first``.
         start: Starts the messages that it is made of, if there are any and it has not been called before.
+        in_graph: Whether compiled code gives it that may still need the parameters, whatever has come before.
     """
 
     make: Callable[[], Tensor]
     add_to: Callable[[Tensor, bool], None]
     start: Callable[[], object] = lambda: None
+    in_graph: bool = False
 
 
 class Parameters(Mapping[str, nn.Parameter]):

@@ -229,7 +229,8 @@ class Gradients:
         self._to_come.discard(parameter)
         if self._waiting is None or (self._keeps and not isinstance(gradient, WeightGradient)):
             self._add(parameter, gradient)
-            self._reduce()
+            if not isinstance(gradient, WeightGradient) or not gradient.in_graph:
+                self._reduce()
             return
         self._waiting.gradients.append((parameter, gradient))
         for bucket, _ in self._places.get(parameter, ()):
@@ -237,9 +238,11 @@ class Gradients:
                 self.values[bucket].reshard()
 
     def _receive(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:  # autograd also calls where a function has returned none
+        if parameter.grad is not None:
             self.receive(parameter, parameter.grad)
             parameter.grad = None
+        else:  # what has given its gradient to receive() is done, compiled code too
+            self._reduce()
 
     def _add(self, parameter: Tensor, gradient: Tensor | WeightGradient | None) -> None:
         if self._sink is not None:

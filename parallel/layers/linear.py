@@ -79,7 +79,7 @@ class Column(torch.autograd.Function):
             dx = start_all_reduce(product.input_gradient(given, matrix), group)
         full = Operand(again.wait(), scale) if again else x
         afterwards = group if ctx.sequence and late else None
-        dw = product.give_weight_gradient(given, full, weight.dtype, afterwards) if need_dw else None
+        dw = product.give_weight_gradient(given, full, weight, afterwards) if need_dw else None
         db = dy.flatten(0, -2).sum(0) if need_db else None
         return dx.wait() if dx else None, dw, db, None, None, None
 
@@ -123,7 +123,7 @@ class Row(torch.autograd.Function):
             full = gathered(full, group)
         elif need_dx:
             dx = product.input_gradient(full, matrix)
-        dw = product.give_weight_gradient(full, Operand(values, scale), weight.dtype) if need_dw else None
+        dw = product.give_weight_gradient(full, Operand(values, scale), weight) if need_dw else None
         return dx, dw, None, None, None
 
 
@@ -154,7 +154,7 @@ class Replicated(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         product, given = ctx.product, ctx.product.gradient(dy, ctx.group, need_dw)
         dx = product.input_gradient(given, Operand(weight, weight_scale)) if need_dx else None
-        dw = product.give_weight_gradient(given, Operand(values, scale), weight.dtype) if need_dw else None
+        dw = product.give_weight_gradient(given, Operand(values, scale), weight) if need_dw else None
         db = dy.flatten(0, -2).sum(0) if need_db else None
         return dx, dw, db, None, None
 
@@ -342,6 +342,7 @@ def hand_to(
     for module in linears:
         if uses[module.weight] == 1:
             module.product = module.product.handing(partial(accept, module.weight), late)
+            module.product.found_by(module.weight)
 
 
 def multiply_by(product: Product, modules: Iterable[nn.Module]) -> None:

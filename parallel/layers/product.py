@@ -14,10 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
 from functools import cache, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.library import EffectType
 
 from megacore.parallel import kernels
 from megacore.parallel.collectives import Pending, start_all_gather, start_reduce_scatter
@@ -55,6 +57,9 @@ class Product(ABC):
     """The function that is given weight gradients, or their sums, instead of autograd, if any."""
     late: bool = False
     """Whether it lets them wait, and the messages that they alone need."""
+    adds: ClassVar[bool] = False
+    """Whether it may add them to a sum in the product itself: then compiled code hands them on too. What others make
+    of their operands the compiler fuses with what comes before, and autograd is given the gradient."""
 
     def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
         """Return what the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both.
@@ -105,17 +110,20 @@ class Product(ABC):
         _ = total.copy_(gradient) if first else total.add_(gradient)
 
     def give_weight_gradient(
-        self, dy: Operand, x: Operand, dtype: torch.dtype, group: Group | None = None
+        self, dy: Operand, x: Operand, weight: Tensor, group: Group | None = None
     ) -> Tensor | None:
-        """Return dweight, or None where it has been handed on; the compiler leaves it to autograd.
+        """Return dweight, or None where it has been handed on.
 
         ``group``: the ranks from which x is gathered once the gradient is asked for.
         """
-        if self.hand is None or torch.compiler.is_compiling():
+        dtype, compiling = weight.dtype, torch.compiler.is_compiling()
+        if self.hand is None or (compiling and not self.adds):
             return self.weight_gradient(dy, x, dtype)
+        if compiling:
+            _hand_on(weight, dy.values, x.values)
+            return None
         if group is None:
-            make, add = partial(self.weight_gradient, dy, x, dtype), partial(self.add_weight_gradient, dy, x, dtype)
-            self.hand(WeightGradient(make, add))
+            self.hand(self._handed(dy, x, dtype))
             return None
         start = cache(partial(start_gather, x, group))
 
@@ -131,12 +139,45 @@ class Product(ABC):
         )
         return None
 
+    def _handed(self, dy: Operand, x: Operand, dtype: torch.dtype, in_graph: bool = False) -> WeightGradient:
+        make, add = partial(self.weight_gradient, dy, x, dtype), partial(self.add_weight_gradient, dy, x, dtype)
+        return WeightGradient(make, add, in_graph=in_graph)
+
     def handing(self, hand: Callable[[WeightGradient | Tensor], None], late: bool = False) -> Self:
         """Return a product that is the same, but hands weight gradients on, to somebody who lets them wait or does
         not."""
         other = copy(self)
         other.hand, other.late = hand, late
         return other
+
+    def found_by(self, weight: Tensor) -> None:
+        """Have compiled code find this product, which hands on, by the weight that it multiplies."""
+        _handing[_key(weight)] = self
+
+
+# Compiled code is shared by layers of one shape and knows tensors alone: it says of which weight a gradient is, and
+# by where that lies, which is the same for its life, the product is found.
+_handing = WeakValueDictionary[tuple[int, int], Product]()
+
+
+def _key(weight: Tensor) -> tuple[int, int]:
+    return weight.untyped_storage()._cdata, int(weight.storage_offset())
+
+
+@torch.library.custom_op("megacore::hand_on_weight_gradient", mutates_args=())
+def _hand_on(weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    product = _handing[_key(weight)]
+    assert product.hand is not None
+    product.hand(product._handed(Operand(dy), Operand(x), weight.dtype, in_graph=True))
+
+
+@_hand_on.register_fake
+def _(weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    pass
+
+
+# Nobody uses what it gives, and it must run all the same.
+_hand_on.register_effect(EffectType.ORDERED)
 
 
 def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pending:
@@ -154,6 +195,8 @@ def gathered(x: Operand, group: Group) -> Operand:
 
 class Dense(Product):
     """The matrices as they are."""
+
+    adds = True
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
         return kernels.linear(x.values, weight.values, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from megacore.parallel.layers.linear import multiply_by
 from megacore.parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 from megacore.parallel.memory.recompute import Activations, Recompute
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.parameters import WeightGradient
 from megacore.parallel.weights.layout import MeshShape
 
 TOKENS, EMBED = 64, 64
@@ -105,8 +107,8 @@ def compiling_with(backend: Callable[..., Any]) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> list[Tensor]:
-    """Of the input of some blocks, and of what is trained."""
+def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool, handed: bool = False) -> list[Tensor]:
+    """Of the input of some blocks, and of what is trained; linears hand theirs on where ``handed``."""
     config = configure({"preset": case.preset, "num_hidden_layers": case.layers})
     layout = layout_of(config, mesh.shape, tuning=case.tuning)
     activations = Activations(case.recompute, case.offload, case.mlp_chunk)
@@ -120,12 +122,18 @@ def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> lis
         multiply_by(Fp8.on(mesh.device), chunk.layers.modules())
     if compiled:
         model.compile()
+    if handed:
+        model.hand_weight_gradients(_take)
     tokens, positions = torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS // 2).repeat(2)
     drawn = torch.randn(TOKENS // mesh.shape.tp, EMBED, generator=torch.Generator().manual_seed(2))
     x = drawn.to(dtype).requires_grad_()
     microbatch = Microbatch(tokens, tokens, positions, 2, tuple(x.shape), documents=case.documents)
     chunk.run(chunk.layers.values(), x, chunk.context(microbatch)).square().sum().backward()
     return [leaf.grad for leaf in (x, *chunk.parameters()) if leaf.grad is not None]
+
+
+def _take(parameter: nn.Parameter, gradient: WeightGradient | Tensor) -> None:
+    parameter.grad = gradient if isinstance(gradient, Tensor) else gradient.make()
 
 
 @pytest.fixture
@@ -173,26 +181,29 @@ def test_experts_are_left_out_of_the_graphs() -> None:
 
 
 @pytest.mark.in_turn(2, 1)
-def test_collectives_of_the_backward_run_beside_products(fake_mesh: Mesh) -> None:
-    """As they are written: each gather of an input, and each scatter of its gradient, has a product to hide behind."""
+@pytest.mark.parametrize("handed", [False, True])
+def test_collectives_of_the_backward_run_beside_products(fake_mesh: Mesh, handed: bool) -> None:
+    """As they are written: each gather of an input, and each scatter of its gradient, has a product to hide behind,
+    one in the graph or one that is handed on."""
     graphs = Graphs()
     with compiling_with(graphs.backend):
-        gradients(CASES[0], fake_mesh, torch.bfloat16, compiled=True)
+        gradients(CASES[0], fake_mesh, torch.bfloat16, True, handed)
     (graph,) = graphs.backward
     names, nodes = calls(graph), [node for node in graph.nodes if node.op == "call_function"]
     beside = []
     for start, (name, node) in enumerate(zip(names, nodes, strict=True)):
         if name in ("all_gather_after", "reduce_scatter_tensor"):
             (wait,) = node.users
-            beside.append(names[start : nodes.index(wait)].count("mm"))
-    assert beside == [1, 1] * 2
+            between = Counter(names[start : nodes.index(wait)])
+            beside.append(between["mm"] + between["with_effects"])
+    assert beside == [1, 1] * 2 and names.count("with_effects") == 4 * handed
 
 
 def compared(case: Case) -> float:
     """The largest distance between gradients with the compiler and without, relative to their sizes."""
     mesh, dtype = Mesh.create(MeshShape(tp=2)), torch.float32 if case.fp8 else torch.float64
     with compiling_with(Graphs().backend):
-        pairs = zip(*(gradients(case, mesh, dtype, compiled) for compiled in (True, False)), strict=True)
+        pairs = zip(gradients(case, mesh, dtype, True, handed=True), gradients(case, mesh, dtype, False), strict=True)
         return max(float((mine - want).norm() / want.norm()) for mine, want in pairs)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from operators import Operators
 from pool import Pool
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
@@ -163,18 +165,30 @@ def test_gpus_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.Monke
 # -- summed where they are multiplied
 
 
-def buckets(handed: bool, microbatches: int = 2) -> list[Tensor]:
-    """Of a small model after the backward of some microbatches, and its norm."""
+def buckets(handed: bool, compiled: bool = False, microbatches: int = 2) -> list[Tensor]:
+    """Of a small model after the backward of some microbatches, one for each parameter, and its norm."""
     config = configure({"preset": "llama-tiny", "num_hidden_layers": 2})
     mesh = Mesh.single()
     model = Model.create(config, layout_of(config, mesh.shape), mesh, torch.bfloat16)
     model.parameters.initialise(0)
-    summed = Gradients(model.parameters, model.chunks)
+    model.parameters.freeze([name for name in model.parameters if "norm" in name])
+    held = model.parameters.values()
+    memory = torch.cat([each.detach().flatten() for each in held])
+    for each, part in zip(held, memory.split([each.numel() for each in held]), strict=True):  # as ZeRO has them
+        each.data = part.view_as(each)
+    if compiled:
+        model.compile()
+    summed = Gradients(model.parameters, model.chunks, bucket_bytes=1)
     received = Counter[type]()
 
     def receive(parameter: nn.Parameter, gradient: WeightGradient | torch.Tensor) -> None:
         received[type(gradient)] += 1
+        before = [bucket.ended for bucket in summed.buckets]
+        # Those of the layer that runs alone may still be to end.
+        assert sum(bucket.complete and bucket.ended < bucket.rounds for bucket in summed.buckets) < 4
         summed.receive(parameter, gradient)
+        # Where a round ends parameters may go, which compiled code that runs may need.
+        assert not compiled or before == [bucket.ended for bucket in summed.buckets]
 
     if handed:
         model.hand_weight_gradients(receive)
@@ -191,3 +205,17 @@ def test_gradients_may_be_multiplied_where_they_are_summed() -> None:
     """Where the product cannot add by itself, to the same bit as autograd's."""
     pairs = zip(buckets(handed=True), buckets(handed=False), strict=True)
     assert all(torch.equal(mine, want) for mine, want in pairs)
+
+
+@pytest.mark.in_turn(4, 1)
+def test_compiled_code_hands_them_on_too() -> None:
+    """All layers by the same code, to the same bit as autograd's."""
+    torch.compiler.reset()
+    counters.clear()
+    real = torch.compile
+    with patch.object(torch, "compile", lambda forward, options: real(forward, backend="aot_eager")):
+        mine, graphs = buckets(handed=True, compiled=True), counters["stats"]["unique_graphs"]
+        torch.compiler.reset()
+        want = buckets(handed=False, compiled=True)
+    torch.compiler.reset()
+    assert graphs == 1 and all(torch.equal(one, other) for one, other in zip(mine, want, strict=True))

@@ -290,20 +290,26 @@ class DeviceWatch(TorchDispatchMode):
         """It watches what compiled code does, so that torch.compile may go on below it."""
         return True
 
+    supports_higher_order_operators = True
+    """It is given what compiled code has run in a certain place."""
+
     def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
         """Count a kernel of Triton's."""
         self.launches[kernel.fn.__name__] += 1
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if op is torch.ops.higher_order.with_effects:  # compiled code has an operator run in its place
+            token, inner, *given = args
+            return token, self.__torch_dispatch__(inner, types, given, kwargs)
         name = op._schema.name.partition("::")[2]
         if op.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.messages[name] += 1
             return op(*args, **kwargs)
-        if _graphs.running:
-            return op(*args, **kwargs)
         if op.namespace == "megacore":
             return self._taken_apart(op, args, kwargs)
+        if _graphs.running:
+            return op(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         on_device = kwargs.get("device") is not None and kwargs["device"].type == "cuda"
         has_kernel = name not in _FREE and not op.is_view and op.namespace != "prim"

@@ -370,8 +370,8 @@ class _Recording(DeviceWatch):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op.namespace == "megacore":
-            return self._taken_apart(op, args, kwargs)
+        if op.namespace in ("megacore", "higher_order"):
+            return super().__torch_dispatch__(op, types, args, kwargs)
         out = super().__torch_dispatch__(op, types, args, kwargs)
         if op.namespace in ("c10d", "_c10d_functional"):
             self._gpu.message(op, args, kwargs, out)
