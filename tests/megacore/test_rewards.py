@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from engine import Result, assert_near, checked, path_of, problems, train
 from pool import Pool
 from test_preferences import COUNT, LAYOUTS, STEPS, chats, folder, ranks, records_of, rows_of, run, token_ids
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, LlamaForSequenceClassification
@@ -74,6 +76,101 @@ def test_a_run_computes_what_transformers_computes(scored: Path) -> None:
     assert 1 < rows < COUNT
     got = records_of(run(scored, "scores", *started(scored), f"batch.global_size={rows}"))
     for mine, theirs in zip(got, want, strict=True):
-        print(mine, theirs)
         assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-7)
     assert got[0]["reward_margin"] != got[1]["reward_margin"]
+
+
+# -- on layouts
+
+
+@cache
+def one_process(pool: Pool, folder: Path) -> Result:
+    (found,) = pool.run(1, ranks, folder, "scores-one", [*started(folder), "batch.global_size=3"])
+    assert isinstance(found, Result)
+    return found
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_compute_what_one_process_computes(pool: Pool, scored: Path, layout: str) -> None:
+    world, overrides = LAYOUTS[layout]
+    want = one_process(pool, scored)
+    found = pool.run(world, ranks, scored, f"scores-{layout}", [*overrides, *started(scored), "batch.global_size=3"])
+    for mine, wanted in zip(records_of(found[0]), records_of(want), strict=True):
+        assert mine == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    if world == 1 or "zero.shard=optimizer" in overrides:
+        assert_near(found[0].weights, want.weights, 1e-9)
+
+
+# -- from a language model, and to a folder
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_language_model_becomes_a_reward_model(pool: Pool, scored: Path, tmp_path: Path, tied: bool) -> None:
+    """Its head is drawn in place of the other one, wherever that lay; the export loads in transformers."""
+    source, out = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(scored / "model", source)
+    if tied:
+        torch.manual_seed(2)
+        config = LlamaForCausalLM.from_pretrained(source).config
+        config.tie_word_embeddings = True
+        LlamaForCausalLM(config).save_pretrained(source)
+    recipe = [*OURS, f"checkpoint.init={source}", f"out={out}", "checkpoint.every=2", "train.steps=4"]
+    recipe += ["evaluate.every=0", "optimizer.lr=1e-2"]
+    layout = ["mesh.pp=2", "mesh.tp=2"]
+    whole = pool.run(4, train, str(scored / "recipe.yaml"), [*recipe, *layout])[0]
+    setup, _ = checked(str(scored / "recipe.yaml"), [*recipe, f"out={tmp_path / 'other'}"])
+    told = remarks(setup.start, setup.config, setup.model, setup.config.mesh.shape(1))
+    assert any("a head of scores, score.weight [1, 16], is drawn in place of lm_head.weight" in line for line in told)
+    again = [f"out={tmp_path / 'again'}", f"checkpoint.resume={path_of(out, 2)}", "checkpoint.init=null"]
+    on = train(str(scored / "recipe.yaml"), [*recipe, *again])
+    assert on.values("loss") == pytest.approx(whole.values("loss")[2:], rel=1e-9)
+
+    convert(path_of(out, 4), tmp_path / "hf", to="hf")
+    folder = HuggingFace.open(tmp_path / "hf")
+    assert folder.raw["architectures"] == ["LlamaForSequenceClassification"] and folder.raw["id2label"] == {"0": "LABEL_0"}
+    assert "lm_head.weight" not in folder.names("weights")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+    pairs = token_ids(tmp_path / "hf", chats())
+    rewards = scores_of(theirs, pairs).detach()
+    assert (rewards[:, 0] > rewards[:, 1]).double().mean() > 0.7  # it has learned
+    with load_model(tmp_path / "hf") as model:
+        for (prompt, *ends), want in zip(pairs, rewards, strict=True):
+            for end, score in zip(ends, want, strict=True):
+                assert model.logits(prompt + end)[-1].tolist() == pytest.approx([score.item()], rel=1e-5, abs=1e-5)
+    with pytest.raises(StoreError, match="is a LlamaForSequenceClassification, whose head scores a sequence and"):
+        generate(tmp_path / "hf", ["a"])
+
+
+# -- before anything starts
+
+PROBLEMS = {
+    "lora": ("lora.rank=4", "preference.loss=bradley_terry trains a head that the model does not have yet, and lora"),
+    "beta": ("preference.beta=0.1", "preference.beta .0.1. is no part of preference.loss=bradley_terry: leave it out"),
+    "smoothed": ("preference.label_smoothing=0.1", "is for preference.loss=dpo or simpo, not bradley_terry"),
+    "family": (
+        "checkpoint.init=null model.preset=granite-tiny",
+        "model: transformers has no ForSequenceClassification of this family: a head of scores would load nowhere",
+    ),
+    "dpo": (
+        "preference.loss=dpo checkpoint.init={scored}",
+        "head scores sequences, and predicts no tokens: set preference.loss=bradley_terry",
+    ),
+    "classes": ("checkpoint.init={classes}", "is of one score, and the model's head gives 2 .id2label.: start from a"),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_does_not_fit_is_said(scored: Path, tmp_path: Path, name: str) -> None:
+    overrides, message = PROBLEMS[name]
+    classes = tmp_path / "classes"
+    shutil.copytree(scored / "scored", classes)
+    config = json.loads((classes / "config.json").read_text())
+    del config["id2label"], config["label2id"]
+    (classes / "config.json").write_text(json.dumps(config))
+    weights = load_file(classes / "model.safetensors")
+    weights["score.weight"] = weights["score.weight"].repeat(2, 1)
+    save_file(weights, classes / "model.safetensors", {"format": "pt"})
+    given = overrides.format(scored=scored / "scored", classes=classes).split()
+    found = problems(str(scored / "recipe.yaml"), f"out={tmp_path}", *OURS, *given)
+    assert re.search(message, "\n".join(found)), found
