@@ -251,12 +251,11 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
         way_out = "name a Hugging Face folder, a model of its hub or a checkpoint in checkpoint.init (--init MODEL)"
         raise ModelConfigError("model", [f"there is none: {way_out}, or set model.preset, model.family or .config"])
     if source is None or any(section.get(key) is not None for key in ("family", "preset", "config")):
-        model = configure(section)
+        model = configure(section, config.scores)
     else:
         kind = family(source.config.family).config
         model = kind.from_hugging_face(kind.override(source.raw, section))
-    if config.scores and not model.labels:
-        model = model.scoring(1)
+        model = model.scoring(1) if config.scores and not model.labels else model
     if source is not None and (wrong := list(_misfits(model, source))):
         raise ModelConfigError(model.family, wrong)
     return model
