@@ -80,6 +80,19 @@ def test_a_run_computes_what_transformers_computes(scored: Path) -> None:
     assert got[0]["reward_margin"] != got[1]["reward_margin"]
 
 
+def test_the_last_token_of_a_full_row_is_scored(scored: Path, tmp_path: Path) -> None:
+    """Nothing is predicted, and no row has a token more than the model is given; what does not fit is cut."""
+    sizes = [2 * len(prompt) + len(a) + len(b) for prompt, a, b in token_ids(scored / "model", chats())]
+    length = max(sizes) - 1
+    recipe = str(scored / "recipe.yaml")
+    setup, _ = checked(recipe, [*started(scored), f"out={tmp_path}", f"data.sequence_length={length}"])
+    batches = setup.corpora.batches(setup.corpora.train, setup.config, 0, 1)
+    rows = [batches.microbatches_from(row) for row in range(rows_of(scored, *started(scored), f"data.sequence_length={length}"))]
+    counted = [batch.pairs.counted for row in rows for batch in row[:1] if batch.pairs is not None]
+    assert sum(map(len, counted)) == COUNT and all((each == 1).all() for each in counted)
+    assert any("1 cut" in remark for remark in setup.corpora.remarks)
+
+
 # -- on layouts
 
 

@@ -74,6 +74,10 @@ BAD = {
     "a map": ({"id2label": ["a"]}, r"id2label is \['a'\]: it must be {number: label}"),
     "others": ({"id2label": {"0": "a"}}, r"shape \[5, \d+\] instead of \[1, \d+\]: score.weight"),
     "no class": ({"model_type": "granite"}, "transformers has no ForSequenceClassification of this family"),
+    "a larger model": (
+        {"model_type": "llava", "text_config": {}, "architectures": ["LlavaForSequenceClassification"]},
+        "of larger models only language models are read",
+    ),
     "a language model": ({"architectures": ["LlamaForCausalLM"]}, "tensors are not of this model: score.weight"),
 }
 
