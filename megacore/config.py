@@ -377,8 +377,8 @@ class PreferenceConfig:
     """Learning from pairs, what was chosen and what was rejected (see docs/finetune.md); null: none."""
 
     loss: PreferenceLoss = "dpo"
-    """The loss of a pair; `dpo` and `ipo` compare with the weights that the run starts from, and `bradley_terry` trains a
-    reward model, whose head scores the last token of each."""
+    """The loss of a pair; `dpo` and `ipo` compare with the weights that the run starts from, and `bradley_terry` trains
+    a reward model, whose head scores the last token of each."""
     beta: Annotated[Float, ABOVE_0] | None = None
     """The factor of the log-probabilities in the rewards (`dpo`, `simpo`), of the regularisation (`ipo`), or of the
     odds ratio beside the cross entropy of what was chosen (`orpo`); null: 2 for `simpo`, 0.1 for the others."""

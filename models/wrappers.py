@@ -176,7 +176,9 @@ def unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None
         return {**config, **({} if same is None else {"model_type": same})}, None
     named = config.get("architectures")
     if isinstance(named, list) and any(str(each).endswith(SCORING) for each in named):
-        raise ModelConfigError(str(name), [f"architectures is {named!r}: of larger models only language models are read"])
+        raise ModelConfigError(
+            str(name), [f"architectures is {named!r}: of larger models only language models are read"]
+        )
     part = config.get(wrapper.section)
     if _is_flat(config, wrapper):
         part = {key: value for key, value in config.items() if key not in _OF_WHOLE}

@@ -159,5 +159,5 @@ LOSSES: Mapping[PreferenceLoss, _Loss] = {
     "orpo": orpo,
     "bradley_terry": bradley_terry,
 }
-"""(log-probabilities or scores, log-probabilities of the reference, numbers of labels: [pairs, 2] each, coefficients) ->
-the losses, [pairs], and the rewards, [pairs, 2]."""
+"""(log-probabilities or scores, log-probabilities of the reference, numbers of labels: [pairs, 2] each, coefficients)
+-> the losses, [pairs], and the rewards, [pairs, 2]."""

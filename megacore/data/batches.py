@@ -230,10 +230,7 @@ class Batches:
         filled = position + filled_up(size, self.micro_batch, self.data_size)
         first = range(position + self.data_rank * self.micro_batch, filled, self.data_size * self.micro_batch)
         how = self.separate_documents, self.scores
-        whole = (
-            collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], *how)
-            for begin in first
-        )
+        whole = (collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], *how) for begin in first)
         return [batch.looking(self.ahead).of_rank(self.context, self.context_rank) for batch in whole]
 
     def _row(self, position: int, end: int) -> Sample:

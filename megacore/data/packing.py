@@ -45,8 +45,8 @@ class Packed:
     """The samples of some examples, in epochs of `per_epoch` rows, each in an order that belongs to (seed, epoch).
 
     Which examples share a row is the same in every epoch. What is left of a row is padding: a document of its own, of
-    which nothing counts. The two documents of a pair lie one after the other. ``room``: the most tokens of examples in a
-    row; None: one more than its length, the last of which is predicted alone. ValueError if there are no examples.
+    which nothing counts. The two documents of a pair lie one after the other. ``room``: the most tokens of examples in
+    a row; None: one more than its length, the last of which is predicted alone. ValueError if there are no examples.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ def tokenizer(folder: Path) -> Any:
 
 
 def model(folder: Path, scores: bool = False, **options: Any) -> Any:
-    """Return the model of a folder, with a head of scores where it has ``scores``. Raises StoreError: whatever its files lead to."""
+    """Return the model of a folder, whose head gives ``scores`` or logits. Raises StoreError: whatever its files lead
+    to."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoConfig,

@@ -35,8 +35,8 @@ EXPERT_TENSOR_PARALLEL: Split = {**SPLIT, "experts": ("ep",), "expert_mlp": ("tp
 """The same, but tp splits the features of each expert, not the experts."""
 
 PADDED = ("vocab", "labels", "mlp", "shared_mlp", "expert_mlp")
-"""Axes that are filled up with zeros to a multiple of the ranks. No token or label names a row of zeros; a hidden feature of
-zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
+"""Axes that are filled up with zeros to a multiple of the ranks. No token or label names a row of zeros; a hidden
+feature of zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
 
 SHARED = ("kv", "state_groups")
 """Axes of what several heads look at: neighbouring ranks share them where there are fewer than ranks."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 from engine import Result, assert_near, checked, path_of, problems, train
 from pool import Pool
-from test_preferences import COUNT, LAYOUTS, STEPS, chats, folder, ranks, records_of, rows_of, run, token_ids
 from safetensors.torch import load_file, save_file
+from test_preferences import COUNT, LAYOUTS, STEPS, chats, folder, ranks, records_of, rows_of, run, token_ids
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, LlamaForSequenceClassification
@@ -87,7 +87,10 @@ def test_the_last_token_of_a_full_row_is_scored(scored: Path, tmp_path: Path) ->
     recipe = str(scored / "recipe.yaml")
     setup, _ = checked(recipe, [*started(scored), f"out={tmp_path}", f"data.sequence_length={length}"])
     batches = setup.corpora.batches(setup.corpora.train, setup.config, 0, 1)
-    rows = [batches.microbatches_from(row) for row in range(rows_of(scored, *started(scored), f"data.sequence_length={length}"))]
+    rows = [
+        batches.microbatches_from(row)
+        for row in range(rows_of(scored, *started(scored), f"data.sequence_length={length}"))
+    ]
     counted = [batch.pairs.counted for row in rows for batch in row[:1] if batch.pairs is not None]
     assert sum(map(len, counted)) == COUNT and all((each == 1).all() for each in counted)
     assert any("1 cut" in remark for remark in setup.corpora.remarks)
@@ -141,7 +144,9 @@ def test_a_language_model_becomes_a_reward_model(pool: Pool, scored: Path, tmp_p
 
     convert(path_of(out, 4), tmp_path / "hf", to="hf")
     folder = HuggingFace.open(tmp_path / "hf")
-    assert folder.raw["architectures"] == ["LlamaForSequenceClassification"] and folder.raw["id2label"] == {"0": "LABEL_0"}
+    assert folder.raw["architectures"] == ["LlamaForSequenceClassification"] and folder.raw["id2label"] == {
+        "0": "LABEL_0"
+    }
     assert "lm_head.weight" not in folder.names("weights")
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     pairs = token_ids(tmp_path / "hf", chats())

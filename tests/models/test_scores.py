@@ -78,7 +78,9 @@ def test_the_loss_of_pairs_and_its_gradients(name: str) -> None:
     want.backward()
     more = *rewards.detach().sum(0), (rewards[:, 0] > rewards[:, 1]).sum()
     close(told.detach(), torch.stack([want.detach(), *more]), "the loss")
-    for tensor, gradient in moved(saved(theirs, lambda each: torch.zeros_like(each) if each.grad is None else each.grad)).items():
+    for tensor, gradient in moved(
+        saved(theirs, lambda each: torch.zeros_like(each) if each.grad is None else each.grad)
+    ).items():
         mine = ours.parameters[tensor].grad
         if mine is None or not gradient.any():
             assert not gradient.any() and (mine is None or mine.abs().max() < 1e-12), tensor

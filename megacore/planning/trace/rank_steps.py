@@ -132,7 +132,9 @@ def batches(config: Config, world: int, rank: int, count: int) -> list[Batch]:
         # Each row is a pair, and a token that none of its documents has.
         of = np.repeat(np.arange(3, dtype=np.int32), (length - length // 2, length // 2, 1))
         texts = (rng.integers(0, model.vocab_size, (rows, length + 1)) for _ in range(count))
-        pairs = ([Sample(text, of, np.ones_like(of, bool), length, np.zeros((1, 2))) for text in each] for each in texts)
+        pairs = (
+            [Sample(text, of, np.ones_like(of, bool), length, np.zeros((1, 2))) for text in each] for each in texts
+        )
         made = (collate(each, separate_documents=True, scores=config.scores) for each in pairs)
         return [batch.of_rank(context, shape.place(rank).cp) for batch in made]
     drawn = (rng.integers(0, model.vocab_size, (2, rows, length)) for _ in range(count))
