@@ -37,7 +37,7 @@ def model(folder: Path, scores: bool = False, **options: Any) -> Any:
     )
 
     known = type(_load(AutoConfig, folder)) in MODEL_FOR_CAUSAL_LM_MAPPING  # else one that also sees
-    kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
+    kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
     kind = AutoModelForSequenceClassification if scores else kind
     # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
     # The other products of experts take no sizes but multiples of 16 bytes.

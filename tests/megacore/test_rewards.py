@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def started(folder: Path) -> tuple[str, ...]:
     return (*OURS, f"checkpoint.init={folder / 'scored'}")
 
 
-def scores_of(model: LlamaForSequenceClassification, pairs: list[tuple[list[int], ...]]) -> Tensor:
+def scores_of(model: LlamaForSequenceClassification, pairs: Sequence[tuple[list[int], ...]]) -> Tensor:
     """[pairs, 2], one text after the other, without a mask or padding."""
     texts = [[prompt + end for end in ends] for prompt, *ends in pairs]
     return torch.stack([torch.stack([model(torch.tensor([t])).logits[0, 0] for t in both]) for both in texts])
