@@ -56,6 +56,7 @@ def scores_of(model: LlamaForSequenceClassification, pairs: Sequence[tuple[list[
     return torch.stack([torch.stack([model(torch.tensor([t])).logits[0, 0] for t in both]) for both in texts])
 
 
+@pytest.mark.in_turn(2)
 def test_a_run_computes_what_transformers_computes(scored: Path) -> None:
     """Losses, rewards, gradients and updates, by the formula of TRL's RewardTrainer."""
     model = LlamaForSequenceClassification.from_pretrained(scored / "scored", dtype=torch.float64)
@@ -122,6 +123,7 @@ def test_layouts_compute_what_one_process_computes(pool: Pool, scored: Path, lay
 # -- from a language model, and to a folder
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_language_model_becomes_a_reward_model(pool: Pool, scored: Path, tmp_path: Path, tied: bool) -> None:
     """Its head is drawn in place of the other one, wherever that lay; the export loads in transformers."""
