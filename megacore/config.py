@@ -21,6 +21,7 @@ from megacore.models.lora import Lora
 from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
+    OF_SCORES,
     SPLIT_BACKWARD,
     BaseDtype,
     ContextBalance,
@@ -376,7 +377,8 @@ class PreferenceConfig:
     """Learning from pairs, what was chosen and what was rejected (see docs/finetune.md); null: none."""
 
     loss: PreferenceLoss = "dpo"
-    """The loss of a pair; `dpo` and `ipo` compare with the weights that the run starts from."""
+    """The loss of a pair; `dpo` and `ipo` compare with the weights that the run starts from, and `bradley_terry` trains
+    a reward model, whose head scores the last token of each."""
     beta: Annotated[Float, ABOVE_0] | None = None
     """The factor of the log-probabilities in the rewards (`dpo`, `simpo`), of the regularisation (`ipo`), or of the
     odds ratio beside the cross entropy of what was chosen (`orpo`); null: 2 for `simpo`, 0.1 for the others."""
@@ -384,6 +386,11 @@ class PreferenceConfig:
     """The margin between the rewards (`simpo`)."""
     label_smoothing: Annotated[Float, BELOW_HALF] = 0.0
     """The probability that the two of a pair were mixed up (`dpo`, `simpo`)."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether it is of a head that scores sequences."""
+        return self.loss in OF_SCORES
 
     @property
     def factor(self) -> float:
@@ -678,6 +685,16 @@ class Config:
         """The part of the model that is trained."""
         lora = None if self.lora is None else Lora(**asdict(self.lora))
         return Tuning(lora, self.train.only, self.train.freeze)
+
+    @property
+    def scores(self) -> bool:
+        """Whether a head is trained that scores whole sequences."""
+        return self.preference is not None and self.preference.scores
+
+    @property
+    def example_tokens(self) -> int:
+        """The most tokens of a row of examples. The last one is predicted alone, unless nothing is predicted."""
+        return self.data.sequence_length + (not self.scores)
 
     def mtp_factor(self, model: Schema) -> float:
         """Return the weight of the loss of further tokens: 0 where nothing that predicts them is trained."""

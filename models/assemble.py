@@ -104,7 +104,7 @@ class Model:
 
     @torch.no_grad()
     def logits(self, microbatch: Microbatch) -> Tensor | None:
-        """Return the logits, [tokens, vocab], on all ranks of the last stage, None on the others.
+        """Return the logits, [tokens, vocab or labels], on all ranks of the last stage, None on the others.
 
         Of a microbatch that is split over cp they are those of all tokens, or of this rank's own ``wanted`` ones.
         """
@@ -113,7 +113,7 @@ class Model:
         own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, parameters.dtype, placement)
         if own is None:
             return None
-        own = gather(own, mesh.tp)[:, : self.config.vocab_size]
+        own = gather(own, mesh.tp)[:, : self.config.labels or self.config.vocab_size]
         if microbatch.split is None or microbatch.wanted is not None:
             return own
         tokens = [torch.from_numpy(microbatch.split.indices(rank)) for rank in range(mesh.shape.cp)]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megacore.models import scores
 from megacore.models.anatomy import ACTIVATIONS, Anatomy
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             depth += 1
 
     def head() -> Head:
+        if scores.WEIGHT in p:
+            return Head(norm(anatomy, p, "norm"), p[scores.WEIGHT], p.layout.schema.sizes[scores.AXIS], p.mesh.tp)
         return Head(
             norm(anatomy, p, "norm"),
             p["head.weight" if "head.weight" in p else "embed.weight"],

@@ -10,17 +10,21 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from megacore.models import scores
 from megacore.models.anatomy import Anatomy
 from megacore.models.names import whole_names
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel import limits
 from megacore.parallel.enum_errors import nearest
 from megacore.parallel.weights.schema import Param, Schema
+
+SCORING = "ForSequenceClassification"
+"""The end of the names of transformers' classes whose heads score sequences."""
 
 if TYPE_CHECKING:
     from megacore.models.decoder import Decoder
@@ -136,11 +140,26 @@ class ModelConfig(ABC):
     vocab_size: int
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    # The numbers that the head gives of a sequence; 0: it gives logits of the next token. Files say it otherwise.
+    labels: int = 0
 
     @classmethod
     def base_architecture(cls) -> str:
         """Return the name of transformers' class of the model without its head."""
         return re.sub("(ForCausalLM|LMHeadModel)$", "Model", cls.architecture)
+
+    @classmethod
+    def scoring_architecture(cls) -> str:
+        """Return the name of transformers' class of the model with a head of scores.
+
+        Raises:
+            ModelConfigError: it has none.
+        """
+        if cls.family not in scores.FAMILIES:
+            raise ModelConfigError(
+                cls.family, [f"transformers has no {SCORING} of this family: a head of scores would load nowhere"]
+            )
+        return cls.base_architecture().removesuffix("Model") + SCORING
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -203,7 +222,19 @@ class ModelConfig(ABC):
 
     @property
     def schema(self) -> Schema:
-        return Schema(self.params(), self.sizes)
+        if not self.labels:
+            return Schema(self.params(), self.sizes)
+        rows = scores.scored(self.params(), self.initializer_range)
+        return Schema(rows, {**self.sizes, scores.AXIS: self.labels})
+
+    def scoring(self, labels: int) -> Self:
+        """Return the model with a head of scores in place of its own.
+
+        Raises:
+            ModelConfigError: transformers has no such class of the family.
+        """
+        self.scoring_architecture()
+        return replace(self, labels=labels)
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
@@ -215,6 +246,10 @@ class ModelConfig(ABC):
         problems = cls._unsupported(config)
         values, wrong = cls._read(config)
         problems += wrong
+        try:
+            values["labels"] = cls._labels(config)
+        except ModelConfigError as error:
+            problems += error.problems
         readable = cls.readable()
         for name in cls.unknown(config):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
@@ -248,7 +283,25 @@ class ModelConfig(ABC):
         # Where nothing is said of these, the defaults of transformers' class would come back: tokens of its tokenizer.
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         head = {"architectures": [self.architecture], "model_type": self.family, **tokens}
-        return head | self._write() | dict(self.fixed) | dict(self.written)
+        if self.labels:
+            names = {str(number): f"LABEL_{number}" for number in range(self.labels)}
+            numbers = {name: int(number) for number, name in names.items()}
+            head |= {"architectures": [self.scoring_architecture()], "id2label": names, "label2id": numbers}
+        written = {name: value for name, value in self._write().items() if name != "labels"}
+        return head | written | dict(self.fixed) | dict(self.written)
+
+    @classmethod
+    def _labels(cls, config: Mapping[str, Any]) -> int:
+        """Return the labels of a ``config.json``; 0 where it names no class of models with scores."""
+        named, labels = config.get("architectures"), config.get("id2label")
+        if not isinstance(named, list) or not any(isinstance(each, str) and each.endswith(SCORING) for each in named):
+            return 0
+        cls.scoring_architecture()
+        if labels is None:
+            return 2  # as transformers takes it
+        if not isinstance(labels, Mapping) or not labels:
+            raise ModelConfigError(cls.family, [f"id2label is {labels!r}: it must be {{number: label}}"])
+        return len(labels)
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -269,7 +322,7 @@ class ModelConfig(ABC):
     @classmethod
     def readable(cls) -> set[str]:
         """Return the fields of a ``config.json`` that say something of the model."""
-        return {field.name for field in fields(cls)} | cls._consumed()
+        return {field.name for field in fields(cls) if field.name != "labels"} | cls._consumed()
 
     @classmethod
     def _consumed(cls) -> set[str]:

@@ -19,6 +19,7 @@ from megacore.parallel.context_split import ContextParallel, ContextSplit
 from megacore.parallel.enum_errors import Score
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.spans import Spans
+from megacore.parallel.labels import IGNORE
 from megacore.parallel.layers.context_attention import ContextAttention
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
 from megacore.parallel.layers.experts import Experts
@@ -34,7 +35,7 @@ from megacore.parallel.parameters import Parameters, WeightGradient
 from megacore.parallel.preference import MicrobatchPairs, PairLoss
 from megacore.parallel.random import key
 from megacore.parallel.rank_sets import inner_ranks
-from megacore.parallel.token_loss import LossTokens, TokenLoss, token_loss
+from megacore.parallel.token_loss import LossTokens, TokenLoss, own_rows, token_loss
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,8 @@ class Ahead:
 
 
 class Head(nn.Module):
-    """The final norm, the projection to the vocabulary and the loss.
+    """The final norm, the projection to the vocabulary and the loss; or to the scores of a sequence, whose labels stand
+    for the tokens of a vocabulary.
 
     Args:
         norm: The norm of the last activations.
@@ -305,8 +307,8 @@ class Head(nn.Module):
         if self.losses.of_pairs is not None:
             assert pairs is not None  # of whose documents the labels are
             places = pairs.places if wanted is None else pairs.places[wanted]
-            losses = head_losses(self.norm(x), self.weight, labels, *self._how)
-            return self.losses.of_pairs(losses, self._how[0].own(places), pairs)
+            values = self._scores(x, labels) if self.losses.of_pairs.scores else self._log_probabilities(x, labels)
+            return self.losses.of_pairs(values, self._how[0].own(places), pairs)
         return head_loss(self.norm(x), self.weight, labels, *self._how)
 
     @property
@@ -322,6 +324,16 @@ class Head(nn.Module):
             chosen, labels = self._chosen(x, further.labels, further.wanted)
             losses.append(head_loss(chosen, self.weight, labels, *self._how))
         return torch.stack(losses).mean() * self.losses.mtp
+
+    def _log_probabilities(self, x: Tensor, labels: Tensor) -> Tensor:
+        """x: [n/tp, embed], labels: [n] -> those of this rank's labels, [n/tp], 0 where there is none."""
+        return -head_losses(self.norm(x), self.weight, labels, *self._how)
+
+    def _scores(self, x: Tensor, labels: Tensor) -> Tensor:
+        """x: [n/tp, embed], labels: [n] -> the score of each of this rank's tokens, [n/tp], 0 where it has no label."""
+        products = column_linear(self.norm(x), self.weight, self.bias, self.group, product=self.product)
+        scores = own_rows(products, self.group, self.vocab, self.finish)
+        return torch.where(self._how[0].own(labels) != IGNORE, scores[:, 0], 0)
 
     @property
     def _how(self) -> tuple[Objective, int | None, Tensor | None, Product]:

@@ -72,7 +72,7 @@ class MtpConfig(DecoderConfig):
 
     @property
     def mtp_layers(self) -> int:
-        return self.num_nextn_predict_layers
+        return 0 if self.labels else self.num_nextn_predict_layers  # transformers' classes with scores have none
 
     @property
     def mtp_block(self) -> int:
@@ -91,10 +91,11 @@ class MtpConfig(DecoderConfig):
 
     @property
     def schema(self) -> Schema:
-        rows = self.params()
+        whole = super().schema
+        rows = whole.params
         for depth in range(self.mtp_layers):
             rows = self._predicting(rows, depth)
-        return Schema(rows, self.sizes)
+        return Schema(rows, whole.sizes) if self.mtp_layers else whole
 
     @property
     def left_out(self) -> tuple[str, ...]:

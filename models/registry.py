@@ -173,12 +173,13 @@ def presets() -> Mapping[str, tuple[str, Mapping[str, Any]]]:
     return {preset: (name, values) for name in [*FAMILIES, *_OWN] for preset, values in family(name).presets.items()}
 
 
-def configure(section: Mapping[str, Any]) -> ModelConfig:
+def configure(section: Mapping[str, Any], scores: bool = False) -> ModelConfig:
     """Return the model that a recipe's ``model`` section describes.
 
     Args:
         section: ``preset`` (a name) or ``config`` (a folder with a ``config.json``, or the file) and ``family``, each
             optional, and fields of the family's config, which win over those; the family is a name or an import path.
+        scores: Whether its head is to give a score, whatever it gives there.
 
     Raises:
         ModelConfigError: all problems.
@@ -215,7 +216,7 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
     # They are counted one by one, before there are files that could say how many there are.
     if (layers := made.sizes["layer"]) > limits.LAYERS:
         raise ModelConfigError(kind.family, [f"it has {layers} layers, and may have up to {limits.LAYERS}"])
-    return made
+    return made.scoring(1) if scores and not made.labels else made
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def default_layers(config: ModelConfig, virtual_stages: int, bare_ends: bool = F
     mean = sum(work) / layers
     table = schema.sizes["vocab"] * schema.sizes["embed"] / mean
     further = sum(active_elements(config, schema, param) for param in schema.params if param.predicts) / mean
-    head = table + config.mtp_layers * table + further
+    head = (0 if config.labels else table) + config.mtp_layers * table + further
     uneven = [each / mean for each in work] if len({*work}) > 1 else None
     return balanced_layers(layers, virtual_stages, embedding=table / 4, head=head, work=uneven, bare_ends=bare_ends)
 

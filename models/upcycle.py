@@ -160,6 +160,8 @@ def upcycling(
 
 def _with_experts(dense: ModelConfig, name: str | None) -> type[ModelConfig]:
     """Return the kind of config of the new model."""
+    if dense.labels:
+        raise ModelConfigError(dense.family, ["its head scores sequences: take the language model that it was made of"])
     if "experts" in dense.sizes:
         raise ModelConfigError(dense.family, [f"it has {dense.sizes['experts']} experts already"])
     name = name or WITH_EXPERTS.get(dense.family)

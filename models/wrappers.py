@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacore.models.config import ModelConfigError
+from megacore.models.config import SCORING, ModelConfigError
 
 # What is said of the whole, and is the part's as well where that says nothing of its own.
 _SHARED = ("bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype", "transformers_version")
@@ -174,6 +174,11 @@ def unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None
     if wrapper is None:
         same = SAME.get(name) if isinstance(name, str) else None
         return {**config, **({} if same is None else {"model_type": same})}, None
+    named = config.get("architectures")
+    if isinstance(named, list) and any(str(each).endswith(SCORING) for each in named):
+        raise ModelConfigError(
+            str(name), [f"architectures is {named!r}: of larger models only language models are read"]
+        )
     part = config.get(wrapper.section)
     if _is_flat(config, wrapper):
         part = {key: value for key, value in config.items() if key not in _OF_WHOLE}

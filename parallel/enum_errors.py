@@ -36,10 +36,12 @@ ContextExchange = Literal["auto", "ring", "gather", "heads"]
 """The way in which queries meet keys of other ranks of cp: hop by hop, all at once, or by heads (Ulysses)."""
 ContextBalance = Literal["auto", "rows", "documents"]
 """The pieces of a microbatch that are cut, so that each rank of cp has early and late tokens of them."""
-PreferenceLoss = Literal["dpo", "ipo", "simpo", "orpo"]
+PreferenceLoss = Literal["dpo", "ipo", "simpo", "orpo", "bradley_terry"]
 """A loss of chosen and rejected answers."""
 WITH_REFERENCE = frozenset({"dpo", "ipo"})
 """Those that compare with the log-probabilities of the weights that a run starts from."""
+OF_SCORES = frozenset({"bradley_terry"})
+"""Those of models whose heads score a whole sequence, at its last token."""
 Score = Literal["loss", "most_likely"]
 """A number of each token: its loss, or 1 where greedy decoding chooses it and 0 elsewhere."""
 

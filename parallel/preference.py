@@ -1,7 +1,7 @@
-"""Losses of preferences: of pairs of documents, by the log-probabilities of their answers, on any layout.
+"""Losses of preferences: of pairs of documents, by the log-probabilities of their answers or by scores, on any layout.
 
 A pair is a chosen and a rejected document, both in one row, so that each data-parallel rank has its pairs whole. Over
-cp and tp its tokens are spread: their log-probabilities are summed to the ranks, each of which has some of the pairs,
+cp and tp its tokens are spread: what is found of them is summed to the ranks, each of which has some of the pairs,
 and counts their losses alone.
 """
 
@@ -45,7 +45,8 @@ class MicrobatchPairs:
 
 
 PairFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(log-probabilities, those of the reference, numbers of labels: [pairs, 2] each) -> [TOLD], sums over the pairs."""
+"""(log-probabilities or scores, log-probabilities of the reference, numbers of labels: [pairs, 2] each) -> [TOLD], sums
+over the pairs."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,19 @@ class PairLoss:
     Args:
         function: What gives their losses.
         group: The ranks among which the tokens of the microbatch are divided: cp x tp.
+        scores: Whether they are of scores of last tokens, and not of log-probabilities.
     """
 
     function: PairFunction
     group: Group
+    scores: bool = False
 
-    def __call__(self, losses: Tensor, places: Tensor, pairs: MicrobatchPairs) -> Tensor:
-        """losses: [n], the cross entropies of some tokens of this rank, 0 where nothing counts; places: [n], those of
-        the same tokens -> [TOLD]."""
+    def __call__(self, values: Tensor, places: Tensor, pairs: MicrobatchPairs) -> Tensor:
+        """values: [n], the log-probabilities or scores of some tokens of this rank, 0 where nothing counts; places:
+        [n], those of the same tokens -> [TOLD]."""
         # No scattered sum: on GPUs that adds in another order each time, and a run is to repeat bitwise.
         documents = torch.arange(pairs.counted.numel(), device=places.device)
-        sums = torch.where(places == documents[:, None], -losses, 0).sum(1)
+        sums = torch.where(places == documents[:, None], values, 0).sum(1)
         own = reduce_scatter(sums, self.group).unflatten(0, (-1, 2))
         reference, counted = (
             each.chunk(self.group.size)[self.group.index] for each in (pairs.reference, pairs.counted)
@@ -144,6 +147,17 @@ def orpo(found: Tensor, reference: Tensor, counted: Tensor, by: Preference) -> t
     return -means[:, 0] - by.beta * F.logsigmoid(margin(odds)), by.beta * means
 
 
-LOSSES: Mapping[PreferenceLoss, _Loss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
-"""(log-probabilities, those of the reference, numbers of labels: [pairs, 2] each, coefficients) -> the losses, [pairs],
-and the rewards, [pairs, 2]."""
+def bradley_terry(found: Tensor, reference: Tensor, counted: Tensor, by: Preference) -> tuple[Tensor, Tensor]:
+    """The loss of a reward model (Ouyang et al. 2022, arXiv 2203.02155, section 3.5), whose rewards are its scores."""
+    return by.of_margin(margin(found)), found
+
+
+LOSSES: Mapping[PreferenceLoss, _Loss] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "simpo": simpo,
+    "orpo": orpo,
+    "bradley_terry": bradley_terry,
+}
+"""(log-probabilities or scores, log-probabilities of the reference, numbers of labels: [pairs, 2] each, coefficients)
+-> the losses, [pairs], and the rewards, [pairs, 2]."""

@@ -48,8 +48,6 @@ def token_loss(products: Tensor, own: LossTokens, function: TokenLoss, group: Gr
     """products: [t, padded vocab/tp] of the head, own: this rank's t/tp of the tokens -> the sum of their losses, a
     scalar, in fp32 at least.
 
-    Ranks exchange columns for rows, so that each has all columns of its own tokens; the backward exchanges them back.
-
     Args:
         function: What gives their losses.
         group: The tensor parallel group.
@@ -59,12 +57,20 @@ def token_loss(products: Tensor, own: LossTokens, function: TokenLoss, group: Gr
     Raises:
         ValueError: the function gives something else than a loss of each token.
     """
-    rows = all_to_all(products, group).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1)
-    logits = by.differentiable(rows[:, :vocab])
+    logits = own_rows(products, group, vocab, by)
     losses = function(logits, own)
     if problem := losses_problem(losses, len(own.labels)):
         raise ValueError(f"loss.function {problem}")
     return torch.where(own.counted, losses, 0).to(logits.dtype).sum()
+
+
+def own_rows(products: Tensor, group: Group, vocab: int, by: Finish) -> Tensor:
+    """products: [t, padded vocab/tp] of the head -> the logits of this rank's tokens: [t/tp, vocab], in fp32 at least.
+
+    Ranks exchange columns for rows, so that each has all columns of its own tokens; the backward exchanges them back.
+    """
+    rows = all_to_all(products, group).unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1)
+    return by.differentiable(rows[:, :vocab])
 
 
 def loss_of(path: str) -> TokenLoss:

@@ -38,6 +38,7 @@ def _run(given: argparse.Namespace) -> int:
     how = Decoding(given.max_new_tokens, given.temperature, given.top_k, given.top_p, given.seed)
     base: Path | None = given.base
     setup = ModelSetup.check(given.folder, base=base, dtype=given.dtype, device=given.device)
+    setup.folder.check_predicts()
     first = [] if given.system is None else [{"role": "system", "content": given.system}]
     talk = Conversation(Texts.of(setup.folder), first)
     talk.texts.chat([*first, {"role": "user", "content": "?"}])  # or it is no chat model, before weights are read

@@ -89,6 +89,7 @@ def run_tasks(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         if arguments.dp > 1:
             raise StoreError("--dp is of --data: all ranks are asked the same questions, leave it out")
         # Also brings data sets of the hub here, which the ranks then find.
+        folder.check_predicts()
         return Texts.of(folder), harness.load(arguments.tasks, arguments.tasks_folder)
 
     job, (texts, manager) = processes.ModelRun.check(arguments, prepare)

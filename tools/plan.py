@@ -116,7 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(["--picture draws the memory of a plan, or its goodput: leave out --fit and --trace"])
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
-        base = replace(setting_of(alone(config), configure(config.model), 1, "cuda"), imbalance=arguments.imbalance)
+        base = replace(
+            setting_of(alone(config), configure(config.model, config.scores), 1, "cuda"), imbalance=arguments.imbalance
+        )
         base, _ = with_documents(base, arguments.documents, config.data.seed)
         _show_fit(fit(base, world, cluster, arguments.best), config, world, name, cluster, arguments.json)
         return 0

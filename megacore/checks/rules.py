@@ -202,10 +202,31 @@ def _preference(facts: RuleContext) -> Iterator[str]:
         )
     if section.gamma != PreferenceConfig().gamma and section.loss != "simpo":
         yield f"preference.gamma ({section.gamma:g}) is for preference.loss=simpo, not {section.loss}: leave it out"
+    if section.scores and section.beta is not None:
+        yield f"preference.beta ({section.beta:g}) is no part of preference.loss={section.loss}: leave it out"
+    if section.scores and config.lora is not None:
+        yield (
+            f"preference.loss={section.loss} trains a head that the model does not have yet, and lora trains adapters "
+            "alone: leave lora out; train.only=[score, layers.30, layers.31] trains few weights, too"
+        )
     if section.label_smoothing and section.loss not in ("dpo", "simpo"):
         yield (
             f"preference.label_smoothing ({section.label_smoothing:g}) is for preference.loss=dpo or simpo, not "
             f"{section.loss}: leave it out"
+        )
+
+
+def _labels(facts: RuleContext) -> Iterator[str]:
+    labels, section = facts.model.labels, facts.config.preference
+    if section is not None and section.scores and labels > 1:
+        yield (
+            f"preference.loss={section.loss} is of one score, and the model's head gives {labels} "
+            "(id2label): start from a model with one, or from a language model"
+        )
+    if labels and not facts.config.scores:
+        yield (
+            "the model's head scores sequences, and predicts no tokens: set preference.loss=bradley_terry, or start "
+            "from a language model"
         )
 
 
@@ -631,7 +652,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _mtp, _mlp_chunk,
+    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _labels, _mtp, _mlp_chunk,
     _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device,
     _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp, _batch_balance,
     _adapters, _base_dtype, _one_start, _repetition, _export,

@@ -100,10 +100,11 @@ class Batch:
         return Batch(tokens, labels, positions, self.documents, padding, split, rows, self.blank, pairs, ahead)
 
 
-def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
+def collate(samples: list[Sample], separate_documents: bool = False, scores: bool = False) -> Batch:
     """Collate samples of [length + 1] tokens into a batch of [samples, length].
 
-    With separate documents positions restart at each, and a document's last token has no label.
+    With separate documents positions restart at each, and a document's last token has no label; but with ``scores`` it
+    alone has one, 0.
     """
     tokens = np.stack([sample.tokens for sample in samples])
     counted = np.stack([sample.counted for sample in samples])
@@ -117,6 +118,8 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
     labels[last] = IGNORE
+    if scores:
+        labels = np.where(last & (np.arange(last.shape[1]) < filled[:, None]), 0, IGNORE)
     first = np.ones_like(last)
     first[:, 1:] = last[:, :-1]
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
@@ -171,7 +174,8 @@ class Batches:
     micro_batch a step is of the same samples.
     All ranks have as many microbatches, and all of these one shape, for messages between ranks want it so: where the
     global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
-    where `context` shares it out, and what is up to `ahead` tokens further on. Ids outside of the vocabulary, if one is
+    where `context` shares it out, and what is up to `ahead` tokens further on. With `scores` the last token of each
+    document has a label, and no other. Ids outside of the vocabulary, if one is
     given, raise a TokenError when they are met.
     """
 
@@ -187,6 +191,7 @@ class Batches:
     skipped: SkippedSamples = NONE
     sizes: BatchSizes | None = None
     ahead: int = 0
+    scores: bool = False
 
     def __post_init__(self) -> None:
         if min(self.global_batch, self.micro_batch) < 1:
@@ -224,10 +229,8 @@ class Batches:
         end = position + size
         filled = position + filled_up(size, self.micro_batch, self.data_size)
         first = range(position + self.data_rank * self.micro_batch, filled, self.data_size * self.micro_batch)
-        whole = (
-            collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], self.separate_documents)
-            for begin in first
-        )
+        how = self.separate_documents, self.scores
+        whole = (collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], *how) for begin in first)
         return [batch.looking(self.ahead).of_rank(self.context, self.context_rank) for batch in whole]
 
     def _row(self, position: int, end: int) -> Sample:

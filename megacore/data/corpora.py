@@ -69,9 +69,9 @@ class Corpora:
             if model is None:
                 raise InputError(f"{corpus.path} has examples, and there is no model to prepare them for")
             source, folder = files_of(config, corpus), Path(config.out) / EXAMPLES
-            examples = Preparation(source, folder, config.chat, length, model).examples()
+            examples = Preparation(source, folder, config.chat, config.example_tokens - 1, model).examples()
             name = corpus.path if corpus.split is None else f"{corpus.path} ({corpus.split})"
-            remarks.extend(_remarks(name, examples.facts, length, _unit(config)))
+            remarks.extend(_remarks(name, examples.facts, config.example_tokens, _unit(config)))
             return examples, partial(_split_examples, config, corpus, examples, remarks)
 
         files = [opened(corpus) for corpus in data.train]
@@ -131,7 +131,7 @@ class Corpora:
         """Return the batches of one data-parallel rank, or what a rank of cp holds of them; ids beyond the vocabulary
         raise a TokenError when met."""
         sizes = config.batch.global_size, config.batch.micro_size, data_rank, data_size
-        return Batches(source, *sizes, self.separate, vocabulary, context, context_rank)
+        return Batches(source, *sizes, self.separate, vocabulary, context, context_rank, scores=config.scores)
 
 
 def _split_examples(
@@ -143,7 +143,8 @@ def _split_examples(
     def packed(chosen: npt.NDArray[np.int64], name: str) -> Source:
         if corpus.least:
             chosen = of_least([(chosen, examples.lengths[chosen])], corpus.least, f"{corpus.path} {name}")
-        made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name)
+        rules = config.chat.pack, name, config.example_tokens
+        made = Packed(examples, data.sequence_length, data.seed, chosen, *rules)
         rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
         remarks.append(f"  {name}: {chosen.size:,} {_unit(config)} in {rows}")
         return made
@@ -157,7 +158,7 @@ def _unit(config: Config) -> str:
     return "examples" if config.preference is None else "pairs"
 
 
-def _remarks(path: str, known: Facts, length: int, what: str = "examples") -> list[str]:
+def _remarks(path: str, known: Facts, most: int, what: str = "examples") -> list[str]:
     kinds = ", ".join(
         f"{name} in {count:,} rows" if len(known.formats) > 1 else name for name, count in known.formats.items()
     )
@@ -165,7 +166,7 @@ def _remarks(path: str, known: Facts, length: int, what: str = "examples") -> li
     if known.split:
         lines.append(f"  {known.split:,} chats are several examples, as the template rewrites what is past")
     if known.cut or known.dropped:
-        lines.append(f"  longer than {length + 1:,} tokens: {known.cut:,} cut, {known.dropped:,} dropped")
+        lines.append(f"  longer than {most:,} tokens: {known.cut:,} cut, {known.dropped:,} dropped")
     if known.skipped:
         lines.append(f"  {known.skipped:,} bad lines skipped, such as {known.faults[0]}")
     return lines

@@ -45,7 +45,8 @@ class Packed:
     """The samples of some examples, in epochs of `per_epoch` rows, each in an order that belongs to (seed, epoch).
 
     Which examples share a row is the same in every epoch. What is left of a row is padding: a document of its own, of
-    which nothing counts. The two documents of a pair lie one after the other. ValueError if there are no examples.
+    which nothing counts. The two documents of a pair lie one after the other. ``room``: the most tokens of examples in
+    a row; None: one more than its length, the last of which is predicted alone. ValueError if there are no examples.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Packed:
         chosen: Integers | None = None,
         pack: bool = True,
         name: str = "examples",
+        room: int | None = None,
     ) -> None:
         chosen = np.arange(examples.count) if chosen is None else chosen.astype(np.int64)
         if not chosen.size:
@@ -67,7 +69,7 @@ class Packed:
         if pack:
             longest_first = np.argsort(-lengths.astype(np.int64), kind="stable")
             chosen, lengths = chosen[longest_first], lengths[longest_first]
-            rows = best_fit(lengths.tolist(), length + 1)
+            rows = best_fit(lengths.tolist(), length + 1 if room is None else room)
             together = np.argsort(rows, kind="stable")
             self.chosen, sizes = chosen[together], np.bincount(rows)
         else:

@@ -25,12 +25,20 @@ def tokenizer(folder: Path) -> Any:
     return found
 
 
-def model(folder: Path, **options: Any) -> Any:
-    """Return the model of a folder. Raises StoreError: whatever its files lead to."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+def model(folder: Path, scores: bool = False, **options: Any) -> Any:
+    """Return the model of a folder, whose head gives ``scores`` or logits. Raises StoreError: whatever its files lead
+    to."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     known = type(_load(AutoConfig, folder)) in MODEL_FOR_CAUSAL_LM_MAPPING  # else one that also sees
-    kind = AutoModelForCausalLM if known else AutoModelForImageTextToText
+    kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
+    kind = AutoModelForSequenceClassification if scores else kind
     # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
     # The other products of experts take no sizes but multiples of 16 bytes.
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}

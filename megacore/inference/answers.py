@@ -37,6 +37,7 @@ class Prompts:
     ) -> Prompts:
         """Return some texts as the model reads them; chat, system: as of :func:`megacore.generate`. Raises StoreError:
         everything that is wrong with them."""
+        folder.check_predicts()
         if not given:
             raise StoreError("there is no prompt")
         if system is not None and not chat:

@@ -53,6 +53,7 @@ class EvaluationSetup:
         by_position: int | None = None,
     ) -> EvaluationSetup:
         """Return what the arguments of :func:`evaluate` describe; it raises as that does."""
+        folder.check_predicts()
         problems = below_1(sequence_length=sequence_length, stride=stride, tokens=tokens, by_position=by_position)
         if count not in get_args(TrainOn):
             problems.append(f"`count={count}`: choose from {', '.join(get_args(TrainOn))}")

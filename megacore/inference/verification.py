@@ -124,7 +124,7 @@ class ComparedParameter:
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of a prompt, at every position.
+    """The logits of a prompt, at every position; the scores, of a model that gives those.
 
     Args:
         largest: The largest magnitude, None if some are not finite.
@@ -251,9 +251,13 @@ def _logits(
     return [asdict(replace(row, bound=max(LEAST, TIMES * most) * (row.largest or 0.0))) for row in rows]
 
 
-def _their_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
+def _their_logits(model: Any, ids: Sequence[int]) -> Tensor:
+    given = {"input_ids": torch.tensor([ids]), "use_cache": False}
     with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        if hasattr(model, "score"):  # which gives those of the last token alone
+            scores: Tensor = model.score(model.base_model(**given)[0])[0]
+            return scores
+        logits: Tensor = model(**given).logits[0]
     return logits
 
 
@@ -295,7 +299,8 @@ def transformers_model(pair: Pair) -> nn.Module:
     schema, dtypes = pair.folder.config.schema, pair.dtypes()
     # Of a folder in fp8 only what lies so is loaded in the dtype that is asked for.
     loaded = torch.float32 if pair.folder.fp8 is None else getattr(torch, pair.folder.fp8.dtype)
-    model: nn.Module = pretrained.model(pair.folder.path, dtype=loaded).float().eval()
+    scores = pair.folder.config.labels > 0
+    model: nn.Module = pretrained.model(pair.folder.path, scores, dtype=loaded).float().eval()
     of_tensor = {s.name: dtypes[whole_name(schema, s), s.labels[0]] for s in pair.folder.stored()}
     with torch.no_grad():
         for tensor, names in pretrained.parameters(model):

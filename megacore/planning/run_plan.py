@@ -99,7 +99,7 @@ class Plan:
         documents: str | None = None,
     ) -> Plan:
         """Return the plan of a recipe; the other arguments, and the errors, are those of :func:`plan`."""
-        model, world = configure(config.model), world or config.mesh.model_ranks * (config.mesh.dp or 1)
+        model, world = configure(config.model, config.scores), world or config.mesh.model_ranks * (config.mesh.dp or 1)
         if found := problems_on_paper(config, world, model):
             raise ConfigError(found)
         setting = replace(setting_of(config, model, world, "cpu" if on_cpus else "cuda"), imbalance=imbalance)

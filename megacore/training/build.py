@@ -146,7 +146,7 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     section, of_pairs = config.preference, None
     if section is not None:
         weights = Preference(section.loss, section.factor, section.gamma, section.label_smoothing)
-        of_pairs = PairLoss(weights, mesh.along("cp", "tp"))
+        of_pairs = PairLoss(weights, mesh.along("cp", "tp"), section.scores)
     terms, mtp = (config.loss.label_smoothing, config.loss.z_loss), config.mtp_factor(setup.model.schema)
     losses = Losses(*terms, config.memory.loss_chunk, function, of_pairs, mtp)
     activations = Activations(config.memory.recompute, config.memory.offload_activations, config.memory.mlp_chunk)

@@ -18,6 +18,7 @@ from megacore.models import lora as lora_of
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.lora import Lora
 from megacore.models.registry import configure, family
+from megacore.models.scores import WEIGHT
 from megacore.parallel import limits
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import MeshShape
@@ -250,10 +251,11 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
         way_out = "name a Hugging Face folder, a model of its hub or a checkpoint in checkpoint.init (--init MODEL)"
         raise ModelConfigError("model", [f"there is none: {way_out}, or set model.preset, model.family or .config"])
     if source is None or any(section.get(key) is not None for key in ("family", "preset", "config")):
-        model = configure(section)
+        model = configure(section, config.scores)
     else:
         kind = family(source.config.family).config
         model = kind.from_hugging_face(kind.override(source.raw, section))
+        model = model.scoring(1) if config.scores and not model.labels else model
     if source is not None and (wrong := list(_misfits(model, source))):
         raise ModelConfigError(model.family, wrong)
     return model
@@ -275,7 +277,15 @@ def raw_of(model: ModelConfig, source: WeightFolder | None) -> Mapping[str, Any]
 
 def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
     """Yield the differences of the weights, which must be the same."""
-    ours, theirs = model.schema, source.config.schema
+    before = source.config
+    if model.labels and not before.labels:  # the head is drawn
+        before = before.scoring(model.labels)
+        if source.index.carried is not None:
+            yield (
+                f"{source.path} is a larger model of which {model.family} is a part, and transformers has no class of "
+                "it with a head of scores: start from a text model"
+            )
+    ours, theirs = model.schema, before.schema
     way_out = f"choose another checkpoint than {source.path}, or leave the recipe's model to it"
     for axis in sorted({*ours.sizes, *theirs.sizes}):
         if ours.sizes.get(axis) != theirs.sizes.get(axis):
@@ -307,9 +317,12 @@ def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
     if not start.said:
         yield f"Starting from the weights of {start.source.name}."
     yield from (f"  {remark}" for remark in start.source.remarks)
-    before = asdict(start.source.config)
+    before, given = asdict(start.source.config), start.source.config.labels
+    if model.labels and not given:
+        head = start.source.config.tied[1]
+        yield f"  a head of scores, {WEIGHT} [{model.labels}, {model.sizes['embed']}], is drawn in place of {head}"
     for name, value in asdict(model).items():
-        if value != before.get(name):
+        if value != before.get(name) and (name != "labels" or given):
             yield f"  model.{name} is {brief(value)}, and was {brief(before.get(name))}"
 
 

@@ -27,15 +27,16 @@ SPLIT: Split = {
     "shared_mlp": ("tp",),
     "expert_mlp": (),
     "vocab": ("tp",),
+    "labels": ("tp",),
 }
 """The mesh dimensions that split an axis, unless a layout says otherwise: the only such table."""
 
 EXPERT_TENSOR_PARALLEL: Split = {**SPLIT, "experts": ("ep",), "expert_mlp": ("tp",)}
 """The same, but tp splits the features of each expert, not the experts."""
 
-PADDED = ("vocab", "mlp", "shared_mlp", "expert_mlp")
-"""Axes that are filled up with zeros to a multiple of the ranks. No token names a row of zeros; a hidden feature of
-zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
+PADDED = ("vocab", "labels", "mlp", "shared_mlp", "expert_mlp")
+"""Axes that are filled up with zeros to a multiple of the ranks. No token or label names a row of zeros; a hidden
+feature of zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
 
 SHARED = ("kv", "state_groups")
 """Axes of what several heads look at: neighbouring ranks share them where there are fewer than ranks."""

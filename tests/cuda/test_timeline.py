@@ -146,6 +146,14 @@ def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(each["dur"] > 0 and each["ts"] >= 0 for each in ran)
 
 
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("loss", ["simpo", "bradley_terry"])
+def test_pairs_are_traced(loss: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["model.num_hidden_layers=1", "mesh.tp=2", "batch.global_size=2", "data.sequence_length=64"]
+    assert main(["plan", "llama-3.2-1b", *small, f"preference.loss={loss}", "data.train=a.jsonl", "--trace"]) == 0
+    assert ("all-to-all" in capsys.readouterr().out) is (loss == "bradley_terry")  # of the scores
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

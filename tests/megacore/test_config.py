@@ -36,6 +36,7 @@ class Sizes:
     max_positions: int | None = 1024
     drops_attention: bool = False
     mtp_layers: int = 0
+    labels: int = 0
     schema: Schema = configure({"preset": "llama-3.2-1b"}).schema
 
 

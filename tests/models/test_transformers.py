@@ -65,12 +65,12 @@ CASES = [
 ]
 
 
-def theirs_of(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+def theirs_of(config: PretrainedConfig, seed: int, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """Their model in float64 with every weight random: biases of zero and norms of one would hide mistakes."""
     torch.manual_seed(seed)
     # Their other attentions leave softcaps and sinks out, and their other products of experts know no float64.
     config._experts_implementation = "eager"
-    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    made = auto.from_config(config, attn_implementation="eager")
     model: PreTrainedModel = made.double().eval()
     for module in model.modules():
         # Rotary frequencies are rounded to float32, here and there.

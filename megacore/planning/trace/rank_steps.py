@@ -14,7 +14,8 @@ import torch
 
 from megacore.config import Config
 from megacore.control import Control
-from megacore.data.batches import Batch
+from megacore.data.batches import Batch, collate
+from megacore.data.samples import Sample
 from megacore.models.registry import configure
 from megacore.parallel.mesh import Mesh
 from megacore.planning.trace.fake_cuda import DEVICE, DeviceWatch, Gpu, fake_cuda
@@ -109,7 +110,7 @@ def run_steps(
 
 def _trainer(config: Config, mesh: Mesh) -> Trainer:
     corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], batches=lambda *arguments: MagicMock())
-    setup = Setup(config, configure(config.model), corpora, Start())
+    setup = Setup(config, configure(config.model, config.scores), corpora, Start())
     with (
         patch.object(build, "load_initial_state", lambda *arguments: None),
         patch.object(build, "Saver", lambda *arguments: Mock(news=lambda: (False, False))),
@@ -120,12 +121,22 @@ def _trainer(config: Config, mesh: Mesh) -> Trainer:
 
 
 def batches(config: Config, world: int, rank: int, count: int) -> list[Batch]:
-    """Return so many microbatches of a rank, of tokens that are drawn; all of them have a label."""
+    """Return so many microbatches of a rank, of tokens that are drawn; all of them have a label, but for the ends
+    of pairs."""
     model, shape, rng = configure(config.model), config.mesh.shape(world), np.random.default_rng(0)
     rows, length = config.batch.micro_size, config.data.sequence_length
     context = config.context.over(shape.cp, model.drops_attention)
     positions = np.tile(np.arange(length), (rows, 1))
     documents = (length,) * rows if config.data.within_documents else None
+    if config.preference is not None:
+        # Each row is a pair, and a token that none of its documents has.
+        of = np.repeat(np.arange(3, dtype=np.int32), (length - length // 2, length // 2, 1))
+        texts = (rng.integers(0, model.vocab_size, (rows, length + 1)) for _ in range(count))
+        pairs = (
+            [Sample(text, of, np.ones_like(of, bool), length, np.zeros((1, 2))) for text in each] for each in texts
+        )
+        made = (collate(each, separate_documents=True, scores=config.scores) for each in pairs)
+        return [batch.of_rank(context, shape.place(rank).cp) for batch in made]
     drawn = (rng.integers(0, model.vocab_size, (2, rows, length)) for _ in range(count))
     ahead = model.mtp_layers if config.mtp_factor(model.schema) else 0
     whole = (Batch(x, y, positions, documents).looking(ahead) for x, y in drawn)

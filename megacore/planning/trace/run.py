@@ -112,7 +112,7 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
     """Trace a step of a recipe on ranks of a cluster of GPUs; this machine needs none. Raises ConfigError: all that is
     wrong with the recipe, or what a trace does not know; RuntimeError: a traced rank has failed, or some would wait for
     ever."""
-    model, world = configure(config.model), world or config.mesh.model_ranks * (config.mesh.dp or 1)
+    model, world = configure(config.model, config.scores), world or config.mesh.model_ranks * (config.mesh.dp or 1)
     if found := [*problems_on_paper(config, world, model), *_unknown(config)]:
         raise ConfigError(found)
     mesh = config.mesh.shape(world)

@@ -95,6 +95,7 @@ def to_gguf(source: WeightFolder, target: Path, dtype: str | None, dry_run: bool
     family = source.config.family
     if family not in ARCHITECTURES:
         raise StoreError(f"{source.path} is a {family}: GGUF is written of {', '.join(sorted(ARCHITECTURES))}")
+    source.check_predicts()
     check_beside(source.path, target)
     if target.exists():
         raise StoreError(f"{target} exists: choose another name, or remove it")

@@ -101,6 +101,14 @@ class WeightFolder(ABC):
         read = "the model without layers that predict further tokens"
         return f"only {read} is read; {len(self.others)} tensors of {', '.join(sorted(begin))} are left out"
 
+    def check_predicts(self) -> None:
+        """Raise StoreError: its head gives scores of a sequence, where the next token is asked for."""
+        if self.config.labels:
+            raise StoreError(
+                f"{self.path} is a {self.config.scoring_architecture()}, whose head scores a sequence and predicts no "
+                "token: take a language model; megacore.load_model gives the scores (logits)"
+            )
+
     @property
     def remarks(self) -> list[str]:
         """Sentences about what is not read of it, or not as it lies there."""
