@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -66,8 +66,6 @@ class Corpora:
                 return rows, rows.split
             if corpus.streams is not None and model is not None:
                 texts = _texts(config, corpus, model)
-                if not checked:
-                    texts.check()
                 streamed = text_streams.StreamedTexts(texts, length, config.batch.global_size, data.workers)
                 return streamed, streamed.split
             if not corpus.has_examples and corpus.streams is None:
@@ -218,10 +216,15 @@ def facts(corpus: CorpusConfig) -> Corpus | None:
     return Corpus.beside(Path(corpus.path))
 
 
-def end_of_text(config: Config) -> int | None:
-    """Return the token that ends each document of all corpora to train on; None where they have none, or several."""
-    known = [facts(corpus) for corpus in config.data.train if not corpus.has_examples]
-    found = {each.end_of_document if each else None for each in known}
+def end_of_text(config: Config, corpora: Sequence[Known]) -> int | None:
+    """Return the token that ends each document of all corpora to train on, which are open; None where they have none,
+    or several."""
+    found = set[int | None]()
+    for corpus, known in zip(config.data.train, corpora, strict=False):
+        if isinstance(known, text_streams.StreamedTexts):
+            found.add(known.end)
+        elif not corpus.has_examples:
+            found.add(written.end_of_document if (written := facts(corpus)) else None)
     return found.pop() if len(found) == 1 else None
 
 

@@ -134,6 +134,8 @@ class StreamedRows:
     data set; ``every``: rows between states.
     """
 
+    skipped = 0
+
     def __init__(self, rows: Any, length: int, every: int, name: str) -> None:
         self._rows, self.length, self._every, self.name = rows, length, every, name
         self.has_states = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")

@@ -79,6 +79,11 @@ class Stream(Source, Protocol):
 
     name: str
 
+    @property
+    def skipped(self) -> int:
+        """The number of documents that were left out here because they could not be read."""
+        ...
+
     def state(self, index: int, whole: bool = True) -> dict[str, Any] | None:
         """Return a state from which sample ``index`` can be reached; None where it has none. Where ranks read different
         parts, of what this one reads; ``whole``: of all that is known here."""

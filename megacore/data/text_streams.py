@@ -12,7 +12,6 @@ reading that part of that file.
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import threading
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice, repeat
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,6 +36,7 @@ import numpy.typing as npt
 from megacore.background import unnamed_main
 from megacore.data import text, tokenizer
 from megacore.data.batches import HELD, TokenError
+from megacore.data.encode import start_worker
 from megacore.data.grouping import fitting
 from megacore.data.indexed import Integers
 from megacore.data.model_tokenizer import ModelFiles
@@ -111,16 +111,21 @@ class Texts:
             if isinstance(document, Fault) and not self.skip:
                 raise InputError(_bad(document))
 
-    def check(self) -> None:
-        """Load the tokenizer. Raises InputError: it does not serve, or is another model's."""
-        with self.model.folder() as folder:
-            loaded = tokenizer.load(folder)
-        _end(loaded)
+    @cached_property
+    def end(self) -> int:
+        """The token that ends a document. Raises InputError: the tokenizer does not serve, or is another model's."""
+        loaded = self.load()
         if loaded.vocabulary > self.model.vocabulary:
             raise InputError(
                 f"{self.name}: the tokenizer has ids up to {loaded.vocabulary - 1}, and the model's vocabulary ends at "
                 f"{self.model.vocabulary - 1}: set model.vocab_size to {loaded.vocabulary} or more"
             )
+        return _end(loaded)
+
+    def load(self) -> tokenizer.Tokenizer:
+        """Return the tokenizer. InputError if it cannot be used."""
+        with self.model.folder() as folder:
+            return tokenizer.load(folder)
 
     def documents(self, stream: int, start: Place) -> Iterator[tuple[Place, str | Fault]]:
         """Yield the documents of a stream from a place on, without end. InputError if an epoch has none."""
@@ -227,10 +232,9 @@ def _end(loaded: tokenizer.Tokenizer) -> int:
 def _serve(connection: Connection, texts: Texts) -> None:
     """Answer (stream, ticket, place) with (stream, ticket, the next chunk of the stream, or what is wrong with it);
     a place says from where on, None: from where the last chunk ended."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # are for the rank, with which this process ends
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    start_worker()
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # are for the rank
     loaded: tokenizer.Tokenizer | None = None
     reading = dict[int, Iterator[Chunk | str]]()
     while True:
@@ -239,22 +243,17 @@ def _serve(connection: Connection, texts: Texts) -> None:
         except EOFError:
             return
         try:
-            if loaded is None:
-                with texts.model.folder() as folder:
-                    loaded = tokenizer.load(folder)
+            loaded = loaded or texts.load()
             if place is not None:
                 reading[stream] = texts.chunks(loaded, stream, place)
             found: Chunk | str = next(reading[stream])
         except InputError as error:
             found = str(error)
             reading[stream] = repeat(found)
-        connection.send((stream, ticket, found))
-
-
-def _end_with_parent() -> None:
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+        try:
+            connection.send((stream, ticket, found))
+        except OSError:  # the rank has ended
+            return
 
 
 # -- in a rank
@@ -398,13 +397,15 @@ class StreamedTexts:
     """The samples of files of texts, see the module. What is tokenized is read in order: it can go back to where a
     state was asked for lately, or to its beginning.
 
+    InputError as of :attr:`Texts.end`.
+
     Args:
         every: Samples of a global batch.
         workers: The number of processes.
     """
 
     def __init__(self, texts: Texts, length: int, every: int, workers: int) -> None:
-        self.length, self.name, self._texts = length, texts.name, texts
+        self.length, self.name, self.end, self._texts = length, texts.name, texts.end, texts
         self._recent = (HELD + 1) * -(-every // texts.streams) + 1
         self._lock = Lock()  # a batch is made ahead by a thread
         self._workers: list[_Worker | None] = [None] * workers
@@ -416,6 +417,10 @@ class StreamedTexts:
     @property
     def identity(self) -> str:
         return self._texts.identity
+
+    @property
+    def skipped(self) -> int:
+        return sum(reader.faults for reader in list(self._readers.values()))
 
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
         """Hold nothing out."""

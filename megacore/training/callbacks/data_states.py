@@ -16,6 +16,10 @@ _KEY = "data_states"
 class DataStates(Callback):
     """Saves and restores a state of each stream; one that a checkpoint has no state of is read from its beginning."""
 
+    def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
+        if skipped := sum(each.skipped for each, _ in streams(run.batches.source, 0)):
+            record["skipped_documents"] = skipped
+
     def on_save(self, run: Trainer, document: dict[str, Any]) -> None:
         next_sample = run.batches.skipped.sample(run.position.samples)
         known = list(streams(run.batches.source, next_sample))
