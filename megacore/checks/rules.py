@@ -321,7 +321,9 @@ def _corpora(facts: RuleContext) -> Iterator[str]:
             if corpus.least < 0:
                 yield f"{key}[{index}].least ({corpus.least}) of {corpus.path}: must be 0 or more, or leave it out"
             if corpus.streams is not None:
-                yield from _streams(f"{key}[{index}].streams ({corpus.streams}) of {corpus.path}", corpus, corpora)
+                yield from _streams(
+                    f"{key}[{index}].streams ({corpus.streams}) of {corpus.path}", corpus, corpora[:index]
+                )
     named = (*data.train, *data.validation)
     examples, tokens = ([c.path for c in named if c.has_examples == kind] for kind in (True, False))
     if examples and tokens:
@@ -342,12 +344,12 @@ def _corpora(facts: RuleContext) -> Iterator[str]:
         )
 
 
-def _streams(what: str, corpus: CorpusConfig, corpora: Sequence[CorpusConfig]) -> Iterator[str]:
+def _streams(what: str, corpus: CorpusConfig, before: Sequence[CorpusConfig]) -> Iterator[str]:
     if corpus.streams is not None and corpus.streams < 1:
         yield f"{what}: must be 1 or more, or leave it out"
     elif corpus.is_imported:
         yield f"{what}: a data set of your own has rows, and streams are of files of texts: leave it out"
-    elif sum((other.path, other.split) == (corpus.path, corpus.split) for other in corpora) > 1:
+    elif any(other.streams and (other.path, other.split) == (corpus.path, corpus.split) for other in before):
         yield f"{what}: its files are named twice: give them once, with the sum of the weights"
 
 
