@@ -44,10 +44,10 @@ from megacore.data.permutation import ROUNDS, Permutation
 from megacore.data.samples import Purpose, Sample, Source, draw, shuffled
 from megacore.data.text import Fault, FileRange, InputError
 
-CHUNK = 2**17
-"""Characters that are tokenized at once."""
-AHEAD = 2
-"""Chunks of a stream that are asked for before they are needed."""
+CHUNK = 2**15
+"""Characters that are tokenized at once: whoever resumes waits for so many of each stream."""
+AHEAD = 16
+"""Chunks of a stream that are asked for before they are needed, once its first sample is there."""
 KEPT = 8
 """States that were asked for last, which a stream can go back to."""
 LOOKED_AT = 1000
@@ -348,18 +348,23 @@ class _Reader:
     starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     places: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 5), np.int64))
     at: int = 0
+    begun: bool = False
+    asked: int = 0
     faults: int = 0
     last: tuple[int, Sample | None] = (-1, None)
 
-    def __post_init__(self) -> None:
-        self.worker.ask(self.stream, self.ticket, self.place)
+    def _ask(self, count: int, place: Place | None = None) -> None:
+        """Ask for chunks, so that there are so many to come."""
+        for _ in range(count - self.asked):
+            self.worker.ask(self.stream, self.ticket, place)
+            self.asked += 1
 
     def _fill(self, count: int) -> None:
         """Hold so many tokens from `at` on."""
         while self.tokens.size - self.at < count:
+            self._ask(1, None if self.begun else self.place)
+            self.begun, self.asked = True, self.asked - 1
             chunk = self.worker.chunk(self.stream, self.ticket)
-            for _ in range(AHEAD if self.tokens.size == 0 else 1):
-                self.worker.ask(self.stream, self.ticket)
             first = max(int(np.searchsorted(self.starts, self.at, "right")) - 1, 0)
             begins = np.cumsum(chunk.lengths) - chunk.lengths + self.tokens.size
             self.starts = np.concatenate([self.starts[first:], begins]) - self.at
@@ -383,6 +388,8 @@ class _Reader:
         begins[self.starts[first:last] - self.at] = 1
         tokens = self.tokens[self.at : stop].astype(np.int64)
         sample = Sample(tokens, np.cumsum(begins, dtype=np.int32), np.ones(length + 1, np.bool_))
+        if self.last[1] is not None:
+            self._ask(AHEAD)
         self.last = self.number, sample
         self.number, self.at = self.number + 1, stop - 1
         self.recent.append((self.number, self._state()))

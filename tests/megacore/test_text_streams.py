@@ -24,7 +24,7 @@ from engine import RECIPE, Result, assert_near, problems
 from pool import Pool
 
 from megacore.data import text, text_streams, tokenizer
-from megacore.data.batches import Batches
+from megacore.data.batches import Batches, TokenError
 from megacore.data.blend import Blend
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
@@ -261,22 +261,28 @@ def test_a_state_of_another_stream_is_refused(folder: Path, state: dict[str, Any
         streamed(texts_of(folder)).resume(**state)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 def test_a_slow_process_is_waited_for_and_one_that_dies_is_told(folder: Path, tmp_path: Path) -> None:
-    source = streamed(texts_of(folder, skip=True))
+    (tmp_path / "z.jsonl").write_text(lines(3, 1).replace('""', '"one"') + "{\n")
+    damaged = streamed(replace(texts_of(folder), files=(tmp_path / "z.jsonl",)))
+    source = streamed(texts_of(folder))
     source.sample(0)
     (worker,) = source._workers
     assert worker is not None and worker._process.pid is not None
     os.kill(worker._process.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as threads:
-        far = threads.submit(source.sample, 15_000)
+        far = threads.submit(source.sample, 3_000)
         with pytest.raises(TimeoutError):
             far.result(2.5)
         os.kill(worker._process.pid, signal.SIGCONT)
         assert far.result(60).tokens.size == LENGTH + 1
+    with pytest.raises(TokenError, match=r"z.jsonl, line 2: not JSON.*\(leave out what cannot be read by chat.bad"):
+        damaged.sample(20)
+    with pytest.raises(TokenError, match=r"z.jsonl, line 2"):
+        damaged.sample(0)
     os.kill(worker._process.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="tokenizes texts has ended by SIGKILL, likely for memory: give the node"):
-        source.sample(60_000)
+    with pytest.raises(RuntimeError, match=r"tokenizes texts has ended by SIGKILL, likely for memory: give the node"):
+        source.sample(20_000)
 
 
 def run(recipe: Path, overrides: Sequence[str]) -> Result:
