@@ -151,6 +151,11 @@ def test_streams_share_out_the_documents_of_an_epoch_in_another_order_each(folde
     assert epochs[0][0] != epochs[1][0] and len({tuple(each) for each in (epochs[0][0], epochs[1][0], other)}) == 3
     kept = [[each for _, each in epochs[epoch][1]] for epoch in (0, 1)]
     assert sorted(kept[0]) == sorted(kept[1]) != kept[1] != kept[0]
+    one = [[document for _, document in _epoch(texts_of(folder, 1, "texts/a.jsonl"), 0, epoch)] for epoch in (0, 1)]
+    assert one[0] != one[1] and sorted(one[0]) == sorted(one[1])
+    # A run that is resumed years later must see the same data.
+    pinned = "97-12 97-11 97-2 97-17 97-15 97-14 97-0 97-16"
+    assert " ".join(each.split()[0] for each in one[0] if each).startswith(pinned)
     source = tmp_path / "stream.jsonl"
     source.write_text("".join(json.dumps({"text": each}) + "\n" for each in [*kept[0], *kept[1]]))
     assert main([str(source), "--out", str(tmp_path), "--tokenizer", str(folder), "--workers", "1"]) == 0
