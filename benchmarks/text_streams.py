@@ -1,4 +1,4 @@
-"""Texts that are tokenized beside training: how fast one process is, whether a rank waits, and how long resuming takes.
+"""TextFiles that are tokenized beside training: how fast one process is, whether a rank waits, and how long resuming takes.
 
     python benchmarks/text_streams.py TOKENIZER FILE.jsonl... [--streams 8] [--length 4096] [--rate 60000]
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.data import tokenizer
 from megacore.data.model_tokenizer import ModelFiles
-from megacore.data.text_streams import StreamedTexts, Texts
+from megacore.data.text_streams import StreamedTexts, TextFiles
 from megacore.say import say
 from megacore.store.tensor_files.companions import TEXT, companions
 
@@ -38,14 +38,14 @@ def main() -> None:
     asked = parser.parse_args()
     given = companions(asked.tokenizer, asked.tokenizer, TEXT)
     files = {name: file.held() for name, file in given.items() if name in tokenizer.FILES}
-    texts = Texts("texts", tuple(asked.files), 1, ModelFiles(files, {}, 2**24))
+    texts = TextFiles("texts", tuple(asked.files), 1, ModelFiles(files, {}, 2**24))
     say(f"load of the machine: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
     _speed(texts, asked.length, asked.seconds)
     _waits(texts, asked.length, asked.rate, asked.seconds)
     _resume(replace(texts, streams=asked.streams, files=tuple(islice(cycle(texts.files), FILES))), asked.length)
 
 
-def _speed(texts: Texts, length: int, seconds: float) -> None:
+def _speed(texts: TextFiles, length: int, seconds: float) -> None:
     source = StreamedTexts(texts, length, 256, 1)
     source.sample(0)
     begin, spent, count = time.perf_counter(), _cpu(), 0
@@ -64,7 +64,7 @@ def _cpu(process: int | None = None) -> float:
     return ticks / os.sysconf("SC_CLK_TCK") + sum(map(_cpu, below))
 
 
-def _waits(texts: Texts, length: int, rate: int, seconds: float) -> None:
+def _waits(texts: TextFiles, length: int, rate: int, seconds: float) -> None:
     source = StreamedTexts(texts, length, 256, 1)
     source.sample(0)
     begin, late, count = time.perf_counter(), 0, 0
@@ -77,7 +77,7 @@ def _waits(texts: Texts, length: int, rate: int, seconds: float) -> None:
     say(f"taken at 1.2 x {rate:,} tokens/s: {late} of {count} samples came more than 10 ms late")
 
 
-def _resume(texts: Texts, length: int) -> None:
+def _resume(texts: TextFiles, length: int) -> None:
     each = POSITION // texts.streams
     places = {str(stream): [each, 2, 7_000 + stream, 0, 0, 5, 3] for stream in range(texts.streams)}
     source = StreamedTexts(texts, length, 256, 1)  # has read the tokenizer's token that ends a text

@@ -175,12 +175,12 @@ class CorpusConfig:
     """Its share of the blend, relative to the others'; above 0."""
     least: Int = 0
     """Tokens of a document, or an example, below which it is left out, on both sides of what is held out."""
-    streams: Int | None = None
-    """The number of streams that files of texts are dealt to, which are tokenized beside training (docs/data.md): each
-    rank tokenizes those that it takes samples of; null: nothing is."""
     split: str | None = None
     """The split of a folder or a data set; null: `data.split` to train on, and to validate on the first of
     `validation`, `valid`, `dev` and `test` that is there."""
+    streams: Int | None = None
+    """The number of streams that files of texts are dealt to, which are tokenized beside training (docs/data.md): each
+    rank tokenizes those that it takes samples of; null: nothing is."""
 
     @property
     def has_examples(self) -> bool:

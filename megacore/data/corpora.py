@@ -188,12 +188,12 @@ def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...], temperature
     )
 
 
-def _texts(config: Config, corpus: CorpusConfig, model: ModelFiles) -> text_streams.Texts:
+def _texts(config: Config, corpus: CorpusConfig, model: ModelFiles) -> text_streams.TextFiles:
     """Return the files of a corpus that is streamed, tokenized by what ``model`` has."""
     assert corpus.streams is not None
     held = replace(model, files={name: file.held() for name, file in model.files.items()})
     name = corpus.path if corpus.split is None else f"{corpus.path} ({corpus.split})"
-    return text_streams.Texts(
+    return text_streams.TextFiles(
         name,
         tuple(text_files_of(config, corpus)),
         corpus.streams,

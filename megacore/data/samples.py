@@ -74,7 +74,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Stream(Source, Protocol):
+class OrderedSource(Source, Protocol):
     """A source that is read in order: from its beginning, or from a state, which is JSON."""
 
     name: str

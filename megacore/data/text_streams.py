@@ -79,7 +79,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextFiles:
     """The files of a corpus, and how they become streams.
 
     key: of the text in rows. seed: that of the order; None: the order of the files. skip: whether a document that
@@ -229,7 +229,7 @@ def _end(loaded: tokenizer.Tokenizer) -> int:
 # -- in a process that tokenizes
 
 
-def _serve(connection: Connection, texts: Texts) -> None:
+def _serve(connection: Connection, texts: TextFiles) -> None:
     """Answer (stream, ticket, place) with (stream, ticket, the next chunk of the stream, or what is wrong with it);
     a place says from where on, None: from where the last chunk ended."""
     start_worker()
@@ -262,7 +262,7 @@ def _serve(connection: Connection, texts: Texts) -> None:
 class _Worker:
     """A process that tokenizes, and what it has sent for each (stream, ticket) that it was asked for."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: TextFiles) -> None:
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, texts), name="tokenize", daemon=True)
@@ -332,7 +332,7 @@ State = tuple[int, ...]
 
 
 @dataclass
-class _Reader:
+class _StreamReader:
     """A stream as this rank reads it: from the beginning of sample `number` on, which is at token `at` of those held.
 
     tokens [held]; starts int64 [documents], where in them documents begin; places int64 [documents, 5]. recent: states
@@ -404,19 +404,19 @@ class StreamedTexts:
     """The samples of files of texts, see the module. What is tokenized is read in order: it can go back to where a
     state was asked for lately, or to its beginning.
 
-    InputError as of :attr:`Texts.end`.
+    InputError as of :attr:`TextFiles.end`.
 
     Args:
         every: Samples of a global batch.
         workers: The number of processes.
     """
 
-    def __init__(self, texts: Texts, length: int, every: int, workers: int) -> None:
+    def __init__(self, texts: TextFiles, length: int, every: int, workers: int) -> None:
         self.length, self.name, self.end, self._texts = length, texts.name, texts.end, texts
         self._recent = (HELD + 1) * -(-every // texts.streams) + 1
         self._lock = Lock()  # a batch is made ahead by a thread
         self._workers: list[_Worker | None] = [None] * workers
-        self._readers = dict[int, _Reader]()
+        self._readers = dict[int, _StreamReader]()
         self._tickets = 0
         self._known: dict[int, dict[int, State]] = {}
         """{stream: {sample: state}}: those that were resumed or asked for, beside that of the beginning."""
@@ -447,7 +447,7 @@ class StreamedTexts:
             reader.number = number
             return reader.take(self.length)
 
-    def _reader(self, stream: int, number: int) -> _Reader:
+    def _reader(self, stream: int, number: int) -> _StreamReader:
         """Return a stream from its newest known state on from which a sample can be reached."""
         before = self._readers.get(stream)
         begin, state = self._newest(stream, number)
@@ -459,7 +459,7 @@ class StreamedTexts:
             worker.forget(stream, before.ticket)
         self._tickets += 1
         recent = deque(before.recent if before is not None else (), self._recent)
-        made = _Reader(worker, stream, self._tickets, begin, Place(*state[:5]), recent)
+        made = _StreamReader(worker, stream, self._tickets, begin, Place(*state[:5]), recent)
         made.advance(state[5])
         return made
 

@@ -30,7 +30,7 @@ from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.samples import Sample, Samples
 from megacore.data.text import InputError
-from megacore.data.text_streams import Chunk, Place, StreamedTexts, Texts
+from megacore.data.text_streams import Chunk, Place, StreamedTexts, TextFiles
 from megacore.store.tensor_files.companions import TEXT, companions
 from megacore.tools.tokenize import main
 
@@ -75,7 +75,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "LINES", 500)
     monkeypatch.setattr(text_streams, "CHUNK", 1000)
     monkeypatch.setattr(text_streams, "_Worker", Here)
-    monkeypatch.setattr(Texts, "load", lambda texts: loaded(texts.model.files["tokenizer.json"].path.parent))
+    monkeypatch.setattr(TextFiles, "load", lambda texts: loaded(texts.model.files["tokenizer.json"].path.parent))
 
 
 loaded = lru_cache(tokenizer.load)
@@ -84,7 +84,7 @@ loaded = lru_cache(tokenizer.load)
 class Here:
     """What a worker is to a rank, in its process."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: TextFiles) -> None:
         self._texts, self._loaded = texts, texts.load()
         self._chunks: dict[tuple[int, int], Iterator[Chunk]] = {}
         self._asked: dict[tuple[int, int], int] = {}
@@ -103,13 +103,13 @@ class Here:
         return next(self._chunks[stream, ticket])
 
 
-def texts_of(folder: Path, count: int = 1, name: str = "texts", **given: Any) -> Texts:
+def texts_of(folder: Path, count: int = 1, name: str = "texts", **given: Any) -> TextFiles:
     files = {each: file.held() for each, file in companions(folder, folder, TEXT).items()}
     path = folder / name
-    return Texts(name, tuple(text.find_files([path])), count, ModelFiles(files, {}, VOCAB), **given)
+    return TextFiles(name, tuple(text.find_files([path])), count, ModelFiles(files, {}, VOCAB), **given)
 
 
-def streamed(texts: Texts) -> StreamedTexts:
+def streamed(texts: TextFiles) -> StreamedTexts:
     return StreamedTexts(texts, LENGTH, 12, 1)
 
 
@@ -164,7 +164,7 @@ def test_streams_share_out_the_documents_of_an_epoch_in_another_order_each(folde
         assert_same(samples.sample(3 * index + 1), prepared.sample(index))
 
 
-def _epoch(texts: Texts, stream: int, epoch: int) -> list[tuple[Place, str]]:
+def _epoch(texts: TextFiles, stream: int, epoch: int) -> list[tuple[Place, str]]:
     found, start = [], Place(epoch, 0, 0, 0, 0)
     for place, document in texts.documents(stream, start):
         if place.epoch > epoch:
