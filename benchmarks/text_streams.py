@@ -1,4 +1,4 @@
-"""TextFiles that are tokenized beside training: how fast one process is, whether a rank waits, and how long resuming takes.
+"""Texts that are tokenized beside training: how fast one process is, whether a rank waits, and how long resuming takes.
 
     python benchmarks/text_streams.py TOKENIZER FILE.jsonl... [--streams 8] [--length 4096] [--rate 60000]
 

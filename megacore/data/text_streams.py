@@ -499,11 +499,12 @@ class StreamedTexts:
                 f"{self.name} has been read as {count!r:.20} streams, and the recipe has {self._texts.streams}: set "
                 "streams as it was, or begin another run by checkpoint.init"
             )
-        known = places.items() if isinstance(places, dict) else [("", None)]
-        for stream, place in known:
-            numbers = isinstance(place, list) and len(place) == 7 and all(type(each) is int for each in place)
-            if not numbers or min(place) < 0 or not stream.isdecimal() or int(stream) >= self._texts.streams:
+        found = dict[int, list[int]]()
+        for stream, place in places.items() if isinstance(places, dict) else [("", places)]:
+            numbers = isinstance(place, list) and len(place) == 7 and all(type(x) is int and x >= 0 for x in place)
+            if not numbers or not stream.isdecimal() or int(stream) >= self._texts.streams:
                 raise ValueError(f"the state of stream {stream!r:.20} of {self.name} is none: {place!r:.80}")
+            found[int(stream)] = place
         with self._lock:
-            for stream, place in known:
-                self._known.setdefault(int(stream), {})[place[0]] = tuple(place[1:])
+            for number, (sample, *place) in found.items():
+                self._known.setdefault(number, {})[sample] = tuple(place)
