@@ -501,10 +501,11 @@ class StreamedTexts:
             )
         found = dict[int, list[int]]()
         for stream, place in places.items() if isinstance(places, dict) else [("", places)]:
-            numbers = isinstance(place, list) and len(place) == 7 and all(type(x) is int and x >= 0 for x in place)
-            if not numbers or not stream.isdecimal() or int(stream) >= self._texts.streams:
+            numbers = [x for x in place if type(x) is int and x >= 0] if isinstance(place, list) else []
+            known = stream.isdecimal() and int(stream) < self._texts.streams
+            if not known or numbers != place or len(numbers) != 7:
                 raise ValueError(f"the state of stream {stream!r:.20} of {self.name} is none: {place!r:.80}")
-            found[int(stream)] = place
+            found[int(stream)] = numbers
         with self._lock:
-            for number, (sample, *place) in found.items():
-                self._known.setdefault(number, {})[sample] = tuple(place)
+            for number, (sample, *at) in found.items():
+                self._known.setdefault(number, {})[sample] = tuple(at)

@@ -29,7 +29,7 @@ from megacore.data.blend import Blend
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.samples import Sample, Samples
-from megacore.data.text import InputError
+from megacore.data.text import FileRange, InputError
 from megacore.data.text_streams import Chunk, Place, StreamedTexts, TextFiles
 from megacore.store.tensor_files.companions import TEXT, companions
 from megacore.tools.tokenize import main
@@ -165,8 +165,8 @@ def test_streams_share_out_the_documents_of_an_epoch_in_another_order_each(folde
 
 
 def _epoch(texts: TextFiles, stream: int, epoch: int) -> list[tuple[Place, str]]:
-    found, start = [], Place(epoch, 0, 0, 0, 0)
-    for place, document in texts.documents(stream, start):
+    found = list[tuple[Place, str]]()
+    for place, document in texts.documents(stream, Place(epoch, 0, 0, 0, 0)):
         if place.epoch > epoch:
             return found
         assert isinstance(document, str)
@@ -210,8 +210,13 @@ def test_a_position_of_a_billion_samples_is_reached_by_reading_a_part_of_a_file(
 ) -> None:
     texts = texts_of(folder, 8, "texts/a.jsonl")
     texts = replace(texts, files=texts.files * 20_000)
-    read, seen = [], text._lines
-    monkeypatch.setattr(text, "_lines", lambda piece, file: read.append(piece) or seen(piece, file))
+    read, lines_of = list[FileRange](), text._lines
+
+    def noted(piece: FileRange, file: Any) -> Any:
+        read.append(piece)
+        return lines_of(piece, file)
+
+    monkeypatch.setattr(text, "_lines", noted)
     state = {str(stream): [125_000_000, 3, 17_000 + stream, 1, 0, 7, 2] for stream in range(8)}
     source = streamed(texts)
     source.resume(streams=8, places=state)
