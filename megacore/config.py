@@ -166,7 +166,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class CorpusConfig:
-    """A token file or a file of examples, and its weight in the blend."""
+    """A token file, a file of examples or files of texts, and its weight in the blend."""
 
     path: str
     """NAME of the pair NAME.bin, NAME.idx, or examples: a file (.jsonl, .json, both with .gz or .zst, .parquet,
@@ -179,11 +179,14 @@ class CorpusConfig:
     split: str | None = None
     """The split of a folder or a data set; null: `data.split` to train on, and to validate on the first of
     `validation`, `valid`, `dev` and `test` that is there."""
+    streams: Int | None = None
+    """The number of streams that files of texts are dealt to, which are tokenized beside training (docs/data.md): each
+    rank tokenizes those that it takes samples of; null: nothing is."""
 
     @property
     def has_examples(self) -> bool:
-        """Whether it is chats, prompts with completions, or texts, rather than a token file."""
-        return self.path.endswith(EXAMPLES) or self.is_set
+        """Whether it is chats, prompts with completions, or texts, which are prepared, rather than a token file."""
+        return self.streams is None and (self.path.endswith(EXAMPLES) or self.is_set)
 
     @property
     def is_set(self) -> bool:
@@ -226,7 +229,7 @@ def has_examples(name: str) -> bool:
 
 
 def _as_corpora(value: object) -> object:
-    """Return a path prefix, or a list of path prefixes and {path, weight, least}, as a list of the latter."""
+    """Return a path prefix, or a list of path prefixes and {path, weight, ...}, as a list of the latter."""
     listed = [value] if isinstance(value, str) else value
     return [{"path": each} if isinstance(each, str) else each for each in listed] if isinstance(listed, list) else value
 
@@ -239,7 +242,7 @@ class DataConfig:
     """The data that the model is trained and evaluated on."""
 
     train: Corpora = ()
-    """A corpus, or a list of corpora, each a path or {path, weight, least, split}."""
+    """A corpus, or a list of corpora, each a path or {path, weight, least, split, streams}."""
     validation: Corpora = ()
     """The same for evaluation; where there is none, a part of the training data is held out."""
     validation_fraction: Annotated[Float, BELOW_1] = 0.01
@@ -248,6 +251,16 @@ class DataConfig:
     """Tokens of a sequence."""
     seed: Annotated[Int, SEED] = 0
     """The seed of the order of the samples."""
+    shuffle: Bool = True
+    """Whether samples of token files are shuffled, and files and documents of streams; false: in their order."""
+    temperature: Annotated[Float, ABOVE_0] = 1.0
+    """The temperature of a blend: a corpus has a share as weight^(1/temperature). With the corpora's sizes as weights,
+    1 takes each as often as the others, and more favours the small ones."""
+    tokenizer: str | None = None
+    """The tokenizer of streams and examples, a Hugging Face folder or a name on its hub, where a run begins with random
+    weights; null: the one that lies beside the first corpus."""
+    workers: Annotated[Int, COUNTED] = 1
+    """Processes of each rank that tokenize streams; a stream is tokenized by one of them."""
     within_documents: Bool = False
     """Whether attention stays within documents; examples are always kept apart."""
     allow_changed: Bool = False

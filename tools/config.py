@@ -33,7 +33,7 @@ WORDS: Mapping[Any, str] = {
     type(None): "null",
     dict[str, Any]: "a mapping",
     dict[str, str]: "a mapping of texts",
-    CorpusConfig: "a mapping of `path`, `weight`, `least` and `split`",
+    CorpusConfig: "a mapping of `path`, `weight`, `least`, `split` and `streams`",
 }
 
 

@@ -54,6 +54,10 @@ def _missing(corpus: CorpusConfig) -> Iterator[str]:
     if corpus.is_imported:
         return
     path = Path(corpus.path)
+    if corpus.streams is not None and corpus.hub_name is None:
+        if not path.exists():
+            yield f"there is no {path}: name a file or folder of texts, or a data set of the hub (OWNER/NAME@REVISION)"
+        return
     if corpus.hub_name is not None or any(has_examples(name) for _, _, names in os.walk(path) for name in names):
         return  # what they hold is looked at later
     ends = ("",) if corpus.has_examples else (".bin", ".idx")

@@ -7,14 +7,14 @@ at files, folders and packages. Nothing here imports torch.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megacore.checkpoints import AUTO
-from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, PreferenceConfig
+from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, CorpusConfig, PreferenceConfig
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING
@@ -340,13 +340,17 @@ def _context_of_model(facts: RuleContext) -> Iterator[str]:
 def _corpora(facts: RuleContext) -> Iterator[str]:
     data = facts.config.data
     if not data.train:
-        yield "data.train names no corpus: give the path prefix of a token file, or a list of {path, weight, least}"
+        yield "data.train names no corpus: give the path prefix of a token file, or a list of {path, weight, ...}"
     for key, corpora in (("data.train", data.train), ("data.validation", data.validation)):
         for index, corpus in enumerate(corpora):
             if corpus.weight <= 0:
                 yield f"{key}[{index}].weight ({corpus.weight}) of {corpus.path}: must be above 0, or leave it out"
             if corpus.least < 0:
                 yield f"{key}[{index}].least ({corpus.least}) of {corpus.path}: must be 0 or more, or leave it out"
+            if corpus.streams is not None:
+                yield from _streams(
+                    f"{key}[{index}].streams ({corpus.streams}) of {corpus.path}", corpus, corpora[:index]
+                )
     named = (*data.train, *data.validation)
     examples, tokens = ([c.path for c in named if c.has_examples == kind] for kind in (True, False))
     if examples and tokens:
@@ -354,6 +358,26 @@ def _corpora(facts: RuleContext) -> Iterator[str]:
             f"data.train and data.validation name examples ({', '.join(examples)}) and token files "
             f"({', '.join(tokens)}): a run takes one kind"
         )
+    ordered = [c.path for c in named if c.has_examples or c.is_imported]
+    if not data.shuffle and ordered:
+        yield (
+            f"data.shuffle=false is for token files and streams, and {', '.join(ordered)} is neither: leave it out, or "
+            "give files of texts streams"
+        )
+    if data.tokenizer is not None and facts.config.checkpoint.init is not None:
+        yield (
+            f"data.tokenizer ({data.tokenizer}) is for runs that begin with random weights, and checkpoint.init "
+            f"({facts.config.checkpoint.init}) has its own: leave it out"
+        )
+
+
+def _streams(what: str, corpus: CorpusConfig, before: Sequence[CorpusConfig]) -> Iterator[str]:
+    if corpus.streams is not None and corpus.streams < 1:
+        yield f"{what}: must be 1 or more, or leave it out"
+    elif corpus.is_imported:
+        yield f"{what}: a data set of your own has rows, and streams are of files of texts: leave it out"
+    elif any(other.streams and (other.path, other.split) == (corpus.path, corpus.split) for other in before):
+        yield f"{what}: its files are named twice: give them once, with the sum of the weights"
 
 
 def _keys(facts: RuleContext) -> Iterator[str]:

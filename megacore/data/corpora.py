@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.config import Config, CorpusConfig
-from megacore.data import own_rows
+from megacore.data import own_rows, text_streams
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus
-from megacore.data.data_sets import files_of
+from megacore.data.data_sets import files_of, text_files_of
 from megacore.data.examples import Examples, Facts, Preparation
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
@@ -26,9 +26,10 @@ from megacore.data.text import InputError
 from megacore.parallel.context_split import ContextParallel
 from megacore.store.io.strict_json import StoreError
 
+NO_FILES = ModelFiles({}, {}, 0)
 EXAMPLES = "examples"
 """The folder of a run that prepared examples are kept in."""
-Known = IndexedDataset | Examples | own_rows.OwnRows
+Known = IndexedDataset | Examples | own_rows.OwnRows | text_streams.StreamedTexts
 Split = Callable[[float, str], tuple[Source, Source | None]]
 """(fraction, name) -> the samples of a corpus, so named, and those of a fraction that is held out, None for 0."""
 
@@ -63,9 +64,13 @@ class Corpora:
             if corpus.is_imported:
                 rows = own_rows.opened(config, corpus)
                 return rows, rows.split
-            if not corpus.has_examples:
+            if corpus.streams is not None and model is not None:
+                texts = _texts(config, corpus, model)
+                streamed = text_streams.StreamedTexts(texts, length, config.batch.global_size, data.workers)
+                return streamed, streamed.split
+            if not corpus.has_examples and corpus.streams is None:
                 tokens, path, least = IndexedDataset(Path(corpus.path), checked), corpus.path, corpus.least
-                return tokens, lambda fraction, _: parts(tokens, length, data.seed, fraction, path, least)
+                return tokens, lambda fraction, _: parts(tokens, length, data.seed, fraction, path, least, data.shuffle)
             if model is None:
                 raise InputError(f"{corpus.path} has examples, and there is no model to prepare them for")
             source, folder = files_of(config, corpus), Path(config.out) / EXAMPLES
@@ -82,12 +87,12 @@ class Corpora:
         validation = validation or (held_out if len(held_out) == len(sides) else [])
         if config.evaluate.every and not validation:
             raise InputError(
-                "evaluate.every has nothing to evaluate, for nothing can be held out of a data set that is iterated: "
-                "name data.validation, or set evaluate.every=0"
+                "evaluate.every has nothing to evaluate, for nothing can be held out of a data set that is iterated, "
+                "or of texts that are streamed: name data.validation, or set evaluate.every=0"
             )
         return cls(
-            _blend([train for train, _ in sides], data.train),
-            _blend(validation, data.validation or data.train) if validation else None,
+            _blend([train for train, _ in sides], data.train, data.temperature),
+            _blend(validation, data.validation or data.train, data.temperature) if validation else None,
             data.within_documents or data.train[0].has_examples,
             tuple(remarks),
             tuple(known for known, _ in files),
@@ -98,7 +103,9 @@ class Corpora:
         """Yield the problems of the data that take no tokenizer; of files of examples, those of their first rows."""
         for corpus in dict.fromkeys((*config.data.train, *config.data.validation)):
             try:
-                if corpus.has_examples:
+                if corpus.streams is not None:
+                    _texts(config, corpus, NO_FILES).look()
+                elif corpus.has_examples:
                     files_of(config, corpus).look(config.chat.bad_lines)
                 elif not corpus.is_imported:  # what the user's own code makes is made once
                     IndexedDataset(Path(corpus.path))
@@ -172,8 +179,31 @@ def _remarks(path: str, known: Facts, most: int, what: str = "examples") -> list
     return lines
 
 
-def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...]) -> Source:
-    return sources[0] if len(sources) == 1 else Blend(sources, [corpus.weight for corpus in corpora])
+def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...], temperature: float) -> Source:
+    if len(sources) == 1:
+        return sources[0]
+    largest = max(corpus.weight for corpus in corpora)  # a small temperature's powers of it would have no float
+    return Blend(
+        sources,
+        [corpus.weight if temperature == 1 else (corpus.weight / largest) ** (1 / temperature) for corpus in corpora],
+    )
+
+
+def _texts(config: Config, corpus: CorpusConfig, model: ModelFiles) -> text_streams.TextFiles:
+    """Return the files of a corpus that is streamed, tokenized by what ``model`` has."""
+    assert corpus.streams is not None
+    held = replace(model, files={name: file.held() for name, file in model.files.items()})
+    name = corpus.path if corpus.split is None else f"{corpus.path} ({corpus.split})"
+    return text_streams.TextFiles(
+        name,
+        tuple(text_files_of(config, corpus)),
+        corpus.streams,
+        held,
+        key=config.data.map.get("text", "text"),
+        seed=config.data.seed if config.data.shuffle else None,
+        skip=config.chat.bad_lines == "skip",
+        least=corpus.least,
+    )
 
 
 def packed_of(source: Source) -> list[Packed]:
@@ -187,10 +217,15 @@ def facts(corpus: CorpusConfig) -> Corpus | None:
     return Corpus.beside(Path(corpus.path))
 
 
-def end_of_text(config: Config) -> int | None:
-    """Return the token that ends each document of all corpora to train on; None where they have none, or several."""
-    known = [facts(corpus) for corpus in config.data.train if not corpus.has_examples]
-    found = {each.end_of_document if each else None for each in known}
+def end_of_text(config: Config, corpora: Sequence[Known]) -> int | None:
+    """Return the token that ends each document of all corpora to train on, which are open; None where they have none,
+    or several."""
+    found = set[int | None]()
+    for corpus, known in zip(config.data.train, corpora, strict=False):
+        if isinstance(known, text_streams.StreamedTexts):
+            found.add(known.end)
+        elif not corpus.has_examples:
+            found.add(written.end_of_document if (written := facts(corpus)) else None)
     return found.pop() if len(found) == 1 else None
 
 

@@ -15,6 +15,7 @@ from glob import escape
 from pathlib import Path
 
 from megacore.config import EXAMPLES, Config, CorpusConfig, has_examples
+from megacore.data import text
 from megacore.data.examples import ExampleFiles
 from megacore.data.text import InputError, snapshot, without_link
 from megacore.say import brief
@@ -45,7 +46,9 @@ def resolved(config: Config, begun: Sequence[str] = ()) -> Config:
         if name is not None and not name.is_pinned:
             pinned = before.get(name.repository) or name.at(hub.fetch(name, _CARD))
             return one(replace(corpus, path=str(pinned)), splits)
-        return replace(corpus, split=_choice(corpus, splits)) if corpus.is_set and corpus.split is None else corpus
+        whole = corpus.streams is not None and name is None  # a folder of texts has no splits but those that are named
+        chooses = corpus.is_set and corpus.split is None and not whole
+        return replace(corpus, split=_choice(corpus, splits)) if chooses else corpus
 
     data = config.data
     train = tuple(one(corpus, (data.split,)) for corpus in data.train)
@@ -66,6 +69,14 @@ def files_of(config: Config, corpus: CorpusConfig) -> ExampleFiles:
         if leaves(file, snapshot(file) or file.parent):
             raise InputError(f"{file} is a link that leads out of its folder: put the file itself there")
     return ExampleFiles(corpus.path, files, config.data.map, pairs)
+
+
+def text_files_of(config: Config, corpus: CorpusConfig) -> list[Path]:
+    """Return the files of a corpus of a resolved config that is streamed: of a path, those that `megacore tokenize`
+    would read, in its order; of a split, those of :func:`files_of`. Raises as that does."""
+    if corpus.hub_name is not None or corpus.split is not None:
+        return list(files_of(config, corpus).files)
+    return list(text.find_files([Path(corpus.path)]))
 
 
 def _listing(corpus: CorpusConfig) -> list[str]:

@@ -117,7 +117,7 @@ def in_order(function: Callable[[Item], Result], items: Iterator[Item], workers:
     if workers == 1:
         yield from map(function, items)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker) as pool:
         running = deque(pool.submit(function, item) for item in islice(items, 2 * workers))
         try:
             while running:
@@ -127,7 +127,8 @@ def in_order(function: Callable[[Item], Result], items: Iterator[Item], workers:
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
+    """Be a process that tokenizes for another one, and ends with it."""
     # One thread per process; and on Ctrl-C the parent ends its workers, which need not each say so.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -42,8 +42,8 @@ class ModelFiles:
         """
         if not any(name.startswith(("tokenizer", "vocab", "tekken")) for name in self.files):
             raise InputError(
-                "examples need the model's tokenizer, and none is there: start from a folder that has it "
-                "(checkpoint.init), or put its files beside the data"
+                "examples and streams need the model's tokenizer, and none is there: start from a folder that has it "
+                "(checkpoint.init), name one by data.tokenizer, or put its files beside the data"
             )
         with files_for_transformers(self.files, self.config) as folder:
             yield folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from threading import Lock
@@ -14,7 +14,6 @@ import numpy as np
 
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import TokenError
-from megacore.data.blend import Blend
 from megacore.data.samples import Runs, Sample, Source, epoch_order, split_runs
 from megacore.parallel.import_path import imported
 from megacore.parallel.labels import IGNORE
@@ -135,6 +134,8 @@ class StreamedRows:
     data set; ``every``: rows between states.
     """
 
+    skipped = 0
+
     def __init__(self, rows: Any, length: int, every: int, name: str) -> None:
         self._rows, self.length, self._every, self.name = rows, length, every, name
         self.has_states = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")
@@ -178,14 +179,23 @@ class StreamedRows:
                 self._last = index, sample
             return sample
 
-    def state(self, index: int) -> dict[str, Any]:
-        """Return the newest state that is known from which row ``index`` can be reached, and the row behind it."""
+    def state(self, index: int, whole: bool = True) -> dict[str, Any] | None:
+        """Return the newest state that is known from which row ``index`` can be reached, and the row behind it; None
+        where the data set has none. All ranks have the same."""
+        if not self.has_states:
+            return None
         with self._lock:
             row = self._newest(index)
             return {"row": row, "state": self._states[row]}
 
+    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state that all ranks have."""
+        return states[0]
+
     def resume(self, row: int, state: Any) -> None:
         """Know a state."""
+        if not self.has_states:
+            return
         with self._lock:
             self._states[row], self._iterator, self._last = state, None, (-1, None)
 
@@ -209,12 +219,3 @@ class StreamedRows:
                 return row
             self._iterator = iter(self._rows)
         raise TokenError(f"{self.name} gives no row when it begins again after {self._next:,} rows")
-
-
-def streams(source: Source, index: int) -> Iterator[tuple[StreamedRows, int]]:
-    """Yield each stream that samples are taken of, with the first row that those from ``index`` on take of it."""
-    if isinstance(source, Blend):
-        for each, count in zip(source.sources, source.counts(index), strict=True):
-            yield from streams(each, int(count))
-    elif isinstance(source, StreamedRows):
-        yield source, index

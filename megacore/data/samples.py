@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,19 +25,25 @@ class Purpose(IntEnum):
     TOKENIZER = 3
     STREAM = 4
     FILE = 5
+    TEXT_FILES = 6
+    TEXTS = 7
 
 
-def draw(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDArray[np.uint64]:
-    """Return the first `count` words, [count], of the random stream of (seed, purpose, epoch), each from 0 to 2^64 -
-    1."""
+def draw(
+    count: int, seed: int, purpose: Purpose, epoch: int = 0, within: tuple[int, int] = (0, 0)
+) -> npt.NDArray[np.uint64]:
+    """Return the first `count` words, [count], of the random stream of (seed, purpose, epoch, within), each from 0 to
+    2^64 - 1."""
     # Raw words are a fixed function of key and counter; what numpy's Generator makes of them may change with numpy.
-    key, counter = np.array([seed, purpose], np.uint64), np.array([0, 0, 0, epoch], np.uint64)
+    key, counter = np.array([seed, purpose], np.uint64), np.array([0, *within, epoch], np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
-def shuffled(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDArray[np.int64]:
-    """Return the permutation of range(count), [count], that belongs to (seed, purpose, epoch)."""
-    return np.argsort(draw(count, seed, purpose, epoch), kind="stable")
+def shuffled(
+    count: int, seed: int, purpose: Purpose, epoch: int = 0, within: tuple[int, int] = (0, 0)
+) -> npt.NDArray[np.int64]:
+    """Return the permutation of range(count), [count], that belongs to (seed, purpose, epoch, within)."""
+    return np.argsort(draw(count, seed, purpose, epoch, within), kind="stable")
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,31 @@ class Source(Protocol):
     def length(self) -> int: ...
 
     def sample(self, index: int) -> Sample: ...
+
+
+@runtime_checkable
+class OrderedSource(Source, Protocol):
+    """A source that is read in order: from its beginning, or from a state, which is JSON."""
+
+    name: str
+
+    @property
+    def skipped(self) -> int:
+        """The number of documents that were left out here because they could not be read."""
+        ...
+
+    def state(self, index: int, whole: bool = True) -> dict[str, Any] | None:
+        """Return a state from which sample ``index`` can be reached; None where it has none. Where ranks read different
+        parts, of what this one reads; ``whole``: of all that is known here."""
+        ...
+
+    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return one state of those of all ranks."""
+        ...
+
+    def resume(self, **state: Any) -> None:
+        """Know a state. ValueError if it is none of this stream."""
+        ...
 
 
 @runtime_checkable
@@ -169,7 +200,13 @@ def _runs(blocks: npt.NDArray[np.int64], size: int, documents: int) -> Runs:
 
 
 def parts(
-    dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str, least: int = 0
+    dataset: IndexedDataset,
+    length: int,
+    seed: int,
+    fraction: float,
+    name: str,
+    least: int = 0,
+    shuffle: bool = True,
 ) -> tuple[Samples, Samples | None]:
     """Return the samples to train on and those held out, a fraction of the documents; None where that is 0.
 
@@ -179,7 +216,7 @@ def parts(
     train, held_out = split_runs(dataset.documents, fraction, seed)
 
     def part(runs: Runs, name: str) -> Samples:
-        return Samples(dataset, length, seed, runs.of_least(dataset, least, name), name)
+        return Samples(dataset, length, seed if shuffle else None, runs.of_least(dataset, least, name), name)
 
     if not held_out.documents:
         return part(train, name), None
@@ -204,13 +241,14 @@ class Samples:
     The documents, in the order of the file, are one stream of tokens that goes on at its beginning when it ends. An
     epoch begins somewhere in it, which belongs to (seed, epoch) too. Its sample i is the tokens [i length,
     (i + 1) length + 1) from there, so the labels are the tokens shifted by one and each is counted once at the most;
-    fewer than `length` + 1 are left. The samples are then shuffled. All of this is computed for the sample that is
+    fewer than `length` + 1 are left. The samples are then shuffled. Without a seed, sample i is the tokens
+    [i length, (i + 1) length + 1) of the stream, on and on. All of this is computed for the sample that is
     asked for; what is held in memory does not grow with the corpus. ValueError if there is not one whole sample, or
     the sequences of the dataset do not lie one after the other.
     """
 
     def __init__(
-        self, dataset: IndexedDataset, length: int, seed: int, runs: Runs | None = None, name: str = "corpus"
+        self, dataset: IndexedDataset, length: int, seed: int | None, runs: Runs | None = None, name: str = "corpus"
     ) -> None:
         self.length = length
         self._dataset = dataset
@@ -232,6 +270,8 @@ class Samples:
 
     def sample(self, index: int) -> Sample:
         """Return sample `index` >= 0 of the endless sequence of epochs."""
+        if self._seed is None:
+            return self._cut(index * self.length % self.tokens)
         number, within = divmod(index, self.per_epoch)
         begin = _epoch_begin(self._seed, number) * self.tokens >> 64
         place = epoch_order(self.per_epoch, self._seed, number)[within]

@@ -37,6 +37,7 @@ PACKED = {".gz": "gunzip", ".zst": "unzstd"}
 STREAMED = (*PACKED, ".json")
 """The endings of files that can be read from their beginning alone."""
 LINES = 4 * 2**20  # bytes of a piece of a .jsonl file
+_NAME_IT = "name the one with --text-key (data.map={text: KEY} of a run)"
 _SEPARATOR = re.compile(r"(?:\xef\xbb\xbf)?[ \t\r\n]*([\[,\]])[ \t\r\n]*")
 """The text between two elements of a JSON array, or before the first one; a character is a byte."""
 
@@ -251,7 +252,7 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
             yield row
         elif text_key not in row.values and row.row is None:
             keys = ", ".join(map(repr, row.values))
-            yield row.fault(f"no key {text_key!r} among {keys}: name the one with --text-key")
+            yield row.fault(f"no key {text_key!r} among {keys}: {_NAME_IT}")
         else:  # a table has all of its keys, and a null is none of its values
             text = row.values.get(text_key)
             problem = text_problem(text, repr(text_key))
@@ -324,7 +325,7 @@ def _batches(piece: FileRange, column: str | None) -> Iterator[Any]:
 def _check_column(path: Path, names: Sequence[str], column: str | None) -> None:
     if column is not None and column not in names:
         known = ", ".join(map(repr, names))
-        raise InputError(f"{path}: no column {column!r} among {known}: name the one with --text-key")
+        raise InputError(f"{path}: no column {column!r} among {known}: {_NAME_IT}")
 
 
 @contextmanager

@@ -203,7 +203,7 @@ def _copied(folder: Path) -> Iterator[Path]:
 def fetch(source: str, folder: Path) -> None:
     """Copy the tokenizer of a Hugging Face folder, or of a name on its hub, to `folder`. InputError if none."""
     try:
-        given = _opened(source)
+        given = opened(source)
         found = companions(given, given)
     except StoreError as error:
         raise InputError(str(error)) from error
@@ -225,7 +225,7 @@ def fetch(source: str, folder: Path) -> None:
         raise InputError(f"no tokenizer in {source}: {reason}") from error
 
 
-def _opened(source: str) -> Path:
+def opened(source: str) -> Path:
     """Return a folder, or that in the hub's cache of a name; InputError where there is neither. StoreError as of
     :func:`~megacore.store.io.hub.fetch`."""
     if Path(source).exists():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
-from types import ModuleType
 
+from megacore.background import unnamed_main
 from megacore.launcher.signals import ASKS, ENDS
 from megacore.rank import LAUNCHER
 
@@ -31,17 +30,6 @@ def prepare(modules: Sequence[str], environment: Mapping[str, str]) -> None:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def unnamed_main() -> Iterator[None]:
-    """Let processes that are started in this block not import the main module of this one: it may be any script."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 @contextmanager

@@ -35,8 +35,8 @@ from torch.distributed.elastic.agent.server import (
 )
 
 from megacore import exits, rank
+from megacore.background import unnamed_main
 from megacore.incidents import Action, Incident, IncidentWriter, Kind
-from megacore.launcher.forking import unnamed_main
 from megacore.launcher.node import Job, RankWatch
 from megacore.launcher.signals import ENDS
 from megacore.outcome import PAUSE, RankOutcome, rank_file

@@ -225,7 +225,7 @@ def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> 
     """Return all that checkpoints hold."""
     config, start = setup.config, setup.start
     raw = raw_of(setup.model, start.source)
-    if start.source is None and (end := end_of_text(config)) is not None:
+    if start.source is None and (end := end_of_text(config, setup.corpora.corpora)) is not None:
         raw = {**raw, "eos_token_id": end}
     frozen = config.tuning.frozen(setup.model.schema) if adapters is None else frozenset[str]()
     named, whole = with_dtype(raw, NAMES[DTYPES[config.train.precision]]), config.optimizer.name == "muon"

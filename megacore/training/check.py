@@ -15,6 +15,7 @@ from megacore.config import Config, CorpusConfig
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.data_sets import resolved
 from megacore.data.model_tokenizer import ModelFiles
+from megacore.data.text import InputError
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import own_family
 from megacore.parallel.import_path import ImportPathError, imported
@@ -123,7 +124,7 @@ def check(
     try:
         travelling = companions(start, config)
         files = ModelFiles(travelling, raw_of(model, start.source), model.vocab_size)
-    except StoreError as error:
+    except (StoreError, InputError) as error:
         raise ConfigError([f"data: {error}"]) from error
     device = memory_of_gpus() if config.train.device_type(there) == "cuda" else None
     no_room = list(capacity_problems(config, model, world_size, local_ranks, device))

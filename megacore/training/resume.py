@@ -372,8 +372,18 @@ def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[An
     corpora = data.get("train", [])
     held_out = None if data.get("validation") else data.get("validation_fraction")
     known = [each.get("path") for each in corpora] if identities is None else list(identities)
-    sizes = [(each.get("weight"), each.get("least")) for each in corpora]
-    return [known, sizes, held_out, data.get("sequence_length"), data.get("seed"), chat.get("pack")]
+    sizes = [(each.get("weight"), each.get("least"), each.get("streams")) for each in corpora]
+    shuffle, temperature = data.get("shuffle", True), data.get("temperature", 1.0)
+    return [
+        known,
+        sizes,
+        held_out,
+        data.get("sequence_length"),
+        data.get("seed"),
+        shuffle,
+        temperature,
+        chat.get("pack"),
+    ]
 
 
 _TOLD = (
@@ -410,14 +420,16 @@ def _drops(model: ModelConfig) -> bool:
 
 
 def companions(start: Start, config: Config) -> Mapping[str, Companion]:
-    """Return {name: file} of what travels with the model: the source's files, or the tokenizer beside the first corpus.
+    """Return {name: file} of what travels with the model: the source's files, or the tokenizer that the data names, or
+    has beside the first corpus.
 
     A chat template that the recipe names takes the place of theirs, of those for tools too.
     """
     first, template = config.data.train[0], config.chat.template
     found = start.source.companions() if start.source is not None else {}
-    if not found and not first.is_imported:
-        folder = Path(first.path).parent
+    if not found and (config.data.tokenizer is not None or not first.is_imported):
+        named = config.data.tokenizer
+        folder = Path(first.path).parent if named is None else tokenizer.opened(named)
         found = beside(folder, folder, TEXT)
     if template is None or not found:
         return found

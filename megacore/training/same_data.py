@@ -27,7 +27,7 @@ def changed_data(start: Start, config: Config, corpora: Corpora) -> Iterator[str
         return
     wrong = dict[str, str]()
     for corpus in config.data.train:
-        if not (corpus.has_examples or corpus.is_imported) and (
+        if not (corpus.has_examples or corpus.is_imported or corpus.streams) and (
             problem := _other_tokenizer(held, Path(corpus.path).parent)
         ):
             wrong[corpus.path] = problem

@@ -47,7 +47,19 @@ AGENT = tuple(
     f"megacore.recovery.{name}" for name in ("agent", "memory_checkpoints", "partners", "protection", "rendezvous")
 )
 """Are torch's elastic agent, imported once the config is known to be right."""
-TOKENS = ("indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "grouping", "stage")
+TOKENS = (
+    "indexed",
+    "samples",
+    "blend",
+    "batches",
+    "text",
+    "tokenizer",
+    "corpus",
+    "encode",
+    "grouping",
+    "stage",
+    "text_streams",
+)
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",

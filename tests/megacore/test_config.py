@@ -77,6 +77,7 @@ def corpora(blend: str) -> str:
 BOMB = "\n".join(["x0: &x0 1", *(f"x{i}: &x{i} [*x{i - 1}, *x{i - 1}]" for i in range(1, 30))])
 CHAIN = "\n".join(["x0: &x0 1", *(f"x{i}: &x{i} [*x{i - 1}]" for i in range(1, 99))])
 
+STREAM = corpora("[{path: x, streams: 2}]")
 TWO = corpora("[corpus/text, {path: corpus/text, weight: 2}]")
 
 RANGE = {
@@ -291,6 +292,16 @@ BAD = [
     bad("data.train=[]", "data.train names no corpus", "path prefix"),
     bad("data.train[1].weight=0", "data.train[1].weight (0.0) of corpus/text", "above 0", recipe=TWO),
     bad("data.train[1].least=-1", "data.train[1].least (-1) of corpus/text", "0 or more", recipe=TWO),
+    bad("data.train[0].streams=0", "data.train[0].streams (0) of notes: must be 1", recipe=corpora("[{path: notes}]")),
+    bad("", "data.train: there is no x: name a file or folder of texts", recipe=STREAM),
+    bad("data.train[0].path=a.b:c", "of a.b:c: a data set of your own has rows", "leave it out", recipe=STREAM),
+    bad(
+        "",
+        *("data.train[1].streams (3) of notes: its files are named twice", "give them once, with the sum"),
+        recipe=corpora("[{path: notes, streams: 2}, {path: notes, streams: 3}]"),
+    ),
+    bad("data.train=a.b:c data.shuffle=false", "data.shuffle=false is for token files and streams, and a.b:c is"),
+    bad("data.tokenizer=t checkpoint.init=hf", "data.tokenizer (t) is for runs that begin with random weights"),
     bad("data.train=corpus/txet", "no corpus/txet.bin and no corpus/txet.idx", "megacore tokenize"),
     bad("data.train=corpus/half", "no corpus/half.idx", "megacore tokenize"),
     bad("data.train=corpus/text.bin", "name the prefix, corpus/text"),

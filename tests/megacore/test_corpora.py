@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +61,20 @@ def test_several_corpora_are_blended_by_weight_on_both_sides(tmp_path: Path) -> 
         assert isinstance(source, Blend)
         of_b = [source.sample(i).tokens[0] >= 1000 for i in range(40)]
         assert sum(of_b) == 10
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(2.0, 15), (1e9, 30), (0.5, 1), (1e-9, None)])
+def test_a_temperature_moves_the_shares_of_a_blend(tmp_path: Path, temperature: float, share: int | None) -> None:
+    """To w^(1/T) of weights of 9 and 1, of 60 samples; a share of nothing is refused."""
+    a, b = write(tmp_path / "a", *[10] * 50), write(tmp_path / "b", *[10] * 50, start=1000)
+    asked = config(CorpusConfig(a, 9.0), CorpusConfig(b, 1.0))
+    asked = replace(asked, data=replace(asked.data, temperature=temperature))
+    if share is None:
+        with pytest.raises(ValueError, match=r"each must be a positive number"):
+            Corpora.open(asked)
+        return
+    source = Corpora.open(asked).train
+    assert sum(source.sample(i).tokens[0] >= 1000 for i in range(60)) == share
 
 
 def test_batches_are_of_this_rank_and_section(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pool import Pool
 
 from megacore import ConfigError, convert, plan, train
 from megacore.data import own_rows
-from megacore.data.blend import Blend
+from megacore.data.blend import Blend, streams
 from megacore.recipe import load
 from megacore.training.trainer import callbacks_of
 
@@ -110,7 +110,7 @@ def test_a_stream_goes_back_and_on_from_its_states(folder: Path) -> None:
     for index in (0, 1, 77, 70_000):
         corpora, within = blend.locate(np.arange(index, index + 99))
         wanted = [int(within[corpora == each][0]) for each in (1, 2)]
-        assert [row for _, row in own_rows.streams(blend, index)] == wanted
+        assert [row for _, row in streams(blend, index)] == wanted
 
 
 @pytest.mark.quick

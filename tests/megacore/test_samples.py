@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megacore.data.indexed import IndexedDataset, IndexedWriter
-from megacore.data.samples import BLOCKS, Purpose, Runs, Samples, draw, shuffled, split_documents, split_runs
+from megacore.data.samples import BLOCKS, Purpose, Runs, Samples, draw, parts, shuffled, split_documents, split_runs
 
 
 def dataset_of(prefix, lengths, sequences: int = 1) -> IndexedDataset:
@@ -113,3 +113,11 @@ def test_runs_hold_out_their_fraction_and_survive_appending():
     assert split_runs(9, 0, 5)[0].bounds.tolist() == [[0, 9]] and split_runs(9, 0, 5)[1].documents == 0
     first, grown = (split_runs(documents, 0.1, 5)[1].bounds for documents in (5000, 8000))
     assert grown[: len(first) - 1].tolist() == first[:-1].tolist()
+
+
+def test_without_a_seed_samples_are_successive_pieces_of_the_ring(tmp_path):
+    samples = Samples(dataset_of(tmp_path / "a", [10] * 3), 8, seed=None)
+    for i in range(9):
+        assert samples.sample(i).tokens.tolist() == [(8 * i + j) % 30 for j in range(9)]
+    whole, _ = parts(dataset_of(tmp_path / "a", [10] * 3), 8, 5, 0.0, "a", shuffle=False)
+    assert whole.sample(1).tokens.tolist() == samples.sample(1).tokens.tolist()

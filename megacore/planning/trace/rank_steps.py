@@ -109,7 +109,9 @@ def run_steps(
 
 
 def _trainer(config: Config, mesh: Mesh) -> Trainer:
-    corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], batches=lambda *arguments: MagicMock())
+    corpora: Any = SimpleNamespace(
+        train=None, validation=None, identities=[], corpora=(), batches=lambda *arguments: MagicMock()
+    )
     setup = Setup(config, configure(config.model, config.scores), corpora, Start())
     with (
         patch.object(build, "load_initial_state", lambda *arguments: None),

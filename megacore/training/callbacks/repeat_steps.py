@@ -25,6 +25,7 @@ from megacore.store.io.objects import place
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.audit import DamageError
 from megacore.training.callbacks.bad_steps import WINDOW, BadSteps, NonFinite, bounds
+from megacore.training.callbacks.data_states import resume_streams
 from megacore.training.initial_state import load_initial_state
 from megacore.training.resume import Damaged, Start, find, newest_whole, remarks
 from megacore.training.trainer import Trainer
@@ -249,6 +250,7 @@ def restore(run: Trainer, start: Start) -> None:
     load_initial_state(start, run.model.parameters, optimizer, run.config.train.seed, run.control)
     run.train_step.gradients.updated()
     run.train_step.scaler.load(start.progress.scaler)
+    resume_streams(run, start.trainer or {})
     run.rewind(start.progress.step, start.progress)
 
 
