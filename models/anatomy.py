@@ -32,6 +32,7 @@ GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai"}
 """{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss)."""
 
 FULL, SLIDING, LINEAR, CONVOLUTION = "full_attention", "sliding_attention", "linear_attention", "conv"
+CHUNKED = "chunked_attention"
 """The kinds of layers of a ``config.json`` that says ``layer_types``."""
 ROPE = "rope"
 """The name of a model's rope where it has one."""
@@ -68,12 +69,16 @@ class LayerAttention:
     Args:
         rope: The name of its rope among :attr:`Anatomy.ropes`; None: queries and keys do not rotate.
         window: A token sees itself and the ``window`` - 1 tokens before it; None: all tokens before it.
+        chunk: A token sees no token before the last multiple of so many positions; None: it does.
         temperature: The factor of its queries; None: there is none.
+        plain_norms: Whether queries and keys have those of :attr:`Anatomy.plain_norms`.
     """
 
     rope: str | None = ROPE
     window: int | None = None
+    chunk: int | None = None
     temperature: Temperature | None = None
+    plain_norms: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,6 +133,7 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> 
     scoring = Scoring(
         scale=anatomy.attention_scale,
         window=own.window,
+        chunk=own.chunk,
         softcap=anatomy.attention_softcap,
         sinks=parameters.get(f"{name}.sinks"),
         dropout=anatomy.attention_dropout,
@@ -142,7 +143,7 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> 
         return LatentAttention(parameters, name, own.rope, scoring, of_latent)
     norms = (
         [norm(anatomy, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
-        if f"{name}.q_norm.weight" in parameters or "attn.q_norm" in anatomy.plain_norms
+        if f"{name}.q_norm.weight" in parameters or ("attn.q_norm" in anatomy.plain_norms and own.plain_norms)
         else None
     )
     how = norms, anatomy.qkv_limit, anatomy.norms_after_rope, encode(anatomy, parameters, layer, name)

@@ -60,6 +60,7 @@ FAMILIES: Mapping[str, str] = {
     "lfm2": "megacore.models.families.lfm2.Lfm2Config",
     "lfm2_moe": "megacore.models.families.lfm2_moe.Lfm2MoeConfig",
     "llama": "megacore.models.families.llama.LlamaConfig",
+    "llama4_text": "megacore.models.families.llama4.Llama4Config",
     "minicpm3": "megacore.models.families.minicpm3.MiniCPM3Config",
     "minimax_m2": "megacore.models.families.minimax_m2.MiniMaxM2Config",
     "ministral": "megacore.models.families.ministral.MinistralConfig",

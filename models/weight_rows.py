@@ -14,6 +14,7 @@ QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
 QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
 HEADS, KV_HEADS = "(heads head)", "(kv head)"
 GATE_UP = "(gate: mlp + up: mlp)"
+GATE_UP_OF_EXPERTS = "(gate: expert_mlp + up: expert_mlp)"
 # What the gated delta rule makes of a token, head by head of keys.
 STATE_VALUES = "state_heads each state_value"
 STATE_QKV = f"q: state_heads state_key + k: state_heads state_key + v: {STATE_VALUES}"
@@ -291,7 +292,7 @@ class Table:
             held: The names of transformers for the modules of the experts and of the router in memory.
             gated: Whether experts are.
         """
-        hidden = "experts (gate: expert_mlp + up: expert_mlp)" if gated else "experts expert_mlp"
+        hidden = f"experts {GATE_UP_OF_EXPERTS}" if gated else "experts expert_mlp"
         up, corrects = "gate_up_proj" if gated else "up_proj", "layers.{layer}.mlp.router.correction"
         return (
             *self.linear("mlp.router", "routes", "embed", router, held=f"{held[1]}.weight"),
@@ -305,6 +306,19 @@ class Table:
                 "mlp.experts.down", "experts embed", "expert_mlp", down, held=f"{held[0]}.down_proj", ends=True
             ),
         )
+
+    def stacked_experts(self, stored: str = GATE_UP_OF_EXPERTS, hf: str = "mlp.experts", *, bias: bool = False) -> Rows:
+        """Return experts without their router whose tensors hold all of a layer, inputs before outputs, as gpt-oss has
+        them; ``stored`` is the sentence of gates and ups there."""
+        ours, theirs = "layers.{layer}.mlp.experts.", f"{self.layer}.{hf}."
+        up, down, hidden = f"{theirs}gate_up_proj", f"{theirs}down_proj", f"experts {GATE_UP_OF_EXPERTS}"
+        rows = (
+            Param(f"{ours}up.weight", f"{hidden} embed", up, f"experts embed {stored}", std=self.std),
+            Param(f"{ours}up.bias", hidden, f"{up}_bias", f"experts {stored}", vector=True),
+            Param(f"{ours}down.weight", "experts embed expert_mlp", down, "experts expert_mlp embed", std=self.out_std),
+            Param(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
+        )
+        return rows if bias else rows[::2]
 
     def shared_expert(
         self,

@@ -42,6 +42,10 @@ SMALL: dict[str, Any] = {
     "moe_intermediate_size": 6,
     "shared_expert_intermediate_size": 12,
     "mlp_only_layers": [1],
+    "moe_layers": [0, 2],
+    "intermediate_size_mlp": 20,
+    "attention_chunk_size": 5,
+    "floor_scale": 3,
     "pad_token_id": None,  # of some it lies beyond so small a vocabulary
     "q_lora_rank": 10,
     "kv_lora_rank": 6,
