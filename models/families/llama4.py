@@ -14,6 +14,7 @@ from megacore.models.experts_config import MoEConfig
 from megacore.models.layer_types import RotatingConfig
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Pairs
+from megacore.parallel import limits
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
 
@@ -46,13 +47,22 @@ class Llama4Config(MoEConfig, RotatingConfig):
     floor_scale: int = 8192
     attn_scale: float = 0.1
 
+    def __post_init__(self) -> None:
+        if self.moe_layers is None and self.interleave_moe_layer_step > 0 and self.num_hidden_layers <= limits.LAYERS:
+            step = self.interleave_moe_layer_step
+            object.__setattr__(self, "moe_layers", tuple(range(step - 1, self.num_hidden_layers, step)))
+        super().__post_init__()
+
+    @classmethod
+    def base_architecture(cls) -> str:
+        return super().base_architecture().replace("Model", "TextModel")
+
     def kind(self, layer: int) -> str:
         return CHUNKED if self.rotates(layer) else FULL
 
     @property
-    def sparse_layers(self) -> range | list[int]:
-        layers, step = range(self.num_hidden_layers), max(1, self.interleave_moe_layer_step)
-        return layers[step - 1 :: step] if self.moe_layers is None else [i for i in layers if i in self.moe_layers]
+    def sparse_layers(self) -> list[int]:
+        return [layer for layer in range(self.num_hidden_layers) if layer in (self.moe_layers or ())]
 
     @property
     def pairs(self) -> Pairs:
