@@ -236,9 +236,12 @@ def _pair(schema: Schema, chosen: Sequence[LinearTarget], parameters: Sequence[L
         module = WORDS.sub(f"{{{words}}}" if "," in words else words, param.hf)
     hf = _PREFIX + module.removesuffix(WEIGHT)
     hf_first, hf_last = (f"({each}{first})", f"({RANK} {each.strip()})") if stacked else (first, RANK)
-    first_hf, second_hf = f"{hf_first} {_text(hf_inner)}", f"{_text(hf_out)} {hf_last}"
-    a = Param(f"{name}.{A}", f"{each}{first} {_text(inner)}", hf + _PEFT[A], first_hf, std=std, uniform=True)
-    b = Param(f"{name}.{B}", f"{each}{_text(out)} {RANK}", hf + _PEFT[B], second_hf)
+    of_a, of_b, rows, columns = A, B, hf_out, hf_inner
+    if param.hf_turned:  # there the product is that of the transposed weight
+        of_a, of_b, rows, columns = B, A, hf_inner, hf_out
+    theirs = {A: f"{hf_first} {_text(columns)}", B: f"{_text(rows)} {hf_last}"}
+    a = Param(f"{name}.{A}", f"{each}{first} {_text(inner)}", hf + _PEFT[of_a], theirs[of_a], std=std, uniform=True)
+    b = Param(f"{name}.{B}", f"{each}{_text(out)} {RANK}", hf + _PEFT[of_b], theirs[of_b])
     return replace(a, layers=param.layers), replace(b, layers=param.layers)
 
 

@@ -307,15 +307,36 @@ class Table:
             ),
         )
 
-    def stacked_experts(self, stored: str = GATE_UP_OF_EXPERTS, hf: str = "mlp.experts", *, bias: bool = False) -> Rows:
+    def stacked_experts(
+        self,
+        stored: str = GATE_UP_OF_EXPERTS,
+        hf: str = "mlp.experts",
+        *,
+        bias: bool = False,
+        turned: bool = False,
+    ) -> Rows:
         """Return experts without their router whose tensors hold all of a layer, inputs before outputs, as gpt-oss has
-        them; ``stored`` is the sentence of gates and ups there."""
+        them.
+
+        Args:
+            stored: The sentence of gates and ups there.
+            hf: Hugging Face's name.
+            bias: Whether they have biases.
+            turned: Whether the peft library takes their inputs for outputs, as where their class does not tell it.
+        """
         ours, theirs = "layers.{layer}.mlp.experts.", f"{self.layer}.{hf}."
         up, down, hidden = f"{theirs}gate_up_proj", f"{theirs}down_proj", f"experts {GATE_UP_OF_EXPERTS}"
         rows = (
-            Param(f"{ours}up.weight", f"{hidden} embed", up, f"experts embed {stored}", std=self.std),
+            Param(f"{ours}up.weight", f"{hidden} embed", up, f"experts embed {stored}", std=self.std, hf_turned=turned),
             Param(f"{ours}up.bias", hidden, f"{up}_bias", f"experts {stored}", vector=True),
-            Param(f"{ours}down.weight", "experts embed expert_mlp", down, "experts expert_mlp embed", std=self.out_std),
+            Param(
+                f"{ours}down.weight",
+                "experts embed expert_mlp",
+                down,
+                "experts expert_mlp embed",
+                std=self.out_std,
+                hf_turned=turned,
+            ),
             Param(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
         )
         return rows if bias else rows[::2]

@@ -93,7 +93,7 @@ class Llama4Config(MoEConfig, RotatingConfig):
     def params(self) -> tuple[Param, ...]:
         t, mlp = self.table(), "feed_forward"
         experts = (
-            *t.stacked_experts(hf=f"{mlp}.experts"),
+            *t.stacked_experts(hf=f"{mlp}.experts", turned=True),
             *t.linear("mlp.router", "routes", "embed", f"{mlp}.router"),
             *t.shared_expert(f"{mlp}.shared_expert"),
         )

@@ -399,7 +399,7 @@ def test_flops_per_token_against_a_formula_by_hand(preset: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
-    """The linears to the last operation; attention as torch counts it, which is all of the square but for windows and chunks."""
+    """The linears to the last operation; attention as torch counts it, all but for windows and chunks."""
     config = configure(drawn(name, positions=64, tie_word_embeddings=tied))
     model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float32)
     model.parameters.initialise(0)

@@ -116,12 +116,15 @@ def theirs(model: torch.nn.Module) -> Tensor:
 
 def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[str], Tensor] | None:
     """The names of A and B, and B A, of what transformers stacks or holds in no linear: of an expert, of a router."""
-    if found := re.fullmatch(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", name):
-        # gpt-oss, whose weights are [experts, in, out].
+    if found := re.fullmatch(r"(model\.layers\.\d+\.\w+\.experts)\.(gate_up_proj|down_proj)", name):
+        # gpt-oss, whose weights are [experts, in, out]; Llama 4's are, too, and nothing tells peft.
+        turned = "eio" if ".mlp." in name else "eoi"
         nested = ".base_layer" if found[2] == "gate_up_proj" else ""
         names = [f"base_model.model.{found[1]}{nested}.lora_{each}.weight" for each in "AB"]
         a, b = (adapters[each].double() for each in names)
-        return {*names}, torch.einsum("ore,eri->eio", b.reshape(len(b), rank, -1), a.reshape(-1, rank, a.shape[1]))
+        return {*names}, torch.einsum(
+            f"ore,eri->{turned}", b.reshape(len(b), rank, -1), a.reshape(-1, rank, a.shape[1])
+        )
     found = re.fullmatch(r"(model\.layers\.\d+)\.(\w+)\.(?:experts\.(\d+)\.)?(\w+)(?:\.layer)?\.weight", name)
     if not found or (found[3] is None and found[4] not in ("gate", "router", "input_linear", "output_linear")):
         return None
