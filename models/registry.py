@@ -18,6 +18,7 @@ from megacore.parallel.enum_errors import nearest
 from megacore.parallel.import_path import ImportPathError, imported
 
 FAMILIES: Mapping[str, str] = {
+    "afmoe": "megacore.models.families.afmoe.AfmoeConfig",
     "apertus": "megacore.models.families.apertus.ApertusConfig",
     "arcee": "megacore.models.families.arcee.ArceeConfig",
     "bamba": "megacore.models.families.bamba.BambaConfig",
