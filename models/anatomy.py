@@ -63,6 +63,22 @@ class Alibi:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What a branch is multiplied by, or one of two that stand side by side (Yang et al. 2022, arXiv 2203.03466).
+
+    Args:
+        given: Factor of what it is given.
+        gives: Factor of what it gives.
+        inner: Factors of the pieces that its first linear gives: of a network of gates and what they are for, of a
+            state space of gates, x, B, C and steps; empty: there are none.
+    """
+
+    given: float = 1.0
+    gives: float = 1.0
+    inner: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """The positions that the attention of one layer sees, and how it encodes them.
 
@@ -108,6 +124,7 @@ class Anatomy:
         round_embedding_scale: Whether that is rounded to the model's dtype first.
         branch_scale: Factor of what each branch adds to the residual stream.
         logit_scale: Factor of the logits.
+        factors: Those of ``attn``, ``ssm`` and ``mlp``, where there are some.
         attention_dropout: Probability of dropping an attention weight.
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.
@@ -138,6 +155,7 @@ class Anatomy:
     round_embedding_scale: bool = False
     branch_scale: float = 1.0
     logit_scale: float = 1.0
+    factors: Mapping[str, Factors] = field(default_factory=dict)
     attention_dropout: float = 0.0
     branch_dropout: float = 0.0
     embedding_dropout: float = 0.0

@@ -41,6 +41,7 @@ _NESTED = ".base_layer"
 # Families whose linears of these names it (0.21) takes for those of experts, which transformers 4 listed one by one.
 MISTAKEN_IN = frozenset(
     {
+        "afmoe",
         "deepseek_v2",
         "deepseek_v3",
         "dots1",

@@ -35,6 +35,7 @@ FAMILIES: Mapping[str, str] = {
     "exaone4": "megacore.models.families.exaone4.Exaone4Config",
     "exaone_moe": "megacore.models.families.exaone_moe.ExaoneMoeConfig",
     "falcon": "megacore.models.families.falcon.FalconConfig",
+    "falcon_h1": "megacore.models.families.falcon_h1.FalconH1Config",
     "flex_olmo": "megacore.models.families.flex_olmo.FlexOlmoConfig",
     "gemma": "megacore.models.families.gemma.GemmaConfig",
     "gemma2": "megacore.models.families.gemma2.Gemma2Config",

@@ -176,14 +176,25 @@ class Table:
             *self.linear("delta.out", "embed", "(state_heads each state_value)", "linear_attn.out_proj", ends=True),
         )
 
-    def state_space(self, hf: str = "mamba", *, bias: bool = False, conv_bias: bool = True) -> Rows:
+    def state_space(
+        self,
+        hf: str = "mamba",
+        *,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        conv_bias: bool = True,
+        norm: bool = True,
+    ) -> Rows:
         """Return a state space layer (Mamba-2), as Bamba's ``mamba`` has it, or of another name.
 
         Args:
             hf: Hugging Face's name.
-            bias: Whether what takes or gives the tokens has one.
+            bias: Whether what takes the tokens has one, and what gives them where nothing else is said.
+            out_bias: Whether what gives the tokens has one.
             conv_bias: Whether the convolution has one.
+            norm: Whether what comes out is normalised.
         """
+        out_bias = bias if out_bias is None else out_bias
         name, theirs = "layers.{layer}.ssm", f"{self.layer}.{hf}"
         inner = f"(z: state_heads state_value + {STATE_XBC} + dt: state_heads)"
         conv = Param(
@@ -197,8 +208,8 @@ class Table:
             Param(f"{name}.fade", "state_heads", f"{theirs}.A_log", mean=8.5, std=4.33, uniform=True, log=True),
             Param(f"{name}.step", "state_heads", f"{theirs}.dt_bias", mean=0.0505, std=0.0285, uniform=True, log=True),
             Param(f"{name}.skip", "state_heads", f"{theirs}.D", mean=1.0),
-            *self.norm("ssm.norm", f"{hf}.norm", "(state_heads state_value)", mean=1.0),
-            *self.linear("ssm.out", "embed", "(state_heads state_value)", f"{hf}.out_proj", bias=bias, ends=True),
+            *(self.norm("ssm.norm", f"{hf}.norm", "(state_heads state_value)", mean=1.0) if norm else ()),
+            *self.linear("ssm.out", "embed", "(state_heads state_value)", f"{hf}.out_proj", bias=out_bias, ends=True),
         )
 
     def short_convolution(self, *, bias: bool = False) -> Rows:
