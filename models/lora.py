@@ -58,6 +58,8 @@ MISTAKEN_IN = frozenset(
 UNKNOWN_TO_PEFT = frozenset({"nemotron_h"})
 """Families whose modules have other names in memory than in their files, by which the peft library finds none."""
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
+REFUSED_BY_PEFT = {"falcon_h1": "out_proj"}
+"""{a family: the name of a linear of its state spaces that the peft library refuses to adapt}."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,9 @@ def peft_problems(family: str, chosen: Iterable[LinearTarget], whole: str | None
     larger model of which the adapted one is a part."""
     if mistaken := mistaken_by_peft(family, chosen):
         yield f"peft takes those of {', '.join(mistaken)} for those of {family}'s experts"
+    refused = REFUSED_BY_PEFT.get(family)
+    if any(linear.hf_name.rpartition(".")[2] == refused for linear in chosen):
+        yield f"peft refuses adapters of {refused} of {family}"
     if family in UNKNOWN_TO_PEFT:
         yield f"modules of {family} have other names in memory than in its files, and peft would find none of them"
     if whole is not None:

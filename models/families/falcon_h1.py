@@ -18,7 +18,7 @@ from megacore.parallel.weights.schema import Param
 class FalconH1Config(StateSpaceConfig):
     family: ClassVar[str] = "falcon_h1"
     architecture: ClassVar[str] = "FalconH1ForCausalLM"
-    derived: ClassVar[frozenset[str]] = StateSpaceConfig.derived | {"layer_types"}
+    derived: ClassVar[frozenset[str]] = frozenset({"layer_types"})
     harmless: ClassVar[frozenset[str]] = StateSpaceConfig.harmless | {"mamba_use_mlp"}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "mamba_d_ssm": 1024}
 
@@ -125,12 +125,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_state": 16, "key_multiplier": 0.5},
     "falcon-h1-0.5b": _EACH
     | shape(1024, 2048, 36, 8)
-    | {"vocab_size": 32784, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_state": 128}
-    | {
-        "embedding_multiplier": 5.656854249492381,
-        "lm_head_multiplier": 0.0390625,
-        "key_multiplier": 0.39062499999999994,
-    }
+    | {"vocab_size": 32784, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_state": 128}
+    | {"embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625}
+    | {"key_multiplier": 0.39062499999999994}
     | {"attention_out_multiplier": 0.9375, "ssm_out_multiplier": 0.23570226039551587}
     | {"mlp_multipliers": [0.8838834764831844, 0.5859375]}
     | {"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738]},
