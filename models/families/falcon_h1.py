@@ -63,9 +63,11 @@ class FalconH1Config(StateSpaceConfig):
         )
 
     def mixers(self, t: Table) -> Rows:
-        ssm = {"bias": self.mamba_proj_bias, "conv_bias": self.mamba_conv_bias, "out_bias": self.projectors_bias}
-        attention = t.attention(bias=self.attention_bias, out_bias=self.attention_bias)
-        return t.state_space(**ssm, norm=self.mamba_rms_norm) + attention
+        bias, conv, out = self.mamba_proj_bias, self.mamba_conv_bias, self.projectors_bias
+        return (
+            *t.state_space(bias=bias, conv_bias=conv, out_bias=out, norm=self.mamba_rms_norm),
+            *t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+        )
 
     def params(self) -> tuple[Param, ...]:
         t, mlp = self.table(), "feed_forward"

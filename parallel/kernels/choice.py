@@ -218,8 +218,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) 
         return causal_attention(q, k, F.pad(v, (0, narrow)), scoring)[..., :-narrow]
     if scoring.chunk is not None:
         b, _, s, _ = q.shape
-        rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        y = documents_attention(*rows, Documents.of((s,) * b, q.device), b, scoring)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        y = documents_attention(q, k, v, Documents.of((s,) * b, q.device), b, scoring)
         return y.unflatten(0, (b, s)).transpose(1, 2)
     if not scoring.plain:
         return (bands.by_formula if scoring.dropout else bands.attention)(q, k, v, scoring)
