@@ -32,6 +32,7 @@ GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai"}
 """{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss)."""
 
 FULL, SLIDING, LINEAR, CONVOLUTION = "full_attention", "sliding_attention", "linear_attention", "conv"
+CHUNKED = "chunked_attention"
 """The kinds of layers of a ``config.json`` that says ``layer_types``."""
 ROPE = "rope"
 """The name of a model's rope where it has one."""
@@ -62,18 +63,38 @@ class Alibi:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What a branch is multiplied by, or one of two that stand side by side (Yang et al. 2022, arXiv 2203.03466).
+
+    Args:
+        given: Factor of what it is given.
+        gives: Factor of what it gives.
+        inner: Factors of the pieces that its first linear gives: of a network of gates and what they are for, of a
+            state space of gates, x, B, C and steps; empty: there are none.
+    """
+
+    given: float = 1.0
+    gives: float = 1.0
+    inner: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """The positions that the attention of one layer sees, and how it encodes them.
 
     Args:
         rope: The name of its rope among :attr:`Anatomy.ropes`; None: queries and keys do not rotate.
         window: A token sees itself and the ``window`` - 1 tokens before it; None: all tokens before it.
+        chunk: A token sees no token before the last multiple of so many positions; None: it does.
         temperature: The factor of its queries; None: there is none.
+        plain_norms: Whether queries and keys have those of :attr:`Anatomy.plain_norms`.
     """
 
     rope: str | None = ROPE
     window: int | None = None
+    chunk: int | None = None
     temperature: Temperature | None = None
+    plain_norms: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +124,7 @@ class Anatomy:
         round_embedding_scale: Whether that is rounded to the model's dtype first.
         branch_scale: Factor of what each branch adds to the residual stream.
         logit_scale: Factor of the logits.
+        factors: Those of ``attn``, ``ssm`` and ``mlp``, where there are some.
         attention_dropout: Probability of dropping an attention weight.
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.
@@ -133,6 +155,7 @@ class Anatomy:
     round_embedding_scale: bool = False
     branch_scale: float = 1.0
     logit_scale: float = 1.0
+    factors: Mapping[str, Factors] = field(default_factory=dict)
     attention_dropout: float = 0.0
     branch_dropout: float = 0.0
     embedding_dropout: float = 0.0

@@ -89,7 +89,7 @@ class MultiHeadAttention(Attention):
         norms_after_rope: Whether those norms are of heads that have rotated.
         encoding: That of :class:`Attention`.
 
-    Where queries are fused with gates, ``.qkv`` has a piece ``q.gate``, the outputs are weighed by their sigmoids.
+    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class MultiHeadAttention(Attention):
         shard = parameters.shards[f"{name}.qkv.weight"]
         rows, head = shard.shape[0], shard.sizes["head"]
         kv = shard.piece("v").numel // shard.sizes["embed"] // head
-        gated = "q.gate" in shard.param.sentence.labels
+        gated = not {"q.gate", "gate"}.isdisjoint(shard.param.sentence.labels)
         heads = (rows // head - 2 * kv) // (1 + gated)
         sizes = {"heads": heads, "kv": kv, "head": head, "value": head}
         super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding)

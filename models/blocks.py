@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +100,40 @@ class ParallelBlock(Block):
         return self._add(x, self.by_tokens(lambda z: self.mlp_out_norm(mlp(z, context)), z))
 
 
+class SideBySide(nn.Module):
+    """The sum of what several modules that mix tokens make of the same x. (x, context) -> x."""
+
+    def __init__(self, mixers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(mixers)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        first, *others = (mixer(x, context) for mixer in self.mixers)
+        y: Tensor = sum(others, first)
+        return y
+
+
+class Scaled(nn.Module):
+    """A branch that is given what is multiplied by one factor, and whose outputs are by another. (x, context) -> x."""
+
+    def __init__(self, branch: nn.Module, given: float, gives: float) -> None:
+        super().__init__()
+        self.branch, self.given, self.gives = branch, given, gives
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        y: Tensor = self.branch(x if self.given == 1 else x * self.given, context)
+        return y if self.gives == 1 else y * self.gives
+
+
+def times(x: Tensor, factors: Sequence[float], sizes: Sequence[int]) -> Tensor:
+    """x: [..., n] -> same, its pieces of these sizes multiplied by these factors; by none where there are
+    none."""
+    if all(factor == 1 for factor in factors):
+        return x
+    each = torch.tensor(factors, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
+    return x * each.to(x.dtype).to(x.device)
+
+
 class Activation(nn.Module):
     """A function of its input alone, element by element or of pairs of them: cheap to compute again."""
 
@@ -162,10 +196,12 @@ class FeedForward(nn.Module):
         parameters: This rank's.
         name: Prefix of ``.up`` and ``.down``.
         activation: That of :func:`activation_after`.
+        factors: Those of what gates and of what is gated; empty: there are none.
     """
 
-    def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
+    def __init__(self, parameters: Parameters, name: str, activation: str, factors: Sequence[float] = ()) -> None:
         super().__init__()
+        self.factors = factors
         function = activation_after(parameters, f"{name}.up", activation)
         self.up, self.activation, self.down = (
             column(parameters, f"{name}.up"),
@@ -174,4 +210,5 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        return self.down(self.activation(self.up(x)))
+        y = self.up(x)
+        return self.down(self.activation(times(y, self.factors, (y.shape[-1] // 2,) * 2)))

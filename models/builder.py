@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megacore.models import scores
-from megacore.models.anatomy import ACTIVATIONS, Anatomy
+from megacore.models.anatomy import ACTIVATIONS, Anatomy, Factors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
-    from megacore.models.blocks import Block, ParallelBlock, replicated
+    from megacore.models.blocks import Block, ParallelBlock, SideBySide, replicated
     from megacore.models.decoder import Decoder, Head, NormedEmbedding, PositionEmbedding, Prediction, TokenEmbedding
     from megacore.models.rope import Rotary
 
@@ -45,9 +45,13 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         }
         kind = ParallelBlock if anatomy.parallel else Block
         # Every branch has a linear that ends it.
-        mixes = any(f"{name}.{mixer}.out.weight" in p for mixer in ("attn", "delta", "ssm", "short"))
+        mixers = [each for each in MIXERS if f"{name}.{each}.out.weight" in p]
+        mixing = [scaled(anatomy, each, mix(anatomy, p, layer, f"{name}.{each}")) for each in mixers]
         feeds = any(f"{name}.mlp.{last}.weight" in p for last in ("down", "experts.down"))
-        branches = attend(anatomy, p, layer, name) if mixes else None, feed(anatomy, p, layer, name) if feeds else None
+        branches = (
+            SideBySide(mixing) if len(mixing) > 1 else mixing[0] if mixing else None,
+            scaled(anatomy, "mlp", feed(anatomy, p, layer, name)) if feeds else None,
+        )
         return kind(*branches, norms, scale=anatomy.branch_scale, dropout=anatomy.branch_dropout)
 
     def embedding() -> nn.Module:
@@ -110,9 +114,21 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     )
 
 
-def attend(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> nn.Module:
-    """Self-attention of a layer, ``<block>.attn``, of latents where it has some; or the gated delta rule,
-    ``<block>.delta``, a state space, ``<block>.ssm``, or a short convolution, ``<block>.short``, where it has that."""
+MIXERS = ("attn", "delta", "ssm", "short")
+"""The names that what mixes tokens has in a block: those that a layer has stand side by side."""
+
+
+def scaled(anatomy: Anatomy, name: str, branch: nn.Module) -> nn.Module:
+    """Return what a branch of this name is with the factors of what it is given and gives."""
+    from megacore.models.blocks import Scaled
+
+    of = anatomy.factors.get(name)
+    return branch if of is None or of.given == of.gives == 1 else Scaled(branch, of.given, of.gives)
+
+
+def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.Module:
+    """Return what mixes tokens in a layer: self-attention, ``attn``, of latents where it has some, the gated delta
+    rule, ``delta``, a state space, ``ssm``, or a short convolution, ``short``, as the name ends."""
     from megacore.models.attention import MultiHeadAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
@@ -121,21 +137,24 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> 
     from megacore.parallel.kernels.scoring import Scoring
     from megacore.parallel.layers.norm import RMSNorm, SplitRMSNorm
 
-    delta, short, ssm = (f"{block}.{mixer}" for mixer in ("delta", "short", "ssm"))
-    if f"{short}.conv.weight" in parameters:
-        return ShortConvolution(parameters, short)
-    if f"{delta}.norm.weight" in parameters:
-        of_head = RMSNorm.of(parameters[f"{delta}.norm.weight"], anatomy.norm_eps, parameters.mesh)
-        return GatedDeltaRule(parameters, delta, ACTIVATIONS[anatomy.activation], of_head)
-    if f"{ssm}.norm.weight" in parameters:
+    kind, weight = name.rpartition(".")[2], parameters.get(f"{name}.norm.weight")
+    if kind == "short":
+        return ShortConvolution(parameters, name)
+    if kind == "delta":
+        assert weight is not None  # of each head's outputs
+        of_head = RMSNorm.of(weight, anatomy.norm_eps, parameters.mesh)
+        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], of_head)
+    if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
-        of_inner = SplitRMSNorm(parameters[f"{ssm}.norm.weight"], anatomy.norm_eps, parameters.mesh, groups)
+        of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)
         activation = ACTIVATIONS[anatomy.mixer_activation or anatomy.activation]
-        return StateSpace(parameters, ssm, activation, of_inner, anatomy.step_limits)
-    name, own = f"{block}.attn", anatomy.layers[layer]
+        factors = anatomy.factors.get(kind, Factors()).inner
+        return StateSpace(parameters, name, activation, of_inner, anatomy.step_limits, factors)
+    own = anatomy.layers[layer]
     scoring = Scoring(
         scale=anatomy.attention_scale,
         window=own.window,
+        chunk=own.chunk,
         softcap=anatomy.attention_softcap,
         sinks=parameters.get(f"{name}.sinks"),
         dropout=anatomy.attention_dropout,
@@ -145,7 +164,7 @@ def attend(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> 
         return LatentAttention(parameters, name, own.rope, scoring, of_latent)
     norms = (
         [norm(anatomy, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
-        if f"{name}.q_norm.weight" in parameters or "attn.q_norm" in anatomy.plain_norms
+        if f"{name}.q_norm.weight" in parameters or ("attn.q_norm" in anatomy.plain_norms and own.plain_norms)
         else None
     )
     how = norms, anatomy.qkv_limit, anatomy.norms_after_rope, encode(anatomy, parameters, layer, name)
@@ -175,7 +194,7 @@ def feed(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> nn
 
     name = f"{block}.mlp"
     if f"{name}.router.weight" not in parameters:
-        return FeedForward(parameters, name, anatomy.activation)
+        return FeedForward(parameters, name, anatomy.activation, anatomy.factors.get("mlp", Factors()).inner)
     assert anatomy.routing is not None  # whose table declares routers
     return MixtureOfExperts(parameters, name, layer, anatomy.routing, anatomy.activation)
 

@@ -7,7 +7,7 @@ of the ranks' parts by the log-sum-exps. Of layers with a state every rank of cp
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -166,7 +166,7 @@ class Decode:
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         self.cache.put(name, self.rows, self.slots, k[self.kept], v[self.kept])
-        n, (first, stop, seen) = len(self.at), self._seen(scoring.window)
+        n, (first, stop, seen) = len(self.at), self._seen(scoring.window, scoring.chunk)
         keys, values = (kept[name][:n, :, first:stop] for kept in (self.cache.keys, self.cache.values))
         y = q.new_zeros(*q.shape[:-1], v.shape[-1])
         if self.cache.group.size > 1:
@@ -191,23 +191,32 @@ class Decode:
         weights = sums.softmax(0)[: len(outputs)]
         return (outputs * weights[..., None]).sum(0)
 
-    def _seen(self, window: int | None) -> tuple[int, int, Tensor]:
+    def _seen(self, window: int | None, chunk: int | None) -> tuple[int, int, Tensor]:
         """first, stop, [n, 1, stop - first]: the slots that are looked at, True where a row's new token looks; layers
         ask for the same ones."""
-        if window not in self._masks:
+        if (window, chunk) not in self._masks:
             held = [self.cache.own(row) for row in range(len(self.positions))]
-            first, stop = 0, max(map(len, held))
-            if window is not None:
-                first = min(bisect_right(own, at - window) for own, at in zip(held, self.positions, strict=True))
+            firsts = (_first(at, window, chunk) for at in self.positions)
+            first = min(bisect_left(own, each) for own, each in zip(held, firsts, strict=True))
+            stop = max(map(len, held))
             there, at = self.cache.positions[: len(self.at), first:stop], self.at[:, None]
-            seen = there <= at if window is None else (there <= at) & (there > at - window)
-            self._masks[window] = first, stop, seen[:, None]
-        return self._masks[window]
+            seen = there <= at
+            if window is not None:
+                seen &= there > at - window
+            if chunk is not None:
+                seen &= there >= at - at % chunk
+            self._masks[window, chunk] = first, stop, seen[:, None]
+        return self._masks[window, chunk]
 
     @cached_property
-    def _masks(self) -> dict[int | None, tuple[int, int, Tensor]]:
-        """{window: what is seen}."""
+    def _masks(self) -> dict[tuple[int | None, int | None], tuple[int, int, Tensor]]:
+        """{(window, chunk): what is seen}."""
         return {}
+
+
+def _first(at: int, window: int | None, chunk: int | None) -> int:
+    """Return the first position that a token at some position looks at."""
+    return max(0 if window is None else at - window + 1, 0 if chunk is None else at - at % chunk)
 
 
 @dataclass(frozen=True, eq=False)

@@ -379,8 +379,10 @@ def probabilities(config: ModelConfig, *names: str) -> list[str]:
     ]
 
 
-def looks(tokens: int, window: int | None) -> int:
-    """Return how many pairs of a token and one that it looks at there are in a causal sequence."""
+def looks(tokens: int, window: int | None, chunk: int | None = None) -> int:
+    """Return how many pairs of a token and one that it looks at there are in a causal sequence, or in its chunks."""
+    if chunk is not None and tokens > chunk:
+        return tokens // chunk * looks(chunk, window) + looks(tokens % chunk, window)
     seen = min(tokens, window or tokens)
     return seen * (seen + 1) // 2 + (tokens - seen) * seen
 
@@ -464,9 +466,9 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     6 for each parameter of a matrix product, of experts those alone that it is sent to; and for the attention scores
     and their use in each layer 6 * heads * (head + value) * (the tokens that a token looks at, on average): 2 products
     of 2 operations, times 3 for the backward, of heads of keys and of values, which mostly have one size. A token looks
-    at (sequence + 1) / 2 on average, and at no more than its layer's window. (Chowdhery et al. 2022, arXiv 2204.02311,
-    appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4 instead of 6; adapters
-    count as any parameters do.
+    at (sequence + 1) / 2 on average, and at no more than its layer's window or chunk. (Chowdhery et al. 2022, arXiv
+    2204.02311, appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4 instead of
+    6; adapters count as any parameters do.
 
     A layer with a state has no scores. Each of its heads multiplies the state three times, to know what it says of a
     key, to write and to read: 18 * key * value, or without the first one 12; and a short convolution counts 6 for each
@@ -477,12 +479,11 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     sizes, whole = config.sizes, config.schema
     predicts = tuning.predicts(whole)
     mixed = {param.name: param for param in whole.params if param.name in _STATES}
-    stateful = {layer for param in mixed.values() for layer in param.values("layer", sizes)}
     attends = whole.by_name.get("layers.{layer}.attn.out.weight")
     some = () if attends is None else attends.values("layer", sizes)
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
-    attending = (config.anatomy.layers[layer] for layer in (*some, *further) if layer not in stateful)
-    looked_at = sum(looks(sequence_length, layer.window) for layer in attending)
+    attending = (config.anatomy.layers[layer] for layer in (*some, *further))
+    looked_at = sum(looks(sequence_length, layer.window, layer.chunk) for layer in attending)
     head = sizes["head"] + sizes.get("value", sizes["head"])
     attention = 6 * sizes["heads"] * head * looked_at // sequence_length
     attention += sum(6 * whole.numel(param) for param in mixed.values())

@@ -43,11 +43,11 @@ class MoEConfig(DecoderConfig):
         """The layers that have experts."""
         return range(self.num_hidden_layers)
 
-    def feed_forward(self, t: Table, experts: Rows, *, bias: bool = False) -> Rows:
-        """Return the rows of the experts in the layers that have some, and in the others of a network, with biases or
-        without."""
+    def feed_forward(self, t: Table, experts: Rows, network: Rows = (), *, bias: bool = False) -> Rows:
+        """Return the rows of the experts in the layers that have some, and in the others of a network: that of LLaMA,
+        with biases or without, if it is not given."""
         every, sparse = {*range(self.num_hidden_layers)}, {*self.sparse_layers}
-        dense = in_layers(every - sparse, t.gated_mlp(bias=bias))
+        dense = in_layers(every - sparse, network or t.gated_mlp(bias=bias))
         return experts if sparse == every else in_layers(sparse, experts) + dense
 
     def anatomy_of(self, **own: Any) -> Anatomy:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
+from megacore.models.config import positive
 from megacore.models.decoder_config import DecoderConfig
 from megacore.parallel import limits
 
@@ -96,6 +97,40 @@ class WindowedConfig(LayerTypesConfig):
         found = super().problems() + window_problems(self.sliding_window)
         if SLIDING in self.kinds and self.sliding_window is None:
             found.append(f"layer_types names {SLIDING}, and there is no sliding_window: give one")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatingConfig(LayerTypesConfig):
+    """Some layers have no rope, as ``no_rope_layers`` says: 1 for each that rotates, and 0 for the others."""
+
+    # None, or nothing, becomes a 0 for the last of every interval.
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.no_rope_layers and self.no_rope_layer_interval > 0 and self.num_hidden_layers <= limits.LAYERS:
+            ends = (layer % self.no_rope_layer_interval == 0 for layer in range(1, self.num_hidden_layers + 1))
+            object.__setattr__(self, "no_rope_layers", tuple(int(not end) for end in ends))
+        super().__post_init__()
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer has the rope."""
+        return any((self.no_rope_layers or ())[layer : layer + 1])
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        rotate = [rng.randrange(2) for _ in range(layers)]
+        return drawn | {"no_rope_layers": rng.choice((None, rotate)), "no_rope_layer_interval": rng.choice((1, 2, 4))}
+
+    def problems(self) -> list[str]:
+        found = super().problems() + positive(self, "no_rope_layer_interval")
+        if self.no_rope_layers is not None and len(self.no_rope_layers) < self.num_hidden_layers:
+            found.append(
+                f"no_rope_layers names {len(self.no_rope_layers)} layers, and num_hidden_layers is "
+                f"{self.num_hidden_layers}: give as many, or null"
+            )
         return found
 
 

@@ -41,6 +41,7 @@ _NESTED = ".base_layer"
 # Families whose linears of these names it (0.21) takes for those of experts, which transformers 4 listed one by one.
 MISTAKEN_IN = frozenset(
     {
+        "afmoe",
         "deepseek_v2",
         "deepseek_v3",
         "dots1",
@@ -57,6 +58,8 @@ MISTAKEN_IN = frozenset(
 UNKNOWN_TO_PEFT = frozenset({"nemotron_h"})
 """Families whose modules have other names in memory than in their files, by which the peft library finds none."""
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
+REFUSED_BY_PEFT = {"falcon_h1": "out_proj"}
+"""{a family: the name of a linear of its state spaces that the peft library refuses to adapt}."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,9 @@ def peft_problems(family: str, chosen: Iterable[LinearTarget], whole: str | None
     larger model of which the adapted one is a part."""
     if mistaken := mistaken_by_peft(family, chosen):
         yield f"peft takes those of {', '.join(mistaken)} for those of {family}'s experts"
+    refused = REFUSED_BY_PEFT.get(family)
+    if any(linear.hf_name.rpartition(".")[2] == refused for linear in chosen):
+        yield f"peft refuses adapters of {refused} of {family}"
     if family in UNKNOWN_TO_PEFT:
         yield f"modules of {family} have other names in memory than in its files, and peft would find none of them"
     if whole is not None:
@@ -236,9 +242,12 @@ def _pair(schema: Schema, chosen: Sequence[LinearTarget], parameters: Sequence[L
         module = WORDS.sub(f"{{{words}}}" if "," in words else words, param.hf)
     hf = _PREFIX + module.removesuffix(WEIGHT)
     hf_first, hf_last = (f"({each}{first})", f"({RANK} {each.strip()})") if stacked else (first, RANK)
-    first_hf, second_hf = f"{hf_first} {_text(hf_inner)}", f"{_text(hf_out)} {hf_last}"
-    a = Param(f"{name}.{A}", f"{each}{first} {_text(inner)}", hf + _PEFT[A], first_hf, std=std, uniform=True)
-    b = Param(f"{name}.{B}", f"{each}{_text(out)} {RANK}", hf + _PEFT[B], second_hf)
+    of_a, of_b, rows, columns = A, B, hf_out, hf_inner
+    if param.hf_turned:  # there the product is that of the transposed weight
+        of_a, of_b, rows, columns = B, A, hf_inner, hf_out
+    theirs = {A: f"{hf_first} {_text(columns)}", B: f"{_text(rows)} {hf_last}"}
+    a = Param(f"{name}.{A}", f"{each}{first} {_text(inner)}", hf + _PEFT[of_a], theirs[of_a], std=std, uniform=True)
+    b = Param(f"{name}.{B}", f"{each}{_text(out)} {RANK}", hf + _PEFT[of_b], theirs[of_b])
     return replace(a, layers=param.layers), replace(b, layers=param.layers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megacore.models.blocks import FeedForward, activation_after
@@ -31,7 +32,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, parameters: Parameters, name: str, layer: int, routing: Routing, activation: str) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.scales_inputs = layer, routing.scales_inputs
         self.balance: Balance | None = None
         p, mesh = parameters, parameters.mesh
         self.router = Router(
@@ -56,7 +57,13 @@ class MixtureOfExperts(nn.Module):
         attach = None if self.balance is None else partial(self.balance.attach, self.layer, context.routed)
         chosen, weights = self.router(x, attach)
         beside = self.shared and partial(self._beside, x, context)
-        y: Tensor = self.experts(x, chosen, weights, beside, context.counts)
+        if self.scales_inputs:  # then what a token gives each of its experts is a token of its own
+            x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+            ones = torch.ones_like(weights).reshape(-1, 1)
+            y: Tensor = self.experts(x, chosen.reshape(-1, 1), ones, known=context.counts)
+            y = y.unflatten(0, chosen.shape).sum(1)
+            return y if beside is None else y + beside()
+        y = self.experts(x, chosen, weights, beside, context.counts)
         return y
 
     def _beside(self, x: Tensor, context: Context) -> Tensor:

@@ -18,6 +18,7 @@ from megacore.parallel.enum_errors import nearest
 from megacore.parallel.import_path import ImportPathError, imported
 
 FAMILIES: Mapping[str, str] = {
+    "afmoe": "megacore.models.families.afmoe.AfmoeConfig",
     "apertus": "megacore.models.families.apertus.ApertusConfig",
     "arcee": "megacore.models.families.arcee.ArceeConfig",
     "bamba": "megacore.models.families.bamba.BambaConfig",
@@ -34,6 +35,7 @@ FAMILIES: Mapping[str, str] = {
     "exaone4": "megacore.models.families.exaone4.Exaone4Config",
     "exaone_moe": "megacore.models.families.exaone_moe.ExaoneMoeConfig",
     "falcon": "megacore.models.families.falcon.FalconConfig",
+    "falcon_h1": "megacore.models.families.falcon_h1.FalconH1Config",
     "flex_olmo": "megacore.models.families.flex_olmo.FlexOlmoConfig",
     "gemma": "megacore.models.families.gemma.GemmaConfig",
     "gemma2": "megacore.models.families.gemma2.Gemma2Config",
@@ -60,6 +62,7 @@ FAMILIES: Mapping[str, str] = {
     "lfm2": "megacore.models.families.lfm2.Lfm2Config",
     "lfm2_moe": "megacore.models.families.lfm2_moe.Lfm2MoeConfig",
     "llama": "megacore.models.families.llama.LlamaConfig",
+    "llama4_text": "megacore.models.families.llama4.Llama4Config",
     "minicpm3": "megacore.models.families.minicpm3.MiniCPM3Config",
     "minimax_m2": "megacore.models.families.minimax_m2.MiniMaxM2Config",
     "ministral": "megacore.models.families.ministral.MinistralConfig",

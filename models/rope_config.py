@@ -216,9 +216,9 @@ class Llama3Rope(Rope):
         found = super().problems(head_dim)
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
             found += _outside(self, name, above=0)
-        if not found and self.high_freq_factor <= self.low_freq_factor:
+        if not found and self.high_freq_factor < self.low_freq_factor:  # Llama 4's are equal: nothing is blended
             found.append(
-                f"high_freq_factor ({self.high_freq_factor}) must be above low_freq_factor ({self.low_freq_factor})"
+                f"high_freq_factor ({self.high_freq_factor}) must not be below low_freq_factor ({self.low_freq_factor})"
             )
         return found
 

@@ -77,8 +77,8 @@ class StateSpaceConfig(HybridConfig):
         inner = self.inner
         if heads * head != inner:
             found.append(
-                f"mamba_n_heads ({heads}) times mamba_d_head ({head}) is not mamba_expand ({self.mamba_expand}) times "
-                f"hidden_size ({self.hidden_size}), {inner}"
+                f"mamba_n_heads ({heads}) times mamba_d_head ({head}) is not {inner}: mamba_expand "
+                f"({self.mamba_expand}) times hidden_size ({self.hidden_size}), or what mamba_d_ssm says"
             )
         if groups > 0 and heads % groups:
             found.append(f"mamba_n_heads ({heads}) is not a multiple of mamba_n_groups ({groups})")
@@ -128,7 +128,7 @@ class StateSpaceConfig(HybridConfig):
         problems = super()._derive(values)
         expand, heads = (values.get(name) or default for name, default in (("mamba_expand", 2), ("mamba_n_heads", 128)))
         if values.get("mamba_d_head") in (None, "auto") and all(isinstance(each, int) for each in (expand, heads)):
-            values["mamba_d_head"] = expand * values["hidden_size"] // heads
+            values["mamba_d_head"] = (values.get("mamba_d_ssm") or expand * values["hidden_size"]) // heads
         return problems
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.models.blocks import Activation, column, row
+from megacore.models.blocks import Activation, column, row, times
 from megacore.models.context import Context
 from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.again import keeping_inputs
@@ -25,12 +27,19 @@ class StateSpace(nn.Module):
         name: Prefix of ``.inner``, which makes gates, x, B, C and the steps; of ``.conv``, ``.fade``, ``.step``,
             ``.skip`` and ``.out``.
         activation: That of the convolution, of :data:`parallel.kernels.activation.FUNCTIONS`.
-        norm: That of the outputs: [tokens, heads, value] -> same.
+        norm: That of the outputs: [tokens, heads, value] -> same; None: there is none.
         limits: The lower and the upper bound of the steps.
+        factors: Those of gates, x, B, C and the steps; empty: there are none.
     """
 
     def __init__(
-        self, parameters: Parameters, name: str, activation: str, norm: nn.Module, limits: tuple[float, ...]
+        self,
+        parameters: Parameters,
+        name: str,
+        activation: str,
+        norm: nn.Module | None,
+        limits: tuple[float, ...],
+        factors: Sequence[float] = (),
     ) -> None:
         super().__init__()
         sizes = parameters.shards[f"{name}.inner.weight"].sizes
@@ -42,6 +51,7 @@ class StateSpace(nn.Module):
         self.fade, self.step, self.skip = (parameters[f"{name}.{each}"] for each in ("fade", "step", "skip"))
         self.activation = Activation(FUNCTIONS[activation].of)
         self.norm, (self.least, self.most) = norm, limits
+        self.factors = torch.tensor(factors, dtype=torch.float32, device="cpu").tolist()  # rounded, as there
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         y: Tensor = self.out(self._mixed(self.inner(x), context).flatten(1))
@@ -53,6 +63,7 @@ class StateSpace(nn.Module):
         states = context.states
         assert states is not None  # of a model that has layers with a state
         values, keys = self.heads * self.value, self.groups * self.key
+        x = times(x, self.factors, (values, values, keys, keys, self.heads))
         z, xbc, steps = x.split([values, values + 2 * keys, self.heads], 1)
         xbc = states.convolve(self.name, xbc, self.conv.flatten(1))
         xbc = self.activation(xbc if self.bias is None else xbc + self.bias)
@@ -63,8 +74,8 @@ class StateSpace(nn.Module):
         g, step = (each.unflatten(1, (self.groups, -1)) for each in (-wide(self.fade).exp() * step, step))
         y = states.state_space(self.name, c, b, x, g, step)
         (y,) = keeping_inputs(_weighed, y, x, z, self.skip)
-        y = self.norm(y.flatten(1, 2))
-        return y
+        y = y.flatten(1, 2)
+        return y if self.norm is None else self.norm(y)
 
 
 def _weighed(y: Tensor, x: Tensor, z: Tensor, skip: Tensor) -> tuple[Tensor]:

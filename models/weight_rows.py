@@ -14,6 +14,7 @@ QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
 QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
 HEADS, KV_HEADS = "(heads head)", "(kv head)"
 GATE_UP = "(gate: mlp + up: mlp)"
+GATE_UP_OF_EXPERTS = "(gate: expert_mlp + up: expert_mlp)"
 # What the gated delta rule makes of a token, head by head of keys.
 STATE_VALUES = "state_heads each state_value"
 STATE_QKV = f"q: state_heads state_key + k: state_heads state_key + v: {STATE_VALUES}"
@@ -175,14 +176,25 @@ class Table:
             *self.linear("delta.out", "embed", "(state_heads each state_value)", "linear_attn.out_proj", ends=True),
         )
 
-    def state_space(self, hf: str = "mamba", *, bias: bool = False, conv_bias: bool = True) -> Rows:
+    def state_space(
+        self,
+        hf: str = "mamba",
+        *,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        conv_bias: bool = True,
+        norm: bool = True,
+    ) -> Rows:
         """Return a state space layer (Mamba-2), as Bamba's ``mamba`` has it, or of another name.
 
         Args:
             hf: Hugging Face's name.
-            bias: Whether what takes or gives the tokens has one.
+            bias: Whether what takes the tokens has one, and what gives them where nothing else is said.
+            out_bias: Whether what gives the tokens has one.
             conv_bias: Whether the convolution has one.
+            norm: Whether what comes out is normalised.
         """
+        out_bias = bias if out_bias is None else out_bias
         name, theirs = "layers.{layer}.ssm", f"{self.layer}.{hf}"
         inner = f"(z: state_heads state_value + {STATE_XBC} + dt: state_heads)"
         conv = Param(
@@ -196,8 +208,8 @@ class Table:
             Param(f"{name}.fade", "state_heads", f"{theirs}.A_log", mean=8.5, std=4.33, uniform=True, log=True),
             Param(f"{name}.step", "state_heads", f"{theirs}.dt_bias", mean=0.0505, std=0.0285, uniform=True, log=True),
             Param(f"{name}.skip", "state_heads", f"{theirs}.D", mean=1.0),
-            *self.norm("ssm.norm", f"{hf}.norm", "(state_heads state_value)", mean=1.0),
-            *self.linear("ssm.out", "embed", "(state_heads state_value)", f"{hf}.out_proj", bias=bias, ends=True),
+            *(self.norm("ssm.norm", f"{hf}.norm", "(state_heads state_value)", mean=1.0) if norm else ()),
+            *self.linear("ssm.out", "embed", "(state_heads state_value)", f"{hf}.out_proj", bias=out_bias, ends=True),
         )
 
     def short_convolution(self, *, bias: bool = False) -> Rows:
@@ -291,7 +303,7 @@ class Table:
             held: The names of transformers for the modules of the experts and of the router in memory.
             gated: Whether experts are.
         """
-        hidden = "experts (gate: expert_mlp + up: expert_mlp)" if gated else "experts expert_mlp"
+        hidden = f"experts {GATE_UP_OF_EXPERTS}" if gated else "experts expert_mlp"
         up, corrects = "gate_up_proj" if gated else "up_proj", "layers.{layer}.mlp.router.correction"
         return (
             *self.linear("mlp.router", "routes", "embed", router, held=f"{held[1]}.weight"),
@@ -305,6 +317,40 @@ class Table:
                 "mlp.experts.down", "experts embed", "expert_mlp", down, held=f"{held[0]}.down_proj", ends=True
             ),
         )
+
+    def stacked_experts(
+        self,
+        stored: str = GATE_UP_OF_EXPERTS,
+        hf: str = "mlp.experts",
+        *,
+        bias: bool = False,
+        turned: bool = False,
+    ) -> Rows:
+        """Return experts without their router whose tensors hold all of a layer, inputs before outputs, as gpt-oss has
+        them.
+
+        Args:
+            stored: The sentence of gates and ups there.
+            hf: Hugging Face's name.
+            bias: Whether they have biases.
+            turned: Whether the peft library takes their inputs for outputs, as where their class does not tell it.
+        """
+        ours, theirs = "layers.{layer}.mlp.experts.", f"{self.layer}.{hf}."
+        up, down, hidden = f"{theirs}gate_up_proj", f"{theirs}down_proj", f"experts {GATE_UP_OF_EXPERTS}"
+        rows = (
+            Param(f"{ours}up.weight", f"{hidden} embed", up, f"experts embed {stored}", std=self.std, hf_turned=turned),
+            Param(f"{ours}up.bias", hidden, f"{up}_bias", f"experts {stored}", vector=True),
+            Param(
+                f"{ours}down.weight",
+                "experts embed expert_mlp",
+                down,
+                "experts expert_mlp embed",
+                std=self.out_std,
+                hf_turned=turned,
+            ),
+            Param(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
+        )
+        return rows if bias else rows[::2]
 
     def shared_expert(
         self,

@@ -140,6 +140,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "glm4v_moe": Wrapper(("glm4_moe",), "glm4v_moe_text", others=_VISUAL, defaults={"attention_bias": True}),
     "idefics3": _SMOL,
     "internvl": Wrapper(("qwen2", "qwen3", "llama")),
+    "llama4": Wrapper(("llama4_text",), others=("multi_modal_projector.", "vision_model.")),
     "llava": Wrapper(("llama", "mistral", "qwen2")),
     "llava_next": Wrapper(("llama", "mistral", "qwen2")),
     "llava_onevision": Wrapper(("qwen2",)),

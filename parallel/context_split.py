@@ -180,6 +180,11 @@ class ContextSplit:
         lengths = tuple(stop - start for start, stop in pairwise([0, *ends]))
         return lengths, tuple(values[found[end - 1]] for end in ends)
 
+    def in_chunks(self, chunk: int | None) -> ContextSplit:
+        """Return the same tokens of the same parts, whose documents are cut into pieces of so many; None: they are
+        not."""
+        return self if chunk is None else _in_chunks(self, chunk)
+
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
         """[documents], the first token of each."""
@@ -250,6 +255,18 @@ class ContextSplit:
         others = range(self.parts)
         taken = tuple(self.hop(part, other, window).tokens for other in others)
         return taken, tuple(self.hop(other, part, window).tokens for other in others)
+
+
+@lru_cache(maxsize=64)
+def _in_chunks(split: ContextSplit, chunk: int) -> ContextSplit:
+    documents = tuple(min(chunk, n - start) for n in split.documents for start in range(0, n, chunk))
+    ends = np.cumsum(documents)
+
+    def cut(start: int, stop: int) -> Iterator[Span]:
+        return pairwise([start, *ends[np.searchsorted(ends, start, "right") : np.searchsorted(ends, stop)], stop])
+
+    spans = (tuple((int(a), int(b)) for span in part for a, b in cut(*span)) for part in split.spans)
+    return ContextSplit(documents, tuple(spans), split.heads)
 
 
 @lru_cache(maxsize=8192)

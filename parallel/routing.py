@@ -24,6 +24,7 @@ class Routing:
         normalised: Whether the weights of a token are divided by their sum.
         epsilon: Added to that sum.
         factor: The factor of the weights, after that.
+        scales_inputs: Whether weights multiply what experts are given, and not what they give.
         groups: Groups of successive experts, of which only some are kept.
         kept_groups: The number of those that a token's experts are chosen from.
         group_score: The score of a group: its largest, or the sum of its two largest.
@@ -37,6 +38,7 @@ class Routing:
     normalised: bool = False
     epsilon: float = 0.0
     factor: float = 1.0
+    scales_inputs: bool = False
     groups: int = 1
     kept_groups: int = 1
     group_score: Literal["max", "top2"] = "max"

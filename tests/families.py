@@ -42,6 +42,10 @@ SMALL: dict[str, Any] = {
     "moe_intermediate_size": 6,
     "shared_expert_intermediate_size": 12,
     "mlp_only_layers": [1],
+    "moe_layers": [0, 2],
+    "intermediate_size_mlp": 20,
+    "attention_chunk_size": 5,
+    "floor_scale": 3,
     "pad_token_id": None,  # of some it lies beyond so small a vocabulary
     "q_lora_rank": 10,
     "kv_lora_rank": 6,
@@ -60,6 +64,7 @@ SMALL: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
     "mamba_n_heads": 8,
+    "mamba_d_ssm": 32,
     "mamba_n_groups": 2,
     "mamba_d_state": 6,
     "mamba_num_heads": 8,
@@ -130,7 +135,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
         ("conv_L_cache", "conv"),
         ("mamba_n_heads", "linear_attention"),
     ):
-        if field in known and "attn_layer_indices" not in known:
+        if field in known and known.isdisjoint(("attn_layer_indices", "mamba_d_ssm")):
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 

@@ -54,6 +54,8 @@ DELTA = {
     "full_attention_interval": 2,
 }
 
+CHUNKS = {"attention_chunk_size": 8, "interleave_moe_layer_step": 2}
+
 
 def pixels(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -102,6 +104,7 @@ _GLM = {
     "video_end_token_id": 59,
 }
 _SMOL = Seeing({"model_type": "llama"}, VIT, 1, _of_many, {"image_token_id": IMAGE, "scale_factor": 2})
+_LLAMA_TOWER = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
 _CLIP = {**VIT, "model_type": "clip_vision_model"}
 _FIVE = {**_INDEX, "image_grid_pinpoints": [[32, 32]]}
 
@@ -117,6 +120,13 @@ SEEING: Mapping[str, Seeing] = {
     ),
     "idefics3": _SMOL,
     "internvl": Seeing({"model_type": "qwen2"}, {**VIT, "image_size": [16, 16], "patch_size": [8, 8]}, 1, _square),
+    "llama4": Seeing(
+        {**CHUNKS, "num_local_experts": 4, "intermediate_size_mlp": 40},
+        {**VIT, "intermediate_size": 64, **dict.fromkeys(_LLAMA_TOWER, 16)},
+        1,
+        _square,
+        {"image_token_index": IMAGE, "boi_token_index": 61, "eoi_token_index": 62},
+    ),
     "llava": Seeing({"model_type": "llama"}, _CLIP, 4, _square, _INDEX),
     "llava_next": Seeing({"model_type": "mistral"}, _CLIP, 24, _in_five, _FIVE),
     "llava_onevision": Seeing(

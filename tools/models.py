@@ -32,16 +32,13 @@ NOT_CARRIED = {
     "other states in place of keys and values": "bailing_hybrid, falcon_mamba, "
     "jamba, kimi_linear, mamba, mamba2, minimax, olmo_hybrid, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
-    "attention and a state space side by side": "falcon_h1",
     "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
-    "attention in chunks, and experts whose inputs are scaled": "llama4_text",
     "queries of latents that are scaled by their position": "mistral4",
-    "a gate of what attention gives": "afmoe",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
     "sliding layers whose heads have other sizes": "mimo_v2_flash",
     "text that looks at tokens after it": "paligemma",
     "experts that lie transposed": "qwen3_vl_moe",
-    "a text family that is not here": "gemma3n, gemma4, llama4",
+    "a text family that is not here": "gemma3n, gemma4",
 }
 """{what is not there yet: the model types of transformers that need it}."""
 
@@ -120,7 +117,7 @@ def _of_table(schema: Schema) -> Iterator[str]:
     ):
         if (row := names.get(f"{mixer}.conv.weight")) is not None:
             yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
-    if (row := names.get("attn.qkv.weight")) is not None and "q.gate" in row.sentence.labels:
+    if (row := names.get("attn.qkv.weight")) is not None and not {"q.gate", "gate"}.isdisjoint(row.sentence.labels):
         yield "gated attention"
     qkv = names.get("attn.qkv.weight")
     # Where keys have the axis `share`, groups are of heads that share nothing.
@@ -166,7 +163,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
         limited = f" out of {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
         sigmoid = " by sigmoids" if routing.score == "sigmoid" else ""
         close = ", weighed among those that are close" if routing.weigh == "close" else ""
-        yield f"top {routing.top_k} of {routing.experts} experts{limited}{sigmoid}{close}"
+        inputs = ", whose inputs are scaled" if routing.scales_inputs else ""
+        yield f"top {routing.top_k} of {routing.experts} experts{limited}{sigmoid}{close}{inputs}"
     if anatomy.plain_norms:
         yield "norms without weights"
     if anatomy.alibi is not None:
@@ -186,6 +184,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     if windows := [each.window for each in layers if each.window is not None]:
         share = "" if len(windows) == len(layers) else f" in {len(windows)} of {len(layers)} layers"
         yield f"window {windows[0]:,}{share}"
+    if chunks := [each.chunk for each in layers if each.chunk is not None]:
+        yield f"chunks of {chunks[0]:,} in {len(chunks)} of {len(layers)} layers"
     if still := sum(each.rope is None for each in layers) * bool(anatomy.ropes):
         yield f"no rope in {still} of {len(layers)} layers"
     kinds = dict.fromkeys(rope.rope_type for rope in anatomy.ropes.values() if rope.rope_type != "default")
@@ -196,6 +196,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     yield from (f"{factor:g} of each head turns" for factor in factors)
     if anatomy.attention_softcap or anatomy.logit_softcap:
         yield "softcaps"
+    if anatomy.factors:
+        yield "factors of each branch"
     scales = {
         "embeddings": anatomy.embedding_scale != 1,
         "branches": anatomy.branch_scale != 1,

@@ -61,6 +61,7 @@ class KeyExchange:
     keys: int
     gradients: int
     flops: int
+    chunk: int | None = None
 
 
 @dataclass(eq=False)

@@ -98,21 +98,21 @@ class Packing:
     def split(self) -> ContextSplit:
         return self.context.split(self.documents or (self.length,) * self.sequences, self.length)
 
-    def exchange(self, window: int | None) -> ExchangeWork:
+    def exchange(self, window: int | None, chunk: int | None = None) -> ExchangeWork:
         """Return the work of the parts in the attention of a layer, each of whose tokens looks at a window of them,
-        itself included; None: all before it."""
-        return _work(self, window)
+        itself included, or at those of its chunk; None: all before it."""
+        return _work(self, window, chunk)
 
-    def seen(self, window: int | None) -> float:
+    def seen(self, window: int | None, chunk: int | None = None) -> float:
         """Return the scores of the documents over those that there would be if each sequence were one."""
         if self.documents is None:
             return 1.0
-        return _scores(self.documents, window) / _scores((self.length,) * self.sequences, window)
+        return _scores(self.documents, window, chunk) / _scores((self.length,) * self.sequences, window, chunk)
 
 
 @lru_cache(maxsize=256)
-def _work(packing: Packing, window: int | None) -> ExchangeWork:
-    split, gathered = packing.split, packing.context.exchange == "gather"
+def _work(packing: Packing, window: int | None, chunk: int | None) -> ExchangeWork:
+    split, gathered = packing.split.in_chunks(chunk), packing.context.exchange == "gather"
     pairs, taken, largest = list[Sequence[int]](), list[Sequence[int]](), (0, 0, 0)
     for part in range(split.parts):
         hops = [split.hop(part, (part - distance) % split.parts, window) for distance in range(1, split.parts)]
@@ -129,6 +129,6 @@ def _work(packing: Packing, window: int | None) -> ExchangeWork:
     return ExchangeWork(np.array(pairs, np.int64), np.array(taken, np.int64), largest[1:], gathered)
 
 
-def _scores(documents: Sequence[int], window: int | None) -> int:
+def _scores(documents: Sequence[int], window: int | None, chunk: int | None) -> int:
     """Return the scores of all tokens of some documents, of one head."""
-    return sum(looks(length, window) for length in documents)
+    return sum(looks(length, window, chunk) for length in documents)

@@ -329,11 +329,11 @@ def _key(tensor: Tensor) -> int:
 
 class _Watch(TorchDispatchMode):
     """Counts bytes of the storages that are made while it is active (not of those ``known``, which were there before),
-    products, messages, and the windows of attentions."""
+    products, messages, and the windows and chunks of attentions."""
 
     def __init__(self, known: Set[int], packing: Packing) -> None:
         super().__init__()
-        self._packing, self.windows = packing, set[int | None]()
+        self._packing, self.windows = packing, set[tuple[int | None, int | None]]()
         self.sizes: dict[int, int] = {}
         """{storage: bytes} of those that are alive."""
         self._alive: dict[int, weakref.KeyedRef[int, Any]] = {}
@@ -373,7 +373,7 @@ class _Watch(TorchDispatchMode):
         """Return the operations since it was asked last; of an attention those of the documents."""
         found, self._ops = self._ops, OpCounts()
         if self._packing.context.parts == 1 and self._packing.documents is not None:
-            seen = max((self._packing.seen(window) for window in self.windows), default=1.0)
+            seen = max((self._packing.seen(*window) for window in self.windows), default=1.0)
             products = {
                 replace(each, n=round(each.n * seen)) if each.attention else each: count
                 for each, count in found.products.items()
@@ -387,11 +387,12 @@ class _Watch(TorchDispatchMode):
     def _exchange(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Take what `parallel.layers.context_attention` takes, of the part that holds and computes most."""
         given = _arguments(op, args, kwargs)
-        q, k, v, work = given["q"], given["k"], given["v"], self._packing.exchange(given["window"])
+        q, k, v, work = given["q"], given["k"], given["v"], self._packing.exchange(given["window"], given["chunk"])
         heads, width = q.shape[1], k[0].numel() + v[0].numel()
         flops = 2 * heads * (q.shape[-1] + v.shape[-1])
         back = "backward" in op._schema.name
-        exchange = KeyExchange(given["window"], width * k.itemsize, back * width * k.itemsize, (1 + back) * flops)
+        sizes = width * k.itemsize, back * width * k.itemsize
+        exchange = KeyExchange(given["window"], *sizes, (1 + back) * flops, given["chunk"])
         self._ops.exchanges[exchange] += 1
         scores = MatMul(1, work.busiest, q.shape[-1] + v.shape[-1], heads, _name(q), True)
         self._ops.products[scores] += 1 + back
@@ -582,13 +583,13 @@ _EXCHANGES = ("megacore::context_attention", "megacore::context_attention_backwa
 
 @dataclass(frozen=True, eq=False)
 class _Noted:
-    """An attention that tells the watch of its window."""
+    """An attention that tells the watch of its window and chunk."""
 
     attention: MaskedAttention
     seen: _Watch
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        self.seen.windows.add(scoring.window)
+        self.seen.windows.add((scoring.window, scoring.chunk))
         return self.attention(name, q, k, v, scoring)
 
 

@@ -370,7 +370,10 @@ def _part_times(
     tensor = both(lambda x: x.axis != "cp" and x.kind != ALL_TO_ALL)
     experts = both(lambda x: x.axis != "cp" and x.kind == ALL_TO_ALL)
     ahead, back = (
-        sum(n * cluster.exposed(mesh, packing.exchange(each.window), each) for each, n in work.exchanges.items())
+        sum(
+            n * cluster.exposed(mesh, packing.exchange(each.window, each.chunk), each)
+            for each, n in work.exchanges.items()
+        )
         for work in (part.forward, part.backward)
     )
     return _Times(seconds, tensor, experts, both(lambda x: x.axis == "cp").plus(_Seconds(ahead, back)))

@@ -69,7 +69,7 @@ def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Tra
                 counts[message, f"{what}, {when}"] += count * number * setting.microbatches
             for exchange, count in work.exchanges.items():
                 for what, size, back in ((KEYS, exchange.keys, False), (GRADIENTS, exchange.gradients, True)):
-                    for tokens in setting.packing.exchange(exchange.window).messages(back):
+                    for tokens in setting.packing.exchange(exchange.window, exchange.chunk).messages(back):
                         message = Collective(SEND, "cp", setting.layout.mesh.cp, tokens * size, True)
                         counts[message, f"{what}, {when}"] += count * number * setting.microbatches
     for (message, what), count in counts.items():

@@ -11,7 +11,6 @@ from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
 
@@ -68,22 +67,9 @@ class GptOssConfig(MoEConfig, WindowedConfig):
             (Param("layers.{layer}.attn.sinks", "heads", "model.layers.{layer}.self_attn.sinks", std=t.std),),
             t.norm("mlp_norm", "post_attention_layernorm"),
             t.linear("mlp.router", "routes", "embed", "mlp.router", bias=True),
-            _experts(t),
+            t.stacked_experts("(expert_mlp (gate: + up:))", bias=True),
             tied=self.tie_word_embeddings,
         )
-
-
-def _experts(t: Table) -> Rows:
-    """Return the rows of experts whose tensors hold all of a layer, inputs before outputs, each gate beside its up."""
-    ours, theirs = "layers.{layer}.mlp.experts.", "model.layers.{layer}.mlp.experts."
-    hidden, stored = "(gate: expert_mlp + up: expert_mlp)", "(expert_mlp (gate: + up:))"
-    up, down = f"{theirs}gate_up_proj", f"{theirs}down_proj"
-    return (
-        Param(f"{ours}up.weight", f"experts {hidden} embed", up, f"experts embed {stored}", std=t.std),
-        Param(f"{ours}up.bias", f"experts {hidden}", f"{up}_bias", f"experts {stored}", vector=True),
-        Param(f"{ours}down.weight", "experts embed expert_mlp", down, "experts expert_mlp embed", std=t.out_std),
-        Param(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
-    )
 
 
 _EACH = {

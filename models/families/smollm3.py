@@ -8,16 +8,14 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import SLIDING, Anatomy
-from megacore.models.config import positive
 from megacore.models.decoder_config import shape
-from megacore.models.layer_types import WindowedConfig
+from megacore.models.layer_types import RotatingConfig, WindowedConfig
 from megacore.models.rope_config import Convention
-from megacore.parallel import limits
 from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmolLM3Config(WindowedConfig):
+class SmolLM3Config(RotatingConfig, WindowedConfig):
     family: ClassVar[str] = "smollm3"
     architecture: ClassVar[str] = "SmolLM3ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "pretraining_tp"})
@@ -31,19 +29,6 @@ class SmolLM3Config(WindowedConfig):
     mlp_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: int | None = None
-    # 1 for each layer that rotates, 0 for the others; None becomes a 0 for the last of every interval.
-    no_rope_layers: tuple[int, ...] | None = None
-    no_rope_layer_interval: int = 4
-
-    def __post_init__(self) -> None:
-        if self.no_rope_layers is None and self.no_rope_layer_interval > 0 and self.num_hidden_layers <= limits.LAYERS:
-            ends = (layer % self.no_rope_layer_interval == 0 for layer in range(1, self.num_hidden_layers + 1))
-            object.__setattr__(self, "no_rope_layers", tuple(int(not end) for end in ends))
-        super().__post_init__()
-
-    def rotates(self, layer: int) -> bool:
-        """Return whether a layer has the rope."""
-        return any((self.no_rope_layers or ())[layer : layer + 1])
 
     def slides(self, layer: int) -> bool:
         return self.use_sliding_window and self.sliding_window is not None and not self.rotates(layer)
@@ -68,17 +53,10 @@ class SmolLM3Config(WindowedConfig):
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         used = rng.random() < 0.5
-        drawn |= {"use_sliding_window": used, "layer_types": drawn["layer_types"] if used else None}
-        rotate = [rng.randrange(2) for _ in range(layers)]
-        return drawn | {"no_rope_layers": rng.choice((None, rotate)), "no_rope_layer_interval": rng.choice((1, 2, 4))}
+        return drawn | {"use_sliding_window": used, "layer_types": drawn["layer_types"] if used else None}
 
     def problems(self) -> list[str]:
-        found = super().problems() + positive(self, "no_rope_layer_interval")
-        if self.no_rope_layers is not None and len(self.no_rope_layers) < self.num_hidden_layers:
-            found.append(
-                f"no_rope_layers names {len(self.no_rope_layers)} layers, and num_hidden_layers is "
-                f"{self.num_hidden_layers}: give as many, or null"
-            )
+        found = super().problems()
         if SLIDING in self.kinds and not self.use_sliding_window:
             found.append(f"layer_types names {SLIDING}, and use_sliding_window is false: say which")
         return found

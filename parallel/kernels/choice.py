@@ -16,6 +16,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -215,6 +216,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) 
     for fp64)."""
     if narrow := q.shape[-1] - v.shape[-1]:
         return causal_attention(q, k, F.pad(v, (0, narrow)), scoring)[..., :-narrow]
+    if scoring.chunk is not None:
+        b, _, s, _ = q.shape
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        y = documents_attention(q, k, v, Documents.of((s,) * b, q.device), b, scoring)
+        return y.unflatten(0, (b, s)).transpose(1, 2)
     if not scoring.plain:
         return (bands.by_formula if scoring.dropout else bands.attention)(q, k, v, scoring)
     if not scoring.dropout and q.device.type == "cpu" and cpu.is_faster(q):
@@ -231,6 +237,8 @@ def documents_attention(
     """
     if narrow := q.shape[-1] - v.shape[-1]:
         return documents_attention(q, k, F.pad(v, (0, narrow)), documents, sequences, scoring)[..., :-narrow]
+    if scoring.chunk is not None:
+        documents, scoring = documents.in_chunks(scoring.chunk), replace(scoring, chunk=None)
     if not scoring.plain:
         return within.in_bands(q, k, v, documents, sequences, scoring)
     if not scoring.dropout and q.device.type == "cpu":

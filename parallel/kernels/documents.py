@@ -45,9 +45,20 @@ class Documents:
         groups = varlen and flash.shares()
         return cls(host, host.pin_memory().to(device, non_blocking=True), varlen, groups)
 
+    @torch.compiler.disable  # how many pieces there are is known where it runs
+    def in_chunks(self, chunk: int) -> Documents:
+        """Return the pieces of so many tokens that documents are cut into, the last one of each what is left."""
+        return _in_chunks(tuple(self.host.diff().tolist()), chunk, self.device.device)
+
     def varlen_takes(self, q: Tensor) -> bool:
         """Return whether torch's kernel takes heads like q's, [t, heads, head]."""
         return self.varlen and flash.fits(q)
+
+
+@lru_cache(maxsize=16)
+def _in_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> Documents:
+    """Kept, as every layer asks for them, forward and backward."""
+    return Documents.of([min(chunk, n - start) for n in lengths for start in range(0, n, chunk)], device)
 
 
 # -- each: q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]; softmax in fp32 (fp64 for fp64)

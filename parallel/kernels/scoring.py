@@ -23,6 +23,8 @@ class Scoring:
         sinks: [heads], of this rank: a logit of each head that takes part in the softmax and stands for no token, so
             that a head may look at nothing (gpt-oss).
         dropout: Probability of dropping an attention weight.
+        chunk: A document is cut into pieces of so many tokens, and a token looks at none before its piece; None: it
+            does.
     """
 
     scale: float | None = None
@@ -30,11 +32,12 @@ class Scoring:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
+    chunk: int | None = None
 
     @property
     def plain(self) -> bool:
         """Whether every kernel knows it: nothing but a scale and dropout."""
-        return self.window is None and self.softcap is None and self.sinks is None
+        return self.window is None and self.chunk is None and self.softcap is None and self.sinks is None
 
     def factor(self, head: int) -> float:
         """Return the factor of scores of heads of so many numbers."""
@@ -49,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> T
 
     Args:
         q, k, v: The queries, and the keys and values that some of them see.
-        seen: [b or 1, n, m], True where a query looks at a key; the window is in it.
+        seen: [b or 1, n, m], True where a query looks at a key; the window and the chunk are in it.
         scoring: The rule by which they become weights.
     """
     n, kv = q.shape[2], k.shape[1]

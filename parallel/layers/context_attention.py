@@ -80,8 +80,8 @@ class ContextAttention:
             y = self.whole(name, q, k, v, scoring)
         else:
             y = _attend(
-                q, k, v, scoring.sinks, self.documents, scoring.scale, scoring.window, scoring.softcap, self.length,
-                context.exchange, context.balance, context.heads, self.group.name,
+                q, k, v, scoring.sinks, self.documents, scoring.scale, scoring.window, scoring.chunk,
+                scoring.softcap, self.length, context.exchange, context.balance, context.heads, self.group.name,
             )[0]  # fmt: skip
         return _by_tokens(y, self.inner)
 
@@ -256,10 +256,18 @@ def _rows(spans: Sequence[Span], device: torch.device) -> Rows:
 
 
 def _found(
-    q: Tensor, documents: Tensor, window: int | None, length: int, exchange: str, balance: Any, heads: int, name: str
+    q: Tensor,
+    documents: Tensor,
+    window: int | None,
+    chunk: int | None,
+    length: int,
+    exchange: str,
+    balance: Any,
+    heads: int,
+    name: str,
 ) -> tuple[_HopPlan, Group]:
     group = Group.named(name)
-    own = split(tuple(documents.tolist()), length, group.size // heads, balance, heads)
+    own = split(tuple(documents.tolist()), length, group.size // heads, balance, heads).in_chunks(chunk)
     return _plan(own, group.index, exchange, window, q.device), group
 
 
@@ -272,6 +280,7 @@ def _attend(
     documents: Tensor,
     scale: float | None,
     window: int | None,
+    chunk: int | None,
     softcap: float | None,
     length: int,
     exchange: str,
@@ -281,7 +290,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """-> out: [t, heads, value], log_sum: [t, heads], of the exponentials of the scores, in fp32 at least."""
     scoring = Scoring(scale, window, softcap)
-    plan, ranks = _found(q, documents, window, length, exchange, balance, heads, group)
+    plan, ranks = _found(q, documents, window, chunk, length, exchange, balance, heads, group)
     rows = _together(k, v)
     coming = plan.take(0, rows, ranks)
     out, log_sum = partial.alone(q, k, v, plan.alone, scoring)
@@ -319,6 +328,7 @@ def _attend_backward(
     documents: Tensor,
     scale: float | None,
     window: int | None,
+    chunk: int | None,
     softcap: float | None,
     length: int,
     exchange: str,
@@ -328,7 +338,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv."""
     scoring, wide = Scoring(scale, window, softcap), log_sum.dtype
-    plan, ranks = _found(q, documents, window, length, exchange, balance, heads, group)
+    plan, ranks = _found(q, documents, window, chunk, length, exchange, balance, heads, group)
     rows = _together(k, v)
     coming = plan.take(0, rows, ranks)
     met = any(hop.rectangles for hop in plan.hops)
@@ -361,16 +371,17 @@ def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window, ctx.softcap, ctx.length, ctx.exchange, ctx.balance, ctx.heads, ctx.group = inputs
+    *tensors, ctx.scale, ctx.window, ctx.chunk, ctx.softcap = inputs[:9]
+    ctx.length, ctx.exchange, ctx.balance, ctx.heads, ctx.group = inputs[9:]
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, documents, out, log_sum = ctx.saved_tensors
-    how = ctx.scale, ctx.window, ctx.softcap, ctx.length, ctx.exchange, ctx.balance, ctx.heads, ctx.group
+    how = ctx.scale, ctx.window, ctx.chunk, ctx.softcap, ctx.length, ctx.exchange, ctx.balance, ctx.heads, ctx.group
     grads = _attend_backward(dy, q, k, v, out, log_sum, documents, *how)
     of_sinks = bands.of_sinks(dy.transpose(0, 1)[None], out.transpose(0, 1)[None], log_sum.T[None], sinks)
-    return *grads, of_sinks, *[None] * 9
+    return *grads, of_sinks, *[None] * 10
 
 
 _attend.register_autograd(_backward, setup_context=_save)

@@ -78,6 +78,7 @@ class Param:
         buffer: Whether it gets no gradient and is fp32 in any run: training moves it otherwise, or leaves it alone. It
             does not count as a parameter of the model.
         hf_copies: Names by which Hugging Face stores it again: equal where they are read, and written all.
+        hf_turned: Whether the peft library takes the inputs of what transformers stacks for its outputs.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Param:
     vector: bool = False
     buffer: bool = False
     hf_copies: tuple[str, ...] = ()
+    hf_turned: bool = False
 
     def __post_init__(self) -> None:
         if not set(self.at.split()) <= {"first", "last"} or not self.at.split():

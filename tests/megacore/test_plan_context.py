@@ -44,13 +44,15 @@ def of_8b(mesh: MeshShape, context: ContextParallel, length: int, **others: Any)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
-@pytest.mark.parametrize("window", [None, 1000])
-def test_parts_share_out_all_scores_and_take_what_others_give(exchange: Any, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (1000, None), (None, 1000)])
+def test_parts_share_out_all_scores_and_take_what_others_give(
+    exchange: Any, window: int | None, chunk: int | None
+) -> None:
     documents = (5000, 96, 1, 3095)
-    work = Packing(8192, 1, ContextParallel(8, exchange, "documents", 2), documents).exchange(window)
-    assert work.pairs.sum() == sum(looks(length, window) for length in documents)
+    work = Packing(8192, 1, ContextParallel(8, exchange, "documents", 2), documents).exchange(window, chunk)
+    assert work.pairs.sum() == sum(looks(length, window, chunk) for length in documents)
     assert work.taken.sum() == work.given.sum() > 0
-    split = ContextParallel(8, exchange, "documents", 2).split(documents, 8192)
+    split = ContextParallel(8, exchange, "documents", 2).split(documents, 8192).in_chunks(chunk)
     for part in range(4):
         assert work.pairs[part].sum() == split.pairs(part, window)
         for distance in (1, 2, 3):

@@ -270,7 +270,7 @@ def sent_in(case: Case, rank: int) -> int:
         for each in (unit.forward, unit.backward):
             total += number * sum(m.size * n for m, n in each.messages.items() if m.axis == "cp")
             for exchange, times in each.exchanges.items():
-                work, part = setting.packing.exchange(exchange.window), rank // case.heads
+                work, part = setting.packing.exchange(exchange.window, exchange.chunk), rank // case.heads
                 keys = int(work.given[part].sum()) * exchange.keys
                 total += number * times * (keys + int(work.taken[part].sum()) * exchange.gradients)
     return total * setting.microbatches

@@ -369,7 +369,7 @@ REFUSED: list[tuple[str, Fields, str]] = [
     (
         "bamba",
         {"mamba_d_head": 3},
-        "mamba_n_heads (8) times mamba_d_head (3) is not mamba_expand (2) times hidden_size",
+        "mamba_n_heads (8) times mamba_d_head (3) is not 32: mamba_expand (2) times hidden_size",
     ),
     ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads (8) is not a multiple of mamba_n_groups (3)"),
     ("bamba", {"time_step_limit": [0.5]}, "time_step_limit is [0.5]: it must be two numbers, the lower one first"),

@@ -383,9 +383,9 @@ def by_hand(c: Mapping[str, Any], sequence: int) -> int:
     return round(3 * 2 * (linears + attention))
 
 
-def looked_at(sequence: int, window: int | None) -> int:
+def looked_at(sequence: int, window: int | None, chunk: int | None = None) -> int:
     """How many tokens those of a sequence look at, one after the other."""
-    return sum(min(token + 1, window or sequence) for token in range(sequence))
+    return sum(min(token % (chunk or sequence) + 1, window or sequence) for token in range(sequence))
 
 
 @pytest.mark.parametrize("preset", [p for p in PUBLISHED if presets()[p][0] in ("gpt2", "llama", "mistral", "mixtral")])
@@ -399,7 +399,7 @@ def test_flops_per_token_against_a_formula_by_hand(preset: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
-    """The linears to the last operation; attention as torch counts it, which is all of the square but for windows."""
+    """The linears to the last operation; attention as torch counts it, all but for windows and chunks."""
     config = configure(drawn(name, positions=64, tie_word_embeddings=tied))
     model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float32)
     model.parameters.initialise(0)
@@ -424,13 +424,13 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     values = len(with_state) * math.prod(sizes.get(axis, 1) for axis in ("state_heads", "each", "state_value"))
     heads += values * (not mixed.keys().isdisjoint(("delta", "ssm")))
     attends = names["layers.{layer}.attn.out.weight"].values("layer", sizes)
-    windows = [config.anatomy.layers[layer].window for layer in attends]
+    windows = [(config.anatomy.layers[layer].window, config.anatomy.layers[layer].chunk) for layer in attends]
     assert (sum(counted.values()) - linears) / (2 * length) in {0, tokens, heads, tokens + heads}
     further = 0 if config.anatomy.alibi is None else 12 * sizes["heads"] * Distances.dimensions
     each = 12 * sizes["heads"] * sizes["head"] + further
-    if not any(windows) and len(windows) == sizes["layer"]:
+    if {*windows} == {(None, None)} and len(windows) == sizes["layer"] and not mixed:
         assert attention == each * sizes["layer"] * length * length
-    causal = sum(looked_at(length, window) for window in windows)
+    causal = sum(looked_at(length, *window) for window in windows)
     # Dimensions that hold positions do not count, nor what pads values that are narrower than keys.
     each -= further + 6 * sizes["heads"] * (sizes["head"] - sizes.get("value", sizes["head"]))
     for mixer, products in (("delta", 3), ("ssm", 2)):

@@ -16,6 +16,9 @@ def scores_of(q: Tensor, k: Tensor, lengths: Sequence[int], scoring: Scoring) ->
     seen = (document[:, None] == document) & (t[:, None] >= t)
     if scoring.window is not None:
         seen &= t[:, None] - t < scoring.window
+    if scoring.chunk is not None:
+        piece = torch.cat([torch.arange(n) for n in lengths]) // scoring.chunk
+        seen &= piece[:, None] == piece
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * (q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
     if scoring.softcap is not None:

@@ -53,6 +53,7 @@ HEADS = [
     Heads("one kv head", kv=1, scoring=Scoring(scale=0.3)),
     Heads("other values", kv=4, head=6, value=3),
     Heads("window", kv=4, scoring=Scoring(window=5)),
+    Heads("chunks", kv=4, scoring=Scoring(chunk=7)),
     Heads("capped", kv=4, scoring=Scoring(softcap=0.8), sinks=True),
     Heads("all", kv=2, scoring=Scoring(window=17, softcap=1.5), sinks=True),
 ]
@@ -245,11 +246,11 @@ def said(way: Way, rank: int) -> list[int]:
     sent = 2 * sum(way.packing) // context.size * changed * (context.heads - 1) // context.heads
     if context.parts == 1:
         return [sent * 8]
-    part, window = rank // context.heads, heads.scoring.window
-    taken, given = way.split.travel(part, window)
+    part, window, split = rank // context.heads, heads.scoring.window, way.split.in_chunks(heads.scoring.chunk)
+    taken, given = split.travel(part, window)
     # Keys and values to others, twice; what they add to the gradients of others' home.
     sent += (2 * sum(given) + sum(taken)) * one // context.heads
-    return [way.split.pairs(part, window)] * 2 + [sent * 8]
+    return [split.pairs(part, window)] * 2 + [sent * 8]
 
 
 @pytest.mark.in_turn(3)

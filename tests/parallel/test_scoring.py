@@ -39,6 +39,7 @@ SCORINGS: dict[str, dict[str, Any]] = {
     "itself": {"window": 1},
     "wide": {"window": 30},
     "wider": {"window": 1000},
+    "chunks": {"chunk": 7},
     "softcap": {"softcap": 2.0},
     "hard": {"scale": 3.0, "softcap": 50.0},
     "sinks": {"sinks": True},

@@ -101,8 +101,9 @@ class Case:
         field = self.config.axes["layer"]
         field = self.config.saved.get(field, field)
         before = self.model[field]
-        # What a config lists for each layer is cut, or repeated.
-        lists = {name: each for name, each in self.model.items() if isinstance(each, list) and len(each) == before}
+        # What a config lists for each layer is cut, or repeated; factors are not of layers.
+        listed = {name: each for name, each in self.model.items() if isinstance(each, list) and len(each) == before}
+        lists = {name: each for name, each in listed.items() if not any(isinstance(one, float) for one in each)}
         return replace(
             self,
             model={**self.model, **{name: (each * layers)[:layers] for name, each in lists.items()}, field: layers},

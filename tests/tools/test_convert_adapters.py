@@ -49,6 +49,8 @@ CASES = {
         f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "router", "experts")))
         for name in sorted(MISTAKEN_IN)
     },
+    "afmoe-all": (drawn("afmoe", 3, layers=4, vocab=61), Lora(2, 1.0, ("q_proj", "attn.out", "router", "experts"))),
+    "falcon_h1-all": (drawn("falcon_h1", 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "ssm.inner", "mlp"))),
     "gpt2": (GPT2, Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"))),
 }
 TOKENS = torch.arange(12) * 5 % 61
@@ -116,12 +118,15 @@ def theirs(model: torch.nn.Module) -> Tensor:
 
 def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[str], Tensor] | None:
     """The names of A and B, and B A, of what transformers stacks or holds in no linear: of an expert, of a router."""
-    if found := re.fullmatch(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", name):
-        # gpt-oss, whose weights are [experts, in, out].
+    if found := re.fullmatch(r"(model\.layers\.\d+\.\w+\.experts)\.(gate_up_proj|down_proj)", name):
+        # gpt-oss, whose weights are [experts, in, out]; Llama 4's are, too, and nothing tells peft.
+        turned = "eio" if ".mlp." in name else "eoi"
         nested = ".base_layer" if found[2] == "gate_up_proj" else ""
         names = [f"base_model.model.{found[1]}{nested}.lora_{each}.weight" for each in "AB"]
         a, b = (adapters[each].double() for each in names)
-        return {*names}, torch.einsum("ore,eri->eio", b.reshape(len(b), rank, -1), a.reshape(-1, rank, a.shape[1]))
+        return {*names}, torch.einsum(
+            f"ore,eri->{turned}", b.reshape(len(b), rank, -1), a.reshape(-1, rank, a.shape[1])
+        )
     found = re.fullmatch(r"(model\.layers\.\d+)\.(\w+)\.(?:experts\.(\d+)\.)?(\w+)(?:\.layer)?\.weight", name)
     if not found or (found[3] is None and found[4] not in ("gate", "router", "input_linear", "output_linear")):
         return None
@@ -247,13 +252,25 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, not_durable: None, capsys: 
     assert not target.exists()
 
 
+WRONG = {
+    "deepseek_v3": (
+        "mlp.shared.down",
+        "peft takes those of mlp.shared_experts.down_proj for those of deepseek_v3's experts",
+    ),
+    "afmoe": ("attn.qkv", "peft takes those of self_attn.gate_proj for those of afmoe's experts"),
+    "falcon_h1": ("ssm.out", "peft refuses adapters of out_proj of falcon_h1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
 def test_what_peft_would_load_wrongly_is_refused(
-    tmp_path: Path, not_durable: None, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, not_durable: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = model_folder(tmp_path, drawn("deepseek_v3", 3, layers=4, vocab=61), torch.float32)
-    checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, ("attn", "mlp.shared.down")))
+    target, message = WRONG[name]
+    folder = model_folder(tmp_path, drawn(name, 3, layers=4, vocab=61), torch.float32)
+    checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, ("attn.out", target)))
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
-    assert "peft takes those of mlp.shared_experts.down_proj for those of deepseek_v3's experts" in said
+    assert message in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
 
 

@@ -1,0 +1,104 @@
+"""Trinity (Arcee 2025): gated attention, windows that alone rotate, and experts chosen by sigmoids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import FULL, ROPE, SLIDING, Anatomy, by_kind
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import SharedExpertConfig
+from megacore.models.layer_types import PatternedConfig
+from megacore.models.weight_rows import HEADS
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class AfmoeConfig(SharedExpertConfig, PatternedConfig):
+    family: ClassVar[str] = "afmoe"
+    architecture: ClassVar[str] = "AfmoeForCausalLM"
+    # Of the gates there is no bias; of the others the class reads none.
+    harmless: ClassVar[frozenset[str]] = SharedExpertConfig.harmless | {"load_balance_coeff", "use_grouped_mm"}
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "attention_bias": False,
+        "route_norm": True,
+        "score_func": "sigmoid",
+        **dict.fromkeys(("n_group", "num_expert_groups", "num_limited_groups", "topk_group"), 1),
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128}
+    saved: ClassVar[Mapping[str, str]] = {
+        "first_k_dense_replace": "num_dense_layers",
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "routed_scaling_factor": "route_scale",
+    }
+    interval: ClassVar[str | None] = "global_attn_every_n_layers"
+    pattern: ClassVar[int] = 4
+    correction: ClassVar[str] = "mlp.expert_bias"
+
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = 1024
+    moe_intermediate_size: int = 1408
+    n_routed_experts: int = 64
+    n_shared_experts: int = 2
+    num_experts_per_tok: int = 6
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 1
+    mup_enabled: bool = False
+
+    @property
+    def routing(self) -> Routing:
+        chosen = replace(super().routing, score="sigmoid", normalised=True, epsilon=1e-20)
+        return replace(chosen, factor=self.routed_scaling_factor)
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        layers = by_kind(self.kinds, self.sliding_window, {FULL: None, SLIDING: ROPE})
+        scale = self.hidden_size**0.5 if self.mup_enabled else 1.0
+        return super().anatomy_of(**({"layers": layers, "embedding_scale": scale} | own))
+
+    def params(self) -> tuple[Param, ...]:
+        t, router = self.table(), "mlp.router.gate"
+        inner = "(q: heads head + gate: heads head + k: kv head + v: kv head)"
+        experts = t.experts(router=router, correction=self.correction, held=("mlp.experts", router))
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.linear("attn.qkv", inner, "embed", "self_attn.{q,gate,k,v}_proj"),
+            t.linear("attn.out", "embed", HEADS, "self_attn.o_proj", ends=True),
+            *(t.norm(f"attn.{of}_norm", f"self_attn.{of}_norm", "head") for of in "qk"),
+            t.norm("attn_out_norm", "post_attention_layernorm"),
+            t.norm("mlp_norm", "pre_mlp_layernorm"),
+            self.feed_forward(t, experts + t.shared_expert()),
+            t.norm("mlp_out_norm", "post_mlp_layernorm"),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return {cls.saved.get(name, name): value for name, value in drawn.items()}
+
+
+_EACH = {
+    "vocab_size": 200192,
+    "max_position_embeddings": 131072,
+    "sliding_window": 2048,
+    "num_dense_layers": 2,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "mup_enabled": True,
+    "route_scale": 2.826,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "afmoe-tiny": shape(64, 96, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    | {"sliding_window": 128, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    "trinity-nano": _EACH | shape(1024, 3072, 56, 8) | {"num_key_value_heads": 2, "moe_intermediate_size": 256},
+    "trinity-mini": _EACH | shape(2048, 6144, 32, 32) | {"num_key_value_heads": 4, "moe_intermediate_size": 1024},
+}
+
+PARAMETERS: Mapping[str, int] = {}

@@ -1,0 +1,138 @@
+"""Falcon-H1 (TII 2025, arXiv 2507.22448): attention and a state space (Mamba-2) side by side in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import Anatomy, Factors
+from megacore.models.decoder_config import shape
+from megacore.models.ssm_config import StateSpaceConfig
+from megacore.models.weight_rows import Rows, Table
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconH1Config(StateSpaceConfig):
+    family: ClassVar[str] = "falcon_h1"
+    architecture: ClassVar[str] = "FalconH1ForCausalLM"
+    derived: ClassVar[frozenset[str]] = frozenset({"layer_types"})
+    harmless: ClassVar[frozenset[str]] = StateSpaceConfig.harmless | {"mamba_use_mlp"}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "mamba_d_ssm": 1024}
+
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 0
+    max_position_embeddings: int = 8192
+    mlp_bias: bool = False
+    projectors_bias: bool = False
+    mamba_d_ssm: int | None
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    embedding_multiplier: float = 1.0
+    lm_head_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    # Of what gates, of what comes out; and of gates, x, B, C and steps.
+    mlp_multipliers: tuple[float, ...] = (1.0, 1.0)
+    ssm_multipliers: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+    def attends(self, layer: int) -> bool:
+        return False
+
+    @property
+    def inner(self) -> int:
+        return super().inner if self.mamba_d_ssm is None else self.mamba_d_ssm
+
+    @property
+    def anatomy(self) -> Anatomy:
+        factors = {
+            "attn": Factors(self.attention_in_multiplier, self.attention_out_multiplier),
+            "ssm": Factors(self.ssm_in_multiplier, self.ssm_out_multiplier, self.ssm_multipliers),
+            "mlp": Factors(1.0, self.mlp_multipliers[1], (self.mlp_multipliers[0], 1.0)),
+        }
+        return self.anatomy_of(
+            embedding_scale=self.embedding_multiplier,
+            logit_scale=self.lm_head_multiplier,
+            attention_scale=self.key_multiplier / self.head_dim**0.5,
+            factors=factors,
+        )
+
+    def mixers(self, t: Table) -> Rows:
+        bias, conv, out = self.mamba_proj_bias, self.mamba_conv_bias, self.projectors_bias
+        return (
+            *t.state_space(bias=bias, conv_bias=conv, out_bias=out, norm=self.mamba_rms_norm),
+            *t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        t, mlp = self.table(), "feed_forward"
+        return t.model(
+            t.gated_mlp(f"{mlp}.{{gate,up}}_proj", f"{mlp}.down_proj", bias=self.mlp_bias),
+            self.mixers(t),
+            t.norm("attn_norm", "input_layernorm"),
+            t.norm("mlp_norm", "pre_ff_layernorm"),
+            tied=self.tie_word_embeddings,
+            norm="model.final_layernorm",
+        )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
+            if len(given := getattr(self, name)) != count:
+                found.append(f"{name} has {len(given)} numbers: it must have {count}")
+        if self.mamba_rms_norm and self.mamba_norm_before_gate:
+            found.append("mamba_norm_before_gate is true, and transformers' kernels norm behind the gate: say false")
+        return found
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        kept = {name: value for name, value in drawn.items() if name != "layer_types"}
+        inner = drawn["mamba_n_heads"] * rng.choice((3, 4))
+        names = [name for name in cls.__dataclass_fields__ if name.endswith("_multiplier")]
+        return kept | {
+            **{name: rng.choice((1.0, 0.3, 1.7)) for name in names},
+            "mlp_multipliers": rng.choice((None, [0.4, 1.3])),
+            "ssm_multipliers": rng.choice((None, [0.7, 1.4, 0.9, 1.2, 0.6])),
+            "mamba_d_ssm": rng.choice((None, inner)),
+            "mamba_norm_before_gate": not drawn["mamba_rms_norm"],
+        }
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        values |= {"layer_types": None}
+        for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
+            if values.get(name) is None:
+                values[name] = (1.0,) * count
+        return super()._derive(values)
+
+
+_EACH = {
+    "num_key_value_heads": 2,
+    "mamba_d_head": 64,
+    "mamba_norm_before_gate": False,
+    "max_position_embeddings": 16384,
+    "rope_theta": 1e11,
+    "ssm_in_multiplier": 1.25,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "falcon_h1-tiny": shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    | {"mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_state": 16, "key_multiplier": 0.5},
+    "falcon-h1-0.5b": _EACH
+    | shape(1024, 2048, 36, 8)
+    | {"vocab_size": 32784, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_state": 128}
+    | {"embedding_multiplier": 5.656854249492381, "lm_head_multiplier": 0.0390625}
+    | {"key_multiplier": 0.39062499999999994}
+    | {"attention_out_multiplier": 0.9375, "ssm_out_multiplier": 0.23570226039551587}
+    | {"mlp_multipliers": [0.8838834764831844, 0.5859375]}
+    | {"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738]},
+}
+
+PARAMETERS: Mapping[str, int] = {}

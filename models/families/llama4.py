@@ -1,0 +1,149 @@
+"""Llama 4 (Meta 2025): attention in chunks, layers without a rope, and experts whose inputs are scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import CHUNKED, FULL, ROPE, Anatomy, LayerAttention, Temperature
+from megacore.models.config import positive
+from megacore.models.decoder_config import shape
+from megacore.models.experts_config import MoEConfig
+from megacore.models.layer_types import RotatingConfig
+from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import Pairs
+from megacore.parallel import limits
+from megacore.parallel.routing import Routing
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4Config(MoEConfig, RotatingConfig):
+    family: ClassVar[str] = "llama4_text"
+    architecture: ClassVar[str] = "Llama4ForCausalLM"
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"for_llm_compressor", "router_jitter_noise"}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
+    axes: ClassVar[Mapping[str, str]] = {
+        **MoEConfig.axes,
+        **dict.fromkeys(("experts", "routes"), "num_local_experts"),
+        "mlp": "intermediate_size_mlp",
+        "shared_mlp": "intermediate_size",
+    }
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=5e5)
+    other: ClassVar[str] = CHUNKED
+
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    intermediate_size_mlp: int = 16384
+    num_local_experts: int = 16
+    num_experts_per_tok: int = 1
+    moe_layers: tuple[int, ...] | None = None
+    interleave_moe_layer_step: int = 1
+    use_qk_norm: bool = True
+    attention_chunk_size: int | None = 8192
+    attn_temperature_tuning: bool = True
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.moe_layers is None and self.interleave_moe_layer_step > 0 and self.num_hidden_layers <= limits.LAYERS:
+            step = self.interleave_moe_layer_step
+            object.__setattr__(self, "moe_layers", tuple(range(step - 1, self.num_hidden_layers, step)))
+        super().__post_init__()
+
+    @classmethod
+    def base_architecture(cls) -> str:
+        return super().base_architecture().replace("Model", "TextModel")
+
+    def kind(self, layer: int) -> str:
+        return CHUNKED if self.rotates(layer) else FULL
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        return [layer for layer in range(self.num_hidden_layers) if layer in (self.moe_layers or ())]
+
+    @property
+    def pairs(self) -> Pairs:
+        """The pairs of numbers that turn together in heads of queries and keys."""
+        return Pairs(self.head_dim, self.head_dim)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, **self.pairs.sizes}
+
+    @property
+    def routing(self) -> Routing:
+        return replace(super().routing, score="sigmoid", scales_inputs=True)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        chunks = {CHUNKED: self.attention_chunk_size, FULL: None}
+        tempered = Temperature(self.attn_scale, self.floor_scale, 1) if self.attn_temperature_tuning else None
+        layers = (
+            LayerAttention(ROPE, chunk=chunks[kind])
+            if self.rotates(layer)
+            else LayerAttention(None, chunk=chunks[kind], temperature=tempered, plain_norms=False)
+            for layer, kind in enumerate(self.kinds)
+        )
+        norms = frozenset({"attn.q_norm", "attn.k_norm"} if self.use_qk_norm else ())
+        return self.anatomy_of(layers=tuple(layers), plain_norms=norms, norms_after_rope=True)
+
+    def params(self) -> tuple[Param, ...]:
+        t, mlp = self.table(), "feed_forward"
+        experts = (
+            *t.stacked_experts(hf=f"{mlp}.experts", turned=True),
+            *t.linear("mlp.router", "routes", "embed", f"{mlp}.router"),
+            *t.shared_expert(f"{mlp}.shared_expert"),
+        )
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias, pairs=self.pairs),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            self.feed_forward(t, experts, t.gated_mlp(f"{mlp}.{{gate,up}}_proj", f"{mlp}.down_proj")),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        sparse = [layer for layer in range(layers) if rng.random() < 0.5]
+        return drawn | {
+            "num_experts_per_tok": rng.choice((1, 2)),
+            "intermediate_size_mlp": rng.choice((14, 31)),
+            "moe_layers": rng.choice((None, sparse)),
+            "interleave_moe_layer_step": rng.choice((1, 2)),
+            "attention_chunk_size": rng.choice((2, 5, positions)),
+            "layer_types": rng.choice((None, [rng.choice((FULL, CHUNKED)) for _ in range(layers)])),
+            "floor_scale": rng.choice((2, 3, 8192)),
+        }
+
+    def problems(self) -> list[str]:
+        found = super().problems() + positive(self, "floor_scale", "interleave_moe_layer_step")
+        if CHUNKED in self.kinds and (self.attention_chunk_size or 0) < 1:
+            found.append(f"layer_types names {CHUNKED}, and there is no attention_chunk_size: give one")
+        return found
+
+
+_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+_EACH = shape(5120, 8192, 48, 40) | {"vocab_size": 202048}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama4_text-tiny": shape(64, 96, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    | {"intermediate_size_mlp": 192, "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
+    "llama-4-scout": _EACH | {"max_position_embeddings": 10485760, "rope_parameters": _ROPE},
+    "llama-4-maverick": _EACH
+    | {"max_position_embeddings": 1048576, "num_local_experts": 128, "interleave_moe_layer_step": 2}
+    | {"use_qk_norm": False},
+}
+
+PARAMETERS: Mapping[str, int] = {"llama-4-scout": 107_769_861_120, "llama-4-maverick": 400_711_848_960}
