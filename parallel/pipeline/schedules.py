@@ -14,6 +14,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 Direction = Literal["forward", "backward"]
+RECEIVE, SEND = "receive", "send"
+"""The names of waits for messages between stages, where they are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
