@@ -72,7 +72,7 @@ class ComparedSchedule:
         pipelines = [traced.mesh.along(rank, "pp") for rank in range(traced.mesh.world)]
         ranks = max(pipelines, key=lambda each: max(_end(traced, rank) for rank in each))
         done = [[*_actions(traced.of(rank))] for rank in ranks]
-        first = min((row[0][1].start for row in done if row), default=0.0)
+        first = min((each.start + waited for row in done for _, each, waited in row[:1]), default=0.0)
         spans = tuple(
             tuple(TimedAction(action, each.start + waited - first, each.end - first) for action, each, waited in row)
             for row in done
