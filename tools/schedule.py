@@ -94,7 +94,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.names or arguments.stages or arguments.microbatches:
         raise ValueError("--trace has its own schedule: leave out names, --stages and --microbatches")
     traced = read_trace(arguments.trace)
-    found = ComparedSchedule.of(traced)
+    found = ComparedSchedule.last(traced)
     planned, real = found.planned, found.real
     stages, ranks = len(found.ranks), ", ".join(map(str, found.ranks))
     clocks = f"{1e6 * max(traced.errors):,.0f} us"

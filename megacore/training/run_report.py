@@ -248,7 +248,7 @@ def _timelines(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         if run.traced is None or run.traced.mesh.pp == 1:
             continue
         try:
-            found = ComparedSchedule.of(run.traced)
+            found = ComparedSchedule.last(run.traced)
         except ScheduleError:  # a damaged file
             continue
         values = [

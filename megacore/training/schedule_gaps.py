@@ -20,6 +20,7 @@ from megacore.parallel.pipeline.schedules import (
     dependencies,
     simulate,
 )
+from megacore.parallel.weights.layout import MeshShape
 from megacore.training.traces import ACTIONS, COMPUTE, TracedInterval, TracedStep
 
 
@@ -63,14 +64,18 @@ class ComparedSchedule:
     received: tuple[tuple[float, ...], ...]
 
     @classmethod
-    def of(cls, traced: TracedStep) -> ComparedSchedule:
-        """Lay the pipeline that was last to end on its schedule.
+    def last(cls, traced: TracedStep) -> ComparedSchedule:
+        """Lay the pipeline that was last to end on its schedule; errors are those of :meth:`of`."""
+        ends = {ranks: max(_end(traced, rank) for rank in ranks) for ranks in pipelines(traced.mesh)}
+        return cls.of(traced, max(ends, key=lambda ranks: ends[ranks]))
+
+    @classmethod
+    def of(cls, traced: TracedStep, ranks: tuple[int, ...]) -> ComparedSchedule:
+        """Lay a pipeline, of these ranks, on its schedule.
 
         Raises:
             ScheduleError: the actions of a trace are no schedule.
         """
-        pipelines = [traced.mesh.along(rank, "pp") for rank in range(traced.mesh.world)]
-        ranks = max(pipelines, key=lambda each: max(_end(traced, rank) for rank in each))
         done = [[*_actions(traced.of(rank))] for rank in ranks]
         first = min((each.start + waited for row in done for _, each, waited in row[:1]), default=0.0)
         spans = tuple(
@@ -102,6 +107,11 @@ class ComparedSchedule:
         back: Kind = "I" if "I" in kinds else "B"
         found = dependencies(action, stage, len(self.schedule), len(self.costs[0]), back)
         return " and ".join(f"{before!r} of stage {source}" for source, before in found if source != stage)
+
+
+def pipelines(mesh: MeshShape) -> list[tuple[int, ...]]:
+    """Return the ranks of each pipeline, by stage."""
+    return [*dict.fromkeys(mesh.along(rank, "pp") for rank in range(mesh.world))]
 
 
 def _end(traced: TracedStep, rank: int) -> float:

@@ -43,7 +43,7 @@ TAKES = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_a_step_as_planned_has_no_gaps(name: str) -> None:
-    found = ComparedSchedule.of(traced(name, 4, 8, lambda stage, action: TAKES[action.kind]))
+    found = ComparedSchedule.last(traced(name, 4, 8, lambda stage, action: TAKES[action.kind]))
     assert found.schedule == SCHEDULES[name](4, 1, 8) and not [each for each in found.gaps(5) if each.seconds > 1e-9]
     assert found.real.total == pytest.approx(simulate(found.schedule, Cost(0.01, 0.01, 0.01)).total)
 
