@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from megacore.config import Config
 from megacore.parallel.pipeline.schedules import RECEIVE, SEND, Action, Cost, dependencies, simulate
-from megacore.training.schedule_gaps import ComparedSchedule, pipelines
-from megacore.training.traces import ACTIONS, AGREE, COLLECTIVES, COMPUTE, TracedInterval, TracedStep
+from megacore.training.schedule_gaps import ComparedSchedule, actions, pipelines
+from megacore.training.traces import ACTIONS, AGREE, COLLECTIVES, TracedInterval, TracedStep
 
 POINTS = 4000
 """Points of time at which a step is looked at."""
@@ -35,6 +35,8 @@ _PHASES: Mapping[str, str] = {
 """{phase: what a rank does in it that waits for nothing}; in others it is its host."""
 _MOSTLY = 0.7
 """The share of a part from which on it is due to one rank."""
+_ROUNDED = 2e-7
+"""The seconds by which what follows something may begin before its end, as traces are rounded."""
 _ALIKE = 0.87
 """The share of a rank's work from which on others of its stage work as much."""
 
@@ -60,7 +62,7 @@ class StepSplit:
     @property
     def findings(self) -> tuple[Part, ...]:
         """The parts that stand out, beside products."""
-        return tuple(each for each in self.parts[1:] if each.seconds >= STANDS_OUT * self.seconds)
+        return tuple(x for x in self.parts if x.name != PRODUCTS and x.seconds >= STANDS_OUT * self.seconds)
 
 
 def split(steps: Sequence[TracedStep], config: Config, recomputed: float = 0.0) -> StepSplit:
@@ -110,9 +112,7 @@ class _Split:
         self.end = max(each.end for row in rows for each in row)
         self.last = dict(self._last_to_come(rows))
         """{(rank, wait for others): (who is the last of them to wait, since when)}."""
-        self.ended = [
-            {Action(x.kind, x.chunk, x.microbatch): x.end for x, at in _within(row) if at == COMPUTE} for row in rows
-        ]
+        self.ended = [dict(_ends(row)) for row in rows]
         self.pipelines = {rank: ranks for ranks in pipelines(self.mesh) for rank in ranks}
 
     def parts(self) -> tuple[dict[str, float], dict[str, str]]:
@@ -239,8 +239,8 @@ def _leaves(row: Sequence[TracedInterval]) -> Iterator[tuple[float, tuple[Traced
     """Yield (since when, what a rank is in from the phase inwards), one after the other."""
     chain, now = list[TracedInterval](), row[0].start
     for each in (*row, None):
-        while chain and (each is None or chain[-1].end <= each.start):
-            now = max(now, chain.pop().end)  # of two that end together the outer one may have been rounded down
+        while chain and (each is None or chain[-1].end <= each.start + _ROUNDED):
+            now = max(now, chain.pop().end)
             yield now, tuple(chain)
         if each is not None:
             now = max(now, each.start)
@@ -248,8 +248,7 @@ def _leaves(row: Sequence[TracedInterval]) -> Iterator[tuple[float, tuple[Traced
             yield now, tuple(chain)
 
 
-def _within(row: Sequence[TracedInterval]) -> Iterator[tuple[TracedInterval, str]]:
-    """Yield each action with the phase that it is in."""
-    for _, chain in _leaves(row):
-        if chain and chain[-1].kind in ACTIONS:
-            yield chain[-1], chain[0].kind
+def _ends(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, float]]:
+    """Yield when each action of the step itself has ended."""
+    for kind, each in actions(row):
+        yield Action(kind, each.chunk, each.microbatch), each.end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -118,17 +119,22 @@ def _end(traced: TracedStep, rank: int) -> float:
     return max((each.end for each in traced.of(rank) if each.kind in ACTIONS), default=0.0)
 
 
-def _actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInterval, float]]:
-    """Yield each action of the step itself, not of an evaluation behind it, and the seconds that it waited for other
-    stages."""
+def actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Kind, TracedInterval]]:
+    """Yield each action of the step itself, not of an evaluation behind it, with its kind."""
     phase = next((each for each in row if each.kind == COMPUTE), None)
-    inside = [each for each in row if phase is not None and phase.start <= each.start < phase.end]
-    waits = [each for each in inside if each.kind in (RECEIVE, SEND)]
-    for each in inside:
+    for each in row:
         for kind in ACTIONS:
-            if each.kind == kind:
-                waited = sum(wait.seconds for wait in waits if each.start <= wait.start and wait.end <= each.end)
-                yield Action(kind, each.chunk, each.microbatch), each, waited
+            if each.kind == kind and phase is not None and phase.start <= each.start < phase.end:
+                yield kind, each
+
+
+def _actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInterval, float]]:
+    """Yield each action of the step itself, and the seconds that it waited for other stages."""
+    waits = [each for each in row if each.kind in (RECEIVE, SEND)]
+    starts = [each.start for each in waits]
+    for kind, each in actions(row):
+        own = waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
+        yield Action(kind, each.chunk, each.microbatch), each, sum(wait.seconds for wait in own)
 
 
 def _cost(row: Sequence[TimedAction], chunk: int) -> Cost:

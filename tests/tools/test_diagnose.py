@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from megacore.parallel.pipeline.schedules import Action, Cost, simulate
 from megacore.recipe import load
 from megacore.tools.diagnose import main
 from megacore.training.diagnosis import split
-from megacore.training.traces import TracedStep, write_trace
+from megacore.training.traces import TracedInterval, TracedStep, write_trace
 
 TAKES = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
 
@@ -64,6 +65,17 @@ def test_parts_are_those_of_the_simulator() -> None:
     assert found == {name: pytest.approx(seconds, abs=3e-4) for name, seconds in wanted.items()}
 
 
+def test_an_evaluation_counts_as_often_as_it_is_and_recomputation_by_the_plan() -> None:
+    step, config = made(2, 8), load({"evaluate": {"every": 10}})
+    end = max(each.end for row in step.ranks for each in row["host"])
+    rows = ({"host": (*row["host"], TracedInterval("evaluate", end, end + 0.2))} for row in step.ranks)
+    found = {
+        each.name: each.seconds for each in split([replace(step, ranks=tuple(rows))], config, recomputed=0.25).parts
+    }
+    assert found["evaluate"] == pytest.approx(0.02, rel=0.01)
+    assert [found["products"], found["recomputation"]] == pytest.approx([0.75 * 0.24, 0.25 * 0.24], rel=0.01)
+
+
 def schedule_of(step: TracedStep) -> Iterator[list[Action]]:
     for row in step.ranks:
         yield [Action(x.kind, x.chunk, x.microbatch) for x in row["host"] if x.kind in TAKES]  # type: ignore[arg-type]
@@ -80,6 +92,10 @@ def test_two_runs_and_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     rows = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()[3:]]
     assert ["bubble", "30.0", "30.0", "+0.0", "2 microbatches, not 8"] in rows[:2]
     assert rows[0] == ["products", "60.0", "240.0", "-180.0", "2 microbatches, not 8"]
+    assert {row[0]: row[1:3] for row in rows[2:] if row[0] != "waiting"} == {
+        "optimizer": ["10.0", "10.0"],
+        "data": ["2.0", "2.0"],
+    }
     assert main([str(tmp_path / "uneven")]) == 0
     said = capsys.readouterr().out
     assert "What stands out: waiting for stage 1, whose actions take 3.00 times the others'" in said
