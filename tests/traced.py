@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megacore.parallel.pipeline.schedules import SCHEDULES, Action, dependencies, simulate
+from megacore.parallel.pipeline.schedules import SCHEDULES, Action, Kind, dependencies, simulate
 from megacore.parallel.weights.layout import MeshShape
 from megacore.training.traces import COMPUTE, TracedInterval, TracedStep
 
@@ -25,7 +25,7 @@ def traced(
         waits: The seconds that the host does something else before it.
     """
     schedule = SCHEDULES[name](stages, 1, microbatches)
-    back = "I" if any(action.kind == "I" for action in schedule[0]) else "B"
+    back: Kind = "I" if any(action.kind == "I" for action in schedule[0]) else "B"
     order = sorted(
         (x.start, s, at, x.action) for s, row in enumerate(simulate(schedule).spans) for at, x in enumerate(row)
     )

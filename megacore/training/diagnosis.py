@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megacore.config import Config
-from megacore.parallel.pipeline.schedules import RECEIVE, SEND, Action, Cost, dependencies, simulate
+from megacore.parallel.pipeline.schedules import RECEIVE, SEND, Action, Cost, Kind, dependencies, simulate
 from megacore.training.schedule_gaps import ComparedSchedule, actions, pipelines
 from megacore.training.traces import ACTIONS, AGREE, COLLECTIVES, TracedInterval, TracedStep
 
@@ -202,7 +202,7 @@ class _Split:
             return
         stage, ranks = self.mesh.place(rank).pp, self.pipelines[rank]
         chunks = 1 + max((each.chunk for each in self.ended[rank]), default=0)
-        back = "I" if action.kind == "I" else "B"
+        back: Kind = "I" if action.kind == "I" else "B"
         own = Action(action.kind, action.chunk, action.microbatch)  # type: ignore[arg-type]
         for source, before in dependencies(own, stage, self.mesh.pp, chunks, back):
             if source != stage:

@@ -40,7 +40,7 @@ PAGE = "report.html"
 POINTS = 1200
 """Points of a curve, at the most."""
 ACTIONS = 5000
-"""Actions of a step that a page shows, at the most: the first of them."""
+"""Actions of a step that a page shows, at the most: the first of each stage."""
 
 
 class Chart(NamedTuple):
@@ -255,9 +255,8 @@ def _timelines(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
             {"stage": f"stage {stage}, rank {rank}", "action": action.kind, "chunk": action.chunk,
              "microbatch": action.microbatch, "ms": round(1e3 * start, 3), "end": round(1e3 * end, 3)}
             for stage, (rank, row) in enumerate(zip(found.ranks, found.real.spans, strict=True))
-            for action, start, end in row
+            for action, start, end in row[: ACTIONS // len(found.ranks)]
         ]  # fmt: skip
-        values = sorted(values, key=lambda each: each["ms"])[:ACTIONS]
         yield {
             "$schema": _SCHEMA,
             "title": f"Step {run.traced.step} of {run.name}: bubble {found.real.bubble:.1%}, as planned "

@@ -91,7 +91,7 @@ def test_the_stages_of_a_traced_step_are_shown() -> None:
     step = traced("1f1b", 2, 3, lambda stage, action: {"F": 0.01, "B": 0.02}[action.kind])
     made = RunRecords("a", Path("a"), None, None, [], [], step)
     (picture,) = run_report._timelines([made])
-    values = [(*each.values(),) for each in picture["data"]["values"]]
+    values = sorted(((*each.values(),) for each in picture["data"]["values"]), key=lambda each: (each[4], each[0]))
     assert values[:2] == [("stage 0, rank 0", "F", 0, 0, 0, 10), ("stage 0, rank 0", "F", 0, 1, 10, 20)]
     assert values[2:4] == [("stage 1, rank 1", "F", 0, 0, 10, 20), ("stage 1, rank 1", "B", 0, 0, 20, 40)]
     assert len(values) == 12 and max(each[-1] for each in values) == 120
@@ -101,7 +101,11 @@ def test_the_stages_of_a_traced_step_are_shown() -> None:
 
 @pytest.mark.in_turn(4)
 def test_memory_is_that_of_the_plan_and_what_was_measured() -> None:
-    recipe = {"model": {"preset": "llama-tiny"}, "mesh": {"pp": 2}, "train": {"device": "cpu", "precision": "fp32"}}
+    recipe: dict[str, Any] = {
+        "model": {"preset": "llama-tiny"},
+        "mesh": {"pp": 2},
+        "train": {"device": "cpu", "precision": "fp32"},
+    }
     records = [{"step": 1, "peak_memory_gib": 0.25}, {"step": 2, "peak_memory_gib": 0.5}]
     layout = layout_of(configure(recipe["model"]), MeshShape(pp=2))
     rows = [*run_report._memory(RunRecords("a", Path("a"), load(recipe), layout, records, []))]

@@ -114,7 +114,8 @@ def _interval(each: Timed, first: float, axis: Callable[[tuple[int, ...]], str])
     start, end = each.start - first, each.end - first
     if each.kind in COLLECTIVES:
         return TracedInterval(each.kind, start, end, axis=axis(each.about))
-    return TracedInterval(each.kind, start, end, *each.about)
+    chunk, microbatch = each.about or (-1, -1)
+    return TracedInterval(each.kind, start, end, chunk, microbatch)
 
 
 def _rounds(control: Control) -> list[tuple[float, float]]:
