@@ -41,7 +41,7 @@ _ALIKE = 0.87
 """The share of a rank's work from which on others of its stage work as much."""
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """A part of a step: its seconds, the mean of all ranks, and what there is to say about it."""
 
     name: str
@@ -53,14 +53,14 @@ class Part(NamedTuple):
 class StepSplit:
     """The parts of a step, products first and then the largest first; the mean of some traced steps."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
 
     @property
     def seconds(self) -> float:
         return sum(each.seconds for each in self.parts)
 
     @property
-    def findings(self) -> tuple[Part, ...]:
+    def findings(self) -> tuple[StepPart, ...]:
         """The parts that stand out, beside products."""
         return tuple(x for x in self.parts if x.name != PRODUCTS and x.seconds >= STANDS_OUT * self.seconds)
 
@@ -89,7 +89,7 @@ def split(steps: Sequence[TracedStep], config: Config, recomputed: float = 0.0) 
     if recomputed:
         means[RECOMPUTATION] = recomputed * means[PRODUCTS]
         means[PRODUCTS] -= means[RECOMPUTATION]
-    parts = [Part(name, seconds, about.get(name, "")) for name, seconds in means.items() if seconds > 0]
+    parts = [StepPart(name, seconds, about.get(name, "")) for name, seconds in means.items() if seconds > 0]
     return StepSplit(tuple(sorted(parts, key=lambda each: (each.name != PRODUCTS, -each.seconds))))
 
 
