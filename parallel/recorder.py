@@ -49,7 +49,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on: Any = torch.get_device_module(device) if device.type != "cpu" else None
+        self._on: Any = torch.get_device_module(device) if device.type == "cuda" else None
         self._noted: list[NotedInterval] | None = None
 
     @property
