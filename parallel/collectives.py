@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.mesh import Group
 
 # torch 2.13 renamed these two.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,16 +48,16 @@ class Pending:
         works: What is to be waited for.
         finish: Makes the result of what has come.
         kind: The name of the collective.
-        group: The group of its ranks.
+        group: The group of its ranks; None where nothing is waited for.
     """
 
     works: list[dist.Work]
     finish: Callable[[], Tensor]
     kind: str = ""
-    group: Group = ALONE
+    group: Group | None = None
 
     def wait(self) -> Tensor:
-        if self.works:  # a compiled graph has none, and must not depend on whether somebody records
+        if self.works and self.group is not None:  # a compiled graph has none, nor may it depend on who records
             with self.group.recorder.over(self.kind, *self.group.ranks):
                 for work in self.works:
                     work.wait()
