@@ -648,6 +648,9 @@ class LogConfig:
     """The peak of one device, where its own table or measurement is not wanted."""
     profile: Annotated[Int, AT_LEAST_0] = 0
     """The step that torch's profiler records, with the one after it, into `profiles/` of the run's folder; 0: none."""
+    trace: Annotated[Int, AT_LEAST_0] = 0
+    """Steps from one to the next of which all ranks record what they do when, and for what they wait, into one file in
+    `traces/` of the run's folder, for Perfetto, `megacore diagnose`, `schedule --trace` and the report; 0: none."""
 
 
 # A recipe's `model=null` is no key: the model is the checkpoint's that the run starts from.

@@ -42,15 +42,30 @@ _functional = torch.ops._c10d_functional
 
 @dataclass
 class Pending:
-    """The result of a collective that may still be under way."""
+    """The result of a collective that may still be under way.
+
+    Args:
+        works: What is to be waited for.
+        finish: Makes the result of what has come.
+        kind: The name of the collective.
+        group: The group of its ranks; None where nothing is waited for.
+    """
 
     works: list[dist.Work]
     finish: Callable[[], Tensor]
+    kind: str = ""
+    group: Group | None = None
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        if self.works and self.group is not None:  # a compiled graph has none, nor may it depend on who records
+            with self.group.recorder.over(self.kind, *self.group.ranks):
+                for work in self.works:
+                    work.wait()
         return self.finish()
+
+    def then(self, finish: Callable[[], Tensor]) -> Pending:
+        """Return the same, of which something else is made."""
+        return Pending(self.works, finish, self.kind, self.group)
 
 
 def start_all_gather(x: Tensor, group: Group, after: Tensor | None = None) -> Pending:
@@ -71,11 +86,16 @@ def start_all_gather(x: Tensor, group: Group, after: Tensor | None = None) -> Pe
         return _node(_gather_after(x, group.size, group.name, after))
     out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
     if not group.pairwise:
-        return Pending(_works(_all_gather_single(out, x, group=group.process_group, async_op=True)), lambda: out)
+        return Pending(
+            _works(_all_gather_single(out, x, group=group.process_group, async_op=True)),
+            lambda: out,
+            "all_gather",
+            group,
+        )
     parts = out.chunk(group.size)
     works = _exchange(group, send=lambda _: x, receive=lambda peer: parts[peer])
     parts[group.index].copy_(x)
-    return Pending(works, lambda: out)
+    return Pending(works, lambda: out, "all_gather", group)
 
 
 def start_all_gather_(x: Tensor, group: Group) -> Pending:
@@ -85,8 +105,12 @@ def start_all_gather_(x: Tensor, group: Group) -> Pending:
     slices = x.chunk(group.size)
     own = slices[group.index]
     if not group.pairwise:
-        return Pending(_works(_all_gather_single(x, own, group=group.process_group, async_op=True)), lambda: x)
-    return Pending(_exchange(group, send=lambda _: own, receive=lambda peer: slices[peer]), lambda: x)
+        return Pending(
+            _works(_all_gather_single(x, own, group=group.process_group, async_op=True)), lambda: x, "all_gather", group
+        )
+    return Pending(
+        _exchange(group, send=lambda _: own, receive=lambda peer: slices[peer]), lambda: x, "all_gather", group
+    )
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
@@ -107,9 +131,16 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     shape = (x.shape[0] // group.size, *x.shape[1:])
     if not group.pairwise:
         out = x.new_empty(shape)
-        return Pending(_works(_reduce_scatter_single(out, x, group=group.process_group, async_op=True)), lambda: out)
+        return Pending(
+            _works(_reduce_scatter_single(out, x, group=group.process_group, async_op=True)),
+            lambda: out,
+            "reduce_scatter",
+            group,
+        )
     works, received = _swap(x, group)
-    return Pending(works, lambda: received.sum(0) if group.size > 2 else received[0].add_(received[1]))
+    return Pending(
+        works, lambda: received.sum(0) if group.size > 2 else received[0].add_(received[1]), "reduce_scatter", group
+    )
 
 
 def start_reduce_scatter_(x: Tensor, group: Group) -> Pending:
@@ -119,11 +150,16 @@ def start_reduce_scatter_(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending([], lambda: own)
     if not group.pairwise:
-        return Pending(_works(_reduce_scatter_single(own, x, group=group.process_group, async_op=True)), lambda: own)
+        return Pending(
+            _works(_reduce_scatter_single(own, x, group=group.process_group, async_op=True)),
+            lambda: own,
+            "reduce_scatter",
+            group,
+        )
     works, received = _swap(x, group)
     if group.size == 2:
-        return Pending(works, lambda: torch.add(received[0], received[1], out=own))
-    return Pending(works, lambda: torch.sum(received, 0, out=own))
+        return Pending(works, lambda: torch.add(received[0], received[1], out=own), "reduce_scatter", group)
+    return Pending(works, lambda: torch.sum(received, 0, out=own), "reduce_scatter", group)
 
 
 def start_all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence[int]) -> Pending:
@@ -142,11 +178,11 @@ def start_all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence
     x, out = x.contiguous(), x.new_empty(sum(got), *x.shape[1:])
     if not group.pairwise:
         work = dist.all_to_all_single(out, x, list(got), list(sent), group=group.process_group, async_op=True)
-        return Pending(_works(work), lambda: out)
+        return Pending(_works(work), lambda: out, "all_to_all", group)
     theirs, ours = x.split(list(sent)), out.split(list(got))
     works = _exchange(group, send=lambda peer: theirs[peer], receive=lambda peer: ours[peer])
     ours[group.index].copy_(theirs[group.index])
-    return Pending(works, lambda: out)
+    return Pending(works, lambda: out, "all_to_all", group)
 
 
 def start_messages(
@@ -174,7 +210,9 @@ def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist
     if torch.compiler.is_compiling():
         there = _node(_functional.all_reduce(x, op.name.lower(), group.name))
         return Pending([], lambda: x.copy_(there.wait()))
-    return Pending(_works(dist.all_reduce(x, op, group=group.process_group, async_op=True)), lambda: x)
+    return Pending(
+        _works(dist.all_reduce(x, op, group=group.process_group, async_op=True)), lambda: x, "all_reduce", group
+    )
 
 
 def all_reduce_(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.parallel.rank_sets import Rounds, channel_kinds, of_mesh
+from megacore.parallel.recorder import IDLE, Recorder
 from megacore.parallel.weights.layout import Coordinates, MeshShape, split_axis
 
 Direction = Literal["forward", "backward"]
@@ -33,12 +34,14 @@ class Group:
         index: Position of this process among them.
         process_group: torch's group; None for a group of one, whose collectives are the identity.
         pairwise: Whether messages between pairs are faster than the backend's own gather and scatter (gloo).
+        recorder: Is told of waits for messages.
     """
 
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None
     pairwise: bool = False
+    recorder: Recorder = field(default=IDLE, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -85,6 +88,9 @@ class Mesh:
     _rounds: Rounds = field(default_factory=Rounds, init=False)
     _groups: dict[tuple[int, ...], Group] = field(default_factory=dict, init=False)
     _channels: dict[tuple[str, int], Group] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.device)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Mesh:
@@ -214,7 +220,7 @@ class Mesh:
         return made
 
     def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Group:
-        return Group(ranks, ranks.index(self.rank), group, pairwise=dist.get_backend(group) == "gloo")
+        return Group(ranks, ranks.index(self.rank), group, dist.get_backend(group) == "gloo", self.recorder)
 
     def _make_channels(self) -> None:
         """Make the group of each direction of this rank's pipeline: in it, each pair has a queue of its own."""

@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("megacore.tools.status", "where a run stands: steps, rate, checkpoints, what befell it"),
     "watch": ("megacore.tools.watch", "where runs stand, shown anew every few seconds"),
     "report": ("megacore.tools.report", "a page about runs: curves beside each other, configs, incidents"),
+    "diagnose": ("megacore.tools.diagnose", "where the time of a run's steps goes, and what would make them shorter"),
     "config": ("megacore.tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
     "models": ("megacore.tools.models", "the families and presets that there are, and what is special of each"),
     "context": ("megacore.tools.context", "which rank of cp holds, computes and sends what of given documents"),

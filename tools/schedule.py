@@ -1,7 +1,7 @@
 """`megacore schedule`: what the stages of a pipeline do when: the bubble of each schedule, and what its stages hold.
 
 Times are counted in forwards of a whole stage, what is held in what such a forward of one microbatch leaves. Those of a
-recipe on a cluster are told by `megacore plan`.
+recipe on a cluster are told by `megacore plan`; what became of them in a run, by --trace.
 """
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Kind, Schedule
 from megacore.parallel.placement import placement_of
 from megacore.pictures import FORMATS, pyplot, save
 from megacore.say import err, say
+from megacore.store.io.strict_json import StoreError
 from megacore.tools import folders
 from megacore.tools.tables import table
+from megacore.training.schedule_gaps import ComparedSchedule
+from megacore.training.traces import read_trace
 
 _COLORS: Mapping[Kind, str] = {"F": "#4878d0", "B": "#956cb4", "I": "#6acc64", "W": "#ee854a"}
 _WIDEST = 200
 """Characters of a line up to which a schedule is drawn in the terminal."""
+GAPS = 5
+"""The gaps of a traced step that are told."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     about, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog="megacore schedule", description=about, epilog=more)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(SCHEDULES)}; all that fit by default")
-    parser.add_argument("--stages", type=folders.count, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument("--microbatches", type=folders.count, required=True, metavar="M", help="of a step")
+    parser.add_argument("--stages", type=folders.count, metavar="P", help="pipeline stages")
+    parser.add_argument("--microbatches", type=folders.count, metavar="M", help="of a step")
     parser.add_argument("--chunks", type=folders.count, default=1, metavar="V", help="of each stage (1)")
     parser.add_argument(
         "--times",
@@ -38,15 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of a forward, of input gradients and of weight gradients (1,1,1); 1,2,1 recomputes in full",
     )
     parser.add_argument("--send", type=_time, default=0.0, metavar="X", help="time of a message between stages (0)")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a step that log.trace has recorded: its schedule, what became of it, and the five largest gaps",
+    )
     parser.add_argument("--picture", type=_picture, metavar="FILE", help=f"draw it: {', '.join(FORMATS)}")
     try:
         return _run(parser.parse_args(argv))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StoreError) as error:
         err(error)
         return 2
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.trace is not None:
+        return _compare(arguments)
+    if arguments.stages is None or arguments.microbatches is None:
+        raise ValueError("a schedule takes --stages and --microbatches, or --trace of a run")
     stages, chunks, microbatches = arguments.stages, arguments.chunks, arguments.microbatches
     if unknown := [name for name in arguments.names if name not in SCHEDULES]:
         raise ValueError(f"there is no schedule {unknown[0]}: choose from {', '.join(SCHEDULES)}")
@@ -76,6 +91,31 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(arguments: argparse.Namespace) -> int:
+    """Say what became of the schedule of a traced step."""
+    if arguments.names or arguments.stages or arguments.microbatches:
+        raise ValueError("--trace has its own schedule: leave out names, --stages and --microbatches")
+    traced = read_trace(arguments.trace)
+    found = ComparedSchedule.last(traced)
+    planned, real = found.planned, found.real
+    stages, ranks = len(found.ranks), ", ".join(map(str, found.ranks))
+    clocks = f"{1e6 * max(traced.errors):,.0f} us"
+    say(f"Step {traced.step}, {traced.schedule} of {stages} stages (ranks {ranks}); clocks to {clocks}")
+    both = {"planned, of the medians of its actions": planned, "real": real}
+    rows = [(name, f"{1e3 * each.total:,.1f}", f"{100 * each.bubble:.1f}%") for name, each in both.items()]
+    say(table(("schedule", "ms", "bubble"), rows))
+    gaps = []
+    for each in found.gaps(GAPS):
+        times = (f"{1e3 * seconds:,.1f}" for seconds in (each.took, each.planned, each.seconds))
+        gaps.append((str(each.stage), repr(each.action), *times, each.reason))
+    say("\nThe largest gaps: what took a stage longer than planned, in or before an action")
+    say(table(("stage", "at", "ms", "planned", "more", "why"), gaps))
+    if arguments.picture:
+        _draw({"planned": planned, "real": real}, arguments.picture, "seconds")
+        folders.drawn(arguments.picture)
+    return 0
+
+
 def _row(name: str, timeline: Timeline) -> tuple[str, ...]:
     first, *_, last = map(sum, (*timeline.peaks[:1], *timeline.peaks))
     waiting = max(held.waiting for row in timeline.held for held in row)
@@ -83,7 +123,7 @@ def _row(name: str, timeline: Timeline) -> tuple[str, ...]:
     return name, f"{timeline.total:.2f}", bubble, f"{first:.2f}", f"{last:.2f}", f"{waiting:.2f}"
 
 
-def _draw(timelines: Mapping[str, Timeline], picture: Path) -> None:
+def _draw(timelines: Mapping[str, Timeline], picture: Path, unit: str = "forwards of a stage") -> None:
     """Draw what the stages do, a panel for each schedule, and below it what each of them holds."""
     plots, stages = pyplot(), len(next(iter(timelines.values())).spans)
     heights = [height for _ in timelines for height in (max(1.0, 0.32 * stages), 0.9)]
@@ -112,7 +152,7 @@ def _draw(timelines: Mapping[str, Timeline], picture: Path) -> None:
         below.set(ylabel="held", ylim=(0, None), xlim=(0, longest))
         below.legend(loc="lower center", fontsize=7, frameon=False, ncols=2)
     figure.align_ylabels()
-    axes[-1].set_xlabel("time, in forwards of a stage")
+    axes[-1].set_xlabel(f"time, in {unit}")
     legend = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
     there = {span.action.kind for timeline in timelines.values() for row in timeline.spans for span in row}
     bars = [plots.Rectangle((0, 0), 1, 1, color=_COLORS[kind]) for kind in _COLORS if kind in there]

@@ -52,6 +52,7 @@ from megacore.training.callbacks.report import FinalReport
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.spikes import TellSpikes
+from megacore.training.callbacks.trace import Trace
 from megacore.training.check import Setup
 from megacore.training.initial_state import load_initial_state
 from megacore.training.lr import learning_rate
@@ -129,7 +130,7 @@ def _callbacks(
     if optimizer.non_finite == "repeat":
         bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision], kernels.mm)
-    made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
+    made: list[Callback] = [Trace(), Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
     if config.preference is not None and config.preference.loss in WITH_REFERENCE:
         sources = [packed for side in (setup.corpora.train, held_out) if side for packed in packed_of(side)]
         made.append(ReferenceScores(sources, lambda source: _batches(setup, source, mesh, model)))

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -18,19 +19,28 @@ from typing import Any, NamedTuple
 from megacore import checkpoints, incidents
 from megacore.config import Config
 from megacore.incidents import Incident
+from megacore.models.registry import configure
+from megacore.parallel.pipeline.schedules import ScheduleError
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.places import listed
+from megacore.planning.peak_memory import memory
+from megacore.planning.recipe_setting import setting_of
 from megacore.recipe import ConfigError, load
 from megacore.recipe_yaml import flat
+from megacore.resources import gpus
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.publish import replace_file
 from megacore.store.weight_folders.checkpoint import Checkpoint
-from megacore.training import metrics
+from megacore.training import metrics, traces
+from megacore.training.schedule_gaps import ComparedSchedule
+from megacore.training.traces import TracedStep
 
 PAGE = "report.html"
 """The file in the folder of a run."""
 POINTS = 1200
 """Points of a curve, at the most."""
+ACTIONS = 5000
+"""Actions of a step that a page shows, at the most: the first of each stage."""
 
 
 class Chart(NamedTuple):
@@ -68,6 +78,7 @@ class RunRecords:
 
     Args:
         name: The last part of the folder's path, or more of it where several runs are called so.
+        traced: The newest step that all ranks have recorded, if there is one.
     """
 
     name: str
@@ -76,6 +87,7 @@ class RunRecords:
     layout: Layout | None
     records: Sequence[Mapping[str, Any]]
     incidents: Sequence[Incident]
+    traced: TracedStep | None = None
 
     @classmethod
     def of(cls, out: Path, name: str) -> RunRecords:
@@ -91,9 +103,8 @@ class RunRecords:
             config = None
         if not records and config is None:
             raise StoreError(f"{out} is not the folder of a run: it has neither config.yaml nor {metrics.METRICS}")
-        return cls(
-            name, out, config, None if config is None else _layout(out, config), records, tuple(incidents.read(out))
-        )
+        layout = None if config is None else _layout(out, config)
+        return cls(name, out, config, layout, records, tuple(incidents.read(out)), _traced(out))
 
     def curve(self, key: str) -> list[tuple[float, float, float]]:
         """Return (step, tokens, value) of each record that has a number; an evaluation has the tokens before it."""
@@ -131,7 +142,8 @@ def _page(folders: Sequence[Path]) -> str:
         # Within a script, nothing but its end means anything to HTML.
         bundle=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
         layout=_table(("run", "what", "split over", "each rank"), _splits(runs)),
-        charts=json.dumps([*_charts(runs), *_stages(runs)]).replace("<", "\\u003c"),
+        memory=_table(("run", "what", "MiB"), chain.from_iterable(map(_memory, runs))),
+        charts=json.dumps([*_charts(runs), *_stages(runs), *_timelines(runs)]).replace("<", "\\u003c"),
     )
 
 
@@ -144,6 +156,14 @@ def _layout(out: Path, config: Config) -> Layout | None:
         mesh = (checkpoint.trainer or {})["recipe"]["mesh"]
         return replace(checkpoint.index.layout, mesh=MeshShape(**{dim: mesh[dim] for dim in MeshShape.DIMS}))
     except (StoreError, KeyError):  # damaged, or of another version
+        return None
+
+
+def _traced(out: Path) -> TracedStep | None:
+    """Return the newest step of a run that all ranks have recorded."""
+    try:
+        return traces.read_trace(traces.files(out)[-1])
+    except (StoreError, IndexError):  # damaged, or none
         return None
 
 
@@ -220,6 +240,59 @@ def _stages(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
                 "color": {"field": "chunk", "type": "nominal", "legend": legend if layout.chunks > 1 else None},
             },
         }
+
+
+def _timelines(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
+    """Yield a picture of what the stages of each run have done in its newest traced step."""
+    for run in runs:
+        if run.traced is None or run.traced.mesh.pp == 1:
+            continue
+        try:
+            found = ComparedSchedule.last(run.traced)
+        except ScheduleError:  # a damaged file
+            continue
+        values = [
+            {"stage": f"stage {stage}, rank {rank}", "action": action.kind, "chunk": action.chunk,
+             "microbatch": action.microbatch, "ms": round(1e3 * start, 3), "end": round(1e3 * end, 3)}
+            for stage, (rank, row) in enumerate(zip(found.ranks, found.real.spans, strict=True))
+            for action, start, end in row[: ACTIONS // len(found.ranks)]
+        ]  # fmt: skip
+        yield {
+            "$schema": _SCHEMA,
+            "title": f"Step {run.traced.step} of {run.name}: bubble {found.real.bubble:.1%}, as planned "
+            f"{found.planned.bubble:.1%}",
+            "width": "container",
+            "height": 26 * run.traced.mesh.pp,
+            "data": {"values": values},
+            "mark": {"type": "rect", "stroke": "#fff", "strokeWidth": 0.5, "tooltip": {"content": "data"}},
+            "params": [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}],
+            "encoding": {
+                "x": {"field": "ms", "type": "quantitative", "title": "ms from the first action"},
+                "x2": {"field": "end"},
+                "y": {"field": "stage", "type": "nominal", "title": None, "sort": None},
+                "color": {"field": "action", "type": "nominal", "legend": {"orient": "bottom"}},
+            },
+        }
+
+
+def _memory(run: RunRecords) -> Iterator[tuple[str, ...]]:
+    """Yield what the plan says of the memory of the fullest rank of a run, and what was measured."""
+    held = run.layout or run.traced
+    if run.config is None or held is None or not (measured := run.curve("peak_memory_gib")):
+        return
+    kind = run.config.train.device_type(gpus())
+    try:
+        setting = setting_of(run.config, configure(run.config.model), held.mesh.world, kind)
+        fullest = max(memory(setting), key=lambda each: each.peak)
+    except (ValueError, ArithmeticError):  # of another version, or from a checkpoint that names no family
+        return
+    for term, size in fullest.terms.items():
+        if size:
+            yield run.name, f"{term}, by the plan", f"{size / 2**20:,.1f}"
+    what = f"all of them, of a rank of stage {fullest.stage}, at the {fullest.peak_at}"
+    yield run.name, what, f"{fullest.peak / 2**20:,.1f}"
+    where = "allocated on its GPU" if kind == "cuda" else "resident, with Python and its libraries"
+    yield run.name, f"measured, of the fullest rank: {where}", f"{1024 * measured[-1][2]:,.1f}"
 
 
 def _splits(runs: Sequence[RunRecords]) -> Iterator[tuple[str, ...]]:

@@ -71,4 +71,4 @@ class OnHost:
             self._on.current_stream().wait_event(copied)
             return pending.finish()
 
-        return Pending(pending.works, finish)
+        return pending.then(finish)

@@ -149,7 +149,7 @@ class _RankHop:
             ordered[self.places] = arrived
             return ordered
 
-        return Pending(works, finish)
+        return Pending(works, finish, "exchange", group)
 
     def give_back(self, gradients: Tensor, home: Tensor, dtype: torch.dtype, group: Group) -> Pending:
         """gradients: [rows of the hop, n] -> home: [t, n], to which what all add to this rank's rows is added.
@@ -169,7 +169,7 @@ class _RankHop:
                 home[some] += more
             return home
 
-        return Pending(works, finish)
+        return Pending(works, finish, "exchange", group)
 
     def _from(self, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         return [(rank, part) for (rank, _), part in zip(self.got, parts, strict=True)]

@@ -209,7 +209,7 @@ class Dispatch:
         if self.sorting is None:
             return pending
         places = self.sorting[0]
-        return Pending(pending.works, lambda: pending.finish().index_select(0, places))
+        return pending.then(lambda: pending.finish().index_select(0, places))
 
     def start_back(self, rows: Tensor, weights: Tensor | None = None) -> Pending:
         """rows: [R, f], weights: [N, k] -> [n, f], the sum of each token's slots and over ``features``."""
@@ -218,12 +218,12 @@ class Dispatch:
         def finish() -> Tensor:
             return start_reduce_scatter(self._sum(pending.finish(), weights), self.features).wait()
 
-        return Pending(pending.works, finish)
+        return pending.then(finish)
 
     def start_numbers_back(self, numbers: Tensor) -> Pending:
         """numbers: [R], one of each row -> [N, k]."""
         pending = self._start_home(numbers)
-        return Pending(pending.works, lambda: pending.finish().take(self.slots))
+        return pending.then(lambda: pending.finish().take(self.slots))
 
     def _start_home(self, rows: Tensor) -> Pending:
         """rows: [R, ...] -> [N k, ...], as they were sent."""
@@ -381,7 +381,7 @@ def start_weights_gradient(
         along += _along(d, bias.index_select(0, dispatch.groups.experts), weights.dtype) / dispatch.features.size
     home = dispatch.start_numbers_back(along)
     # 0 for a weight of 0, which no score has that still moves.
-    return Pending(home.works, lambda: torch.where(weights == 0, 0, home.finish() / weights))
+    return home.then(lambda: torch.where(weights == 0, 0, home.finish() / weights))
 
 
 def _along(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

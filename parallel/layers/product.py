@@ -185,7 +185,7 @@ def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pendi
     if x.values.dtype.itemsize > 1:
         return start_all_gather(x.values, group, after)
     pending = start_all_gather(x.values.view(torch.uint8), group, after)
-    return Pending(pending.works, lambda: pending.finish().view(x.values.dtype))
+    return pending.then(lambda: pending.finish().view(x.values.dtype))
 
 
 def gathered(x: Operand, group: Group) -> Operand:

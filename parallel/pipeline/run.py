@@ -18,7 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megacore.parallel.enum_errors import SPLIT_BACKWARD, Placement, check_choice
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.schedules import (
+    RECEIVE,
     SCHEDULES,
+    SEND,
     Action,
     Direction,
     F,
@@ -91,7 +93,8 @@ class Inbox:
         while message not in self.arrived:
             first, work, buffer = self.posted.popleft()
             if work:
-                work.wait()
+                with self.channel.recorder.over(RECEIVE, *first):
+                    work.wait()
             self.arrived[first] = buffer
         return self.arrived.pop(message)
 
@@ -123,7 +126,8 @@ class Outbox:
         for message in [message for message in self.leaving if self.asked_at[message] <= position]:
             work, _ = self.leaving.pop(message)
             if work:
-                work.wait()
+                with self.channel.recorder.over(SEND, *message):
+                    work.wait()
 
 
 @dataclass
@@ -282,7 +286,8 @@ class _Run:
         for position, action in enumerate(self.actions, 1):
             enter(action.kind)
             self._make_room(position)
-            step[action.kind](action.chunk, action.microbatch)
+            with self.pipeline.mesh.recorder.over(action.kind, action.chunk, action.microbatch):
+                step[action.kind](action.chunk, action.microbatch)
             self._ask()
         for outbox in self.outboxes.values():
             outbox.reached(math.inf)

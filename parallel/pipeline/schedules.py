@@ -17,6 +17,8 @@ from megacore.parallel.placement import stage_of, virtual_stage
 
 Kind = Literal["F", "B", "I", "W"]
 Direction = Literal["forward", "backward"]
+RECEIVE, SEND = "receive", "send"
+"""The names of waits for messages between stages, where they are recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import pytest
 from graph import MODULES, PACKAGES, ROOT, counts, imports, ours
 
 LOWER = {
-    **dict.fromkeys(("parallel.mesh", "parallel.collectives", "parallel.random"), 1),
+    **dict.fromkeys(("parallel.mesh", "parallel.collectives", "parallel.random", "parallel.recorder"), 1),
     **{
         f"parallel.{name}": 0
         for name in (

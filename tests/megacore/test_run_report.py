@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traced import traced
 
 from megacore import incidents
 from megacore.incidents import Incident
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.weights.layout import MeshShape
+from megacore.planning.peak_memory import memory
+from megacore.planning.recipe_setting import setting_of
 from megacore.recipe import load
 from megacore.tools.report import main
 from megacore.training import run_report
@@ -81,6 +84,35 @@ def test_who_holds_what_is_shown() -> None:
         ("a", "states up to optimizer (zero.shard)", "groups of 2 ranks", "1/2"),
     ]
     assert "NaN" not in vl_convert.vegalite_to_svg(picture | {"width": 300})
+
+
+def test_the_stages_of_a_traced_step_are_shown() -> None:
+    """Of 1F1B on two stages, each action where the trace has it, without what it waited for the other stage."""
+    step = traced("1f1b", 2, 3, lambda stage, action: {"F": 0.01, "B": 0.02}[action.kind])
+    made = RunRecords("a", Path("a"), None, None, [], [], step)
+    (picture,) = run_report._timelines([made])
+    values = sorted(((*each.values(),) for each in picture["data"]["values"]), key=lambda each: (each[4], each[0]))
+    assert values[:2] == [("stage 0, rank 0", "F", 0, 0, 0, 10), ("stage 0, rank 0", "F", 0, 1, 10, 20)]
+    assert values[2:4] == [("stage 1, rank 1", "F", 0, 0, 10, 20), ("stage 1, rank 1", "B", 0, 0, 20, 40)]
+    assert len(values) == 12 and max(each[-1] for each in values) == 120
+    assert picture["title"] == "Step 50 of a: bubble 33.3%, as planned 33.3%"
+    assert "NaN" not in vl_convert.vegalite_to_svg(picture | {"width": 300})
+
+
+@pytest.mark.in_turn(4)
+def test_memory_is_that_of_the_plan_and_what_was_measured() -> None:
+    recipe: dict[str, Any] = {
+        "model": {"preset": "llama-tiny"},
+        "mesh": {"pp": 2},
+        "train": {"device": "cpu", "precision": "fp32"},
+    }
+    records = [{"step": 1, "peak_memory_gib": 0.25}, {"step": 2, "peak_memory_gib": 0.5}]
+    layout = layout_of(configure(recipe["model"]), MeshShape(pp=2))
+    rows = [*run_report._memory(RunRecords("a", Path("a"), load(recipe), layout, records, []))]
+    *terms, whole, measured = (float(row[2].replace(",", "")) for row in rows)
+    peak = max(each.peak for each in memory(setting_of(load(recipe), configure(recipe["model"]), 2, "cpu")))
+    assert whole == pytest.approx(peak / 2**20, abs=0.06) == pytest.approx(sum(terms), abs=0.5)
+    assert measured == 512 and "resident" in rows[-1][1] and "backward" in rows[-2][1]
 
 
 def test_the_running_mean_is_that_of_the_records_so_far(tmp_path: Path) -> None:

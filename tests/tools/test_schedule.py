@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from traced import DATA_S, traced
 
-from megacore.parallel.pipeline.schedules import SCHEDULES, draw
+from megacore.parallel.pipeline.schedules import SCHEDULES, B, Cost, F, draw, simulate
 from megacore.tools.schedule import main
+from megacore.training.schedule_gaps import ComparedSchedule
+from megacore.training.traces import write_trace
 
 SIZES = ["--stages", "4", "--microbatches", "8"]
 
@@ -36,9 +39,41 @@ def test_one_is_drawn_and_times_count(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "1f1b      7.00" in capsys.readouterr().out  # F, a message, F, B, a message, B
 
 
+TAKES = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_a_step_as_planned_has_no_gaps(name: str) -> None:
+    found = ComparedSchedule.last(traced(name, 4, 8, lambda stage, action: TAKES[action.kind]))
+    assert found.schedule == SCHEDULES[name](4, 1, 8) and not [each for each in found.gaps(5) if each.seconds > 1e-9]
+    assert found.real.total == pytest.approx(simulate(found.schedule, Cost(0.01, 0.01, 0.01)).total)
+
+
+def test_a_step_is_laid_on_its_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stage 1 takes 50 ms longer for F(0,3) and its host 30 ms before B(0,1); stage 2 waits for both."""
+    made = traced(
+        "1f1b",
+        3,
+        6,
+        lambda stage, action: TAKES[action.kind] + 0.05 * ((stage, action) == (1, F(0, 3))),
+        lambda stage, action: 0.03 * ((stage, action) == (1, B(0, 1))),
+    )
+    path, picture = write_trace(tmp_path, made), tmp_path / "a.svg"
+    assert main(["--trace", str(path), "--picture", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "Step 50, 1f1b of 3 stages (ranks 0, 1, 2)" in said and "real: bubble" in picture.read_text()
+    rows = [line.split(maxsplit=5) for line in said.partition("  stage  ")[2].splitlines()[1:]]
+    assert ["1", "F(0,3)", "60.0", "10.0", "50.0", "it took longer than others like it"] in rows and len(rows) == 5
+    assert any(row[:2] == ["1", "B(0,1)"] and row[-1] == "its host did something else" for row in rows)
+    assert any(row[0] == "2" and row[-1] == "F(0,3) of stage 1" for row in rows)
+    real = float(next(line.split()[1] for line in said.splitlines() if line.startswith("  real")))
+    assert real == pytest.approx(1e3 * (max(x.end for x in made.of(0) if x.kind == "B") - DATA_S), abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        (["--trace", "a.json"], "--trace has its own schedule: leave out names, --stages and --microbatches"),
         (["zbh"], "there is no schedule zbh: choose from gpipe, 1f1b"),
         (["zb-h1", "--chunks", "2"], "zb-h1 runs one chunk per stage, not chunks=2: choose zb-interleaved"),
         (["--times", "1,0,1"], "'1,0,1' is not F,I,W, three numbers above 0"),
@@ -52,3 +87,8 @@ def test_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str], given: list[
     except SystemExit as ended:  # of argparse
         assert ended.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_what_is_neither_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2 and "takes --stages and --microbatches, or --trace of a run" in capsys.readouterr().err
+    assert main(["--trace", str(tmp_path / "a")]) == 2 and "a is no trace of a step" in capsys.readouterr().err

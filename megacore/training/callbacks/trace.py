@@ -1,0 +1,147 @@
+"""Traces of every so many steps: what all ranks did when, in one file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megacore.control import Control
+from megacore.parallel.recorder import Mark, NotedInterval, Timed
+from megacore.store.io.strict_json import StoreError
+from megacore.training.step import Phase
+from megacore.training.traces import AGREE, COLLECTIVES, COMPUTE, TracedInterval, TracedStep, align, along, write_trace
+from megacore.training.trainer import Callback, Trainer
+
+ROUNDS = 8
+"""Messages of all ranks to all by which clocks are compared."""
+_UNIT = 1e-7
+"""Seconds of the smallest part of what ranks tell each other."""
+
+
+class Trace(Callback):
+    """Records every ``log.trace``-th step, from its wait for data to the next one's, saving and evaluation included.
+
+    Ranks bring together what they have recorded at the next record of metrics, where they wait for each other anyway;
+    nothing is read from a device before. It comes first of the callbacks that ask, so that the message of all ranks
+    at the end of a step lies between its question and its answer.
+    """
+
+    def __init__(self) -> None:
+        self._phase: tuple[str, Mark] | None = None
+        """The phase that is being recorded, and its begin."""
+        self._asked: Mark | None = None
+        self._done: tuple[int, list[NotedInterval]] | None = None
+
+    def on_phase(self, run: Trainer, phase: Phase) -> None:
+        recorder = run.mesh.recorder
+        kind = COMPUTE if phase in ("forward", "backward") else phase
+        if self._phase is not None:
+            if kind == self._phase[0]:
+                return
+            recorder.note(self._phase[0], (), self._phase[1])
+            self._phase = kind, recorder.now()
+            if phase == "data":
+                self._end(run)
+        every = run.config.log.trace
+        if phase == "data" and every and (run.step + 1) % every == 0:
+            recorder.begin()
+            self._phase = kind, recorder.now()
+
+    def ask(self, run: Trainer) -> Mapping[str, float]:
+        self._asked = run.mesh.recorder.now() if self._phase is not None else None
+        return {}
+
+    def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
+        if self._asked is not None:
+            run.mesh.recorder.note(AGREE, (), self._asked)
+
+    def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
+        if self._done is not None:
+            self._write(run, *self._done)
+            self._done = None
+
+    def on_rewind(self, run: Trainer) -> None:
+        self._drop(run)
+
+    def on_error(self, run: Trainer, error: BaseException) -> None:
+        self._drop(run)
+
+    def on_end(self, run: Trainer) -> None:
+        if self._phase is not None:
+            run.mesh.recorder.note(self._phase[0], (), self._phase[1])
+            self._end(run)
+        if self._done is not None:
+            self._write(run, *self._done)
+            self._done = None
+
+    def _end(self, run: Trainer) -> None:
+        self._done, self._phase = (run.step, run.mesh.recorder.end()), None
+
+    def _drop(self, run: Trainer) -> None:
+        run.mesh.recorder.end()
+        self._phase = self._asked = self._done = None
+
+    def _write(self, run: Trainer, step: int, noted: list[NotedInterval]) -> None:
+        timed = run.mesh.recorder.read(noted)
+        found = run.control.gather([_rounds(run.control), _packed(timed)])
+        if not found:  # on all ranks but the first
+            return
+        shape = run.mesh.shape
+        clocks = align([rounds for rounds, _ in found])
+        rows = [_unpacked(packed, ahead) for (_, packed), (ahead, _) in zip(found, clocks, strict=True)]
+        first = min(each.start for row in rows for each in row)
+        axis = cache(lambda ranks: along(shape, ranks))
+        ranks = [
+            {
+                track: tuple(_interval(each, first, axis) for each in row if each.track == track)
+                for track in dict.fromkeys(each.track for each in row)
+            }
+            for row in rows
+        ]
+        errors = tuple(error for _, error in clocks)
+        try:
+            traced = TracedStep(step, shape, run.config.pipeline.schedule, errors, tuple(ranks))
+            write_trace(Path(run.config.out), traced)
+        except (OSError, StoreError) as error:  # on a full disk, say; the run goes on
+            run.tell(f"the trace of step {step} could not be written: {error}")
+
+
+def _interval(each: Timed, first: float, axis: Callable[[tuple[int, ...]], str]) -> TracedInterval:
+    """Return what is shown of something that a rank did; ``axis`` of the ranks of a group."""
+    start, end = each.start - first, each.end - first
+    if each.kind in COLLECTIVES:
+        return TracedInterval(each.kind, start, end, axis=axis(each.about))
+    chunk, microbatch = each.about or (-1, -1)
+    return TracedInterval(each.kind, start, end, chunk, microbatch)
+
+
+def _rounds(control: Control) -> list[tuple[float, float]]:
+    """Return when this rank entered and left a few messages of all ranks to all."""
+    found = []
+    for _ in range(ROUNDS):
+        entered = time.perf_counter()
+        control.largest(0.0)
+        found.append((entered, time.perf_counter()))
+    return found
+
+
+def _packed(timed: list[Timed]) -> list[Any]:
+    """Return what was recorded as few bytes of JSON, from its begin on."""
+    first = min(each.start for each in timed)
+    rows = [
+        [x.track[0], x.kind, x.about, round((x.start - first) / _UNIT), round((x.end - x.start) / _UNIT)] for x in timed
+    ]
+    return [first, rows]
+
+
+def _unpacked(packed: list[Any], ahead: float) -> list[Timed]:
+    """Return what a rank has recorded by rank 0's clock."""
+    (first, rows), tracks = packed, {"h": "host", "d": "device"}
+    found = list[Timed]()
+    for track, kind, about, since, length in rows:
+        start = first - ahead + since * _UNIT
+        found.append(Timed(tracks[track], kind, tuple(about), start, start + length * _UNIT))
+    return found

@@ -1,0 +1,153 @@
+"""A traced step and its schedule laid on each other: what took longer than the schedule alone would have."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from megacore.parallel.pipeline.schedules import (
+    RECEIVE,
+    SEND,
+    Action,
+    Cost,
+    Costs,
+    Kind,
+    Schedule,
+    TimedAction,
+    Timeline,
+    dependencies,
+    simulate,
+)
+from megacore.parallel.weights.layout import MeshShape
+from megacore.training.traces import ACTIONS, COMPUTE, TracedInterval, TracedStep
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something that took a stage longer than planned, in seconds.
+
+    Args:
+        took: The wait before the action, or the action itself.
+        planned: The same in the simulated schedule.
+    """
+
+    stage: int
+    action: Action
+    took: float
+    planned: float
+    reason: str
+
+    @property
+    def seconds(self) -> float:
+        return self.took - self.planned
+
+
+@dataclass(frozen=True)
+class ComparedSchedule:
+    """A pipeline of a traced step beside its schedule, which is simulated with the median of what each action took.
+
+    Args:
+        ranks: Of each stage.
+        schedule: The actions of each, in the order in which they were run.
+        costs: The medians, without what was waited for other stages.
+        real, planned: Times from the first action of the step; a real action begins when what it waits for is there.
+        received: Of each stage, the seconds that each action waited for others.
+    """
+
+    ranks: tuple[int, ...]
+    schedule: Schedule
+    costs: Costs
+    real: Timeline
+    planned: Timeline
+    received: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def last(cls, traced: TracedStep) -> ComparedSchedule:
+        """Lay the pipeline that was last to end on its schedule; errors are those of :meth:`of`."""
+        ends = {ranks: max(_end(traced, rank) for rank in ranks) for ranks in pipelines(traced.mesh)}
+        return cls.of(traced, max(ends, key=lambda ranks: ends[ranks]))
+
+    @classmethod
+    def of(cls, traced: TracedStep, ranks: tuple[int, ...]) -> ComparedSchedule:
+        """Lay a pipeline, of these ranks, on its schedule.
+
+        Raises:
+            ScheduleError: the actions of a trace are no schedule.
+        """
+        done = [[*_actions(traced.of(rank))] for rank in ranks]
+        first = min((each.start + waited for row in done for _, each, waited in row[:1]), default=0.0)
+        spans = tuple(
+            tuple(TimedAction(action, each.start + waited - first, each.end - first) for action, each, waited in row)
+            for row in done
+        )
+        schedule = tuple(tuple(span.action for span in row) for row in spans)
+        chunks = 1 + max((action.chunk for row in schedule for action in row), default=0)
+        costs = [[_cost(row, chunk) for chunk in range(chunks)] for row in spans]
+        planned = simulate(schedule, costs)
+        received = tuple(tuple(waited for _, _, waited in row) for row in done)
+        return cls(ranks, schedule, costs, Timeline(spans, planned.held), planned, received)
+
+    def gaps(self, most: int) -> list[Gap]:
+        """Return the largest of them, largest first."""
+        return sorted((each for each in self._gaps() if each.seconds > 0), key=lambda each: -each.seconds)[:most]
+
+    def _gaps(self) -> Iterator[Gap]:
+        for stage, (real, planned) in enumerate(zip(self.real.spans, self.planned.spans, strict=True)):
+            pairs = zip(_idle(real), _idle(planned), real, planned, self.received[stage], strict=True)
+            for idle, meant, (action, start, end), (_, start_planned, end_planned), received in pairs:
+                reason = self._missing(stage, action) if received > idle / 2 else "its host did something else"
+                yield Gap(stage, action, idle, meant, reason)
+                yield Gap(stage, action, end - start, end_planned - start_planned, "it took longer than others like it")
+
+    def _missing(self, stage: int, action: Action) -> str:
+        """Return what an action has waited for."""
+        kinds = {each.kind for each in self.schedule[stage]}
+        back: Kind = "I" if "I" in kinds else "B"
+        found = dependencies(action, stage, len(self.schedule), len(self.costs[0]), back)
+        return " and ".join(f"{before!r} of stage {source}" for source, before in found if source != stage)
+
+
+def pipelines(mesh: MeshShape) -> list[tuple[int, ...]]:
+    """Return the ranks of each pipeline, by stage."""
+    return [*dict.fromkeys(mesh.along(rank, "pp") for rank in range(mesh.world))]
+
+
+def _end(traced: TracedStep, rank: int) -> float:
+    return max((each.end for each in traced.of(rank) if each.kind in ACTIONS), default=0.0)
+
+
+def actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Kind, TracedInterval]]:
+    """Yield each action of the step itself, not of an evaluation behind it, with its kind."""
+    phase = next((each for each in row if each.kind == COMPUTE), None)
+    for each in row:
+        for kind in ACTIONS:
+            if each.kind == kind and phase is not None and phase.start <= each.start < phase.end:
+                yield kind, each
+
+
+def _actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInterval, float]]:
+    """Yield each action of the step itself, and the seconds that it waited for other stages."""
+    waits = [each for each in row if each.kind in (RECEIVE, SEND)]
+    starts = [each.start for each in waits]
+    for kind, each in actions(row):
+        own = waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
+        yield Action(kind, each.chunk, each.microbatch), each, sum(wait.seconds for wait in own)
+
+
+def _cost(row: Sequence[TimedAction], chunk: int) -> Cost:
+    """Return the medians of what the actions of a chunk took; a backward that is not split has them in one part."""
+
+    def of(kind: Kind) -> float:
+        return median(
+            [end - start for action, start, end in row if (action.kind, action.chunk) == (kind, chunk)] or [0]
+        )
+
+    return Cost(of("F"), of("B") or of("I"), of("W"))
+
+
+def _idle(row: Sequence[TimedAction]) -> list[float]:
+    """Return the seconds before each action in which a stage did none."""
+    return [row[0].start, *(after.start - before.end for before, after in pairwise(row))]

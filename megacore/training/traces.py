@@ -1,0 +1,185 @@
+"""Traces of steps: what each rank did when, in one file that Perfetto shows. A run writes them, tools read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megacore.parallel.pipeline.schedules import Kind
+from megacore.parallel.weights.layout import MeshShape
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.publish import replace_file
+
+FOLDER = "traces"
+"""The folder of traces in that of a run."""
+KEPT = 10
+"""The traces of a run that are kept, the newest."""
+ACTIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "exchange")
+"""The kinds of waits for the ranks of a group; the last is that of keys and values along cp."""
+COMPUTE, AGREE = "forward and backward", "agree"
+"""The phase of all actions; and, at the end of a step, the one message of all ranks about it."""
+
+
+class TracedInterval(NamedTuple):
+    """Something that a rank did, in seconds from the first interval of the step.
+
+    Args:
+        kind: An action; a collective; ``receive`` or ``send``, which are waits for another stage; or a phase.
+        chunk, microbatch: Of an action, and of what is received or sent.
+        axis: The axes of the mesh along which the ranks of a collective lie.
+    """
+
+    kind: str
+    start: float
+    end: float
+    chunk: int = -1
+    microbatch: int = -1
+    axis: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def label(self) -> str:
+        """The name in a picture: of an action that of its schedule's drawing, with the chunk as a letter."""
+        of = f"{self.microbatch}{chr(ord('a') + self.chunk) if self.chunk else ''}"
+        if self.kind in ACTIONS:
+            return f"{self.kind}{of}"
+        return f"{self.kind} {self.axis or (of if self.chunk >= 0 else '')}".strip()
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step as its ranks have recorded it.
+
+    Args:
+        schedule: The name of the pipeline's.
+        errors: The most seconds that the clock of each rank may be off that of rank 0.
+        ranks: Of each rank, the intervals of each of its tracks: of its host, and on GPUs of its device.
+    """
+
+    step: int
+    mesh: MeshShape
+    schedule: str
+    errors: tuple[float, ...]
+    ranks: tuple[Mapping[str, tuple[TracedInterval, ...]], ...]
+
+    def of(self, rank: int) -> tuple[TracedInterval, ...]:
+        """Return what a rank has done: on its device, if it has one."""
+        tracks = self.ranks[rank]
+        return tracks.get("device") or tracks["host"]
+
+
+def align(rounds: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, float]]:
+    """Return, for each rank, what its clock is ahead of rank 0's, and the most by which that may be wrong; in seconds.
+
+    A round is a message of all ranks to all: no rank leaves it before the last one has entered. So what rank 0 reads as
+    it enters is no later than what another reads as it leaves, and the other way round; each round gives a bound from
+    both sides.
+
+    Args:
+        rounds: Of each rank, the (entered, left) of each round by its own clock.
+    """
+    found = []
+    for theirs in rounds:
+        pairs = [(theirs[n], rounds[0][n]) for n in range(len(theirs))]
+        low = max(entered - left for (entered, _), (_, left) in pairs)
+        high = min(left - entered for (_, left), (entered, _) in pairs)
+        found.append(((low + high) / 2, (high - low) / 2))
+    return [(0.0, 0.0), *found[1:]]
+
+
+def along(mesh: MeshShape, ranks: Sequence[int]) -> str:
+    """Return the axes of a mesh along which some ranks differ."""
+    places = [mesh.place(rank) for rank in ranks]
+    return " x ".join(dim for dim in mesh.DIMS if len({getattr(place, dim) for place in places}) > 1)
+
+
+def write_trace(folder: Path, traced: TracedStep) -> Path:
+    """Write a step into a run's folder -> the file, in Chrome's format: a process for each rank, a thread for each of
+    its tracks. Those of older steps than the last ten are removed.
+
+    Raises:
+        OSError, StoreError: it cannot be written.
+    """
+    path = folder / FOLDER / f"step-{traced.step}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    other = {
+        "step": traced.step,
+        "mesh": {dim: traced.mesh[dim] for dim in traced.mesh.DIMS},
+        "schedule": traced.schedule,
+        "clock_error_us": [round(error * 1e6, 1) for error in traced.errors],
+    }
+    document = {"traceEvents": [*_events(traced)], "displayTimeUnit": "ms", "otherData": other}
+    replace_file(path, json.dumps(document, separators=(",", ":")).encode())
+    for old in files(folder)[:-KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def _events(traced: TracedStep) -> Iterator[dict[str, Any]]:
+    for rank, tracks in enumerate(traced.ranks):
+        place, error = traced.mesh.place(rank), traced.errors[rank]
+        at = ", ".join(f"{dim} {getattr(place, dim)}" for dim in traced.mesh.DIMS if traced.mesh[dim] > 1)
+        name = f"rank {rank}{': ' if at else ''}{at} (clock to {error * 1e6:.0f} us)"
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+        for number, (track, intervals) in enumerate(tracks.items()):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}}
+            for each in intervals:
+                given = {"chunk": each.chunk, "microbatch": each.microbatch} if each.chunk >= 0 else {}
+                yield {
+                    "ph": "X",
+                    "name": each.label,
+                    "cat": each.kind,
+                    "pid": rank,
+                    "tid": number,
+                    "ts": round(each.start * 1e6, 1),
+                    "dur": round(each.seconds * 1e6, 1),
+                    "args": {"axis": each.axis} if each.axis else given,
+                }
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the traces of a run, oldest first."""
+    found = {path: path.stem.removeprefix("step-") for path in (folder / FOLDER).glob("step-*.json")}
+    return sorted((path for path, step in found.items() if step.isdigit()), key=lambda path: int(found[path]))
+
+
+def read_trace(path: Path) -> TracedStep:
+    """Read a step that a run has recorded.
+
+    Raises:
+        StoreError: it is none, or cannot be read.
+    """
+    try:
+        document = json.loads(path.read_text())
+        other, mesh = document["otherData"], MeshShape(**document["otherData"]["mesh"])
+        names = dict[tuple[int, int], str]()
+        ranks: list[dict[str, list[TracedInterval]]] = [{} for _ in range(mesh.world)]
+        for event in document["traceEvents"]:
+            key = event["pid"], event.get("tid", 0)
+            if event["ph"] == "M":
+                if event["name"] == "thread_name":
+                    names[key] = event["args"]["name"]
+                    ranks[key[0]][names[key]] = []
+                continue
+            start = event["ts"] / 1e6
+            ranks[key[0]][names[key]].append(
+                TracedInterval(event["cat"], start, start + event["dur"] / 1e6, **event["args"])
+            )
+        errors = tuple(error / 1e6 for error in other["clock_error_us"])
+        rows = tuple({track: tuple(sorted(row, key=_outer_first)) for track, row in each.items()} for each in ranks)
+        if not all(each.get("host") for each in rows):
+            raise StoreError(f"{path}: a rank has recorded nothing")
+        return TracedStep(other["step"], mesh, other["schedule"], errors, rows)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise StoreError(f"{path} is no trace of a step that log.trace records: {error}") from error
+
+
+def _outer_first(each: TracedInterval) -> tuple[float, float]:
+    return each.start, -each.end

@@ -1,0 +1,56 @@
+"""Traces of steps that never ran: of a schedule on so many stages, what its actions take, and what befalls some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megacore.parallel.pipeline.schedules import SCHEDULES, Action, Kind, dependencies, simulate
+from megacore.parallel.weights.layout import MeshShape
+from megacore.training.traces import COMPUTE, TracedInterval, TracedStep
+
+DATA_S, TAIL_S = 0.002, 0.01
+
+
+def traced(
+    name: str,
+    stages: int,
+    microbatches: int,
+    takes: Callable[[int, Action], float],
+    waits: Callable[[int, Action], float] = lambda stage, action: 0.0,
+) -> TracedStep:
+    """A step, after 2 ms for data: 10 ms of reduction at its end, which begin on all stages at once.
+
+    Args:
+        takes: The seconds of an action of a stage.
+        waits: The seconds that the host does something else before it.
+    """
+    schedule = SCHEDULES[name](stages, 1, microbatches)
+    back: Kind = "I" if any(action.kind == "I" for action in schedule[0]) else "B"
+    order = sorted(
+        (x.start, s, at, x.action) for s, row in enumerate(simulate(schedule).spans) for at, x in enumerate(row)
+    )
+    end, free, rows = (
+        dict[tuple[int, Action], float](),
+        [DATA_S] * stages,
+        [list[TracedInterval]() for _ in range(stages)],
+    )
+    for _, stage, _, action in order:
+        asked = free[stage] + waits(stage, action)
+        needed = [end[each] for each in dependencies(action, stage, stages, 1, back) if each[0] != stage]
+        start = max([asked, *needed])
+        free[stage] = end[stage, action] = start + takes(stage, action)
+        at = action.chunk, action.microbatch
+        rows[stage].append(TracedInterval(action.kind, asked, free[stage], *at))
+        if needed:
+            rows[stage].append(TracedInterval("receive", asked, start, *at))
+    last = max(free)
+    ranks = []
+    for row, done in zip(rows, free, strict=True):
+        phases = [
+            TracedInterval("data", 0.0, DATA_S),
+            TracedInterval(COMPUTE, DATA_S, done),
+            TracedInterval("reduce", done, last + TAIL_S),
+            TracedInterval("all_reduce", done, last, axis="pp"),
+        ]
+        ranks.append({"host": tuple(sorted([*phases, *row], key=lambda each: (each.start, -each.end)))})
+    return TracedStep(50, MeshShape(pp=stages), name, (0.0,) * stages, tuple(ranks))
