@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
-from megacore.parallel.placement import placement_of, virtual_stage
+from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 
 RUNS = [

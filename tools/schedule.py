@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Kind, Schedule, Timeline, draw, simulate
-from megacore.parallel.placement import placement_of
+from megacore.parallel.virtual_stages import placement_of
 from megacore.pictures import FORMATS, pyplot, save
 from megacore.say import err, say
 from megacore.store.io.strict_json import StoreError

@@ -18,7 +18,6 @@ from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, 
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING
-from megacore.parallel.enum_errors import V_SHAPED
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
 
@@ -136,7 +135,7 @@ def _chunks(facts: RuleContext) -> Iterator[str]:
             f"pipeline.schedule {pipeline.schedule} runs one chunk per stage, not pipeline.chunks={pipeline.chunks}: "
             f"set pipeline.schedule={other}, or pipeline.chunks=1"
         )
-    if pipeline.schedule in V_SHAPED and pipeline.chunks != 2:
+    if pipeline.schedule == "zb-v" and pipeline.chunks != 2:
         yield (
             f"pipeline.schedule {pipeline.schedule} runs two chunks per stage, there and back, not pipeline.chunks="
             f"{pipeline.chunks}: set pipeline.chunks=2, or pipeline.schedule=zb-interleaved"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import Tuning
 from megacore.parallel.enum_errors import Placement, Recompute
-from megacore.parallel.placement import virtual_stage
+from megacore.parallel.virtual_stages import virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import LayerCost
 from megacore.planning.exchange import Packing

@@ -13,7 +13,7 @@ from megacore.data.batches import filled_up
 from megacore.models.stages import layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextBalance, ContextExchange, Recompute, ZeroShard
-from megacore.parallel.placement import placement_of
+from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.exchange import WHOLE

@@ -10,7 +10,7 @@ from megacore.config import Config, ContextConfig, ZeroConfig
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
-from megacore.parallel.placement import placement_of
+from megacore.parallel.virtual_stages import placement_of
 from megacore.planning.fit import Candidate
 from megacore.planning.setting import Setting, Widths
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megacore.devices import PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
-from megacore.parallel.placement import placement_of
+from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory

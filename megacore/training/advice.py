@@ -11,6 +11,7 @@ from megacore.models.config import ModelConfigError
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Schedule, simulate
+from megacore.parallel.virtual_stages import placement_of
 from megacore.training.diagnosis import EVALUATE, RECOMPUTATION, SAVE, StepSplit
 from megacore.training.schedule_gaps import ComparedSchedule
 from megacore.training.traces import TracedStep
@@ -54,7 +55,7 @@ def _of_pipelines(step: TracedStep, config: Config, seconds: float) -> Iterator[
     stages, microbatches = len(compared.ranks), 1 + max(action.microbatch for action in compared.schedule[0])
 
     def gain(schedule: Schedule, costs: Sequence[Sequence[Cost]]) -> float:
-        return (compared.planned.total - simulate(schedule, costs).total) / seconds
+        return (compared.planned.total - simulate(schedule, costs, placement_of(name)).total) / seconds
 
     whole = config.lora is None and not config.train.compile and config.memory.recompute == "none"
     if name in ("1f1b", "gpipe") and chunks == 1 and whole:  # a weight gradient takes as long as an input gradient

@@ -26,9 +26,9 @@ from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
-from megacore.parallel.placement import placement_of
 from megacore.parallel.preference import TOLD, PairLoss, Preference
 from megacore.parallel.token_loss import loss_of
+from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import Layout
 from megacore.recipe import ConfigError
 from megacore.store.conversions.adapters import check_fingerprint

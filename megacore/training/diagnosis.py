@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megacore.config import Config
 from megacore.parallel.pipeline.schedules import RECEIVE, SEND, Action, Cost, Kind, dependencies, simulate
+from megacore.parallel.virtual_stages import placement_of
 from megacore.training.schedule_gaps import ComparedSchedule, actions, pipelines
 from megacore.training.traces import ACTIONS, AGREE, COLLECTIVES, TracedInterval, TracedStep
 
@@ -152,7 +153,7 @@ class _Split:
             return 0.0
         costs = [cost for each in self.compared for row in each.costs for cost in row]
         mean = Cost(**{x.name: fmean(getattr(cost, x.name) for cost in costs) for x in fields(Cost)})
-        timeline = simulate(self.compared[0].schedule, mean)
+        timeline = simulate(self.compared[0].schedule, mean, placement_of(self.step.schedule))
         return timeline.total * timeline.bubble / (1 + timeline.bubble)
 
     @cached_property
@@ -204,7 +205,8 @@ class _Split:
         chunks = 1 + max((each.chunk for each in self.ended[rank]), default=0)
         back: Kind = "I" if action.kind == "I" else "B"
         own = Action(action.kind, action.chunk, action.microbatch)  # type: ignore[arg-type]
-        for source, before in dependencies(own, stage, self.mesh.pp, chunks, back):
+        placement = placement_of(self.step.schedule)
+        for source, before in dependencies(own, stage, self.mesh.pp, chunks, back, placement):
             if source != stage:
                 yield ranks[source], before
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from megacore.parallel.enum_errors import Placement
 from megacore.parallel.pipeline.schedules import (
     RECEIVE,
     SEND,
@@ -21,6 +22,7 @@ from megacore.parallel.pipeline.schedules import (
     dependencies,
     simulate,
 )
+from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import MeshShape
 from megacore.training.traces import ACTIONS, COMPUTE, TracedInterval, TracedStep
 
@@ -55,6 +57,7 @@ class ComparedSchedule:
         costs: The medians, without what was waited for other stages.
         real, planned: Times from the first action of the step; a real action begins when what it waits for is there.
         received: Of each stage, the seconds that each action waited for others.
+        placement: How the schedule places virtual stages.
     """
 
     ranks: tuple[int, ...]
@@ -63,6 +66,7 @@ class ComparedSchedule:
     real: Timeline
     planned: Timeline
     received: tuple[tuple[float, ...], ...]
+    placement: Placement
 
     @classmethod
     def last(cls, traced: TracedStep) -> ComparedSchedule:
@@ -86,9 +90,10 @@ class ComparedSchedule:
         schedule = tuple(tuple(span.action for span in row) for row in spans)
         chunks = 1 + max((action.chunk for row in schedule for action in row), default=0)
         costs = [[_cost(row, chunk) for chunk in range(chunks)] for row in spans]
-        planned = simulate(schedule, costs)
+        placement = placement_of(traced.schedule)
+        planned = simulate(schedule, costs, placement)
         received = tuple(tuple(waited for _, _, waited in row) for row in done)
-        return cls(ranks, schedule, costs, Timeline(spans, planned.held), planned, received)
+        return cls(ranks, schedule, costs, Timeline(spans, planned.held), planned, received, placement)
 
     def gaps(self, most: int) -> list[Gap]:
         """Return the largest of them, largest first."""
@@ -106,7 +111,7 @@ class ComparedSchedule:
         """Return what an action has waited for."""
         kinds = {each.kind for each in self.schedule[stage]}
         back: Kind = "I" if "I" in kinds else "B"
-        found = dependencies(action, stage, len(self.schedule), len(self.costs[0]), back)
+        found = dependencies(action, stage, len(self.schedule), len(self.costs[0]), back, self.placement)
         return " and ".join(f"{before!r} of stage {source}" for source, before in found if source != stage)
 
 

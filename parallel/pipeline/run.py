@@ -32,7 +32,7 @@ from megacore.parallel.pipeline.schedules import (
     requests,
     sent_after,
 )
-from megacore.parallel.placement import placement_of, stage_of, virtual_stage
+from megacore.parallel.virtual_stages import placement_of, stage_of, virtual_stage
 
 STEP: Mapping[Direction, int] = {FORWARD: 1, BACKWARD: -1}
 """The stages that each channel leads on, 1 or -1."""

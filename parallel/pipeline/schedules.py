@@ -1,9 +1,9 @@
 """Pipeline schedules as data, and a simulator that proves them. Integers only: no torch, no process group.
 
 A schedule says, for each stage (a pipeline rank), which actions it runs in which order. Its chunks of the model are
-virtual stages (``parallel.placement``): data visits v = 0, 1, ..., chunks * stages - 1 on its way forward and returns
-the same way. Within a chunk every schedule here runs microbatches in ascending order, forward and backward, so
-gradients are summed in the same order whichever schedule is chosen.
+virtual stages (``parallel.virtual_stages``): data visits v = 0, 1, ..., chunks * stages - 1 on its way forward and
+returns the same way. Within a chunk every schedule here runs microbatches in ascending order, forward and backward,
+so gradients are summed in the same order whichever schedule is chosen.
 """
 
 from collections import Counter, deque
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from megacore.parallel.enum_errors import Placement
-from megacore.parallel.placement import stage_of, virtual_stage
+from megacore.parallel.virtual_stages import stage_of, virtual_stage
 
 Kind = Literal["F", "B", "I", "W"]
 Direction = Literal["forward", "backward"]

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from megacore.parallel.enum_errors import Placement, check_choice
-from megacore.parallel.placement import stage_of, virtual_stage
+from megacore.parallel.virtual_stages import stage_of, virtual_stage
 from megacore.parallel.weights.pattern import Piece, Sizes
 from megacore.parallel.weights.schema import (
     EXPERT_TENSOR_PARALLEL,
@@ -420,7 +420,7 @@ class Layout:
         mesh: Sizes of the mesh.
         layers: Layers of each virtual stage.
         split: The dimensions of the mesh that split an axis, for axes of :data:`~parallel.weights.schema.SPLIT`.
-        placement: How virtual stages are placed, see :func:`~parallel.placement.virtual_stage`.
+        placement: How virtual stages are placed, see :func:`~parallel.virtual_stages.virtual_stage`.
 
     Raises:
         ValueError: the mesh cannot split the model so; the message says all reasons.

@@ -23,6 +23,7 @@ LOWER = {
             "labels",
             "rank_sets",
             "routing",
+            "virtual_stages",
             "weights.block_formats",
             "weights.fingerprint",
             "weights.layout",

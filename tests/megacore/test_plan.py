@@ -27,7 +27,7 @@ from megacore.models.stages import layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
-from megacore.parallel.placement import placement_of
+from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
 from megacore.planning.activations import ActivationMemory

@@ -30,7 +30,7 @@ from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.run import Pipeline, _Run
 from megacore.parallel.pipeline.schedules import SCHEDULES
-from megacore.parallel.placement import placement_of, virtual_stage
+from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 
 COMPUTE, ALLOCATE, SEND, RECEIVE, WAIT = "compute", "allocate", "send", "receive", "wait"

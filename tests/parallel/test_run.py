@@ -21,7 +21,7 @@ from megacore.parallel.mesh import BACKWARD, FORWARD, Mesh
 from megacore.parallel.pipeline import run
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.pipeline.schedules import SCHEDULES, Message, arrivals
-from megacore.parallel.placement import placement_of, stage_of, virtual_stage
+from megacore.parallel.virtual_stages import placement_of, stage_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 
 WIDTH = 4

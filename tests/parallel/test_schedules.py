@@ -33,7 +33,7 @@ from megacore.parallel.pipeline.schedules import (
     zb_interleaved,
     zb_v,
 )
-from megacore.parallel.placement import placement_of, virtual_stage
+from megacore.parallel.virtual_stages import placement_of, virtual_stage
 
 STAGES, CHUNKS, MICROBATCHES = range(1, 9), range(1, 5), (*range(1, 13), 16, 19, 24)
 

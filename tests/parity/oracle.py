@@ -38,8 +38,8 @@ from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.pipeline.run import Pipeline
-from megacore.parallel.placement import placement_of
 from megacore.parallel.routing import Routing
+from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from megacore.parallel.weights.transfer import execute, native, plan
