@@ -20,6 +20,7 @@ from megacore.parallel import kernels
 from megacore.parallel.balance import NONE, Balance, Coefficients
 from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.layers.fp8 import Fp8
 from megacore.parallel.layers.linear import hand_to, multiply_by
 from megacore.parallel.layers.product import SymmetricMemory
@@ -166,6 +167,8 @@ class Model:
         torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
         if self.parameters.mesh.device.type == "cpu":
             kernels.cpu_has_bf16()  # the compiler finds the answer, and cannot look for it
+        # How many pieces there are is known where it runs; as a decorator there it would import the compiler.
+        Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
         for chunk in self.chunks:
             for block in chunk.blocks:
                 for module in block.modules():

@@ -12,8 +12,7 @@ from itertools import islice
 from megacore.data.batches import filled_up
 from megacore.models.stages import layout_of
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import ContextBalance, ContextExchange, Recompute, ZeroShard
-from megacore.parallel.virtual_stages import placement_of
+from megacore.parallel.enum_errors import ContextBalance, ContextExchange, PipelineSchedule, Recompute, ZeroShard
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.exchange import WHOLE
@@ -115,10 +114,16 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
 def _split(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
     """Yield the settings whose weight gradients come later, where it has a pipeline and they fit."""
     layout, room = setting.layout, cluster.device.memory * (1 - MARGIN)
-    for schedule in {1: ("zb-h1",), 2: ("zb-interleaved", "zb-v")}.get(layout.chunks, ("zb-interleaved",)):
-        placed = replace(layout, placement=placement_of(schedule))
+    if layout.mesh.pp == 1:
+        return
+    ways: list[tuple[PipelineSchedule, Layout]] = [("zb-h1" if layout.chunks == 1 else "zb-interleaved", layout)]
+    if layout.chunks <= 2 and not [*layers_problems(layout.schema.sizes["layer"], layout.mesh.pp, 2, None)]:
+        # Two chunks in a V hold what one of 1F1B does, so they may fit where interleaved ones did not.
+        in_two = layout_of(setting.model, layout.mesh, 2, tuning=setting.tuning, split=layout.split, placement="v")
+        ways.append(("zb-v", in_two))
+    for schedule, placed in ways:
         late = replace(setting, schedule=schedule, layout=placed)
-        if layout.mesh.pp > 1 and late.may_split and all(peak <= room for peak in peaks(late)):
+        if late.may_split and all(peak <= room for peak in peaks(late)):
             yield late
 
 

@@ -45,7 +45,6 @@ class Documents:
         groups = varlen and flash.shares()
         return cls(host, host.pin_memory().to(device, non_blocking=True), varlen, groups)
 
-    @torch.compiler.disable  # how many pieces there are is known where it runs
     def in_chunks(self, chunk: int) -> Documents:
         """Return the pieces of so many tokens that documents are cut into, the last one of each what is left."""
         return _in_chunks(tuple(self.host.diff().tolist()), chunk, self.device.device)

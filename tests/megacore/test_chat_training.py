@@ -284,7 +284,7 @@ def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_p
     (tmp_path / "chats.jsonl").write_text(chats)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
-    assert "examples need the model's tokenizer, and none is there" in problems(recipe)
+    assert "examples and streams need the model's tokenizer, and none is there" in problems(recipe)
 
 
 def test_the_check_of_the_launcher_prepares(recipe: str, tmp_path: Path) -> None:

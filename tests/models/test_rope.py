@@ -802,7 +802,7 @@ def test_all_problems_of_reading_come_together() -> None:
         (yarn(2, 8, truncate=1), 8, "truncate is 1"),
         (longrope((1,) * 4, (1,) * 3, 2, 8), 8, "long_factor has 3 numbers: 8 turning dimensions of head_dim 8 need 4"),
         (longrope((1, 0), (1, 1), 2, 8), 4, "short_factor is (1, 0): it must be a list of numbers above 0"),
-        (llama3(8, 8, low=4, high=4), 8, "high_freq_factor (4) must be above low_freq_factor (4)"),
+        (llama3(8, 8, low=4, high=2), 8, "high_freq_factor (2) must not be below low_freq_factor (4)"),
         (ProportionalRope(partial_rotary_factor=1.5), 8, "partial_rotary_factor is 1.5: it must be a number above 0 "),
     ],
 )

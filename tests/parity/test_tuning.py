@@ -96,8 +96,10 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
         rows = {"qkvz": 2 * (key + value), "ba": 2 * each}
         if "qkvz" not in labels:
             rows = {"qkv": 2 * key + value, "z": value, "b": each, "a": each}
-    elif "up" in labels or "gate" in labels:
+    elif not {"up", "gate"}.isdisjoint(labels) and "q" not in labels:
         rows = {"gate": mlp, "up": mlp}
+    elif "gate" in labels:
+        rows = {"q": q, "gate": q, "k": kv, "v": kv}
     else:
         rows = {"q": q * (1 + ("gate: heads" in str(parameters.shards[name].param.sentence))), "k": kv, "v": kv}
     start = dict(zip(rows, itertools.accumulate(rows.values(), initial=0), strict=False))
