@@ -101,7 +101,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
         for each in _distinct(candidates, 3 * best):
             if len(again) >= best and again[best - 1].time.total <= each.time.total:
                 break  # a simulated pipeline is no faster than its formula
-            settings = (each.setting, *_split(each.setting, cluster))
+            settings = (each.setting, *with_split_backward(each.setting, cluster))
             again.append(
                 min((Candidate(x, memory(x), estimate(x, cluster)) for x in settings), key=lambda one: one.time.total)
             )
@@ -111,7 +111,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     return tuple(again[:best])
 
 
-def _split(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
+def with_split_backward(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
     """Yield the settings whose weight gradients come later, where it has a pipeline and they fit."""
     layout, room = setting.layout, cluster.device.memory * (1 - MARGIN)
     if layout.mesh.pp == 1:

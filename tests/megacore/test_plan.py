@@ -32,7 +32,7 @@ from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
-from megacore.planning.fit import MARGIN, fit
+from megacore.planning.fit import MARGIN, fit, with_split_backward
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
@@ -636,9 +636,22 @@ def test_fit_splits_backwards_where_blocks_are_not_compiled() -> None:
     split = [each for each in eager if each.setting.splits_backward]
     assert split and not any(each.setting.splits_backward for each in compiled)
     for each in split:
-        whole = replace(each.setting, schedule="interleaved")
+        whole = replace(each.setting, schedule="interleaved", layout=replace(each.setting.layout, placement="loop"))
         assert estimate(whole, H100).total > each.time.total
         assert max(peaks(whole)) <= each.fullest.peak <= (1 - MARGIN) * H100.device.memory
+
+
+def test_two_chunks_in_a_v_are_tried_where_interleaved_ones_do_not_fit() -> None:
+    """LLaMA-3.1-8B, tp=4 and pp=4, on devices that have room for what lies between the two."""
+    model = configure({"preset": "llama-3.1-8b"})
+    one = Setting(model, layout_of(model, MeshShape(pp=4, tp=4)), Widths.of("bf16"), 8192, 1, 16)
+    two = replace(one, layout=layout_of(model, one.layout.mesh, 2), schedule="interleaved")
+    placed = replace(two, layout=replace(two.layout, placement="v"), schedule="zb-v")
+    room = (max(peaks(placed)) + max(peaks(two))) / 2
+    assert max(peaks(placed)) < 0.95 * room
+    tight = replace(H100, device=replace(H100.device, memory=room / (1 - MARGIN)))
+    assert placed in with_split_backward(one, tight)
+    assert [each.schedule for each in with_split_backward(two, tight)] == ["zb-v"]
 
 
 @pytest.mark.in_turn(2, 1)
