@@ -24,6 +24,7 @@ from megacore.parallel.enum_errors import (
     OF_SCORES,
     SPLIT_BACKWARD,
     BaseDtype,
+    Compression,
     ContextBalance,
     ContextExchange,
     MatrixScale,
@@ -162,6 +163,9 @@ class ZeroConfig:
     """The state of the `optimizer`, the `gradients` too, the `parameters` too (ZeRO 1, 2, 3), or `none` of it."""
     replicas: Annotated[Int, COUNTED] = 1
     """Copies of what is shared out: it is split over groups of dp / replicas ranks (HSDP)."""
+    compress: Compression = "none"
+    """The numbers that gradients are rounded to where they are sent: `bf16` are half as many bytes, and layouts then
+    agree to its rounding (see docs/precision.md)."""
 
 
 @dataclass(frozen=True, config=TYPED)

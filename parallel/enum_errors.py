@@ -9,6 +9,8 @@ from typing import Literal
 ZeroShard = Literal["none", "optimizer", "gradients", "parameters"]
 """The states that ranks with the same shards split, each with what stands before it: ZeRO stages 0 to 3 (Rajbhandari et
 al. 2020, arXiv 1910.02054)."""
+Compression = Literal["none", "bf16"]
+"""The numbers that gradients are rounded to where they are sent: none but those that they are summed in, or these."""
 Recompute = Literal["none", "selective", "full"]
 """The part of a block that the backward computes again."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v"]

@@ -387,6 +387,17 @@ def _keys(facts: RuleContext) -> Iterator[str]:
             yield f"data.map names {key} ({theirs}), which is no key that is read: {meant}"
 
 
+def _compression(facts: RuleContext) -> Iterator[str]:
+    width, precision = facts.config.zero.compress, facts.config.train.precision
+    wide = precision == "fp32" or (facts.config.optimizer.master_weights and precision != "fp64")
+    if width != "none" and not wide:
+        way_out = "train.precision=bf16" if precision == "fp64" else "optimizer.master_weights=true"
+        yield (
+            f"zero.compress={width} is for gradients that are summed in fp32, and these are summed in {precision}: set "
+            f"zero.compress=none, or {way_out}"
+        )
+
+
 def _shards(facts: RuleContext) -> Iterator[str]:
     dp, shard, replicas = facts.dp, facts.config.zero.shard, facts.config.zero.replicas
     if replicas > 1 and shard == "none":
@@ -676,9 +687,9 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _labels, _mtp, _mlp_chunk,
-    _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _lengths, _device,
-    _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp, _batch_balance,
-    _adapters, _base_dtype, _one_start, _repetition, _export,
+    _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _compression, _lengths,
+    _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp,
+    _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

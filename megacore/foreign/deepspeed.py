@@ -104,7 +104,9 @@ _RULES: dict[str, Rule] = {
     "wandb.enabled": without("log.wandb names the project"),
     "wandb.project": to("log.wandb"),
     "wandb.*": without("the environment says it (WANDB_...)"),
-    "communication_data_type": without(_OURS),
+    "communication_data_type": lambda value, config: (
+        Verdict({"zero.compress": "bf16"}) if value in ("bf16", "bfp16") else Verdict(remark=_OURS)
+    ),
     "seq_parallel_communication_data_type": without(_OURS),
     "fp32_allreduce": without(_OURS),
     "prescale_gradients": without(_OURS),

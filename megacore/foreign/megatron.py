@@ -277,7 +277,7 @@ _RULES: dict[str, Rule] = {
     "fp16": where({True: {"train.precision": "fp16"}}, "is a flag"),
     "precision": to("train.precision"),
     "apply-layernorm-1p": without("the norm's weight is another number there, and the same norm"),
-    "grad-reduce-in-bf16": without("gradients are summed in fp32 here"),
+    "grad-reduce-in-bf16": where({True: {"zero.compress": "bf16"}, False: {}}, "is a flag"),
     "fp8-format": off("train.precision=fp8, whose scales are of each tensor (docs/precision.md)"),
     "initial-loss-scale": to("loss_scale.initial", float),
     "min-loss-scale": to("loss_scale.minimum", float),

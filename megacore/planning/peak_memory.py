@@ -276,17 +276,23 @@ class _Sharing:
         """Return a bucket that fills, and those whose sums are under way; of parameters a unit and the next. What this
         rank alone holds is not sent, and never elsewhere than in its place."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
+        most = setting.bucket_bytes // widths.gradient
+        # Of an element that is sent: a bucket is let go once it is rounded, and what it is rounded to lives on.
+        sent = REDUCE_SCATTERS * widths.gradient
+        if setting.compress != "none":
+            sent = (1 + REDUCE_SCATTERS) * setting.sent_gradient
         if rung < 2:
-            return cls()
+            before = 0 if setting.compress == "none" else sum(part.trained for part in shares) // most
+            rounded = most * min(1 + REDUCE_SCATTERS, before) * setting.sent_gradient  # the last one is after the peak
+            return cls(block=rounded, embedding=rounded)
         first, last = act.embedding, act.head
         head, embedding = last.learning * widths.gradient, first.learning * widths.gradient
         alone = [part for part in shares if sharing(part, setting) == 1 and "layer" in part.param.named_axes]
         if rung == 2:
             shared = sum(part.trained for part in shares) - sum(part.trained for part in alone)
             own = sum(part.trained for part in alone)
-            most = setting.bucket_bytes // widths.gradient
-            filling = min(most, shared) * widths.gradient
-            sums = (1 + REDUCE_SCATTERS) * filling + min(most, own) * widths.gradient
+            filling, under_way = (min(most, shared) * width for width in (widths.gradient, sent))
+            sums = filling + under_way + min(most, own) * widths.gradient
             return cls(head, sums, embedding + sums, filling)
         unit = sums = filling = 0
         for layer, block in act.layers_of(stage).items():
@@ -295,8 +301,7 @@ class _Sharing:
             sizes = (setting.bytes_of(part.param, part.elements) // part.tensors for part in here)
             unit = max(unit, block.size - (0 if setting.offload_parameters else sum(sizes)))
             filling = max(filling, block.learning - own)
-            sums = max(sums, (1 + REDUCE_SCATTERS) * (block.learning - own) + own)
-        sums *= widths.gradient
+            sums = max(sums, (widths.gradient + sent) * (block.learning - own) + own * widths.gradient)
         return cls(
             last.size + head + unit,
             2 * unit + sums,

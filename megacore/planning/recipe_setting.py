@@ -43,6 +43,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         schedule=config.pipeline.schedule,
         shard=config.zero.shard,
         replicas=config.zero.replicas,
+        compress=config.zero.compress,
         recompute=config.memory.recompute,
         loss_chunk=config.memory.loss_chunk,
         offload_optimizer=config.memory.offload_optimizer,
@@ -62,7 +63,7 @@ def alone(config: Config) -> Config:
     """Return the recipe on one rank, which has the whole global batch: the search lays it out anew."""
     return replace(
         config,
-        zero=ZeroConfig(),
+        zero=ZeroConfig(compress=config.zero.compress),
         context=ContextConfig(),
         mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
         pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),

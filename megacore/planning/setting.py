@@ -14,6 +14,7 @@ from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
     SPLIT_BACKWARD,
     BaseDtype,
+    Compression,
     Moments,
     OptimizerOffload,
     Precision,
@@ -73,6 +74,7 @@ class Setting:
         documents: The lengths of a microbatch's documents, which attention stays within; None: each row is one.
         blank: Sequences of a step that only fill the microbatches up, on all ranks.
         compiled: Whether blocks are compiled.
+        compress: The numbers that gradients are rounded to where they are sent.
         muon_steps: Steps of Newton and Schulz that update matrices as wholes; 0: none are.
     """
 
@@ -101,6 +103,12 @@ class Setting:
     blank: int = 0
     compiled: bool = False
     muon_steps: int = 0
+    compress: Compression = "none"
+
+    @property
+    def sent_gradient(self) -> int:
+        """The bytes of an element of a gradient in a message."""
+        return 2 if self.compress == "bf16" else self.widths.gradient
 
     def widths_of(self, param: Param) -> Widths:
         """Return the widths of a parameter's elements: of matrices that are updated as wholes there is one moment."""

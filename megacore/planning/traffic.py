@@ -91,10 +91,11 @@ def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterSha
     mesh, widths, rung = setting.layout.mesh, setting.widths, SHARDS.index(setting.shard)
     data, units = mesh.dp * mesh.cp, act.blocks[stage].total() if rung == 3 else 0
 
-    def buckets(kind: str, axis: str, what: str, ranks: int, size: int, times: int) -> Traffic:
-        """Return a tensor's messages, ``times`` in a step; parameters that are split have a bucket for each block."""
-        count = units or max(1, round(size / setting.bucket_bytes))
-        return Traffic(kind, axis, what, ranks, times * count, size // count, True)
+    def buckets(kind: str, axis: str, what: str, ranks: int, held: int, times: int, sent: int | None = None) -> Traffic:
+        """Return the messages of a tensor whose bytes are held so, and perhaps sent otherwise, ``times`` in a step;
+        parameters that are split have a bucket for each block."""
+        count = units or max(1, round(held / setting.bucket_bytes))
+        return Traffic(kind, axis, what, ranks, times * count, (held if sent is None else sent) // count, True)
 
     alike: dict[tuple[tuple[str, ...], int], list[ParameterShare]] = {}
     for part in shares:
@@ -103,15 +104,15 @@ def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterSha
         own = (*(("dp",) if mesh.dp > 1 else ()), *(("cp",) if mesh.cp > 1 else ()), *dims)
         numel = sum(part.trained for part in group)
         ranks, split = data * group[0].model_replicas, sharing(group[0], setting)
-        axis, gradient = " x ".join(own), numel * widths.gradient
+        axis, gradient, sent = " x ".join(own), numel * widths.gradient, numel * setting.sent_gradient
         what = "gradients" if not dims else "gradients of what these ranks share"
         if rung == 0:
-            yield buckets(ALL_REDUCE, axis, what, ranks, gradient, 1)
+            yield buckets(ALL_REDUCE, axis, what, ranks, gradient, 1, sent)
             continue
         times = setting.microbatches if rung >= 2 else 1
-        yield buckets(REDUCE_SCATTER, axis, what, split, gradient, times)
+        yield buckets(REDUCE_SCATTER, axis, what, split, gradient, times, sent)
         others = ranks // split  # HSDP's replicas, and the other end of the pipeline
-        yield buckets(ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1)
+        yield buckets(ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1, sent // split)
         # After the update those that are trained; split ones before their forward and their backward, trained or not.
         used = sum(setting.bytes_of(part.param, _used(act, stage, part)) for part in group) // 2
         moved, uses = (used, 2 * setting.microbatches) if rung == 3 else (numel * widths.parameter, 1)

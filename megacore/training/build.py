@@ -180,6 +180,7 @@ def _gradients(config: Config, model: Model) -> Gradients:
         config.zero.replicas,
         offload=config.memory.offload_parameters,
         matrices=config.optimizer.name == "muon",
+        compress=config.zero.compress,
     )
     late = config.pipeline.splits_backward
     if late or (wide and model.parameters.mesh.device.type == "cuda"):  # whose products add in fp32; a CPU's would not

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megacore.parallel.collectives import Pending, start_reduce_scatter_
+from megacore.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter_
 from megacore.parallel.mesh import Group
 from megacore.parallel.parameters import Parameters, WeightGradient, view
 from megacore.parallel.weights.layout import MeshShape
@@ -225,6 +225,7 @@ class Bucket:
         across: The ranks that own the same shard.
         uses: {parameter: how many chunks of this rank use it}; all alike where the bucket does not keep.
         dtype: The dtype of the gradients.
+        sent: The dtype that they are rounded to where they are sent.
         keeps: Whether they stay from microbatch to microbatch.
         late: Whether the all-reduce waits for the end of the step: the other end of the pipeline has its gradients when
             what this one sends last has gone all the way. A sum that waited for it meanwhile would hold the device, for
@@ -237,10 +238,12 @@ class Bucket:
         across: Group,
         uses: Mapping[nn.Parameter, int],
         dtype: torch.dtype,
+        sent: torch.dtype,
         keeps: bool,
         late: bool,
     ) -> None:
         self.flat, self.group, self.across, self.keeps, self.late = flat, flat.group, across, keeps, late
+        self._sent = sent
         self._dtype, self._device = dtype, flat.places[0].span.parameter.device
         self._uses = [uses[place.span.parameter] for place in flat.places]
         self.full = self._zeros(flat.numel) if keeps else None
@@ -304,14 +307,23 @@ class Bucket:
         self._waiting = sum(came < end for came, end in zip(self._came, ends, strict=True))
         if not self.keeps:
             self.full = None
-        return start_reduce_scatter_(full, self.group)
+        return start_reduce_scatter_(self._as_sent(full, self.group), self.group)
 
     def take(self, pending: Pending) -> None:
         """Wait for a reduce-scatter, and add what it gives to the gradient."""
         found = pending.wait()
-        if not self.keeps:
+        if not self.keeps or found.dtype != self._dtype:
             _ = self.gradient.add_(found) if self.summed else self.gradient.copy_(found)
         self.summed += 1
+
+    def start_all_reduce(self) -> Pending:
+        """Start the sum of the gradient over those who own the same shard."""
+        gradient, sent = self.gradient, self._as_sent(self.gradient, self.across)
+        pending = start_all_reduce(sent, self.across)
+        return pending if sent is gradient else pending.then(lambda: gradient.copy_(sent))
+
+    def _as_sent(self, x: Tensor, group: Group) -> Tensor:
+        return x if group.size == 1 else x.to(self._sent)
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self._dtype, device=self._device)

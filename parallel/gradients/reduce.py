@@ -2,9 +2,9 @@
 
 Gradients are accumulated in flat buckets (fp32 by default). A bucket is reduce-scattered over the group that splits it
 as soon as its last gradient is there, and each rank's shard is all-reduced over the ranks that own the same one; both
-go on beside the rest of the backward. Every reduction is a sum: the loss has been divided by the global number of
-counted tokens before. The rungs of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) say what the replicas of
-a bucket split:
+go on beside the rest of the backward. What is sent may be rounded to bf16, which is half of the bytes. Every reduction
+is a sum: the loss has been divided by the global number of counted tokens before. The rungs of ZeRO (Rajbhandari et al.
+2020, arXiv 1910.02054) say what the replicas of a bucket split:
 
     none         nothing: groups of one, and the all-reduce goes over all replicas
     optimizer    masters and moments
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from megacore.parallel.budgets import BUCKET_BYTES, NORM_BLOCK, REDUCE_SCATTERS
-from megacore.parallel.collectives import Pending, all_reduce_, start_all_reduce
-from megacore.parallel.enum_errors import ZeroShard, check_choice
+from megacore.parallel.collectives import Pending, all_reduce_
+from megacore.parallel.enum_errors import Compression, ZeroShard, check_choice
 from megacore.parallel.gradients.buckets import (
     Bucket,
     Elements,
@@ -78,9 +78,10 @@ class Gradients:
         bucket_bytes: Largest size of a bucket of more than one parameter; on ``parameters`` each unit has its own.
         offload: Whether a rank's shard of split parameters lives in host memory.
         matrices: Whether matrices of blocks are updated as wholes, and are parts of their own.
+        compress: The numbers that gradients are rounded to where they are sent.
 
     Raises:
-        ValueError: ``shard`` is another word.
+        ValueError: ``shard`` or ``compress`` is another word.
     """
 
     def __init__(
@@ -93,14 +94,17 @@ class Gradients:
         bucket_bytes: int = BUCKET_BYTES,
         offload: bool = False,
         matrices: bool = False,
+        compress: Compression = "none",
     ) -> None:
         check_choice("shard", shard, get_args(ZeroShard))
+        check_choice("compress", compress, get_args(Compression))
         self.parameters, self.dtype = parameters, dtype
         self._mesh: Mesh = parameters.mesh
         self.splits, self._reshards = shard != "none", shard == "parameters"
         self.replicas = replicas if self.splits else None
         """Groups of data parallel ranks that do not split with each other; None where nobody splits."""
         self._keeps = shard in ("none", "optimizer")
+        self._sent = torch.bfloat16 if compress == "bf16" else dtype
         self._mesh.make_groups(divided(parameters.layout, self.replicas))
         self.spans = spans_of(parameters, True, matrices)
         self.buckets: list[Bucket] = []
@@ -193,7 +197,7 @@ class Gradients:
                 self._end_round(bucket)
         while self._under_way:
             self._take()
-        self._sums += [start_all_reduce(bucket.gradient, bucket.across) for bucket in self.buckets if bucket.late]
+        self._sums += [bucket.start_all_reduce() for bucket in self.buckets if bucket.late]
         while self._sums:
             self._sums.popleft().wait()
 
@@ -286,7 +290,7 @@ class Gradients:
         bucket, pending = self._under_way.popleft()
         bucket.take(pending)
         if bucket.summed == bucket.rounds and not bucket.late:
-            self._sums.append(start_all_reduce(bucket.gradient, bucket.across))
+            self._sums.append(bucket.start_all_reduce())
 
     def _watch(self, chunk: nn.Module, units: Sequence[FSDPUnit]) -> None:
         """Watch when a backward of a chunk begins and ends."""
@@ -422,7 +426,7 @@ class Gradients:
 
     def _bucket(self, flat: FlatLayout, same: Group) -> Bucket:
         late = crosses_stages(self._mesh.shape, flat.places[0].span.replicas)
-        self.buckets.append(Bucket(flat, same, self._uses, self.dtype, self._keeps, late))
+        self.buckets.append(Bucket(flat, same, self._uses, self.dtype, self._sent, self._keeps, late))
         return self.buckets[-1]
 
     def _share(self, bucket_bytes: int) -> None:

@@ -245,6 +245,8 @@ BAD = [
     bad("memory.offload_parameters=true zero.shard=parameters", "needs memory.offload_optimizer=host or file: the CPU"),
     bad("mesh.pp=1 zero.shard=optimizer zero.replicas=3", "dp=4 data", "zero.replicas=3 groups: choose from 1, 2, 4"),
     bad("zero.replicas=2", "zero.replicas (2) groups share nothing out where zero.shard is none"),
+    bad("zero.compress=bf16 train.precision=fp64", "these are summed in fp64: set zero.compress=none"),
+    bad("zero.compress=bf16 train.precision=bf16 optimizer.master_weights=false", "or optimizer.master_weights=true"),
     # sequences and batches
     bad("data.sequence_length=2048", "data.sequence_length (2048)", "1024 positions", "at most 1024", "n_positions"),
     bad("data.sequence_length=511", "1 x 511", "2 x 1", "data.sequence_length=510 or 512"),

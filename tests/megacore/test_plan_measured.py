@@ -31,7 +31,7 @@ from megacore.models.stages import layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.budgets import BUCKET_BYTES
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import BaseDtype, ContextExchange, Recompute, ZeroShard
+from megacore.parallel.enum_errors import BaseDtype, Compression, ContextExchange, Recompute, ZeroShard
 from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory import recompute
@@ -121,6 +121,7 @@ class Case:
     mlp_chunk: int | None = None
     muon_steps: int = 0
     ema: float | None = None
+    compress: Compression = "none"
 
     @property
     def context(self) -> ContextParallel:
@@ -170,6 +171,7 @@ class Run:
             case.replicas,
             case.bucket_bytes,
             matrices=bool(case.muon_steps),
+            compress=case.compress,
         )
         if setting.splits_backward:
             self.model.hand_weight_gradients(self.gradients.receive, late=True)
@@ -336,6 +338,7 @@ OF_TWO = [
     Case(MeshShape(dp=2), shard="optimizer", microbatches=2, bucket_bytes=1 << 19),
     Case(MeshShape(dp=2), shard="gradients", microbatches=2, bucket_bytes=1 << 19),
     Case(MeshShape(dp=2), shard="parameters", microbatches=2),
+    *(Case(MeshShape(dp=2), shard=shard, microbatches=2, compress="bf16", bucket_bytes=1 << 19) for shard in SHARDS),
 ]
 OF_FOUR = [
     Case(MeshShape(pp=2, tp=2), microbatches=4),
@@ -572,6 +575,26 @@ def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: l
                 }
                 wrong += [f"{case}: {own}, planned {stage}: {fits}"] * (not all(fits.values()))
     assert not wrong, "\n".join(wrong)
+
+
+def sent_by_step(cases: list[Case]) -> list[int]:
+    found = []
+    for case in cases:
+        run = Run(case)
+        with counting_sent(*(group.process_group for group in run.mesh._groups.values())) as sent:
+            run.step()
+        found.append(sum(sent))
+    return found
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_rounded_gradients_save_what_is_planned(pool: Pool, shard: ZeroShard) -> None:
+    rounded = Case(MeshShape(dp=2), shard=shard, microbatches=2, vocab=64, length=16, compress="bf16")
+    cases = [replace(rounded, compress="none"), rounded]
+    planned = [sum(each.sent for each in traffic(case.setting, 0)) for case in cases]
+    for whole, half in pool.run(2, sent_by_step, cases):
+        assert whole - half == pytest.approx(planned[0] - planned[1], rel=0.02)
+        assert planned[0] - planned[1] > 0.2 * planned[0]
 
 
 def sent_by_update(cases: list[Case]) -> list[int]:

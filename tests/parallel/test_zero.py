@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.parallel.collectives import Pending
 from megacore.parallel.enum_errors import ZeroShard
-from megacore.parallel.gradients import reduce
+from megacore.parallel.gradients import buckets, reduce
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.parameters import Parameters, WeightGradient
@@ -215,13 +215,13 @@ def test_groups_of_replicas_sum_their_slices_beside_the_backward(
     model = Chain(weights)
     gradients = Gradients(weights, [model], torch.float64, shard, replicas=2, bucket_bytes=1)
     summed: list[int] = []
-    start = reduce.start_all_reduce
+    start = buckets.start_all_reduce
 
     def note(x: Tensor, group: Group) -> Pending:
         summed.append(x.data_ptr())
         return start(x, group)
 
-    monkeypatch.setattr(reduce, "start_all_reduce", note)
+    monkeypatch.setattr(buckets, "start_all_reduce", note)
     gradients.begin(2)
     for _ in range(2):
         model(torch.ones(5, 7, dtype=torch.float64), True).sum().backward()

@@ -20,7 +20,7 @@ from traced import DATA_S, TAIL_S, traced
 from megacore.config import Config
 from megacore.data.batches import Batches
 from megacore.parallel.collectives import Pending
-from megacore.parallel.gradients import reduce
+from megacore.parallel.gradients import buckets
 from megacore.parallel.pipeline.schedules import Action, Cost, simulate
 from megacore.recipe import load
 from megacore.tools.diagnose import main
@@ -139,7 +139,7 @@ def sleeps(recipe: str, overrides: list[str], cause: str) -> None:
     rank, nap = torch.distributed.get_rank(), 0.0 if cause in ("data", "collective") else 0.06
     if (cause, rank) == ("rank", 3) or (cause == "stage" and rank >= 2):
         nap *= 3
-    start, steps = reduce.start_all_reduce, Batches.steps
+    start, steps = buckets.start_all_reduce, Batches.steps
 
     def slow(*arguments: Any) -> Pending:
         pending = start(*arguments)
@@ -156,7 +156,7 @@ def sleeps(recipe: str, overrides: list[str], cause: str) -> None:
     pipeline.chunks = chunks if nap else pipeline.chunks
     with mock.patch.object(engine.metrics, "ProgressBar"):
         if cause == "collective":
-            with mock.patch.object(reduce, "start_all_reduce", slow):
+            with mock.patch.object(buckets, "start_all_reduce", slow):
                 trainer.fit()
         elif (cause, rank) == ("data", 1):
             with mock.patch.object(Batches, "steps", late):

@@ -42,6 +42,7 @@ SCALED = {
         "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500, "total_num_steps": 10000},
     },
     "fp16": {"enabled": True, "loss_scale": 0, "min_loss_scale": 1},
+    "communication_data_type": "bfp16",
     "zero_optimization": {"stage": 2, "mics_shard_size": 4},
 }
 FSDP = """
@@ -99,6 +100,7 @@ MODEL_ARGS=(
     --untie-embeddings-and-output-weights
     --init-method-std 0.01 )
 torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} --bf16 --tensor-model-parallel-size $TP \
+    --grad-reduce-in-bf16 \
     --sequence-parallel --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 128 \
     --rampup-batch-size 32 32 6400 --train-samples 128000 --lr-warmup-samples 12800 \
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine \
@@ -130,7 +132,7 @@ CASES: Mapping[str, tuple[str, str, list[str], Mapping[str, Any]]] = {
             "schedule": {"name": "linear", "warmup_steps": 500, "min_ratio": 0.0},
             "train": {"steps": 10000, "precision": "fp16"},
             "loss_scale": {"initial": 65536.0, "growth_interval": 1000, "minimum": 1.0},
-            "zero": {"shard": "gradients", "replicas": 2},
+            "zero": {"shard": "gradients", "replicas": 2, "compress": "bf16"},
         },
     ),
     "accelerate": (
@@ -195,7 +197,7 @@ CASES: Mapping[str, tuple[str, str, list[str], Mapping[str, Any]]] = {
             "schedule": {"name": "cosine", "warmup_steps": 67 + 34 + 22 + 50, "min_ratio": 3e-5 / 3e-4},
             "optimizer": {"lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
             "mesh": {"tp": 2},
-            "zero": {"shard": "optimizer"},
+            "zero": {"shard": "optimizer", "compress": "bf16"},
         },
     ),
     "megatron, GPT-2": (
