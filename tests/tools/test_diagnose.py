@@ -122,6 +122,16 @@ def test_steps_of_another_layout_do_not_count(tmp_path: Path, capsys: pytest.Cap
     assert "products   240.0" in said
 
 
+def test_a_trace_that_lacks_an_action_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = made(2, 8)
+    rows = [[x for x in row["host"] if (x.kind, x.microbatch) != ("F", 3)] for row in step.ranks]
+    write_trace(tmp_path, replace(step, step=40))
+    write_trace(tmp_path, replace(step, ranks=tuple({"host": tuple(row)} for row in rows)))
+    (tmp_path / "config.yaml").write_text("model: {preset: llama-tiny}\nmesh: {pp: 2}\n")
+    assert main([str(tmp_path)]) == 1
+    assert "step 50: stage 0 lacks ['F(0,3)']" in capsys.readouterr().err
+
+
 # -- runs of four processes, whose chunks sleep
 
 
