@@ -26,21 +26,25 @@ from megacore.store.io.strict_json import StoreError
 from megacore.tools.tables import table
 from megacore.training.advice import advise
 from megacore.training.diagnosis import BUBBLE, PRODUCTS, StepSplit, split
+from megacore.training.schedule_gaps import actions
 from megacore.training.traces import TracedStep, files, read_trace
 
 
 @dataclass(frozen=True)
 class TracedRun:
-    """A run that has recorded some of its steps."""
+    """A run that has recorded some of its steps; ``others`` are numbers of steps that do not count, for the run has
+    gone on with other ranks or another schedule."""
 
     out: Path
     config: Config
     steps: tuple[TracedStep, ...]
+    others: tuple[int, ...]
     found: StepSplit
 
     @classmethod
     def of(cls, out: Path) -> TracedRun:
-        """Read a run; of several steps the first one of the run, in which much happens once, does not count.
+        """Read a run; those of its steps count that are spread as the last one is, and of several not the first one of
+        the run, in which much happens once.
 
         Raises:
             ConfigError: its config cannot be read.
@@ -51,13 +55,16 @@ class TracedRun:
         steps = [read_trace(path) for path in files(out)]
         if not steps:
             raise StoreError(f"{out} has recorded no step: train with log.trace=50, say")
-        counted = tuple(each for each in steps if each.step > 1 or len(steps) == 1)
-        return cls(out, config, counted, split(counted, config, _recomputed(config, steps[-1])))
+        last = steps[-1]
+        alike = [each for each in steps if (each.mesh, each.schedule) == (last.mesh, last.schedule)]
+        others = tuple(each.step for each in steps if each not in alike)
+        counted = tuple(each for each in alike if each.step > 1 or len(alike) == 1)
+        return cls(out, config, counted, others, split(counted, config, _recomputed(config, last)))
 
     @property
     def microbatches(self) -> int:
         """Those of a rank in a step."""
-        return 1 + max(each.microbatch for each in self.steps[-1].of(0))
+        return 1 + max(each.microbatch for _, each in actions(self.steps[-1].of(0)))
 
     @property
     def tokens(self) -> int:
@@ -126,6 +133,8 @@ def _reason(part: str, run: TracedRun, other: TracedRun) -> str:
 
 def _name(run: TracedRun) -> str:
     mesh, steps = run.steps[-1].mesh, ", ".join(str(each.step) for each in run.steps)
+    if run.others:
+        steps += f"; not {', '.join(map(str, run.others))}, of another layout"
     sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS if mesh[dim] > 1) or "one rank"
     return f"{run.out} ({sizes}, {run.microbatches} microbatches; steps {steps})"
 

@@ -179,6 +179,7 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "mesh": {dim: layout.mesh[dim] for dim in ("pp", "ep", "tp")} if ours else None,
         "split": {axis: list(dims) for axis, dims in index.split.items()} if ours else None,
         "layers_per_stage": list(layout.layers) if ours else None,
+        "placement": layout.placement if ours else None,
         "states": list(folder.states),
         "training": None if folder.trainer is None else dict(folder.trainer),
         "config": config.to_hugging_face(),
@@ -345,7 +346,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         mesh, layers = facts["mesh"], facts["layers_per_stage"]
         chunks = len(layers) // mesh["pp"]
         sizes = " x ".join(f"{dim}={size}" for dim, size in mesh.items())
-        interleaved = f", {chunks} chunks each" if chunks > 1 else ""
+        placed = ", in a V" if facts["placement"] == "v" else ""
+        interleaved = f", {chunks} chunks each{placed}" if chunks > 1 else ""
         split = "".join(f"{axis} over {' x '.join(dims)}; " for axis, dims in facts["split"].items())
         yield "layout", f"{sizes}{interleaved}; {split}layers of each stage: {spelled_layers(layers)}"
     if facts["step"] is not None:

@@ -66,8 +66,9 @@ class Beats(Callback):
         """Have the device say when it has come here; not at the end, which may be that of a device with an error."""
         if run.mesh.device.type == "cuda" and phase in PHASES and phase != "end":
             self._phases = 1 if phase == "data" else self._phases + 1
-            self._marks.append(((step, self._phases, phase), torch.cuda.Event()))
-            self._marks[-1][1].record()
+            mark = torch.cuda.Event()
+            mark.record()  # which may wait for room, and an event that is not recorded says that it is over
+            self._marks.append(((step, self._phases, phase), mark))
 
     def _device(self) -> Place | None:
         """Return the last place that the device has come to.

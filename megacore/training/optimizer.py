@@ -61,7 +61,7 @@ class Optimizer:
             else OffloadedStore(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)
         )
         self._names = tuple(dict.fromkeys(span.name for span in gradients.spans))
-        self._after: torch.cuda.Event | None = None
+        self._after = list[torch.cuda.Event]()
 
     @torch.no_grad()
     def update(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
@@ -77,14 +77,13 @@ class Optimizer:
         self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
 
     def change_after(self, event: torch.cuda.Event) -> None:
-        """Have the next change of weights or states wait for an event, on the device: until then they are being
-        copied."""
-        self._after = event
+        """Have the next change of weights or states wait for an event, on the device: until then they are being copied.
+        There may be several: to a disk and to memory they are copied on a stream each."""
+        self._after.append(event)
 
     def _wait_for_copies(self) -> None:
-        if self._after is not None:
-            self._after.wait()
-            self._after = None
+        while self._after:
+            self._after.pop().wait()
 
     @property
     def is_split(self) -> bool:

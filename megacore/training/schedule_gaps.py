@@ -17,6 +17,7 @@ from megacore.parallel.pipeline.schedules import (
     Costs,
     Kind,
     Schedule,
+    ScheduleError,
     TimedAction,
     Timeline,
     dependencies,
@@ -79,7 +80,7 @@ class ComparedSchedule:
         """Lay a pipeline, of these ranks, on its schedule.
 
         Raises:
-            ScheduleError: the actions of a trace are no schedule.
+            ScheduleError: the actions of a trace are no schedule; the message names the step.
         """
         done = [[*_actions(traced.of(rank))] for rank in ranks]
         first = min((each.start + waited for row in done for _, each, waited in row[:1]), default=0.0)
@@ -91,7 +92,10 @@ class ComparedSchedule:
         chunks = 1 + max((action.chunk for row in schedule for action in row), default=0)
         costs = [[_cost(row, chunk) for chunk in range(chunks)] for row in spans]
         placement = placement_of(traced.schedule)
-        planned = simulate(schedule, costs, placement)
+        try:
+            planned = simulate(schedule, costs, placement)
+        except ScheduleError as error:
+            raise ScheduleError(f"step {traced.step}: {error}") from error
         received = tuple(tuple(waited for _, _, waited in row) for row in done)
         return cls(ranks, schedule, costs, Timeline(spans, planned.held), planned, received, placement)
 

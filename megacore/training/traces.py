@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megacore.parallel.pipeline.schedules import Kind
 from megacore.parallel.weights.layout import MeshShape
-from megacore.store.io.strict_json import StoreError
+from megacore.store.io.strict_json import StoreError, parse_json, short
 from megacore.store.tensor_files.publish import replace_file
 
 FOLDER = "traces"
@@ -102,7 +102,8 @@ def along(mesh: MeshShape, ranks: Sequence[int]) -> str:
 
 def write_trace(folder: Path, traced: TracedStep) -> Path:
     """Write a step into a run's folder -> the file, in Chrome's format: a process for each rank, a thread for each of
-    its tracks. Those of older steps than the last ten are removed.
+    its tracks. Those of older steps than the last ten are removed, and those of later ones: the run has gone back, and
+    does these steps again.
 
     Raises:
         OSError, StoreError: it cannot be written.
@@ -117,8 +118,11 @@ def write_trace(folder: Path, traced: TracedStep) -> Path:
     }
     document = {"traceEvents": [*_events(traced)], "displayTimeUnit": "ms", "otherData": other}
     replace_file(path, json.dumps(document, separators=(",", ":")).encode())
-    for old in files(folder)[:-KEPT]:
-        old.unlink(missing_ok=True)
+    there = files(folder)
+    kept = [each for each in there if _step(each) <= traced.step][-KEPT:]
+    for each in there:
+        if each not in kept:
+            each.unlink(missing_ok=True)
     return path
 
 
@@ -146,8 +150,12 @@ def _events(traced: TracedStep) -> Iterator[dict[str, Any]]:
 
 def files(folder: Path) -> list[Path]:
     """Return the traces of a run, oldest first."""
-    found = {path: path.stem.removeprefix("step-") for path in (folder / FOLDER).glob("step-*.json")}
-    return sorted((path for path, step in found.items() if step.isdigit()), key=lambda path: int(found[path]))
+    found = (folder / FOLDER).glob("step-*.json")
+    return sorted((path for path in found if path.stem.removeprefix("step-").isdecimal()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def read_trace(path: Path) -> TracedStep:
@@ -157,28 +165,46 @@ def read_trace(path: Path) -> TracedStep:
         StoreError: it is none, or cannot be read.
     """
     try:
-        document = json.loads(path.read_text())
-        other, mesh = document["otherData"], MeshShape(**document["otherData"]["mesh"])
+        document = parse_json(path.read_bytes(), path)
+        other, events = document["otherData"], document["traceEvents"]
+        mesh = MeshShape(**{dim: int(other["mesh"][dim]) for dim in MeshShape.DIMS})
+        errors = tuple(error / 1e6 for error in other["clock_error_us"])
+        found = sum(event["name"] == "process_name" for event in events)
+        if not mesh.world == found == len(errors):  # before room is made for so many
+            raise ValueError(f"its mesh has {mesh.world} ranks, and it has {found} and {len(errors)} clocks")
         names = dict[tuple[int, int], str]()
         ranks: list[dict[str, list[TracedInterval]]] = [{} for _ in range(mesh.world)]
-        for event in document["traceEvents"]:
+        for event in events:
             key = event["pid"], event.get("tid", 0)
             if event["ph"] == "M":
                 if event["name"] == "thread_name":
                     names[key] = event["args"]["name"]
                     ranks[key[0]][names[key]] = []
                 continue
-            start = event["ts"] / 1e6
-            ranks[key[0]][names[key]].append(
-                TracedInterval(event["cat"], start, start + event["dur"] / 1e6, **event["args"])
-            )
-        errors = tuple(error / 1e6 for error in other["clock_error_us"])
+            ranks[key[0]][names[key]].append(_interval(event, len(events)))
         rows = tuple({track: tuple(sorted(row, key=_outer_first)) for track, row in each.items()} for each in ranks)
         if not all(each.get("host") for each in rows):
             raise StoreError(f"{path}: a rank has recorded nothing")
-        return TracedStep(other["step"], mesh, other["schedule"], errors, rows)
+        return TracedStep(int(other["step"]), mesh, str(other["schedule"]), errors, rows)
+    except StoreError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no trace of a step that log.trace records: {error}") from error
+
+
+def _interval(event: Mapping[str, Any], most: int) -> TracedInterval:
+    """Return the interval of an event; its chunk and its microbatch are below ``most``, for each has events.
+
+    Raises:
+        ValueError: it is none.
+    """
+    start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+    found = TracedInterval(event["cat"], start, start + seconds, **event["args"])
+    numbers, axes = (found.chunk, found.microbatch), found.axis.split(" x ") if found.axis else []
+    sound = isinstance(found.kind, str) and seconds >= 0 and {*axes} <= {*MeshShape.DIMS}
+    if not sound or not all(isinstance(each, int) and -1 <= each < most for each in numbers):
+        raise ValueError(f"{short(dict(event))} is nothing that a rank does")
+    return found
 
 
 def _outer_first(each: TracedInterval) -> tuple[float, float]:

@@ -28,14 +28,15 @@ COPY_S = 1e-3
 
 
 class Saves(Callback):
-    """Takes a snapshot after the first step, and evaluates with averages then, where there are some."""
+    """Takes snapshots after the first step, and evaluates with averages then, where there are some."""
 
-    def __init__(self, run: Trainer) -> None:
-        self.snapshot = Snapshot(run.contents.state)
+    def __init__(self, run: Trainer, count: int) -> None:
+        self.snapshots = [Snapshot(run.contents.state) for _ in range(count)]
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         if run.step == 1:
-            self.snapshot.take()
+            for snapshot in self.snapshots:
+                snapshot.take()
             if run.config.ema.decay is not None:
                 with run.train_step.optimizer.averaged():
                     pass
@@ -43,13 +44,13 @@ class Saves(Callback):
 
 @dataclass(frozen=True)
 class Traced:
-    """Two steps with a snapshot between them.
+    """Two steps with snapshots between them.
 
     Args:
         found: What is not ordered.
-        unneeded: What of the snapshot's order may be left out, and nothing is found.
+        unneeded: What of the snapshots' order may be left out, and nothing is found.
         streams: The streams that copies run on.
-        copied, held: Bytes that are copied, and those of the snapshot.
+        copied, held: Bytes that are copied, and those of the snapshots.
         waits: Who waits because of it.
         meanwhile: Seconds in which the stream of the steps works while copies run, which take :data:`COPY_S`.
     """
@@ -63,11 +64,11 @@ class Traced:
     meanwhile: float
 
 
-def traced(name: str) -> Traced:
+def traced(name: str, count: int = 1) -> Traced:
     made = list[Saves]()
 
     def prepare(run: Trainer) -> None:
-        made.append(Saves(run))
+        made.append(Saves(run, count))
         run.callbacks = [*run.callbacks, *made]
 
     log: Sequence[Any] = log_of(CASES[name], 2, prepare)
@@ -95,7 +96,7 @@ def traced(name: str) -> Traced:
         ],
         {each.stream for each in copies},
         copied,
-        sum(host.nbytes for each in made[0].snapshot.written for host in each.host.values()),
+        sum(host.nbytes for of in made[0].snapshots for each in of.written for host in each.host.values()),
         {each.stream for each in log if isinstance(each, Wait) and each.place.startswith(ours)},
         beside(copying, working),
     )
@@ -110,6 +111,15 @@ def test_a_copy_goes_beside_the_steps_and_the_next_change_of_the_state_waits_for
     assert found.waits == {stream, "main"} and stream not in ("main", HOST)
     assert found.copied == found.held > 0
     assert found.meanwhile > 0.1 * COPY_S or name == "averages"  # which take the place of the weights at once
+
+
+@pytest.mark.in_turn(2, 1)
+def test_a_change_of_the_state_waits_for_all_copies_of_it() -> None:
+    """A checkpoint on disk and one in memory may be taken after the same step, each on a stream of its own."""
+    found: Traced = in_a_process(traced, "bf16", 2)
+    assert (found.found, found.unneeded) == ([], [])
+    assert len(found.streams) == 2 and "main" not in found.streams
+    assert found.copied == found.held > 0
 
 
 @pytest.mark.in_turn(2, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,7 +134,8 @@ def test_on_a_gpu_events_are_recorded_and_read_later() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", "{", json.dumps({"traceEvents": [], "otherData": {"step": 1, "mesh": {"pp": 2}}})]
+    "text",
+    ["[]", "{}", "{", "[" * 100_000, json.dumps({"traceEvents": [], "otherData": {"step": 1, "mesh": {"pp": 2}}})],
 )
 def test_what_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "step-1.json"
@@ -143,9 +144,43 @@ def test_what_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
         read_trace(path)
 
 
+def write(folder: Path, steps: Iterable[int]) -> list[int]:
+    """Write traces of these steps -> those that are there then."""
+    interval: Mapping[str, Any] = {"host": (traces.TracedInterval("F", 0.0, 1.0, 0, 0),)}
+    for step in steps:
+        traces.write_trace(folder, TracedStep(step, traces.MeshShape(), "1f1b", (0.0,), (interval,)))
+    return [read_trace(path).step for path in traces.files(folder)]
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    interval: Mapping[str, Any] = {"host": (traces.TracedInterval("data", 0.0, 1.0),)}
-    for step in range(1, 14):
-        mesh = traces.MeshShape()
-        traces.write_trace(tmp_path, TracedStep(step, mesh, "1f1b", (0.0,), (interval,)))
-    assert [read_trace(path).step for path in traces.files(tmp_path)] == [*range(4, 14)]
+    assert write(tmp_path, range(1, 14)) == [*range(4, 14)]
+
+
+def test_a_run_that_goes_back_keeps_what_it_records_then(tmp_path: Path) -> None:
+    """Steps that it does once more were those of another start, perhaps on another mesh."""
+    assert write(tmp_path, range(50, 750, 50)) == [*range(250, 750, 50)]
+    assert write(tmp_path, [50, 100]) == [50, 100]
+
+
+DAMAGES: dict[str, Callable[[Any, Any], object]] = {
+    "a mesh of more ranks": lambda other, _: other["mesh"].update(dp=10**9),
+    "a mesh of fewer ranks": lambda other, _: other["mesh"].update(dp=0),
+    "clocks of others": lambda other, _: other.update(clock_error_us=[0, 0]),
+    "a chunk beyond what a file can name": lambda _, event: event["args"].update(chunk=10**9),
+    "a microbatch that is no number": lambda _, event: event["args"].update(microbatch="first"),
+    "an axis that no mesh has": lambda _, event: event.update(args={"axis": "pp x up"}),
+    "an end before its begin": lambda _, event: event.update(dur=-1.0),
+    "a kind that is no text": lambda _, event: event.update(cat=["F"]),
+    "a time that is none": lambda _, event: event.update(ts=float("nan")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_trace_is_named(tmp_path: Path, damage: Callable[[Any, Any], object]) -> None:
+    write(tmp_path, [1])
+    (path,) = traces.files(tmp_path)
+    document = json.loads(path.read_text())
+    damage(document["otherData"], document["traceEvents"][-1])
+    path.write_text(json.dumps(document))
+    with pytest.raises(StoreError, match=r"step-1\.json"):
+        read_trace(path)

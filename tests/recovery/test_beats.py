@@ -71,15 +71,21 @@ def test_an_agent_without_room_ends_nobody(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_device_is_asked_how_far_it_is_and_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while the host waits for it."""
-    marks = list[Mock]()
+    """Also while the host waits for it, for room to record an event as well."""
+    marks, asked, told = list[Mock](), list[Any](), list[Any]()
 
     def event() -> Mock:
-        marks.append(Mock(spec=["record", "query"]))  # nothing else may be called
-        marks[-1].query.return_value = False
-        return marks[-1]
+        mark = Mock(spec=["record", "query"])  # nothing else may be called
+        mark.query.return_value = True  # torch's say so before they are recorded
 
-    asked = list[Any]()
+        def record() -> None:
+            told.append(asked[0]())
+            mark.query.return_value = False
+
+        mark.record.side_effect = record
+        marks.append(mark)
+        return mark
+
     monkeypatch.setattr(flight_recorder, "answer", lambda folder, step: asked.append(step))
     monkeypatch.setattr("megacore.recovery.protection.answer", flight_recorder.answer)
     monkeypatch.setattr(torch.cuda, "Event", event)
@@ -94,7 +100,7 @@ def test_a_device_is_asked_how_far_it_is_and_not_waited_for(folder: Path, monkey
         assert seen(folder).done == step and [mark.record.call_count for mark in marks] == [1] * len(marks)
         done.append(seen(folder).device)
         if step == 9:
-            assert asked[0]() is None
+            assert asked[0]() is None and told == [None] * 9
             for mark in marks[:7]:  # until the next step has begun
                 mark.query.return_value = True
     assert done == [6, 6, 6, 8, 8] and asked[0]() == (9, 1, "data")

@@ -105,6 +105,33 @@ def test_two_runs_and_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([str(tmp_path)]) == 1 and "config.yaml" in capsys.readouterr().err
 
 
+def test_steps_of_another_layout_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that went on with other ranks or another schedule: its last layout is what is diagnosed. Nor do the
+    microbatches of an evaluation count as a step's."""
+    step, split_backward = made(2, 8), traced("zb-h1", 2, 8, lambda stage, action: TAKES[action.kind])
+    end = max(each.end for row in step.ranks for each in row["host"])
+    evaluated = (TracedInterval("evaluate", end, end + 0.1), TracedInterval("F", end, end + 0.1, 0, 20))
+    rows = tuple({"host": (*row["host"], *evaluated)} for row in step.ranks)
+    for number, each in ((10, made(4, 4)), (20, split_backward), (30, replace(step, ranks=rows)), (40, step)):
+        write_trace(tmp_path, replace(each, step=number))
+    write_trace(tmp_path, replace(step, step=50, ranks=rows))
+    (tmp_path / "config.yaml").write_text("model: {preset: llama-tiny}\nmesh: {pp: 2}\n")
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "(pp=2, 8 microbatches; steps 30, 40, 50; not 10, 20, of another layout): " in said
+    assert "products   240.0" in said
+
+
+def test_a_trace_that_lacks_an_action_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = made(2, 8)
+    rows = [[x for x in row["host"] if (x.kind, x.microbatch) != ("F", 3)] for row in step.ranks]
+    write_trace(tmp_path, replace(step, step=40))
+    write_trace(tmp_path, replace(step, ranks=tuple({"host": tuple(row)} for row in rows)))
+    (tmp_path / "config.yaml").write_text("model: {preset: llama-tiny}\nmesh: {pp: 2}\n")
+    assert main([str(tmp_path)]) == 1
+    assert "step 50: stage 0 lacks ['F(0,3)']" in capsys.readouterr().err
+
+
 # -- runs of four processes, whose chunks sleep
 
 

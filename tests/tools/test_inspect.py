@@ -79,6 +79,16 @@ def test_the_facts_of_a_run(left: Path, capsys: Capture) -> None:
         assert word in shown
 
 
+def test_it_says_how_virtual_stages_are_placed(tmp_path: Path, capsys: Capture) -> None:
+    """The layers of a list belong to other stages in a V."""
+    loop, v = converted(save("llama", tmp_path / "hf"), tmp_path / "loop", "--chunks", "2"), tmp_path / "v"
+    shutil.copytree(loop, v)
+    index = json.loads((v / "index.json").read_text())
+    (v / "index.json").write_text(json.dumps({**index, "version": 4, "placement": "v"}))
+    for folder, placement, said in ((loop, "loop", "2 chunks each; "), (v, "v", "2 chunks each, in a V; ")):
+        assert data(capsys, folder)[1]["placement"] == placement and said in text(capsys, folder)[1]
+
+
 def test_where_there_are_experts_it_says_how_many_parameters_a_token_meets(tmp_path: Path, capsys: Capture) -> None:
     path = save("mixtral", tmp_path / "a")
     config = HuggingFace.open(path).config
