@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import finetune
 from benchmarks.finetune_work import Work
-from benchmarks.interleaved import Row
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -39,22 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-def row(name: str, tokens: int, seconds: float) -> Row:
-    (mode,) = [mode for mode in finetune.MODES if mode.name == name]
-    made = Row(mode)
-    made.add({"steps": [seconds, seconds], "tokens": [tokens, tokens], "loss0": 3, "lossN": 2, "rss_gib": 1})
-    return made
-
-
-def test_bars_are_judged_by_the_fastest_peer() -> None:
-    rows = [row("megacore", 4000, 4.0), row("TRL, packed", 4100, 5.0), row("Trainer, flattened", 8000, 11.0)]
-    full, *others = finetune.judged(rows)
-    assert full == "- MISSED: megacore is 1.22 times as fast as TRL, packed (bar: 1.3)"
-    assert all("not judged" in line for line in others)
-    assert finetune.judged([row("megacore", 5000, 4.0), *rows[1:]])[0].startswith("- met: megacore is 1.52 times")
-    assert finetune.table(rows).splitlines()[2].startswith("| all weights | megacore | 1,000 | 1,000 .. 1,000 | 1.00 |")
 
 
 def test_everyone_has_the_same_tokens_and_mask(model: Path, tmp_path: Path) -> None:

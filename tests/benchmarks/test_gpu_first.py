@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -18,10 +17,8 @@ import torch
 
 import megacore
 from benchmarks import gpu_first
-from benchmarks.gpu import calibration, profile, rows, work
+from benchmarks.gpu import calibration, rows, work
 from benchmarks.gpu.rows import Machine, Row
-from megacore.planning import efficiency
-from megacore.planning.costs import MatMul
 from megacore.recipe import ConfigError
 
 TINY = Machine.of("cpu", True, Path())
@@ -63,12 +60,6 @@ def test_the_plan_reads_what_was_measured(tmp_path: Path) -> None:
     measured = megacore.plan(*run, gpu=str(tmp_path / calibration.DEVICE))["time"]
     assert measured == megacore.plan(*run, **expected)["time"]
     assert measured != megacore.plan(*run, tflops=70.0, device=device | {"reach": device["reach"] / 2})["time"]
-
-
-def test_reach_and_half_are_found_again() -> None:
-    sides = itertools.product((256, 1024, 8192), repeat=3)
-    products = [(each, 0.7 * efficiency.reached(each, 300)) for each in (MatMul(m, n, k) for m, n, k in sides)]
-    assert calibration.fitted(products) == pytest.approx((0.7, 300))
 
 
 @pytest.mark.parametrize(
@@ -128,31 +119,3 @@ def test_a_section_that_takes_too_long_is_ended_and_said(tmp_path: Path) -> None
     found = rows.read(tmp_path / gpu_first.ROWS)
     assert found["waits"] == [Row("before")]
     assert found["ceilings"] == [Row("ceilings", good=False, note="it took longer than 0.01 s: see log.txt")]
-
-
-def test_the_table_ends_with_what_is_bad(tmp_path: Path) -> None:
-    found = [Row("speed", 50.0, 100.0, "tokens/s"), Row("weights", 1e-9, 0.0, "", False), rows.skipped("fp8", "none")]
-    (tmp_path / gpu_first.ROWS).write_text("".join(rows.write("a", row) for row in found))
-    lines = gpu_first.show([tmp_path]).splitlines()
-    assert lines[1].split() == ["speed", "50.000", "100.000", "0.50x", "tokens/s"]
-    assert lines[3].split() == ["fp8", "skipped:", "none"]
-    assert lines[5] == "1 of 3 rows are bad:" and "BAD" in lines[-1] and "weights" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "group"),
-    {
-        "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN": "products",
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
-        "Memcpy HtoD (Pinned -> Device)": "copies and casts",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp>": "sums",
-        "void (anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
-        "norm_backward": "norms",
-        "cross_entropy_gradient": "loss",
-        "gated_forward": "elementwise",
-        "something new": "others",
-    }.items(),
-)
-def test_kernels_are_grouped_by_their_names(kernel: str, group: str) -> None:
-    assert profile.group(kernel) == group

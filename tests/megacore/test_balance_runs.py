@@ -10,20 +10,17 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
-import torch
 from engine import LENGTH, LLAMA, RECIPE, Result, path_of, trainer, whole, write_recipe
 from extended_family import extended
 from pool import Pool
 
 from megacore.data.batches import Batch
 from megacore.inference.model_loader import model_from
-from megacore.parallel.balance import NONE, Loads
 from megacore.parallel.mesh import Mesh
 from megacore.store.conversions.conversion import to_hugging_face
 from megacore.store.conversions.formats import open_model
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import metrics
-from megacore.training.callbacks.metrics import expert_load_metrics
 
 EXPERTS, TOP_K, SEQUENCES = 8, 2, 8
 MODEL = LLAMA | {
@@ -75,16 +72,6 @@ def test_metrics_are_those_of_the_counts_of_each_layer(recipe: str, tmp_path: Pa
             assert record[f"{name}_worst"] == pytest.approx(worst, rel=1e-12), name
         assert 0.9 < (record["balance"] or 0) < 4 and (record["router_z_loss"] or 0) > 0
         assert -0.03 - 1e-6 <= (record["bias_min"] or 0) < 0 < (record["bias_max"] or 0) <= 0.03 + 1e-6
-
-
-def test_a_step_s_loads_are_told_as_means_and_of_the_worst_layer() -> None:
-    counts, zeros = torch.tensor([[0, 2, 3, 3], [0, 0, 4, 4]]), torch.zeros(2, dtype=torch.float64)
-    biases = torch.tensor([[-0.25, 0.5], [-0.5, 0.25]])
-    found = expert_load_metrics(Loads((1, 2), counts, zeros, zeros, biases), NONE)
-    assert (found["load_idle"], found["load_idle_worst"]) == (0.375, 0.5)
-    assert (found["load_max"], found["load_max_worst"]) == (1.75, 2.0)
-    assert found["load_entropy_worst"] == pytest.approx(0.5)
-    assert (found["bias_min"], found["bias_max"]) == (-0.5, 0.5)
 
 
 def test_what_has_no_coefficient_is_no_metric(recipe: str, tmp_path: Path) -> None:

@@ -109,13 +109,6 @@ def test_labels_that_do_not_count_are_ignored(separate):
     assert batch.tokens.tolist() == [[0, 1, 2, 3]] * 2
 
 
-def test_bad_layouts_are_named():
-    with pytest.raises(ValueError, match="cannot cut a global batch of 0 into microbatches of 2"):
-        Batches(Numbered(), 0, 2, 0, 2)
-    with pytest.raises(ValueError, match="data rank 2 is not among the 2"):
-        Batches(Numbered(), 8, 2, 2, 2)
-
-
 def test_what_is_computed_in_vain_is_told():
     assert not [*in_vain(8, 2, 4)]
     assert [*in_vain(8, 1, 3)] == [

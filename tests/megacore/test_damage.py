@@ -83,14 +83,6 @@ def test_one_bit_is_found_on_any_layout(
     assert "when it was written" in message
 
 
-@pytest.mark.in_turn(2, 0)
-def test_weights_are_read_only_where_there_is_no_master(recipe: str, out: Path) -> None:
-    """The weights of a run are rounded from its masters: what is damaged in them is not used, and does not matter."""
-    flip(path_of(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
-    overrides = [f"out={out.with_name('new')}", f"checkpoint.resume={path_of(out, 6)}", *STEPS]
-    trainer(recipe, overrides)
-
-
 def opened(folder: Path, tp: int) -> str:
     with pytest.raises(DamageError) as error:
         model_from(open_folder(folder), Mesh.create(MeshShape(tp=tp)))
@@ -234,15 +226,6 @@ def test_nothing_is_begun_anew_where_all_are_damaged(
     each = r"step-00000006/index.json is not JSON: .*step-00000002/index.json is not JSON: "
     with pytest.raises(ConfigError, match=rf"(?s)has no checkpoint that is whole.*{each}"):
         check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
-
-
-def test_the_rest_of_a_first_save_is_no_checkpoint(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path_of(tmp_path / "run", 2).mkdir(parents=True)
-    said = going_on(recipe, tmp_path / "run", capsys)
-    assert "the run starts afresh" in said and "step-00000002.damaged" in said
-    assert names(tmp_path / "run") == ["step-00000002", "step-00000002.damaged", "step-00000004", "step-00000006"]
 
 
 def test_another_version_is_not_damage(recipe: str, out: Path) -> None:

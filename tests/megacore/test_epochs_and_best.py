@@ -26,7 +26,6 @@ from megacore.tools.status import RunState
 from megacore.training import main
 from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.evaluation import Evaluation
-from megacore.training.callbacks.signals import Signals
 from megacore.training.check import check
 from megacore.training.save import SaveError
 
@@ -188,19 +187,6 @@ def test_a_best_one_that_cannot_be_saved_leaves_the_one_before(tmp_path: Path) -
     with losses(5, 4, 3, 6, 7, 8), mock.patch.object(saver, "save", save):
         made.fit()
     assert list(checkpoints.complete(checkpoints.folder_of(out))) == [4, 12]
-
-
-def test_a_signal_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
-    made = engine.trainer(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", *KEEP_BEST])
-    signals = engine.of(made, Signals)
-
-    def ask(step: int) -> None:
-        signals.stop = step == 6
-
-    engine.in_steps(made, ask)
-    with losses(5, 4):  # and none after step 6
-        assert made.fit() == 6
-    assert list(checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))) == [4, 6]
 
 
 def test_evaluations_that_are_none_are_said(tmp_path: Path) -> None:

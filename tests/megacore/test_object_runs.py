@@ -121,16 +121,6 @@ def test_a_run_starts_from_a_url_on_another_layout(
     assert 7 in checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))  # of its own, on its disk
 
 
-def test_what_is_read_is_what_is_used(recipe: str, folder: ObjectPath, tmp_path: Path, faults: Faulty) -> None:
-    """Masters and moments, once, and headers: no weights, which masters stand for."""
-    sizes = at(folder, 6).objects()
-    with mock.patch.object(Checkpoint, "read", side_effect=AssertionError("whole tensors")):
-        train(recipe, [f"out={tmp_path / 'run'}", f"checkpoint.resume={at(folder, 6)}", *STEPS])
-    states = sum(size for name, size in sizes.items() if name.startswith(("master", "exp_avg")))
-    heads = sum(sizes.values())  # small files come whole with their headers
-    assert faults.read <= states + heads
-
-
 def test_a_rank_reads_the_ranges_that_it_needs(
     folder: ObjectPath, faults: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:

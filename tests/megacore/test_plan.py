@@ -18,7 +18,6 @@ from operations import Flops
 import megacore
 from benchmarks.published_runs import PUBLISHED, PUBLISHED_LAYOUTS, PublishedLayout
 from megacore.checks.rules import problems
-from megacore.config import Config, MemoryConfig
 from megacore.devices import DEVICES
 from megacore.models.config import flops_per_token
 from megacore.models.lora import Lora
@@ -326,12 +325,6 @@ def test_offloading_takes_the_time_of_the_slowest_way() -> None:
     assert estimate(parameters, cluster).offload > 0
 
 
-def test_the_recipe_s_offloading_arrives() -> None:
-    config = Config(memory=MemoryConfig(offload_optimizer="file", offload_buffer=3, offload_parameters=True))
-    found = setting_of(config, configure({"preset": "llama-tiny"}), 8, "cuda")
-    assert (found.offload_optimizer, found.offload_parameters, found.offload_buffer) == ("file", True, 3 << 20)
-
-
 def test_what_a_token_leaves_behind() -> None:
     """A block: 5 embed + (heads + 2 kv) head + 3 mlp features, fp32 statistics; the head: two inputs and the logits."""
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192)
@@ -341,13 +334,6 @@ def test_what_a_token_leaves_behind() -> None:
     assert block.kept == 8192 * (2 * features + 4 * 32 + 2 * 8) + 16  # and the state of flash attention's dropout
     assert block.tables == {"rope": 8192 * 2 * 128}
     assert act.head.kept == 8192 * (2 * (2 * 4096 + 128256) + 8 + 4)
-
-
-def test_replicas_of_hsdp_each_hold_everything() -> None:
-    made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", replicas=2)
-    (own,) = Shares.of(made).stages
-    of_two = replace(made, layout=layout_of(made.model, MeshShape(dp=2)), replicas=1)
-    assert state(own, made) == state(own, of_two)
 
 
 def test_a_chunked_loss_never_holds_all_logits() -> None:
@@ -401,18 +387,6 @@ def test_rows_go_to_the_ranks_over_which_experts_are_spread(mesh: MeshShape, etp
     assert max(x.size for x in traffic(fuller, 0) if x.kind == ALL_TO_ALL) == 1.5 * size
     slower, least = (estimate(each, H100) for each in (fuller, made))
     assert least.experts > 0 and slower.compute > least.compute
-
-
-def test_dense_models_and_whole_experts_send_no_rows() -> None:
-    for made in (setting({"preset": "llama-tiny"}, MeshShape(tp=2)), mixtral(MeshShape(tp=2), 2)):
-        assert not [x for x in traffic(made, 0) if x.kind == ALL_TO_ALL] and not loads(made)
-        assert estimate(made, H100).experts == 0
-
-
-def test_layers_with_experts_are_another_kind() -> None:
-    act = ActivationMemory.of(Setting(DEEP, layout_of(DEEP, MeshShape(ep=2)), Widths.of("bf16"), 64, 1, 8))
-    ((*dense, first, second, third, last),) = act.chunks
-    assert len(set(dense)) == 1 and first is second is third is last and first is not dense[0]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -18,7 +18,7 @@ from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.weights.layout import MeshShape
-from megacore.planning.costs import ALL_TO_ALL, KeyExchange
+from megacore.planning.costs import KeyExchange
 from megacore.planning.efficiency import LINKS, ring_s
 from megacore.planning.exchange import WHOLE, Packing
 from megacore.planning.fit import CHUNK, MARGIN, fit
@@ -27,7 +27,6 @@ from megacore.planning.peak_memory import memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
-from megacore.planning.traffic import HEADS, traffic
 from megacore.recipe import load
 from megacore.tools.main import main
 from megacore.tools.plan import overrides
@@ -66,22 +65,6 @@ def test_a_document_that_is_one_row_gives_its_parts_equal_work() -> None:
     assert work.taken.sum(1).max() == work.given.sum(1).max() == 3 * 1024
     assert (work.most, work.held, work.rectangle) == (1024, 2 * 1024, (512, 1024))
     assert Packing(4096, 1, ContextParallel(4, "gather", "rows")).exchange(None).held == 2 * 3 * 1024
-
-
-def test_short_documents_send_nothing_by_heads_but_tokens() -> None:
-    setting = of_8b(MeshShape(cp=8), ContextParallel(8, "heads", "rows", 8), 65536)
-    messages = [x for x in traffic(setting, 0) if x.axis == "cp" and "gradients" not in x.what]
-    assert {x.kind for x in messages} == {ALL_TO_ALL}
-    forward = sum(x.sent for x in messages if x.what == f"{HEADS}, forward")
-    tokens = 65536 // 8
-    # Queries, keys and values there, and the output back, of which a rank keeps an eighth.
-    assert forward == 32 * tokens * (4096 + 2 * 1024 + 4096) * 2 * 7 / 8
-
-
-def test_documents_that_are_known_take_less_of_the_attention() -> None:
-    whole = of_8b(MeshShape(), ContextParallel(), 8192)
-    cut = of_8b(MeshShape(), ContextParallel(), 8192, documents=(1024,) * 8)
-    assert estimate(cut, H100).compute < estimate(whole, H100).compute
 
 
 def shown(setting: Setting) -> float:

@@ -17,11 +17,11 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import GPT2, RECIPE, fit, in_steps, of, path_of, same, train, trainer, write_recipe
+from engine import fit, in_steps, of, path_of, same, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.layout import MeshShape
 from megacore.recipe import ConfigError
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files import publish
@@ -31,7 +31,6 @@ from megacore.tools import reshard
 from megacore.training import main, save
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.callbacks.checkpoints import Checkpoints
-from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.check import check
 from megacore.training.save import SaveError, Saver
 from megacore.training.trainer import Trainer
@@ -164,19 +163,6 @@ def test_every_rank_writes_its_part_of_a_large_model(
     engine.assert_same_files(tmp_path / "plain", tmp_path / "parts", 4 * 4)
 
 
-def test_later_saves_do_not_go_through_the_layout_again(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = saver_of(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]))
-    saver.save(1, {"step": 1})
-    saver.finish()
-    monkeypatch.setattr(Layout, "shards", None)
-    saver.save(2, {"step": 2})
-    saver.finish()
-    monkeypatch.undo()
-    assert saved(tmp_path / "run") == [1, 2]
-
-
 def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,13 +265,6 @@ def test_a_second_save_waits_for_the_first(recipe: str, tmp_path: Path, slow: Sl
     assert saved_names(saver.folder)[-1] == "step-00000001"
     saver.finish()
     assert saved(tmp_path / "run") == [1, 2]
-
-
-def test_a_last_step_that_is_one_of_the_interval_is_saved_once(recipe: str, tmp_path: Path, slow: Slow) -> None:
-    slow.go.set()
-    overrides = ["train.steps=4", "checkpoint.every=2", "checkpoint.at_end=true", *QUIET]
-    train(recipe, [f"out={tmp_path / 'run'}", *overrides])
-    assert slow.begun == 2 and saved(tmp_path / "run") == [2, 4]
 
 
 # -- errors
@@ -549,20 +528,6 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
 # -- signals
 
 
-def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe: str, tmp_path: Path) -> None:
-    made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=1000", "evaluate.every=3", "train.precision=fp32"])
-    in_steps(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
-    evaluation = of(made, Evaluation)
-    evaluate = evaluation.losses
-
-    def seen(run: Trainer) -> list[float]:
-        assert saved(tmp_path) == [3]
-        return evaluate(run)
-
-    evaluation.losses = seen  # type: ignore[method-assign]
-    assert made.fit() == 3
-
-
 def signalled(recipe: str, overrides: list[str], number: int, rank: int, step: int) -> int:
     made = trainer(recipe, overrides)
     in_steps(made, lambda now: os.kill(os.getpid(), number) if now == step and made.mesh.rank == rank else None)
@@ -588,12 +553,3 @@ def test_a_signal_saves_nothing_where_checkpoints_are_off_but_when_asked_to(reci
     assert saved(tmp_path / "a") == []
     assert signalled(recipe, [f"out={tmp_path / 'b'}", *off], signal.SIGUSR1, 0, 3) == 5
     assert saved(tmp_path / "b") == [3]
-
-
-def test_tied_tables_on_both_ends_of_the_pipeline(pool: Pool, tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, RECIPE | {"model": GPT2})
-    pool.run(2, train, path, [f"out={tmp_path / 'run'}", "mesh.pp=2", "checkpoint.at_end=true"])
-    checkpoint = opened(tmp_path / "run", 5)
-    places = [stored.where for stored in checkpoint.stored() if "vocab" in stored.pattern.axes]
-    assert places == ["pp0-ep0-tp0", "pp1-ep0-tp0"]
-    checkpoint.fingerprints("exp_avg")

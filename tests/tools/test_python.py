@@ -217,34 +217,6 @@ def test_convert_writes_the_bytes_of_the_command(llama: Path, tmp_path: Path, ca
         }.items()
 
 
-def test_what_cannot_be_converted(llama: Path, tmp_path: Path) -> None:
-    ours = converted(llama, tmp_path / "ours")
-    cases: list[tuple[Path, dict[str, Any], str]] = [
-        (llama, {"to": "onnx"}, "`to=onnx`: choose megacore, hf, peft or gguf"),
-        (llama, {"to": "hf"}, "is a Hugging Face folder already"),
-        (ours, {}, "is a checkpoint of ours"),
-        (ours, {"to": "hf", "tp": 2}, "a Hugging Face folder has no layout: leave out `tp`"),
-        (ours, {"to": "hf", "base": ours}, "is a checkpoint: make a Hugging Face folder of it first"),
-        (llama, {"base": llama}, "`base` is for `to=hf`"),
-        (llama, {"max_shard_size": "5GB"}, "`max_shard_size` is for `to=hf`"),
-        (llama, {"dtype": "float8"}, "`dtype=float8`: choose from"),
-        (llama, {"tp": 0}, "`tp=0`: choose a whole number from 1 on"),
-        (llama, {"tp": 3, "pp": 4}, r"heads \(4\) over tp=3(.|\n)*`pp` x `chunks` = 4 x 1 = 4 virtual stages"),
-        (
-            llama,
-            {"pp": 2, "layers_per_stage": (3, 1)},
-            r"adds up to 4, .* 3 layers: the nearest possible is 2,1",
-        ),
-        (llama, {"jobs": -1}, "`jobs=-1`: choose a whole number from 1 on"),
-    ]
-    for source, options, says in cases:
-        with pytest.raises(StoreError, match=says):
-            convert(source, tmp_path / "made", **options)
-    with pytest.raises(StoreError, match="which is only read: choose a folder beside it"):
-        convert(llama, llama / "made")
-    assert {path.name for path in tmp_path.iterdir()} == {"ours"}
-
-
 # -- evaluating
 
 
@@ -282,23 +254,6 @@ def test_evaluate_returns_what_the_command_prints(llama: Path, tmp_path: Path, p
     for found in pool.run(2, loss_of_a_rank, llama, tmp_path / "plain.txt", MeshShape(tp=2)):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-9)
         assert [each["tokens"] for each in found["by_position"]] == [each["tokens"] for each in wanted["by_position"]]
-
-
-def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "plain.txt").write_text("The sun rose.")
-    monkeypatch.setattr("megacore.store.weight_folders.loader.Loader.tensors", None)
-    cases: list[tuple[str, dict[str, Any], str]] = [
-        ("nowhere.txt", {}, "nowhere.txt does not exist"),
-        ("empty.jsonl", {}, "there are no documents"),
-        ("plain.txt", {"sequence_length": 65}, "`sequence_length=65`: the model has 64 positions"),
-        ("plain.txt", {"stride": 65, "tokens": 0}, r"`tokens=0`: choose (.|\n)*`stride=65` would leave out tokens"),
-        ("plain.txt", {"count": "first"}, "`count=first`: choose from assistant, last, all"),
-        ("plain.txt", {"mesh": MeshShape(dp=2)}, "this process is alone"),
-    ]
-    for name, options, says in cases:
-        with pytest.raises(StoreError, match=says):
-            evaluate(llama, tmp_path / name, **options)
 
 
 # -- training
