@@ -16,6 +16,7 @@ CONVERT, RESHARD = (
 )
 
 
+@pytest.mark.in_turn(6, 4)
 def test_it_copies_converts_reshards_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.json"
     arguments = ["--size", "0.01", "--rounds", "1", "--no-peers", "--no-double", "--states", "cold", "chained"]

@@ -41,6 +41,7 @@ def curve(mode: str) -> list[float]:
     return [step(batch, LR).loss.item() for _ in range(3)]
 
 
+@pytest.mark.in_turn(6, 4)
 def test_everyone_trains_the_same_model_on_the_same_tokens(pool: Pool) -> None:
     """Up to weight decay, which here leaves out norms."""
     want, _ = pool.run(2, curve, "ddp")
@@ -50,7 +51,7 @@ def test_everyone_trains_the_same_model_on_the_same_tokens(pool: Pool) -> None:
             np.testing.assert_allclose(found, want, rtol=1e-5, err_msg=mode)
 
 
-@pytest.mark.in_turn(6, 4)
+@pytest.mark.in_turn(12, 3)
 @pytest.mark.slow
 def test_it_runs_without_peers(tmp_path: Path) -> None:
     results = tmp_path / "results.json"

@@ -40,6 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.in_turn(6, 0)
 def test_everyone_has_the_same_tokens_and_mask(model: Path, tmp_path: Path) -> None:
     path, examples = finetune.prepare(model, tmp_path, facts=20, length=512, rows=2, accumulation=1)
     work = Work.read(path)
@@ -57,7 +58,7 @@ def test_everyone_has_the_same_tokens_and_mask(model: Path, tmp_path: Path) -> N
     assert kept > 20
 
 
-@pytest.mark.in_turn(12, 7)
+@pytest.mark.in_turn(12, 3)
 @pytest.mark.slow
 def test_it_runs_without_peers(model: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.json"

@@ -51,6 +51,7 @@ def test_a_section_runs(name: str, tmp_path: Path) -> None:
     assert found and not [row for row in found if row.good is False]
 
 
+@pytest.mark.in_turn(3, 1)
 def test_the_plan_reads_what_was_measured(tmp_path: Path) -> None:
     gpu_first.run("calibration", replace(TINY, out=tmp_path), tmp_path)
     found = {row.what: row.measured for row in rows.read(tmp_path / gpu_first.ROWS)["calibration"]}
@@ -79,6 +80,7 @@ def test_a_file_of_no_device_is_said(tmp_path: Path, text: str, said: str) -> No
     assert said in str(error.value)
 
 
+@pytest.mark.in_turn(6, 5)
 def test_a_run_is_resumed_to_the_same_losses(tmp_path: Path) -> None:
     gpu_first.run("pretraining", TINY, tmp_path)
     found = {row.what: row for row in rows.read(tmp_path / gpu_first.ROWS)["pretraining"]}
@@ -86,6 +88,7 @@ def test_a_run_is_resumed_to_the_same_losses(tmp_path: Path) -> None:
     assert all(row.good is not False for row in found.values())
 
 
+@pytest.mark.in_turn(2, 0)
 def test_steps_of_the_peers_begin_like_ours() -> None:
     """With the loss of a model that knows nothing, and a lower one on the same tokens later."""
     shape, device = work.SHAPES["tiny"], torch.device("cpu")
@@ -99,6 +102,7 @@ def test_steps_of_the_peers_begin_like_ours() -> None:
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.in_turn(6, 4)
 def test_what_is_missing_is_skipped_and_said(tmp_path: Path) -> None:
     """On a machine with torch, numpy and einops alone; nothing else is imported before it is needed."""
     for name in ("pydantic", "transformers"):

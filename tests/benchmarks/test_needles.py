@@ -60,6 +60,7 @@ def table(folder: Path, shape: MeshShape | None, windows: list[Excerpt]) -> list
     return found(model, NEEDLES, windows)
 
 
+@pytest.mark.in_turn(3, 0)
 def test_needles_are_found_where_transformers_finds_them(folder: Path, pool: Pool) -> None:
     model = loaded(folder)
     windows = prompts(folder)

@@ -12,7 +12,7 @@ from benchmarks import save
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.in_turn(3, 1)
+@pytest.mark.in_turn(6, 1)
 def test_every_way_is_measured(tmp_path: Path) -> None:
     """In a process of its own, for it makes a process group."""
     results = tmp_path / "results.json"

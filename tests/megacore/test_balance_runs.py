@@ -120,6 +120,7 @@ def test_biases_go_on_with_the_run_in_fp32(pool: Pool, recipe: str, tmp_path: Pa
         assert all(np.array_equal(weights[name], straight[0].weights[name]) for name in CORRECTIONS)
 
 
+@pytest.mark.in_turn(4, 2)
 def test_biases_are_those_of_the_model_that_a_run_starts_from(recipe: str, tmp_path: Path, not_durable: None) -> None:
     """Whether all of it is trained or adapters are; and they stay where no rate moves them."""
     few = ["train.steps=2", "schedule.warmup_steps=0", "checkpoint.at_end=true"]
@@ -137,6 +138,7 @@ def test_biases_are_those_of_the_model_that_a_run_starts_from(recipe: str, tmp_p
     assert all(np.array_equal(model.parameters[name].detach().numpy(), base.weights[name]) for name in CORRECTIONS)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_of_steps_that_are_done_again_the_last_counts_stand(recipe: str, tmp_path: Path) -> None:
     one = [f"out={tmp_path}", "checkpoint.every=2", "train.steps=4"]
     train(recipe, one)

@@ -115,6 +115,7 @@ def test_all_hear_of_an_error_which_says_its_step(recipe: str, tmp_path: Path) -
     assert before.heard[-1] == behind.heard[-1] == ("mine", 2)
 
 
+@pytest.mark.in_turn(3, 1)
 def test_two_steps_are_profiled_on_the_first_replica(pool: Pool, recipe: str, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path}", "mesh.tp=2", "train.steps=5", "log.profile=3", "batch.global_size=4"]
     pool.run(4, engine.train, recipe, overrides)

@@ -91,7 +91,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_examples_train_as_they_do_alone(pool: Pool, folder: Path, layout: str) -> None:
     alone = _alone(pool, folder)
@@ -153,6 +153,7 @@ def test_the_validation_loss_is_one_mean_over_all_labels(pool: Pool, tmp_path: P
 # -- a run
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_run_that_is_resumed_goes_on_bitwise_with_the_same_examples(pool: Pool, tmp_path: Path) -> None:
     recipe = write(tmp_path, batch={"global_size": 3, "micro_size": 1})
     whole, part = tmp_path / "whole", tmp_path / "part"

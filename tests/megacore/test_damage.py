@@ -68,7 +68,7 @@ TENSOR = "layers.1.attn.qkv.weight"
 PLACES = [("master", 7), ("exp_avg", 0), ("exp_avg_sq", 3)]
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("state", "bit"), PLACES)
 @pytest.mark.parametrize(("world", "mesh"), [(1, []), (4, ["mesh.tp=4"]), (4, ["mesh.tp=2", "mesh.pp=2"]), (2, [])])
 def test_one_bit_is_found_on_any_layout(
@@ -175,7 +175,7 @@ WAYS = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("damage", WAYS)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     recipe: str, out: Path, capsys: pytest.CaptureFixture[str], damage: Any
@@ -196,6 +196,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     engine.assert_same_files(path_of(other, 6), path_of(out, 6), 4)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_two_damaged_ones_in_a_row(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One is found before anything starts, one while it is loaded, and the rest of a third is in the way."""
     cut(path_of(out, 6))
@@ -237,6 +238,7 @@ def test_another_version_is_not_damage(recipe: str, out: Path) -> None:
         check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest of the other checkpoints that is whole, to its last byte."""
     bad_bit(path_of(out, 4))

@@ -186,6 +186,7 @@ def test_a_tokenizer_that_the_model_is_too_small_for_is_named(tmp_path: Path, fi
 # -- once
 
 
+@pytest.mark.in_turn(2, 1)
 def test_they_are_made_once_and_again_when_something_has_changed(
     tmp_path: Path, files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

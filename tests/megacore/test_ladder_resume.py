@@ -10,7 +10,6 @@ import pytest
 from engine import LLAMA, RECIPE, Result, path_of, same, train, write_recipe
 from pool import Pool
 
-RUNGS = ("none", "optimizer", "gradients", "parameters")
 ROUND = ("none", "parameters", "optimizer", "gradients", "none")
 
 

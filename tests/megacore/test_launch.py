@@ -113,6 +113,7 @@ def test_installing_shows_what_comes_and_keeps_the_rest(checkout: Path, fails: s
     assert (venv / ".megacore-run").exists() is (not fails)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("script", "command"), [("pretrain", "train"), ("finetune", "finetune")])
 def test_scripts_hand_everything_to_the_command(checkout: Path, script: str, command: str) -> None:
     expected = ["1", "-m", "megacore.tools.main", command, "a b", "--init=c"]

@@ -64,6 +64,7 @@ def test_every_record_has_the_promised_numbers(recipe: str, tmp_path: Path) -> N
         assert values["skipped_steps"] == 0
 
 
+@pytest.mark.in_turn(2, 1)
 def test_time_of_evaluation_is_not_counted(recipe: str, tmp_path: Path) -> None:
     """Slow evaluations, at steps with a record and at steps without one."""
     made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=4", "log.every=2", "evaluate.every=1"], log=True)
@@ -314,6 +315,7 @@ def test_the_picture_is_a_png(tmp_path: Path, records: list[dict[str, float | No
         assert colors is not None and len(colors) > 10
 
 
+@pytest.mark.in_turn(3, 2)
 def test_the_loads_are_a_picture_of_each_layer(tmp_path: Path) -> None:
     """Experts over steps: an expert that gets everything is dark red, one that gets nothing dark blue; a layer is
     even."""

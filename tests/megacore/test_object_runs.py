@@ -86,7 +86,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # -- what is there
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 2)
 def test_the_objects_are_the_files_that_a_disk_would_have(
     recipe: str, straight: dict[str, bytes], folder: ObjectPath, tmp_path: Path, pool: Pool
 ) -> None:
@@ -176,7 +176,7 @@ DAMAGE: dict[Callable[[ObjectPath], None], str] = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_a_store(
     recipe: str, folder: ObjectPath, tmp_path: Path, damage: Any, capsys: pytest.CaptureFixture[str]
@@ -217,6 +217,7 @@ def test_a_save_outlives_a_store_that_refuses_for_a_while(recipe: str, tmp_path:
     assert list(checkpoints.complete(folder)) == [2, 4, 6]
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_save_that_fails_is_tried_again_when_the_next_is_due(
     recipe: str, tmp_path: Path, faults: Faulty, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +268,7 @@ def killed(rank: int, store: str, recipe: str, overrides: list[str], ready: Conn
         train(recipe, overrides)
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 2)
 def test_a_kill_while_a_rank_uploads_leaves_the_older_one(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

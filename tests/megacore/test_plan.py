@@ -505,6 +505,7 @@ def test_no_published_layout_that_fits_is_faster_than_what_is_found(theirs: Publ
     assert seconds is None or found.time.total <= seconds
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_plan_chooses_what_others_have_found_fastest() -> None:
     """8B on a node: sharded data parallelism rather than tp=4; 70B on 1,024: tp and pp rather than ZeRO-3 over 512."""
     config = load(RECIPES / "llama-3.1-8b.yaml", ["mesh.tp=1", "mesh.dp=1", "zero.shard=none"])
@@ -712,6 +713,7 @@ def test_without_torch_it_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "install torch" in capsys.readouterr().err
 
 
+@pytest.mark.in_turn(3, 2)
 def test_experts_in_fp32_are_planned_on_cpus() -> None:
     """Torch knows grouped products of tensors without numbers in bf16 alone."""
     found = megacore.plan("experts", ["train.precision=fp32"], gpu="cpu")

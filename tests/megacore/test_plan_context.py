@@ -81,6 +81,7 @@ def test_in_a_node_the_messages_of_a_long_context_hide() -> None:
         assert shown(setting) <= 0.03, context
 
 
+@pytest.mark.in_turn(3, 1)
 def test_between_nodes_those_of_a_short_one_do_not_and_another_mesh_is_faster() -> None:
     """The 8B at 32k on cp=32, of which heads within the nodes leave a twentieth to show."""
     alone = of_8b(MeshShape(cp=32), ContextParallel(32), 32768, shard="optimizer")
@@ -107,6 +108,7 @@ def test_what_goes_back_is_sent_beside_the_turn_behind() -> None:
     assert H100.exposed(mesh, work, slow) == pytest.approx(6 * hop, rel=1e-3)
 
 
+@pytest.mark.in_turn(3, 1)
 def test_the_search_takes_cp_where_a_sequence_is_too_long_for_one(capsys: pytest.CaptureFixture[str]) -> None:
     best = fit(replace(of_8b(MeshShape(), WHOLE, 131072), microbatches=8), 8, H100)[0]
     overrides = best.overrides
@@ -120,6 +122,7 @@ def test_the_search_takes_cp_where_a_sequence_is_too_long_for_one(capsys: pytest
     assert again.context == best.setting.context and again.layout.mesh == best.setting.layout.mesh
 
 
+@pytest.mark.in_turn(3, 1)
 def test_short_sequences_are_not_split() -> None:
     best = fit(replace(of_8b(MeshShape(), WHOLE, 8192), microbatches=128, compiled=True), 8, H100)[0]
     assert best.overrides["mesh.cp"] == 1

@@ -308,6 +308,7 @@ def test_the_peak_is_that_of_a_step_s_products(recipe: str, monkeypatch: pytest.
 # -- how a run ends
 
 
+@pytest.mark.in_turn(2, 0)
 def test_skipped_steps_are_in_the_progress_and_in_the_report(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,7 +392,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
     assert capfd.readouterr().err == "Interrupted again: ended at once, without a checkpoint.\n"
 
 
-@pytest.mark.in_turn(3, 2)
+@pytest.mark.in_turn(12, 7)
 @pytest.mark.slow
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
     """Another launcher than ours; `test_start.py` has ours."""

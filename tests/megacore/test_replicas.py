@@ -65,6 +65,7 @@ def test_what_is_kept_is_compared_before(pool: Pool, recipe: str, tmp_path: Path
     assert all("after step 3" in said for _, said, _ in found) and not (tmp_path / "run/checkpoints").exists()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("more", [["train.precision=bf16"], ["zero.shard=optimizer"], ["mesh.tp=2"]])
 def test_what_nothing_befell_agrees(pool: Pool, recipe: str, tmp_path: Path, more: list[str]) -> None:
     world, given = 4 if "mesh.tp=2" in more else 2, overrides(tmp_path, "mesh.dp=2", "batch.global_size=4", *more)

@@ -56,7 +56,7 @@ def six(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- on the same layout, bitwise
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -126,7 +126,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("world", "overrides"), LAYOUTS)
 def test_another_layout_goes_on_with_the_same_numbers(
     pool: Pool, recipe: str, six: Path, tmp_path: Path, world: int, overrides: list[str]
@@ -166,6 +166,7 @@ def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path,
     assert tokens == [(4, 28 * LENGTH), (5, 32 * LENGTH)]
 
 
+@pytest.mark.in_turn(2, 0)
 def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: str, tmp_path: Path) -> None:
     common = ["train.steps=4", "checkpoint.every=2", *OFF]
     narrow, wide = tmp_path / "bf16", tmp_path / "fp32"
@@ -503,6 +504,7 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, si
     assert "is not a checkpoint of it" in problem
 
 
+@pytest.mark.in_turn(2, 0)
 def test_records_of_a_run_whose_checkpoints_are_not_found_are_kept(recipe: str, tmp_path: Path) -> None:
     often = [f"out={tmp_path}", "checkpoint.every=2", "checkpoint.resume=auto", *OFF]
     for number in (1, 2):

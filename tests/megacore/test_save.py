@@ -126,6 +126,7 @@ def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
     return sorted(each.state for each in snapshots.written), sorted(held)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "checkpoint.at_end=true", *QUIET]
     ranks = pool.run(4, shares, recipe, overrides)
@@ -140,7 +141,7 @@ def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str
         checkpoint.fingerprints(state)  # replicated pieces agree
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "overrides",
     [["mesh.dp=4"], ["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"], ["mesh.tp=2", "zero.shard=parameters"]],
@@ -184,6 +185,7 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
     assert snapshot.write(tmp_path) and did == [device, "waited"] and snapshot.copied_s == 1.5
 
 
+@pytest.mark.in_turn(2, 0)
 def test_when_it_saves(recipe: str, tmp_path: Path) -> None:
     def steps(name: str, *overrides: str) -> list[int]:
         train(recipe, [f"out={tmp_path / name}", "train.steps=7", *QUIET, *overrides])
@@ -295,6 +297,7 @@ def fails(recipe: str, overrides: list[str], rank: int) -> tuple[str, int]:
     return str(error.value), len(seen)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_without_patience_an_error_ends_all_ranks_after_the_next_step(pool: Pool, recipe: str, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "checkpoint.every=2", *QUIET]
     for message, begun in pool.run(4, fails, recipe, overrides, 3):
@@ -323,6 +326,7 @@ def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) 
         return made.fit(), told
 
 
+@pytest.mark.in_turn(3, 0)
 def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
     pool: Pool, recipe: str, tmp_path: Path
 ) -> None:
@@ -380,6 +384,7 @@ def test_patience_ends(recipe: str, tmp_path: Path) -> None:
     assert len(begun) == 5
 
 
+@pytest.mark.in_turn(2, 0)
 def test_who_ends_a_run_that_cannot_be_saved_does_not_wait(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=100", *QUIET])
     in_steps(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
@@ -423,6 +428,7 @@ def test_what_cannot_be_removed_is_told_and_the_save_counts(
     assert saved(tmp_path / "run") == [5] and "could not be removed: not yours" in capfd.readouterr().err
 
 
+@pytest.mark.in_turn(2, 1)
 def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     recipe, run = write_recipe(tmp_path / "recipe"), tmp_path / "run"
@@ -445,6 +451,7 @@ def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from
     assert (tmp_path / "copies" / name).read_text() == '{"temperature": 0.5}'
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_checkpoint_may_go_once_a_run_has_begun_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run's, which removes it before this one has saved; who joins this run later starts from its newest."""
     recipe, other = write_recipe(tmp_path), tmp_path / "other"
@@ -534,6 +541,7 @@ def signalled(recipe: str, overrides: list[str], number: int, rank: int, step: i
     return made.fit()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("number", "last"), [(signal.SIGUSR1, 5), (signal.SIGTERM, 3), (signal.SIGINT, 3)], ids=["usr1", "term", "int"]
 )
@@ -547,6 +555,7 @@ def test_a_signal_to_one_rank_saves_after_its_step(
     assert json.loads((path_of(out, 3) / "trainer.json").read_text())["step"] == 3
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_signal_saves_nothing_where_checkpoints_are_off_but_when_asked_to(recipe: str, tmp_path: Path) -> None:
     off = ["checkpoint.every=0", *QUIET]
     assert signalled(recipe, [f"out={tmp_path / 'a'}", *off], signal.SIGTERM, 0, 3) == 3

@@ -162,7 +162,7 @@ def with_overflow(recipe: str, overrides: list[str], rank: int, steps: set[int])
     return Seen((place.pp, place.tp), last, engine.result(made, last).records, moved, before)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("mesh", "rank", "world"),
     [
@@ -213,7 +213,7 @@ def losses(recipe: str, folder: Path, *overrides: str) -> Result:
     return train(recipe, [f"out={folder}", "train.steps=30", "evaluate.every=0", *overrides])
 
 
-@pytest.mark.in_turn(3, 1)
+@pytest.mark.in_turn(6, 4)
 def test_fp16_trains_as_fp32_does(recipe: str, tmp_path: Path) -> None:
     wide = losses(recipe, tmp_path / "fp32", "train.precision=fp32")
     half = losses(recipe, tmp_path / "fp16", "train.precision=fp16")
@@ -225,6 +225,7 @@ def test_fp16_trains_as_fp32_does(recipe: str, tmp_path: Path) -> None:
     assert set(half.values("loss_scale")) == {2.0**16} and not wide.values("loss_scale")
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_scale_changes_nothing_but_what_would_have_vanished(recipe: str) -> None:
     """Gradients are scaled, and the norm, the clipping and the update do not see it."""
 

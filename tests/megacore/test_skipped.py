@@ -120,6 +120,7 @@ def test_a_resume_in_the_middle_is_the_whole_run(recipe: str, whole: tuple[Path,
         assert trainer_json(tmp_path / name, 6)["skipped_samples"] == [[3, 5], [16, 24], [30, 31]]
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_range_from_where_the_run_stands_is_as_if_it_had_been_there(recipe: str, tmp_path: Path) -> None:
     late = "recovery.skip_samples=[24-40]"
     once = train(recipe, [f"out={tmp_path / 'once'}", late, *EVERY])

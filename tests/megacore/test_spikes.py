@@ -51,13 +51,14 @@ def curves(kind: str, size: float, seed: int, steps: int = STEPS) -> tuple[Curve
     return loss * np.exp(size * noise(kind, steps, seed)), norm * np.exp(3 * size * noise(kind, steps, seed + 1))
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("size", [0.001, 0.02, 0.15])
 @pytest.mark.parametrize("kind", ["normal", "laplace", "student", "wandering"])
 def test_no_alarm_in_ten_thousand_steps(kind: str, size: float) -> None:
     assert alarms(*curves(kind, size, seed=3)) == []
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["cosine", "wsd", "linear", "constant"])
 def test_a_schedule_is_no_spike(name: str) -> None:

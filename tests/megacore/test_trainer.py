@@ -40,7 +40,7 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
 LEAN = ["memory.offload_activations=true", "memory.loss_chunk=3"]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -345,7 +345,7 @@ def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
 # -- precision
 
 
-@pytest.mark.in_turn(6, 0)
+@pytest.mark.in_turn(6, 1)
 def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
     common = ["train.steps=20", "evaluate.every=0", "model.hidden_size=32", "optimizer.lr=3e-3"]
     common += ["model.initializer_range=0.05"]
@@ -402,16 +402,17 @@ def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: p
 # -- compiled blocks
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12, 0)
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     path = write_recipe(tmp_path, RECIPE | {"model": LLAMA | {"num_hidden_layers": 2}})
-    common = ["train.steps=3", "mesh.tp=2"]
+    common = ["train.steps=2", "mesh.tp=2", "evaluate.every=0"]
     plain, fast = (
         pool.run(2, train, path, [f"out={tmp_path / compiled}", f"train.compile={compiled}", *common])[0]
         for compiled in ("false", "true")
     )
-    for key in ("loss", "grad_norm", "validation_loss"):
+    for key in ("loss", "grad_norm"):
+        assert len(fast.values(key)) == 2
         np.testing.assert_allclose(fast.values(key), plain.values(key), rtol=TOLERANCE, err_msg=key)
 
 

@@ -77,6 +77,7 @@ def test_adapters_go_on_in_another_layout(pool: Pool, folder: Path, tmp_path: Pa
     assert finals[0].index.adapters == finals[1].index.adapters
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_hugging_face_base_and_its_checkpoint_are_the_same(folder: Path, tmp_path: Path) -> None:
     from megacore.store.conversions.conversion import to_hugging_face
 
@@ -89,6 +90,7 @@ def test_a_hugging_face_base_and_its_checkpoint_are_the_same(folder: Path, tmp_p
     assert resumed.last == 6
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_run_leaves_what_can_be_computed_beside_its_base(folder: Path, tmp_path: Path) -> None:
     """The weights that it has ended with, bit for bit."""
     run = train(str(folder / "recipe.yaml"), overrides(folder, tmp_path / "run"))
@@ -98,6 +100,7 @@ def test_a_run_leaves_what_can_be_computed_beside_its_base(folder: Path, tmp_pat
         assert np.array_equal(parameter.detach().numpy(), run.weights[name]), name
 
 
+@pytest.mark.in_turn(2, 0)
 def test_another_base_is_refused(folder: Path, tmp_path: Path) -> None:
     recipe = str(folder / "recipe.yaml")
     train(recipe, [f"out={tmp_path / 'base'}", "train.steps=3", "checkpoint.at_end=true", "evaluate.every=0"])
@@ -108,7 +111,7 @@ def test_another_base_is_refused(folder: Path, tmp_path: Path) -> None:
         train(recipe, [*overrides(folder, tmp_path / "two"), *wrong])
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -146,7 +149,7 @@ def test_problems_are_named(folder: Path, tmp_path: Path, more: list[str], said:
     assert said in problem
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_a_run_with_a_frozen_stage_goes_on_in_another_layout(
     pool: Pool, folder: Path, tmp_path: Path, precision: str
@@ -168,6 +171,7 @@ def test_a_run_with_a_frozen_stage_goes_on_in_another_layout(
     np.testing.assert_allclose(one.values("loss"), two[0].values("loss")[2:], rtol=rtol)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_what_was_frozen_before_is_trained_and_said(folder: Path, tmp_path: Path) -> None:
     """Its moments begin at 0 in the middle of a run: AdamW divides the first by less than at a beginning."""
     recipe = str(folder / "recipe.yaml")

@@ -631,7 +631,7 @@ def processes(tmp_path: Path) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
         process.wait()
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 2)
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 def test_ranks_that_stand_are_told_and_live(
     tmp_path: Path,

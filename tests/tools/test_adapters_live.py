@@ -135,7 +135,7 @@ def assert_said(found: Said, wanted: Said, tolerance: float) -> None:
 # -- what the merged model says
 
 
-@pytest.mark.in_turn(15)
+@pytest.mark.in_turn(20)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", LORAS)
 def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: Path, not_durable: None) -> None:
@@ -151,7 +151,7 @@ def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: 
     assert plain.tokens != live.tokens
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -175,6 +175,7 @@ def test_every_layout_says_the_same(
     assert all(bool(found.tokens[0]) == (shape.dp == 1) for found in live)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_base_may_lie_anywhere_and_in_any_layout(llama: Folders, tmp_path: Path, pool: Pool) -> None:
     """A checkpoint whose stages are of other layers than those of the adapters; the mesh takes them."""
     checkpoint = converted(llama.base, tmp_path / "checkpoint", "--tp", "2", "--pp", "2", "--layers-per-stage", "1,2")
@@ -231,6 +232,7 @@ def refused(capsys: Capture, *arguments: object) -> str:
     return said.pop()
 
 
+@pytest.mark.in_turn(2, 0)
 def test_the_commands_compute_them_with_the_text_of_the_base(chat: Folders, tmp_path: Path, capsys: Capture) -> None:
     """Its tokenizer, chat template and stops."""
     asked = ["--chat", "--prompt", "a?", "--max-new-tokens", 9]
@@ -306,7 +308,7 @@ def test_all_ranks_know_that_one_cannot_read(llama: Folders, pool: Pool) -> None
     assert said.startswith("rank 1 (") and said.endswith("): the disk is broken")
 
 
-@pytest.mark.in_turn(4, 3)
+@pytest.mark.in_turn(12, 11)
 @pytest.mark.slow
 def test_processes_of_the_command_end_in_order(chat: Folders, tmp_path: Path) -> None:
     """What they find when they are live is said once, and none of them aborts."""

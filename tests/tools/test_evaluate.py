@@ -219,7 +219,7 @@ def measured(folder: Path, shape: MeshShape | None, together: int = 40) -> dict[
     return asdict(evaluate(model, documents, Windows(12, 7, 6), together))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -247,7 +247,7 @@ def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Pa
         assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9), "buckets": tuple(buckets)}
 
 
-@pytest.mark.in_turn(4, 2)
+@pytest.mark.in_turn(12, 11)
 @pytest.mark.slow
 def test_the_command_starts_ranks_of_cp(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     given = [llama, "--data", rows(tmp_path / "x.jsonl", {"text": TEXTS[0]}, {"text": "a b c"}), "--by-position", 8]

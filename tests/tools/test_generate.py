@@ -76,7 +76,7 @@ def ours(
 # -- tokens
 
 
-@pytest.mark.in_turn(15)
+@pytest.mark.in_turn(20)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
     return [ours(folder, shape, choose, stops=stops) for choose in ways]
 
 
-@pytest.mark.in_turn(9)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -157,6 +157,7 @@ def test_ranks_of_cp_share_out_the_cache(tmp_path: Path, pool: Pool) -> None:
         assert own == 5
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_checkpoint_generates_on_any_layout(tmp_path: Path, pool: Pool) -> None:
     folder = save("llama", tmp_path / "hf", num_hidden_layers=4)
     checkpoint = converted(folder, tmp_path / "sharded", "--tp", "2", "--pp", "2", "--layers-per-stage", "3,1")
@@ -293,6 +294,7 @@ def test_a_stop_token_ends_the_answer_and_is_not_text(llama: Path, capsys: Captu
     assert found["ended"] == "stop" and found["tokens"] == free["tokens"][: free["tokens"].index(stop) + 1]
 
 
+@pytest.mark.in_turn(2, 1)
 def test_chats_go_through_the_template_and_samples_repeat_by_their_seed(llama: Path, capsys: Capture) -> None:
     (found,) = data(capsys, llama, "--prompt", "a?", "--chat", "--system", "b", "--max-new-tokens", 6)
     words: Any = AutoTokenizer.from_pretrained(llama)
@@ -363,7 +365,7 @@ def test_numbers_out_of_range(arguments: list[str], capsys: Capture) -> None:
     assert arguments[0] in capsys.readouterr().err
 
 
-@pytest.mark.in_turn(4, 3)
+@pytest.mark.in_turn(12, 5)
 @pytest.mark.slow
 def test_the_command_starts_its_own_processes(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     """And none of them imports from the folder that it is called in."""

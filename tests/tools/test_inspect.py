@@ -23,7 +23,6 @@ from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.tools import convert, evaluate, inspect, reshard, verify
 
-ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 
 
@@ -138,7 +137,7 @@ def test_tensors(folders: dict[str, Path], capsys: Capture) -> None:
 # -- two folders
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 def test_every_layout_equals_every_other(folders: dict[str, Path], capsys: Capture) -> None:
     for one in folders.values():
         for other in folders.values():
@@ -215,6 +214,7 @@ def test_states_and_steps_differ(tmp_path: Path, capsys: Capture) -> None:
 # -- damage
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("bit", [0, 31])
 @pytest.mark.parametrize(
     ("state", "tensor", "element", "label"),

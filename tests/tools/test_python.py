@@ -73,7 +73,7 @@ def test_importing_and_what_moves_bytes_needs_no_torch() -> None:
 # -- generating
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(3, 0)
 def test_a_loaded_model_says_what_the_command_says(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     asked = [each for prompt in PROMPTS for each in ("--prompt", prompt)]
     ways: list[tuple[list[str], dict[str, Any]]] = [
@@ -139,7 +139,7 @@ print(json.dumps(texts) + "\\n", end="", flush=True)
 """
 
 
-@pytest.mark.in_turn(4, 2)
+@pytest.mark.in_turn(12, 7)
 @pytest.mark.slow
 def test_under_torchrun_the_ranks_meet_and_leave_each_other(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(UNDER_TORCHRUN)
@@ -231,6 +231,7 @@ def loss_of_a_rank(folder: Path, data: Path, shape: MeshShape) -> dict[str, Any]
     return evaluate(folder, data, by_position=8, tokens=40, dtype="float64", mesh=Mesh.create(shape))
 
 
+@pytest.mark.in_turn(2, 1)
 def test_evaluate_returns_what_the_command_prints(llama: Path, tmp_path: Path, pool: Pool, capsys: Capture) -> None:
     texts, chats = tmp_path / "texts.jsonl", tmp_path / "chats.jsonl"
     texts.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
@@ -271,7 +272,7 @@ def timeless(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 QUIET = {"checkpoint": {"every": 2, "at_end": True}, "train": RECIPE["train"] | {"steps": 3}}
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(3, 2)
 def test_train_returns_the_run_that_the_command_makes(tmp_path: Path) -> None:
     """Of a file, of the sections that stand in it, and of what was read of it; a stop and a resume are seen."""
     recipe, theirs = write_recipe(tmp_path, RECIPE | QUIET), tmp_path / "theirs"
@@ -294,6 +295,7 @@ def test_train_returns_the_run_that_the_command_makes(tmp_path: Path) -> None:
     assert not torch.equal(newest, load_model(more.checkpoints[0]).logits(tokens))
 
 
+@pytest.mark.in_turn(3, 2)
 def test_finetune_starts_from_a_model_and_exports(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE | QUIET)
     first = train(recipe, [f"out={tmp_path / 'first'}"])
@@ -324,7 +326,7 @@ print("\\n" + json.dumps([[each.get("loss") for each in run.metrics], run.step, 
 """
 
 
-@pytest.mark.in_turn(4, 1)
+@pytest.mark.in_turn(12, 9)
 @pytest.mark.slow
 def test_under_torchrun_every_rank_has_the_run(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE | QUIET)

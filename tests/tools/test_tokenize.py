@@ -189,6 +189,7 @@ def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained,
     assert read(tokenize(tmp_path / "named.json", trained, "--name", "n", "--overwrite")[1], "n") == ["one", "two"]
 
 
+@pytest.mark.in_turn(3, 2)
 def test_the_bytes_do_not_depend_on_the_workers(tmp_path, monkeypatch):
     source = tmp_path / "in"
     source.mkdir()
@@ -442,6 +443,7 @@ def test_a_resume_makes_the_bytes_of_an_undisturbed_run(lines, trained, monkeypa
     assert len(done) < len([part for piece in pieces for part in text.blocks(piece)])
 
 
+@pytest.mark.in_turn(2, 1)
 def test_what_a_kill_leaves_is_gone_on_with(lines, trained):
     out, whole = lines.parent / "out", lines.parent / "whole"
     given = [str(lines), "--tokenizer", str(trained), "--workers", "1", "--out"]
