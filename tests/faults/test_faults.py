@@ -123,14 +123,6 @@ def test_a_bit_that_flips_leaves_no_trace(recipe: str, cache: Path, tmp_path: Pa
     assert (incident.kind, incident.action) == ("corrupted", "restart"), incident
 
 
-@pytest.mark.in_turn(7, 6)
-def test_a_step_that_ends_the_run_again_and_again_is_given_up(recipe: str, tmp_path: Path) -> None:
-    run = live(recipe, tmp_path / "run", "dp", {"die": {"2": 1}, "once": os.devnull}, "recovery.max_restarts=2")
-    with run.running():
-        assert run.wait() == 75, run.said[-3000:]
-    assert [each.action for each in run.incidents] == ["restart", "restart", "end"]
-
-
 @pytest.mark.in_turn(14, 3)
 def test_every_step_may_be_the_one(recipe: str, cache: Path, tmp_path: Path) -> None:
     """The first, one while a checkpoint is written, one right after it, the last."""

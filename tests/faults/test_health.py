@@ -141,24 +141,7 @@ def test_a_machine_that_is_busy_slows_and_ends_nobody(recipe: str, cache: Path, 
             each.kill()
 
 
-# -- done is done
-
-
-@pytest.mark.parametrize(
-    "stopped",
-    [pytest.param(stopped, marks=pytest.mark.in_turn(14, 6 + 7 * stopped)) for stopped in (False, True)],
-    ids=["finished", "stopped"],
-)
-def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
-    recipe: str, tmp_path: Path, stopped: bool
-) -> None:
-    run = live(recipe, tmp_path / "run", "dp", {"abort": [1], "slow": {"forward": {"every": 0.05}}})
-    with run.running():
-        if stopped:
-            run.until(lambda: run.step >= 5)
-            run.process.send_signal(signal.SIGTERM)
-        assert run.wait() == (128 + signal.SIGTERM if stopped else 0), run.said[-3000:]
-    assert run.starts() == [0] and run.incidents == [], run.said[-3000:]
+# -- signals
 
 
 @pytest.mark.parametrize(

@@ -194,20 +194,6 @@ def test_what_is_frozen_has_no_product_for_its_gradient(mesh: MeshShape) -> None
         assert [block.kept for block in half[:4]] == 4 * [0]
 
 
-def test_adapters_add_their_products_and_what_they_read() -> None:
-    """Of the second product of each feed-forward network: 24 features in, 16 out, rank 4, in bf16."""
-    lora = Tuning(Lora(4, 8.0, ("mlp.down",)))
-    made, plain = tuned(lora, MeshShape()), tuned(EVERYTHING, MeshShape())
-    ((_, *blocks),), ((other, *_),) = (ActivationMemory.of(each).chunks for each in (made, plain))
-    (block,) = set(blocks)  # all but the first, to which no gradient comes
-    # The inputs of the other products are not kept: of two from norms, while what the attention gives it keeps itself.
-    assert block.kept == other.kept - 64 * 2 * (16 + 16) + 64 * 2 * 4 + 4 * 16 * 2
-    act = ActivationMemory.of(made)
-    per_block = 2 * 64 * 4 * (24 + 16)
-    forward = Flops(ActivationMemory.of(plain), 0).forward
-    assert Flops(act, 0).forward == forward + 8 * per_block
-
-
 def test_ranks_send_what_is_trained_alone() -> None:
     mesh = MeshShape(dp=4)
     lora = tuned(Tuning(Lora(4, 8.0, ("*",))), mesh)
@@ -323,28 +309,6 @@ def test_offloading_takes_the_time_of_the_slowest_way() -> None:
     assert estimate(replace(made, offload_optimizer="file"), slow).optimizer == pytest.approx(2 * file)
     parameters = replace(made, shard="parameters", offload_optimizer="host", offload_parameters=True)
     assert estimate(parameters, cluster).offload > 0
-
-
-def test_what_a_token_leaves_behind() -> None:
-    """A block: 5 embed + (heads + 2 kv) head + 3 mlp features, fp32 statistics; the head: two inputs and the logits."""
-    made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192)
-    act = ActivationMemory.of(made)
-    ((block, *_),) = act.chunks
-    features = 5 * 4096 + (32 + 2 * 8) * 128 + 3 * 14336
-    assert block.kept == 8192 * (2 * features + 4 * 32 + 2 * 8) + 16  # and the state of flash attention's dropout
-    assert block.tables == {"rope": 8192 * 2 * 128}
-    assert act.head.kept == 8192 * (2 * (2 * 4096 + 128256) + 8 + 4)
-
-
-def test_a_chunked_loss_never_holds_all_logits() -> None:
-    """Until the backward it keeps gradients instead, and that of the table in fp32."""
-    whole, chunked = (
-        ActivationMemory.of(setting({"preset": "llama-tiny"}, MeshShape(), sequence_length=512, loss_chunk=chunk)).head
-        for chunk in (None, 16)
-    )
-    assert whole.kept == 512 * (2 * (2 * 64 + 512) + 8 + 4)
-    assert chunked.kept == 512 * (2 * 2 * 64 + 8) + 4 * 512 * 64
-    assert chunked.kept + chunked.peak < whole.kept
 
 
 # -- traffic

@@ -72,14 +72,6 @@ def test_the_operations_are_those_of_the_pairs_that_look_at_each_other() -> None
         assert flops_per_token(made.model, LENGTH) == 6 * PRODUCTS + 12 * HEADS * HEAD * pairs // LENGTH
 
 
-def test_the_time_and_the_model_s_operations_follow_the_window() -> None:
-    full, windowed = (setting(windows=windows) for windows in ((), MIXED))
-    less = 2 * 12 * HEADS * HEAD * SEQUENCES * (ALL_BEFORE - IN_WINDOW)
-    one, other = (estimate(made, H100) for made in (full, windowed))
-    assert (one.model_tflop - other.model_tflop) * 1e12 == pytest.approx(less, rel=1e-3)
-    assert one.compute - other.compute == pytest.approx(less / (H100.tflops * 1e12 * 0.5), rel=1e-2)
-
-
 def test_a_softcap_s_products_are_those_of_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel for CUDA knows it: blocks of queries see all keys from the first one's window on. Two products in the
     forward, and five in the backward, for scores are made again."""

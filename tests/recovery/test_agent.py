@@ -187,27 +187,3 @@ def test_nobody_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     process.wait()
     until(lambda: not own & children(), 20)
     assert len(own) >= 2
-
-
-@pytest.mark.in_turn(4, 1)
-def test_a_launcher_that_stands_still_loses_nothing(tmp_path: Path) -> None:
-    process = started(tmp_path, "2", "60", "0.02")
-    until(lambda: "step 3" in notes(tmp_path))
-    process.send_signal(signal.SIGSTOP)
-    until(lambda: "step 60" in notes(tmp_path))
-    time.sleep(2)
-    process.send_signal(signal.SIGCONT)
-    assert process.wait(30) == exits.DONE and not befell(tmp_path)
-
-
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_in_the_first_moment_ends_no_launch(tmp_path: Path, number: int) -> None:
-    """As soon as Python runs the command; before that nobody can."""
-    script = f"import os, tools.main, importlib; importlib.import_module = lambda name: os.kill(os.getpid(), {number})"
-    script += "; import sys; sys.argv = ['megacore', 'train']; tools.main.COMMANDS['train']\ntry: tools.main.main()\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{script}except AttributeError: print('lives')"],
-        cwd=HERE.parents[1], capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.stdout == "lives\n", done.stderr

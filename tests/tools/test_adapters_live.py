@@ -151,30 +151,6 @@ def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: 
     assert plain.tokens != live.tokens
 
 
-@pytest.mark.in_turn(6)
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    [
-        ("llama", MeshShape(tp=2)),
-        ("llama", MeshShape(tp=4)),  # two ranks share a kv head
-        ("llama", MeshShape(tp=2, pp=2)),
-        ("llama", MeshShape(tp=2, dp=2)),
-        ("gpt2", MeshShape(pp=2)),
-        ("gpt2", MeshShape(tp=2, pp=2)),
-    ],
-    ids=["llama-tp2", "llama-tp4", "llama-tp2-pp2", "llama-tp2-dp2", "gpt2-pp2", "gpt2-tp2-pp2"],
-)
-def test_every_layout_says_the_same(
-    family: str, shape: MeshShape, tmp_path: Path, pool: Pool, not_durable: None
-) -> None:
-    made = make(tmp_path, family)
-    merged, live = ours(made.merged), pool.run(shape.world, ours, made.adapters, None, shape)
-    for found in live:
-        assert_said(found, merged, 1e-9)
-    assert sum(found.logits is not None for found in live) == shape.world // shape.pp
-    assert all(bool(found.tokens[0]) == (shape.dp == 1) for found in live)
-
-
 @pytest.mark.in_turn(2, 1)
 def test_the_base_may_lie_anywhere_and_in_any_layout(llama: Folders, tmp_path: Path, pool: Pool) -> None:
     """A checkpoint whose stages are of other layers than those of the adapters; the mesh takes them."""

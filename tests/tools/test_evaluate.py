@@ -280,22 +280,6 @@ def test_the_commands_split_experts_as_they_are_told(
     assert made[0].parameters.layout.split == split
 
 
-def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
-    folder = with_text("llama", tmp_path, rope_parameters=rope, max_position_embeddings=8)
-    model = their_model(folder)
-    wanted, counted = 0.0, [np.random.default_rng(ids.size).random(ids.size) < 0.8 for ids in IDS]
-    for ids, mask in zip(IDS, counted, strict=True):
-        for tokens, labels, _ in Windows(12, 7).of(Document(ids, mask, None)):
-            with torch.no_grad():
-                logits = model(torch.from_numpy(tokens)[None]).logits[0]
-            wanted += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels), reduction="sum"))
-    alone = measured(folder, None)["loss"]
-    assert alone == pytest.approx(wanted, rel=1e-6)
-    for shape in (MeshShape(tp=2), MeshShape(cp=2)):
-        assert pool.run(2, measured, folder, shape)[0]["loss"] == pytest.approx(alone, rel=1e-9)
-
-
 # -- windows
 
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from traps import set_traps
 
 from megacore.data import tokenizer
-from megacore.inference.generation import Ending, _decode_step, _Sequence, generate, prefill
+from megacore.inference.generation import Ending, generate, prefill
 from megacore.inference.model_loader import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
@@ -134,18 +134,6 @@ def beginnings(folder: Path, shape: MeshShape) -> tuple[list[list[float]], int]:
     cache, logits = prefill(model, PROMPTS, [len(prompt) + NEW for prompt in PROMPTS])
     assert logits is not None
     return logits.tolist(), cache.positions.shape[1]
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba"])
-def test_a_state_step_by_step_is_that_of_a_whole_prompt(family: str, tmp_path: Path) -> None:
-    model = model_from(open_folder(save(family, tmp_path / "hf")), Mesh.single(), torch.float64)
-    ids = [7, 3, 41, 3, 9, 22, 0, 15, 30]
-    cache, _ = prefill(model, [ids[:2], ids[:3]], [10, 10])
-    for n in range(2, 8):
-        alive = [_Sequence(0, n + 1, 10, ids[n]), _Sequence(1, n + 2, 10, ids[n + 1])]
-        logits = model.logits(_decode_step(model, cache, alive))
-        _, whole = prefill(model, [ids[: n + 1], ids[: n + 2]], [10, 10])
-        torch.testing.assert_close(logits, whole, rtol=1e-9, atol=1e-9)
 
 
 def test_ranks_of_cp_share_out_the_cache(tmp_path: Path, pool: Pool) -> None:
