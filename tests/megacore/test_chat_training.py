@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -237,13 +236,6 @@ def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp
 # -- before anything starts
 
 
-def test_bad_lines_are_problems_of_the_config(recipe: str, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "chats.jsonl", {"messages": []}, *rows(), {"text": 3})
-    said = problems(recipe)
-    assert "data: " in said and "2 bad line(s)" in said
-    assert "chats.jsonl, line 1: has no messages" in said and "line 18: text is a int, not text" in said
-
-
 def test_bad_lines_are_said_beside_what_else_is_wrong_and_nothing_is_prepared(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,13 +278,3 @@ def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_p
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
     assert "examples need the model's tokenizer, and none is there" in problems(recipe)
-
-
-def test_the_check_of_the_launcher_prepares(recipe: str, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    check(recipe, [f"out={out}"], 1, 1)
-    (folder,) = (out / "examples").glob("[!.]*")
-    assert json.loads((folder / "examples.json").read_text())["examples"] == EXAMPLES
-    before = (folder / "examples.bin").stat().st_mtime_ns
-    check(recipe, [f"out={out}"], 1, 1)
-    assert (folder / "examples.bin").stat().st_mtime_ns == before

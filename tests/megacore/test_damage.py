@@ -12,7 +12,7 @@ import pytest
 from engine import RECIPE, path_of, train, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, exits
+from megacore import checkpoints
 from megacore.inference.model_loader import model_from
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
@@ -259,16 +259,3 @@ def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureF
         assert main.main(command) == 1
         said = capsys.readouterr().err
         assert "is not JSON" in said and beside in said
-
-
-def test_fine_tuning_does_not_start_from_random_weights(
-    recipe: str, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Which is told with what else is wrong; a run that goes on needs no model beside it."""
-    wrong = ["data.train=nowhere/corpus", "recovery.memory=false"]
-    starts = {"--resume": f"{path_of(out, 4)}", "--init": f"{path_of(out, 4)}"}
-    for more in ([], ["--resume", "auto", f"out={out}"], *([name, where] for name, where in starts.items())):
-        assert main.main(["finetune", recipe, f"out={out.with_name('new')}", *wrong, *more]) == exits.MISUSED
-        said = capsys.readouterr().err
-        assert "there is no nowhere/corpus.bin" in said
-        assert ("its name on the hub or a checkpoint by --init MODEL" in said) == (not more)

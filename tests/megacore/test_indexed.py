@@ -1,4 +1,4 @@
-"""The indexed dataset: its bytes, both ways, against a layout spelled by hand."""
+"""The indexed dataset: its bytes, both ways, against a layout spelled by hand and against Megatron's own code."""
 
 import struct
 import tracemalloc
@@ -188,3 +188,28 @@ def test_memory_does_not_grow_with_the_documents(tmp_path, monkeypatch):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 80_000 and IndexedDataset(tmp_path / "a").documents == 8000
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 100_000])
+def test_megatron_reads_ours_and_we_read_megatrons(tmp_path, vocabulary):
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    rng = np.random.default_rng(0)
+    corpus = [[rng.integers(0, vocabulary, rng.integers(1, 9)) for _ in range(rng.integers(1, 4))] for _ in range(20)]
+
+    write(tmp_path / "ours", corpus, vocabulary)
+    megatron = theirs.IndexedDataset(str(tmp_path / "ours"))
+    flat = [sequence for document in corpus for sequence in document]
+    assert len(megatron) == len(flat)
+    assert all(np.array_equal(megatron[i], sequence) for i, sequence in enumerate(flat))
+    assert megatron.document_indices.tolist() == np.cumsum([0, *map(len, corpus)]).tolist()
+
+    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=theirs.DType.optimal_dtype(vocabulary))
+    for document in corpus:
+        builder.add_document(torch.from_numpy(np.concatenate(document)), [len(sequence) for sequence in document])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in ("idx", "bin"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+    ours = IndexedDataset(tmp_path / "theirs")
+    assert all(np.array_equal(ours.document(i), np.concatenate(document)) for i, document in enumerate(corpus))

@@ -264,11 +264,6 @@ def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: P
     assert given.arguments(1, False)[-1] == "mesh.dp=1" and given.arguments(2, False)[-1] == "mesh.dp=2"
 
 
-def test_ranks_that_are_started_again_go_on(launched: Launched, tmp_path: Path) -> None:
-    arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
-    assert launched(*arguments)[1].arguments(1, True) == [*arguments, "checkpoint.resume=auto"]
-
-
 def test_layouts_of_a_model_that_a_checkpoint_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe names none: its layouts on one and on two nodes are known all the same."""
     recipe, model = write_recipe(tmp_path), configure(LLAMA)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,6 +24,7 @@ from megacore.config import ChatConfig
 from megacore.data.examples import ExampleFiles, Examples, Preparation
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
+from megacore.data.reference import read
 from megacore.data.text import InputError
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import companions
@@ -428,3 +430,42 @@ def test_long_answers_are_cut_and_no_answer_to_less_than_half_a_row(folder: Path
 
 
 # -- beside TRL, where it is installed
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+def test_a_run_computes_what_trl_computes(folder: Path, tmp_path: Path, loss: str) -> None:
+    """Tokens and what counts of them; log-probabilities, losses and rewards of three steps in fp32. Its versions change
+    what they call, and it is no dependency: 1.16 has been seen to agree."""
+    trl = pytest.importorskip("trl", minversion="1.16")
+    datasets = pytest.importorskip("datasets")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", pad_token="<|end|>")
+    rows = [
+        {"prompt": row["chosen"][:-1], **{key: row[key][-1:] for key in ("chosen", "rejected")}}
+        if "prompt" not in row
+        else row
+        for row in chats()
+    ]
+    args = trl.DPOConfig(
+        str(tmp_path), loss_type={"dpo": "sigmoid"}.get(loss, loss), beta=0.1, max_length=None, max_steps=3,
+        per_device_train_batch_size=COUNT, learning_rate=1e-3, adam_beta2=0.95, lr_scheduler_type="constant",
+        max_grad_norm=0.0, weight_decay=0.0, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+        bf16=False, gradient_checkpointing=False, disable_tqdm=True, precompute_ref_log_probs=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    theirs = trl.DPOTrainer(
+        model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )
+    tokens = [(each["prompt_ids"], each["chosen_ids"], each["rejected_ids"]) for each in theirs.train_dataset]
+    assert tokens == token_ids(folder / "model", chats())
+    theirs.train()
+    more = ["train.precision=fp32", "train.steps=3", "evaluate.every=0", f"batch.global_size={rows_of(folder)}"]
+    got = records_of(run(folder, f"trl-{loss}", f"preference.loss={loss}", *more))
+    (kept,) = (folder / f"trl-{loss}").glob("examples/*/reference-*")
+    want = [[each["ref_chosen_logps"], each["ref_rejected_logps"]] for each in theirs.train_dataset]
+    np.testing.assert_allclose(read(kept, COUNT), want, rtol=1e-5, atol=1e-5)
+    names = {"chosen": "chosen", "rejected": "rejected", "accuracies": "accuracy", "margins": "margin"}
+    logged = [record for record in theirs.state.log_history if "rewards/chosen" in record]
+    assert len(logged) == len(got) == 3
+    for mine, log in zip(got, logged, strict=True):
+        wanted = {f"reward_{ours}": log[f"rewards/{name}"] for name, ours in names.items()} | {"loss": log["loss"]}
+        assert {key: mine[key] for key in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +38,6 @@ from megacore.training.resume import Start
 from megacore.training.start import headline
 from megacore.training.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0625, 0, 0)
 
 
@@ -390,41 +388,3 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
         main.main([recipe, f"out={tmp_path / 'run'}"])
     assert ended.value.code == 130
     assert capfd.readouterr().err == "Interrupted again: ended at once, without a checkpoint.\n"
-
-
-@pytest.mark.in_turn(12, 7)
-@pytest.mark.slow
-def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
-    """Another launcher than ours; `test_start.py` has ours."""
-    out = tmp_path / "run"
-    process = torchrun(recipe, f"out={out}", "train.steps=100000")
-    try:
-        await_records(process, out, 3)
-        process.send_signal(signal.SIGTERM)
-        shown, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    records = metrics.read(out / "metrics.jsonl")
-    assert f"Done after step {records[-1]['step']} of 100000." in shown, errors
-    assert (out / "loss.png").is_file()
-
-
-def torchrun(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A run on tp=2 under torchrun."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
-    return subprocess.Popen(
-        [sys.executable, *command, *arguments, "mesh.tp=2"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def await_records(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    path = out / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < count:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)

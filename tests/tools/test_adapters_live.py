@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,9 +32,7 @@ from megacore.models.registry import FAMILIES
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
 from megacore.store.conversions.formats import open_model
-from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
-from megacore.store.weight_folders import loader as loading
 from megacore.tools import evaluate as evaluating
 from megacore.tools import generate as generating
 
@@ -252,36 +249,6 @@ def test_another_base_is_refused_with_both_fingerprints(chat: Folders, tmp_path:
         said = refused(capsys, chat.adapters, "--base", base)
         assert f"the weights of {base} (fingerprint {its_own}) are not those" in said
         assert f"{chat.base} ({fingerprint(chat.adapters)})" in said
-
-
-def opened_with_another(adapters: Path, base: Path, shape: MeshShape) -> str:
-    with pytest.raises(StoreError) as error:
-        model_loader.model_from(open_model(adapters, base), Mesh.create(shape))
-    return str(error.value)
-
-
-def test_all_ranks_refuse_another_base(llama: Folders, tmp_path: Path, pool: Pool) -> None:
-    other = in_dtype(save("llama", tmp_path / "other", seed=1), torch.float64)
-    (said,) = {*pool.run(2, opened_with_another, llama.adapters, other, MeshShape(tp=2))}
-    assert "are not those that the adapters were trained on" in said
-
-
-def read_in_part(folder: Path, failing: int) -> str:
-    """What is said where one rank cannot read its part."""
-
-    def broken(*_: object) -> Any:
-        raise StoreError("the disk is broken")
-
-    mesh = Mesh.create(MeshShape(pp=2))
-    reading = broken if mesh.rank == failing else loading.assemble
-    with mock.patch.object(loading, "assemble", reading), pytest.raises(StoreError) as error:
-        model_loader.model_from(open_model(folder), mesh)
-    return str(error.value)
-
-
-def test_all_ranks_know_that_one_cannot_read(llama: Folders, pool: Pool) -> None:
-    (said,) = {*pool.run(2, read_in_part, llama.base, 1)}
-    assert said.startswith("rank 1 (") and said.endswith("): the disk is broken")
 
 
 @pytest.mark.in_turn(12, 11)

@@ -314,26 +314,3 @@ def test_finetune_starts_from_a_model_and_exports(tmp_path: Path) -> None:
     assert contents(own / "hf") == contents(theirs / "hf") and first.exported is None
     assert run.exported is not None and (run.exported.path, run.exported.written) == (own / "hf", True)
     assert finetune(recipe, [f"out={own}", "train.steps=4", "checkpoint.resume=auto"]).step == 4
-
-
-TRAINS = """
-import json, sys
-from megacore import MeshShape, load_model, train
-run = train(sys.argv[1], [f"out={sys.argv[2]}", "mesh.tp=2"])
-with load_model(run.checkpoints[-1], device="cpu", mesh=MeshShape(tp=2)) as model:
-    logits = model.logits([1, 2, 3]).tolist()
-print("\\n" + json.dumps([[each.get("loss") for each in run.metrics], run.step, logits]) + "\\n", end="", flush=True)
-"""
-
-
-@pytest.mark.in_turn(12, 9)
-@pytest.mark.slow
-def test_under_torchrun_every_rank_has_the_run(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, RECIPE | QUIET)
-    alone = train(recipe, [f"out={tmp_path / 'alone'}"])
-    (tmp_path / "own.py").write_text(TRAINS)
-    given = [str(tmp_path / "own.py"), recipe, str(tmp_path / "ranks")]
-    found = [json.loads(line) for line in under_torchrun(given).splitlines() if line.startswith("[[")]
-    losses = [None if "loss" not in each else pytest.approx(each["loss"], rel=1e-9) for each in alone.metrics]
-    logits = load_model(alone.folder).logits([1, 2, 3]).tolist()
-    assert found == [[losses, 3, [pytest.approx(row, rel=1e-6, abs=1e-9) for row in logits]]] * 2
