@@ -27,7 +27,6 @@ import torch.distributed as dist
 from megacore.incidents import Incident
 from megacore.outcome import rank_file
 from megacore.parallel.weights.layout import MeshShape
-from megacore.places import along, listed, place
 from megacore.recovery import beats, flight_recorder, hang_report
 from megacore.recovery.beats import PHASES, Beat, Phase, Place, Reading, read
 from megacore.recovery.flight_recorder import RECEIVE, SEND, GroupLog
@@ -123,12 +122,6 @@ def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert not flight_recorder.ask(tmp_path, 1)
-
-
-def test_calls_have_sizes_where_all_ranks_have_as_many_numbers() -> None:
-    entry = {"profiling_name": "gloo:all_reduce", "input_sizes": [[3, 2]], "input_dtypes": ["Double"]}
-    assert flight_recorder._call(entry) == ("all_reduce", "6 Double")
-    assert flight_recorder._call(entry | {"profiling_name": "nccl:all_gather"}) == ("all_gather", "")
 
 
 def entry(number: int, kind: str, state: str, group: str = "3", **more: object) -> dict[str, object]:
@@ -311,12 +304,6 @@ Current thread 0x02 (most recent call first):
 def test_what_stacks_show(file: str, outer: str, found: tuple[str, str]) -> None:
     assert doing(STACKS.format(file=file, outer=outer, name="f")) == found
     assert doing("") == ("works", "")
-
-
-def test_ranks_in_words() -> None:
-    assert listed([7, 0, 2, 1]) == "ranks 0-2, 7" and listed([3]) == "rank 3"
-    assert place(3, None) == "rank 3" and place(3, MeshShape(dp=4), "c") == "rank 3 (dp=3, node c)"
-    assert along((0, 1), MeshShape(dp=2)) == "dp" and along((0, 1), None) == "ranks 0-1"
 
 
 # -- when
