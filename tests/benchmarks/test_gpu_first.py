@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import torch
 import megacore
 from benchmarks import gpu_first
 from benchmarks.gpu import calibration, rows, work
-from benchmarks.gpu.rows import Machine, Row
+from benchmarks.gpu.rows import Machine
 from megacore.recipe import ConfigError
 
 TINY = Machine.of("cpu", True, Path())
@@ -112,14 +111,3 @@ def test_what_is_missing_is_skipped_and_said(tmp_path: Path) -> None:
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     (row,) = rows.read(tmp_path / gpu_first.ROWS)["pretraining"]
     assert row.note == "skipped: there is no pydantic here"
-
-
-def test_a_section_that_takes_too_long_is_ended_and_said(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(out=tmp_path, device="cpu", tiny=True)
-    # What it has found before it is run again is forgotten.
-    for name in ("ceilings", "waits"):
-        (tmp_path / gpu_first.ROWS).open("a").write(rows.write(name, Row("before")))
-    gpu_first.in_a_process("ceilings", 0.01, arguments)
-    found = rows.read(tmp_path / gpu_first.ROWS)
-    assert found["waits"] == [Row("before")]
-    assert found["ceilings"] == [Row("ceilings", good=False, note="it took longer than 0.01 s: see log.txt")]

@@ -73,16 +73,6 @@ def test_resuming_in_another_layout_neither_repeats_nor_skips(whole, phases):
     assert indices(Batches(Numbered(), 4, 2, 0, 1).microbatches_from(10)[1]) == [12, 13]
 
 
-def test_labels_are_the_next_tokens():
-    batch = collate([Numbered().sample(0), Numbered().sample(1)])
-    assert batch.tokens.tolist() == [[0, 1, 2], [10, 11, 12]]
-    assert batch.labels.tolist() == [[1, 2, 3], [11, 12, 13]]
-    assert batch.positions.tolist() == [[0, 1, 2]] * 2
-    assert batch.documents is None
-    for array in (batch.tokens, batch.labels, batch.positions):
-        assert array.dtype == np.int64 and array.flags.c_contiguous and array.flags.writeable
-
-
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=3), st.integers(2, 12))
 def test_separate_documents(rows, length):
     samples = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,17 +46,6 @@ def test_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, name: str, 
 def test_a_gpu_that_the_table_lacks_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_tflops(CUDA, torch.bfloat16) is None
-
-
-def test_the_table_is_plausible() -> None:
-    assert all(bf16 > fp32 > 10 for bf16, fp32 in PEAK_TFLOPS.values())
-
-
-def test_a_cpu_is_measured() -> None:
-    start = time.perf_counter()
-    peak = peak_tflops(torch.device("cpu"), torch.float32)
-    assert time.perf_counter() - start < 5
-    assert peak is not None and 1e-3 < peak < 100
 
 
 def test_a_cpu_is_measured_by_the_products_that_are_used() -> None:

@@ -197,15 +197,6 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_a_store(
     assert at(folder, 6) != six and not torn.exists() and not (folder / LOCK).exists()
 
 
-def test_nothing_is_begun_anew_in_a_store_of_damaged_ones(recipe: str, folder: ObjectPath, tmp_path: Path) -> None:
-    for step in (2, 4, 6):
-        cut_index(at(folder, step))
-    before = kept(folder)
-    with pytest.raises(ConfigError, match=f"{folder} has no checkpoint that is whole, and nothing was changed"):
-        train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.resume=auto", f"checkpoint.folder={folder}", *STEPS])
-    assert kept(folder) == before
-
-
 # -- a store that fails
 
 

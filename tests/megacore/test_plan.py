@@ -225,16 +225,6 @@ def test_adapters_gather_as_many_features_as_their_rank() -> None:
     assert {x.size for x in again} == {64 * 2 * 8, 64 * 2 * 12}
 
 
-def test_the_time_of_the_update_is_that_of_what_is_trained() -> None:
-    every = (Tuning(Lora(4, 8.0, ("*",))), LOWER, EVERYTHING)
-    lora, lower, everything = (tuned(tuning, MeshShape()) for tuning in every)
-    *some, whole = (estimate(made, H100) for made in (lora, lower, everything))
-    for made, found in zip((lora, lower), some, strict=True):
-        share = made.tuning.trained(made.model.schema) / made.model.schema.parameters
-        assert found.optimizer == pytest.approx(share * whole.optimizer)
-    assert some[1].compute < whole.compute
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 5), (4, 8)])
 def test_what_is_in_flight_is_the_simulators(name: str, stages: int, microbatches: int) -> None:
@@ -401,16 +391,6 @@ def test_a_message_takes_the_hops_of_its_ring_and_the_links_between_them() -> No
     assert us(64, ALL_TO_ALL, 64 << 20) == pytest.approx(through * 1e6 + 8.4 + 14)
 
 
-def test_the_parts_of_a_step_add_up() -> None:
-    made = setting({"preset": "llama-3.1-8b"}, MeshShape(tp=4, dp=2), microbatches=4, sequence_length=8192)
-    found = estimate(made, H100)
-    floor = found.model_tflop / H100.tflops
-    assert floor / H100.device.reach < found.compute < found.total
-    slower = replace(H100, device=replace(H100.device, reach=0.33))
-    # All but the attention and what lies between products takes twice as long.
-    assert 1.5 < estimate(made, slower).compute / found.compute < 2
-
-
 def test_blank_sequences_take_time_and_are_no_tokens() -> None:
     """Three ranks for a batch of eight sequences: three microbatches on each, one of which is blank."""
     recipe, batch = RECIPES / "llama-3.1-8b.yaml", ["mesh.tp=4", "batch.global_size=8"]
@@ -431,14 +411,6 @@ def test_the_plan_warns_of_blank_sequences(capsys: pytest.CaptureFixture[str]) -
     found = json.loads(capsys.readouterr().out)
     assert (found["microbatches"], found["blank_sequences"]) == (43, 1)
     assert any("a step computes 129 sequences, 1 of them blank (1%); none is with 126" in w for w in found["warnings"])
-
-
-def test_narrow_products_reach_less() -> None:
-    """tp=8 makes a product an eighth as large, which takes more than an eighth of the time; a short side costs most."""
-    seconds = [H100.product_s(MatMul(8192, n, 4096), H100.tflops) for n in (28672, 3584, 64)]
-    assert seconds[1] > seconds[0] / 8 * 1.1 and seconds[2] > seconds[0] / 448 * 5
-    ideal = MatMul(8192, 28672, 4096).flops / (H100.tflops * 1e12)
-    assert 0.5 < ideal / seconds[0] < H100.device.reach
 
 
 def test_fp8_is_of_the_products_of_blocks() -> None:

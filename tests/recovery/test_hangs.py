@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -84,23 +83,6 @@ def test_a_beat_is_read_from_outside(tmp_path: Path, clock: Clock) -> None:
     beat.device_did(9)
     seen = read(path)
     assert seen is not None and seen.busy["save"] == 18.5 / 4 + 3 and seen.device == 9
-
-
-def test_a_beat_within_a_step_asks_the_system_for_two_clocks(tmp_path: Path) -> None:
-    called = list[str]()
-
-    def profile(frame: FrameType, event: str, value: object) -> None:
-        if event in ("call", "c_call"):
-            called.append(frame.f_code.co_name if event == "call" else str(getattr(value, "__name__", value)))
-
-    beat = Beat(tmp_path / "beat")
-    beat.enter("forward", 1)
-    sys.setprofile(profile)
-    try:
-        beat.enter("backward")
-    finally:
-        sys.setprofile(None)
-    assert called == ["enter", "get", "monotonic", "thread_time", "max", "setprofile"]
 
 
 def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:

@@ -231,13 +231,6 @@ def test_text_is_shown_as_it_becomes_certain(words: Any, data: st.DataObject) ->
     assert decode(before) + shown + stream.end() == decode([*before, *ids])
 
 
-def test_a_character_of_several_tokens_comes_whole(words: Any) -> None:
-    stream = Stream(lambda ids: str(words.decode(list(ids), skip_special_tokens=True)), [])
-    ids = words("x𝄞y")["input_ids"]
-    assert len(ids) == 6
-    assert [stream.add(token) for token in ids] == ["x", "", "", "", "𝄞", "y"]
-
-
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
