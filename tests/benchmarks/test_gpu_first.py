@@ -43,6 +43,7 @@ def test_a_call_takes_ten_minutes_at_most() -> None:
     assert max(seconds.values()) <= gpu_first.CALL_S
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", RUN)
 def test_a_section_runs(name: str, tmp_path: Path) -> None:
     gpu_first.run(name, TINY, tmp_path)

@@ -28,7 +28,7 @@ def climb(
     return straight, found
 
 
-OPTIMIZERS = [pytest.param(name, marks=pytest.mark.in_turn(2)) for name in ("adamw", "muon")]
+OPTIMIZERS = [pytest.param(name, marks=pytest.mark.in_turn(4)) for name in ("adamw", "muon")]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -46,7 +46,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(params=one_in(9))
+@pytest.fixture(params=one_in(18))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return with_text(request.param, tmp_path)
 
