@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -278,3 +279,13 @@ def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_p
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
     assert "examples need the model's tokenizer, and none is there" in problems(recipe)
+
+
+def test_the_check_of_the_launcher_prepares(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    check(recipe, [f"out={out}"], 1, 1)
+    (folder,) = (out / "examples").glob("[!.]*")
+    assert json.loads((folder / "examples.json").read_text())["examples"] == EXAMPLES
+    before = (folder / "examples.bin").stat().st_mtime_ns
+    check(recipe, [f"out={out}"], 1, 1)
+    assert (folder / "examples.bin").stat().st_mtime_ns == before
