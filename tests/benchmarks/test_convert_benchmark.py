@@ -1,21 +1,20 @@
 """The benchmark of converting measures what it says, on a checkpoint of a few MB."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import convert, processes
+from benchmarks import convert
 from megacore.store.tensor_files.tensors import TensorFile
-from megacore.store.weight_folders.hugging_face import HuggingFace
 
 CONVERT, RESHARD = (
     f"{does} {mesh}" for does, mesh in zip((convert.CONVERT, convert.RESHARD), convert.DENSE_MESHES, strict=True)
 )
 
 
+@pytest.mark.in_turn(6, 4)
 def test_it_copies_converts_reshards_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.json"
     arguments = ["--size", "0.01", "--rounds", "1", "--no-peers", "--no-double", "--states", "cold", "chained"]
@@ -33,25 +32,6 @@ def test_it_copies_converts_reshards_and_exports(tmp_path: Path, capsys: pytest.
     assert list(tmp_path.iterdir()) == [results]  # gigabytes are not left behind
 
 
-def test_the_checkpoint_has_the_size_that_is_asked_for_in_five_files(tmp_path: Path) -> None:
-    convert.make_checkpoint(tmp_path / "source", 20_000_000)
-    files = list((tmp_path / "source").glob("*.safetensors"))
-    assert len(files) == 5
-    sizes = [path.stat().st_size for path in files]
-    assert 20e6 <= sum(sizes) < 22e6 and max(sizes) < 2 * min(sizes)
-    assert HuggingFace.open(tmp_path / "source").config.sizes["layer"] > 4
-
-
-def test_experts_are_tensors_of_their_own(tmp_path: Path) -> None:
-    experts = {"num_local_experts": 16, "intermediate_size": 32}
-    tensors = convert.make_checkpoint(tmp_path / "source", 4_000_000, experts)
-    folder = HuggingFace.open(tmp_path / "source")
-    assert folder.config.family == "mixtral" and tensors == len(folder.weights) > 48
-    assert [program.command[-6:] for program in convert.ours(tmp_path, meshes=convert.EXPERT_MESHES)][1] == (
-        *("--ep", "2", "--tp", "2", "--etp", "2"),
-    )
-
-
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     for name in ("source", "export"):
         convert.make_checkpoint(tmp_path / name, 4_000_000)
@@ -60,35 +40,3 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     name, entry = next(iter(TensorFile.open(path).entries.items()))
     np.memmap(path, np.uint8, "r+", entry.start, (1,))[0] ^= 1
     assert convert.differing(tmp_path / "source", tmp_path / "export") == [name]
-
-
-def test_bars_are_judged() -> None:
-    def row(name: str, seconds: float, peak: float = 1e6) -> convert.Row:
-        return convert.Row(name, [processes.Usage(seconds, 1.0, 1.0, int(peak))])
-
-    copies = [f"{convert.COPY} {name}, warm" for name in (CONVERT, RESHARD, convert.EXPORT)]
-    rows = {name: row(name, 2.0) for name in copies} | {convert.TRANSFORMERS: row(convert.TRANSFORMERS, 10.0)}
-    slow = f"{CONVERT}, warm"
-    rows[slow] = row(slow, 2.7, 301e6)
-    rows |= {name: row(name, 2.0) for name in (f"{RESHARD}, warm", f"{convert.EXPORT}, warm")}
-    doubled = {name: row(name, 4.0, 1.2e6) for name in [f"{RESHARD}, warm"]}
-    missed = [line for line in convert.judged(rows, doubled).splitlines() if "MISSED" in line]
-    assert [line.split(": ")[1] for line in missed] == [
-        "convert to tp=2 x pp=2, warm takes 1.35x the time of the copy (bar",
-        "convert to tp=2 x pp=2, warm is 3.7x as fast as transformers (bar",
-        "convert to tp=2 x pp=2, warm peaks at 301 MB (bar",
-        "reshard to tp=4 x pp=1, warm peaks at 1.20x of that for twice the size (bar",
-    ]
-
-
-def test_memory_is_that_of_all_processes_at_once(tmp_path: Path) -> None:
-    hold = "import sys, time; held = bytearray(30_000_000); time.sleep(0.3)"
-    both = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {hold!r}]); {hold}; child.wait()"
-    usage = processes.run([sys.executable, "-c", both], tmp_path)
-    assert 60e6 < usage.peak < 120e6
-    assert usage.seconds > 0.3
-
-
-def test_a_command_that_fails_is_an_error_with_what_it_said(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="exit status 3: oh"):
-        processes.run(["bash", "-c", "echo oh; exit 3"], tmp_path)

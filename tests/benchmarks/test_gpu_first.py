@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import math
 import os
@@ -18,10 +16,8 @@ import torch
 
 import megacore
 from benchmarks import gpu_first
-from benchmarks.gpu import calibration, profile, rows, work
-from benchmarks.gpu.rows import Machine, Row
-from megacore.planning import efficiency
-from megacore.planning.costs import MatMul
+from benchmarks.gpu import calibration, rows, work
+from benchmarks.gpu.rows import Machine
 from megacore.recipe import ConfigError
 
 TINY = Machine.of("cpu", True, Path())
@@ -47,6 +43,7 @@ def test_a_call_takes_ten_minutes_at_most() -> None:
     assert max(seconds.values()) <= gpu_first.CALL_S
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", RUN)
 def test_a_section_runs(name: str, tmp_path: Path) -> None:
     gpu_first.run(name, TINY, tmp_path)
@@ -54,6 +51,7 @@ def test_a_section_runs(name: str, tmp_path: Path) -> None:
     assert found and not [row for row in found if row.good is False]
 
 
+@pytest.mark.in_turn(3, 1)
 def test_the_plan_reads_what_was_measured(tmp_path: Path) -> None:
     gpu_first.run("calibration", replace(TINY, out=tmp_path), tmp_path)
     found = {row.what: row.measured for row in rows.read(tmp_path / gpu_first.ROWS)["calibration"]}
@@ -63,12 +61,6 @@ def test_the_plan_reads_what_was_measured(tmp_path: Path) -> None:
     measured = megacore.plan(*run, gpu=str(tmp_path / calibration.DEVICE))["time"]
     assert measured == megacore.plan(*run, **expected)["time"]
     assert measured != megacore.plan(*run, tflops=70.0, device=device | {"reach": device["reach"] / 2})["time"]
-
-
-def test_reach_and_half_are_found_again() -> None:
-    sides = itertools.product((256, 1024, 8192), repeat=3)
-    products = [(each, 0.7 * efficiency.reached(each, 300)) for each in (MatMul(m, n, k) for m, n, k in sides)]
-    assert calibration.fitted(products) == pytest.approx((0.7, 300))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +80,7 @@ def test_a_file_of_no_device_is_said(tmp_path: Path, text: str, said: str) -> No
     assert said in str(error.value)
 
 
+@pytest.mark.in_turn(6, 5)
 def test_a_run_is_resumed_to_the_same_losses(tmp_path: Path) -> None:
     gpu_first.run("pretraining", TINY, tmp_path)
     found = {row.what: row for row in rows.read(tmp_path / gpu_first.ROWS)["pretraining"]}
@@ -95,6 +88,7 @@ def test_a_run_is_resumed_to_the_same_losses(tmp_path: Path) -> None:
     assert all(row.good is not False for row in found.values())
 
 
+@pytest.mark.in_turn(2, 0)
 def test_steps_of_the_peers_begin_like_ours() -> None:
     """With the loss of a model that knows nothing, and a lower one on the same tokens later."""
     shape, device = work.SHAPES["tiny"], torch.device("cpu")
@@ -108,6 +102,7 @@ def test_steps_of_the_peers_begin_like_ours() -> None:
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.in_turn(6, 4)
 def test_what_is_missing_is_skipped_and_said(tmp_path: Path) -> None:
     """On a machine with torch, numpy and einops alone; nothing else is imported before it is needed."""
     for name in ("pydantic", "transformers"):
@@ -117,42 +112,3 @@ def test_what_is_missing_is_skipped_and_said(tmp_path: Path) -> None:
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     (row,) = rows.read(tmp_path / gpu_first.ROWS)["pretraining"]
     assert row.note == "skipped: there is no pydantic here"
-
-
-def test_a_section_that_takes_too_long_is_ended_and_said(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(out=tmp_path, device="cpu", tiny=True)
-    # What it has found before it is run again is forgotten.
-    for name in ("ceilings", "waits"):
-        (tmp_path / gpu_first.ROWS).open("a").write(rows.write(name, Row("before")))
-    gpu_first.in_a_process("ceilings", 0.01, arguments)
-    found = rows.read(tmp_path / gpu_first.ROWS)
-    assert found["waits"] == [Row("before")]
-    assert found["ceilings"] == [Row("ceilings", good=False, note="it took longer than 0.01 s: see log.txt")]
-
-
-def test_the_table_ends_with_what_is_bad(tmp_path: Path) -> None:
-    found = [Row("speed", 50.0, 100.0, "tokens/s"), Row("weights", 1e-9, 0.0, "", False), rows.skipped("fp8", "none")]
-    (tmp_path / gpu_first.ROWS).write_text("".join(rows.write("a", row) for row in found))
-    lines = gpu_first.show([tmp_path]).splitlines()
-    assert lines[1].split() == ["speed", "50.000", "100.000", "0.50x", "tokens/s"]
-    assert lines[3].split() == ["fp8", "skipped:", "none"]
-    assert lines[5] == "1 of 3 rows are bad:" and "BAD" in lines[-1] and "weights" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "group"),
-    {
-        "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN": "products",
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
-        "Memcpy HtoD (Pinned -> Device)": "copies and casts",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp>": "sums",
-        "void (anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
-        "norm_backward": "norms",
-        "cross_entropy_gradient": "loss",
-        "gated_forward": "elementwise",
-        "something new": "others",
-    }.items(),
-)
-def test_kernels_are_grouped_by_their_names(kernel: str, group: str) -> None:
-    assert profile.group(kernel) == group

@@ -12,7 +12,7 @@ from benchmarks import save
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.in_turn(3, 1)
+@pytest.mark.in_turn(6, 1)
 def test_every_way_is_measured(tmp_path: Path) -> None:
     """In a process of its own, for it makes a process group."""
     results = tmp_path / "results.json"
@@ -32,14 +32,3 @@ def test_every_way_is_measured(tmp_path: Path) -> None:
     waited_for = [name for name in saves if "background" not in name and "async" not in name]
     assert all(not one["during"] for name in waited_for for one in saves[name])
     assert list(tmp_path.iterdir()) == [results]
-
-
-def test_what_is_lost_leaves_out_the_steps_that_were_done_meanwhile() -> None:
-    one = save.Save(pause=0.5, done=3.5, undisturbed=1.0, during=(1.5, 1.5))
-    assert one.lost == pytest.approx(1.5)
-    assert one.slower == pytest.approx(1.5)
-
-
-def test_the_first_round_is_shown_apart() -> None:
-    saves = [save.Save(pause, pause, 1.0, ()) for pause in (9.0, 1.0, 3.0)]
-    assert "| way | 9.00 | 2.00 |  | 2.00 | 2.00 |" in save.table({"way": saves})

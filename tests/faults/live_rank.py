@@ -1,7 +1,6 @@
 """A rank to which something happens: the module that the launcher of :mod:`live` starts, as it would any rank.
 
 {"slow": {"forward": {"2": 3.0}}, "rank": 1}     3 s in the forward of step 2, on rank 1
-{"abort": [1]}                                   rank 1 aborts at its very end, after it has left its group
 {"die": {"7": 1}, "once": "FILE"}                rank 1 kills itself in step 7, unless FILE says that it has
 {"flip": {"7": 1}, "seed": 3, "once": "FILE"}    a bit of what rank 1 holds flips before step 7, likewise
 """
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 
-from megacore.rank import RankPlace
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.recovery.protection import protection
 from megacore.training import build
@@ -73,7 +71,6 @@ class Happens(Callback):
 
 if __name__ == "__main__":
     what = json.loads(os.environ.get(VARIABLE) or "{}")
-    here = RankPlace.of_environment()
     out = next(each for each in sys.argv if each.startswith("out=")).removeprefix("out=")
     pids = Path(f"{out}-pids")
     if MEMORY in os.environ:  # on machines of their own they have it at the same path
@@ -81,6 +78,4 @@ if __name__ == "__main__":
     guards = [each for each in protection() if not isinstance(each, MemoryCheckpoints)]
     memory = MemoryCheckpoints(Path(os.environ[MEMORY])) if MEMORY in os.environ else MemoryCheckpoints()
     status = main(sys.argv[1:], [Happens(what, pids), *guards, memory])
-    if here.rank in what.get("abort", ()):
-        os.abort()
     sys.exit(status)

@@ -33,25 +33,26 @@ def ends_well(run: Live, recipe: str, cache: Path, layout: str) -> None:
     assert run.state() == calm(recipe, cache, layout)
 
 
-SLOW: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "a forward at steps 2, 3 and 4": ("pp", {"slow": {"forward": {"2": 3.0, "3": 3.0, "4": 3.0}}, "rank": 1}),
-    "one stage": ("pp", {"slow": {"backward": {"every": 0.1}}, "rank": 0}),
-    "data at every tenth step": ("dp", {"slow": {"data": {"10": 3.0, "20": 3.0, "30": 3.0}}, "rank": 1}),
-    "a log": ("tp", {"slow": {"log": {"7": 3.0}}, "rank": 0}),
-    "saves": ("zero 1", {"slow": {"save": {"10": 3.0, "20": 3.0}}, "rank": 1}),
-    "a reduction": ("zero 3", {"slow": {"reduce": {"5": 3.0}}, "rank": 0}),
-    "an update": ("one", {"slow": {"update": {"2": 3.0}}}),
-    "the first step": ("tp pp", {"slow": {"forward": {"1": 5.0}}, "rank": 3}),
-    "an end": ("dp", {"slow": {"end": {"30": 5.0}}, "rank": 1}),
+SLOW: Mapping[str, tuple[int, dict[str, Any]]] = {
+    "dp": (
+        1,
+        {
+            "slow": {"data": {"10": 3.0, "20": 3.0}, "log": {"7": 3.0}, "update": {"2": 3.0}, "end": {"30": 5.0}},
+            "rank": 1,
+        },
+    ),
+    "pp": (4, {"slow": {"forward": {"2": 3.0, "3": 3.0, "4": 3.0}, "backward": {"every": 0.1}}, "rank": 1}),
+    "tp pp": (11, {"slow": {"forward": {"1": 5.0}, "log": {"7": 3.0}}, "rank": 3}),
+    "zero 3": (3, {"slow": {"reduce": {"5": 3.0}, "save": {"10": 3.0, "20": 3.0}}, "rank": 0}),
 }
+"""{layout: (its day of two weeks, a rank, and the phases that are slow there)}."""
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=pytest.mark.in_turn(18, 2 * number)) for number, each in enumerate(SLOW)]
+    "layout", [pytest.param(name, marks=pytest.mark.in_turn(14, day)) for name, (day, _) in SLOW.items()]
 )
-def test_what_is_slow_is_waited_for(recipe: str, cache: Path, tmp_path: Path, case: str) -> None:
-    layout, what = SLOW[case]
-    run = live(recipe, tmp_path / "run", layout, what)
+def test_what_is_slow_is_waited_for(recipe: str, cache: Path, tmp_path: Path, layout: str) -> None:
+    run = live(recipe, tmp_path / "run", layout, SLOW[layout][1])
     with run.running():
         ends_well(run, recipe, cache, layout)
 
@@ -64,29 +65,29 @@ def test_a_stall_of_30_s_in_any_phase_is_waited_for(recipe: str, cache: Path, tm
         ends_well(run, recipe, cache, "pp")
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(14, 12)
 @pytest.mark.parametrize("seconds", long(4.0, 60.0))
-@pytest.mark.parametrize("who", ["launcher", "one rank", "all ranks", "everything"])
 def test_processes_that_are_stopped_for_a_while_lose_nothing(
-    recipe: str, cache: Path, tmp_path: Path, who: str, seconds: float
+    recipe: str, cache: Path, tmp_path: Path, seconds: float
 ) -> None:
-    run = live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.05}}})
+    """The launcher, a rank, all ranks, and everything, one after the other."""
+    run = live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.3}}})
     with run.running():
-        run.until(lambda: run.step >= 5)
-        ranks = [run.pid(rank) for rank in range(run.world)]
-        stopped = {"launcher": [run.process.pid], "one rank": ranks[1:], "all ranks": ranks}.get(
-            who, [run.process.pid, *ranks]
-        )
-        assert all(stopped), run.said[-3000:]  # 0 is this process and its own
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(seconds)
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+        run.until(lambda: run.step >= 3)
+        launcher, ranks = [run.process.pid], [run.pid(rank) for rank in range(run.world)]
+        assert all(ranks), run.said[-3000:]  # 0 is this process and its own
+        for number, stopped in enumerate((launcher, ranks[1:], ranks, launcher + ranks)):
+            run.until(lambda after=3 + 3 * number: run.step >= after)  # type: ignore[misc]
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        assert run.step < 30, "it was over before all had been stopped"
         ends_well(run, recipe, cache, "dp")
 
 
-@pytest.mark.in_turn(8, 0)
+@pytest.mark.in_turn(14, 1)
 @pytest.mark.parametrize("seconds", long(4.0, 70.0))
 def test_a_terminal_that_takes_nothing_for_a_while_is_waited_for(
     recipe: str, cache: Path, tmp_path: Path, seconds: float
@@ -112,7 +113,7 @@ def drain(file: int) -> None:
         pass
 
 
-@pytest.mark.in_turn(8, 1)
+@pytest.mark.in_turn(14, 8)
 def test_a_folder_that_is_away_for_a_while_ends_nothing(recipe: str, cache: Path, tmp_path: Path) -> None:
     """Renamed, and back before the last save: saves that fail are told, and tried again."""
     run = live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.1}}})
@@ -140,26 +141,17 @@ def test_a_machine_that_is_busy_slows_and_ends_nobody(recipe: str, cache: Path, 
             each.kill()
 
 
-# -- done is done
+# -- signals
 
 
-@pytest.mark.in_turn(8)
-@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
-def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
-    recipe: str, tmp_path: Path, stopped: bool
-) -> None:
-    run = live(recipe, tmp_path / "run", "dp", {"abort": [1], "slow": {"forward": {"every": 0.05}}})
-    with run.running():
-        if stopped:
-            run.until(lambda: run.step >= 5)
-            run.process.send_signal(signal.SIGTERM)
-        assert run.wait() == (128 + signal.SIGTERM if stopped else 0), run.said[-3000:]
-    assert run.starts() == [0] and run.incidents == [], run.said[-3000:]
-
-
-@pytest.mark.in_turn(18)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("phase", ["forward", "save", "data"])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        pytest.param("forward", signal.SIGTERM, marks=pytest.mark.in_turn(14, 5)),
+        pytest.param("save", signal.SIGINT, marks=pytest.mark.in_turn(14, 10)),
+        pytest.param("data", signal.SIGHUP, marks=pytest.mark.in_turn(14, 13)),
+    ],
+)
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
     recipe: str, cache: Path, tmp_path: Path, phase: str, number: signal.Signals
 ) -> None:
@@ -176,19 +168,17 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
     assert run.state() == calm(recipe, cache, "dp")
 
 
-@pytest.mark.in_turn(8)
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_questions_of_the_first_seconds_end_nothing(
-    recipe: str, cache: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    run = live(recipe, tmp_path / "run", "dp")
+@pytest.mark.in_turn(14, 4)
+def test_questions_of_the_first_seconds_end_nothing(recipe: str, cache: Path, tmp_path: Path) -> None:
+    run, numbers = live(recipe, tmp_path / "run", "dp"), (signal.SIGUSR1, signal.SIGUSR2)
     with run.running():
-        run.until(lambda: run.heeds(number))  # Python itself needs a moment before it can take any
+        run.until(lambda: all(map(run.heeds, numbers)))  # Python itself needs a moment before it can take any
         asking = threading.Event()
 
         def ask() -> None:
             while not asking.wait(0.05) and run.process.poll() is None:
-                run.process.send_signal(number)
+                for number in numbers:
+                    run.process.send_signal(number)
 
         thread = threading.Thread(target=ask)
         thread.start()

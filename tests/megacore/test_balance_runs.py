@@ -10,20 +10,17 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
-import torch
 from engine import LENGTH, LLAMA, RECIPE, Result, path_of, trainer, whole, write_recipe
 from extended_family import extended
 from pool import Pool
 
 from megacore.data.batches import Batch
 from megacore.inference.model_loader import model_from
-from megacore.parallel.balance import NONE, Loads
 from megacore.parallel.mesh import Mesh
 from megacore.store.conversions.conversion import to_hugging_face
 from megacore.store.conversions.formats import open_model
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import metrics
-from megacore.training.callbacks.metrics import expert_load_metrics
 
 EXPERTS, TOP_K, SEQUENCES = 8, 2, 8
 MODEL = LLAMA | {
@@ -77,16 +74,6 @@ def test_metrics_are_those_of_the_counts_of_each_layer(recipe: str, tmp_path: Pa
         assert -0.03 - 1e-6 <= (record["bias_min"] or 0) < 0 < (record["bias_max"] or 0) <= 0.03 + 1e-6
 
 
-def test_a_step_s_loads_are_told_as_means_and_of_the_worst_layer() -> None:
-    counts, zeros = torch.tensor([[0, 2, 3, 3], [0, 0, 4, 4]]), torch.zeros(2, dtype=torch.float64)
-    biases = torch.tensor([[-0.25, 0.5], [-0.5, 0.25]])
-    found = expert_load_metrics(Loads((1, 2), counts, zeros, zeros, biases), NONE)
-    assert (found["load_idle"], found["load_idle_worst"]) == (0.375, 0.5)
-    assert (found["load_max"], found["load_max_worst"]) == (1.75, 2.0)
-    assert found["load_entropy_worst"] == pytest.approx(0.5)
-    assert (found["bias_min"], found["bias_max"]) == (-0.5, 0.5)
-
-
 def test_what_has_no_coefficient_is_no_metric(recipe: str, tmp_path: Path) -> None:
     (record,) = train(recipe, [f"out={tmp_path / 'off'}", "train.steps=1", "schedule.warmup_steps=0"]).records[:1]
     assert "load_max" in record and not {"balance", "router_z_loss"} & record.keys()
@@ -133,6 +120,7 @@ def test_biases_go_on_with_the_run_in_fp32(pool: Pool, recipe: str, tmp_path: Pa
         assert all(np.array_equal(weights[name], straight[0].weights[name]) for name in CORRECTIONS)
 
 
+@pytest.mark.in_turn(4, 2)
 def test_biases_are_those_of_the_model_that_a_run_starts_from(recipe: str, tmp_path: Path, not_durable: None) -> None:
     """Whether all of it is trained or adapters are; and they stay where no rate moves them."""
     few = ["train.steps=2", "schedule.warmup_steps=0", "checkpoint.at_end=true"]
@@ -150,6 +138,7 @@ def test_biases_are_those_of_the_model_that_a_run_starts_from(recipe: str, tmp_p
     assert all(np.array_equal(model.parameters[name].detach().numpy(), base.weights[name]) for name in CORRECTIONS)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_of_steps_that_are_done_again_the_last_counts_stand(recipe: str, tmp_path: Path) -> None:
     one = [f"out={tmp_path}", "checkpoint.every=2", "train.steps=4"]
     train(recipe, one)

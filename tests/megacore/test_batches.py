@@ -73,16 +73,6 @@ def test_resuming_in_another_layout_neither_repeats_nor_skips(whole, phases):
     assert indices(Batches(Numbered(), 4, 2, 0, 1).microbatches_from(10)[1]) == [12, 13]
 
 
-def test_labels_are_the_next_tokens():
-    batch = collate([Numbered().sample(0), Numbered().sample(1)])
-    assert batch.tokens.tolist() == [[0, 1, 2], [10, 11, 12]]
-    assert batch.labels.tolist() == [[1, 2, 3], [11, 12, 13]]
-    assert batch.positions.tolist() == [[0, 1, 2]] * 2
-    assert batch.documents is None
-    for array in (batch.tokens, batch.labels, batch.positions):
-        assert array.dtype == np.int64 and array.flags.c_contiguous and array.flags.writeable
-
-
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=3), st.integers(2, 12))
 def test_separate_documents(rows, length):
     samples = []
@@ -107,13 +97,6 @@ def test_labels_that_do_not_count_are_ignored(separate):
     batch = collate([sample(np.arange(5), counted=[1, 0, 1, 0, 1]), sample(np.arange(5), counted=[0] * 5)], separate)
     assert batch.labels.tolist() == [[IGNORE, 2, IGNORE, 4], [IGNORE] * 4]
     assert batch.tokens.tolist() == [[0, 1, 2, 3]] * 2
-
-
-def test_bad_layouts_are_named():
-    with pytest.raises(ValueError, match="cannot cut a global batch of 0 into microbatches of 2"):
-        Batches(Numbered(), 0, 2, 0, 2)
-    with pytest.raises(ValueError, match="data rank 2 is not among the 2"):
-        Batches(Numbered(), 8, 2, 2, 2)
 
 
 def test_what_is_computed_in_vain_is_told():

@@ -56,13 +56,6 @@ def test_locate_has_no_memory_and_takes_any_shape(indices):
     assert [(int(c), int(k)) for c, k in map(mixed.locate, indices)] == list(zip(corpus[0], within[0], strict=True))
 
 
-def test_samples_come_from_where_locate_says():
-    mixed = blend(2, 1)
-    corpus, within = mixed.locate(np.arange(9))
-    assert [mixed.sample(i).tokens.tolist() for i in range(9)] == np.stack([corpus, within], axis=1).tolist()
-    assert corpus.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0]
-
-
 def test_the_order_is_pinned():
     # A run that is resumed years later must see the same data.
     assert "".join(str(c) for c in blend(0.5, 0.3, 0.2).locate(np.arange(30))[0]) == "012010021001201002100120100210"

@@ -15,7 +15,6 @@ from engine import trainer
 from pool import Pool
 
 import megacore
-from megacore import checkpoints
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 
@@ -51,16 +50,6 @@ class Rewinds(Callback):
         if run.step == 3 and not self.done:
             self.done = True
             run.rewind(1)
-
-
-class Asks(Callback):
-    """Asks on one rank, after one step."""
-
-    def __init__(self, key: str, rank: int, step: int) -> None:
-        self.key, self.at = key, (rank, step)
-
-    def ask(self, run: Trainer) -> Mapping[str, float]:
-        return {self.key: (run.mesh.rank, run.step) == self.at}
 
 
 class Vetoes(Callback):
@@ -105,20 +94,6 @@ def test_a_veto_leaves_an_update_out(recipe: str, tmp_path: Path) -> None:
     assert [changed(step) for step in (1, 2, 3, 4)] == [True, False, True, True]
 
 
-def asked(recipe: str, overrides: list[str], key: str) -> tuple[int, bool, bool]:
-    made = trainer(recipe, overrides, callbacks=[Asks(key, 1, 2)])
-    return made.fit(), made.stopping, made.pausing
-
-
-@pytest.mark.parametrize("key", ["stop", "pause"])
-def test_one_rank_ends_all_and_what_they_have_come_to_is_kept(
-    pool: Pool, recipe: str, tmp_path: Path, key: str
-) -> None:
-    found = pool.run(2, asked, recipe, [f"out={tmp_path / 'run'}", *QUIET], key)
-    assert found == [(2, key == "stop", key == "pause")] * 2
-    assert [*checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))] == [2], "there is no memory that keeps it"
-
-
 def others(recipe: str, overrides: list[str]) -> str:
     given: list[Callback] = [Hears()] if torch.distributed.get_rank() else []
     with pytest.raises(ValueError) as error:
@@ -140,6 +115,7 @@ def test_all_hear_of_an_error_which_says_its_step(recipe: str, tmp_path: Path) -
     assert before.heard[-1] == behind.heard[-1] == ("mine", 2)
 
 
+@pytest.mark.in_turn(3, 1)
 def test_two_steps_are_profiled_on_the_first_replica(pool: Pool, recipe: str, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path}", "mesh.tp=2", "train.steps=5", "log.profile=3", "batch.global_size=4"]
     pool.run(4, engine.train, recipe, overrides)

@@ -79,36 +79,6 @@ def test_what_the_assistant_generates_counts_and_nothing_else(
         assert learned(tokenizer, row, "all") == [FAMILIES[family].all[name]]
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_each_turn_is_learned_once_behind_what_transformers_gives_the_assistant(
-    spelled: Spelled, family: str, name: str
-) -> None:
-    tokenizer = spelled(family)
-    theirs, messages, tools = tokenizer._tokenizer, ROWS[name]["messages"], ROWS[name].get("tools")
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    examples = encoded(tokenizer, ROWS[name])
-    if tokenizer.template.marks:
-        for ids, counted in examples:
-            last = turns[-1] if ids is examples[-1][0] else turns[0]
-            made = theirs.apply_chat_template(
-                messages[: last + 1], tools=tools, return_dict=True, return_assistant_tokens_mask=True
-            )
-            assert made["input_ids"] == ids.tolist()
-            mask = np.array(made["assistant_masks"], np.bool_)
-            assert mask[counted].all() and (len(examples) > 1 or (mask == counted).all())
-        return
-    starts = [(ids, np.flatnonzero(np.diff(counted.astype(int)) == 1) + 1) for ids, counted in examples]
-    assert [ids[:start].tolist() for ids, begins in starts for start in begins] == [
-        theirs.apply_chat_template(messages[:turn], tools=tools, add_generation_prompt=True, return_dict=False)
-        for turn in turns
-    ]
-    # And what follows is what it writes of the turn, but for the token of an end that it does not write.
-    for ids, _ in examples:
-        text = theirs.decode(ids.tolist())
-        whole = [theirs.apply_chat_template(messages[: turn + 1], tools=tools, tokenize=False) for turn in turns]
-        assert any(text in (each, each + theirs.eos_token) for each in whole)
-
-
 @pytest.mark.parametrize("family", GENERAL)
 def test_a_turn_of_weight_0_is_not_learned(spelled: Spelled, family: str) -> None:
     """It stands in the text of the turns after it, as those that count do."""

@@ -91,7 +91,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_examples_train_as_they_do_alone(pool: Pool, folder: Path, layout: str) -> None:
     alone = _alone(pool, folder)
@@ -153,6 +153,7 @@ def test_the_validation_loss_is_one_mean_over_all_labels(pool: Pool, tmp_path: P
 # -- a run
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_run_that_is_resumed_goes_on_bitwise_with_the_same_examples(pool: Pool, tmp_path: Path) -> None:
     recipe = write(tmp_path, batch={"global_size": 3, "micro_size": 1})
     whole, part = tmp_path / "whole", tmp_path / "part"
@@ -234,13 +235,6 @@ def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp
 
 
 # -- before anything starts
-
-
-def test_bad_lines_are_problems_of_the_config(recipe: str, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "chats.jsonl", {"messages": []}, *rows(), {"text": 3})
-    said = problems(recipe)
-    assert "data: " in said and "2 bad line(s)" in said
-    assert "chats.jsonl, line 1: has no messages" in said and "line 18: text is a int, not text" in said
 
 
 def test_bad_lines_are_said_beside_what_else_is_wrong_and_nothing_is_prepared(

@@ -12,7 +12,7 @@ import pytest
 from engine import RECIPE, path_of, train, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, exits
+from megacore import checkpoints
 from megacore.inference.model_loader import model_from
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
@@ -68,7 +68,7 @@ TENSOR = "layers.1.attn.qkv.weight"
 PLACES = [("master", 7), ("exp_avg", 0), ("exp_avg_sq", 3)]
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize(("state", "bit"), PLACES)
 @pytest.mark.parametrize(("world", "mesh"), [(1, []), (4, ["mesh.tp=4"]), (4, ["mesh.tp=2", "mesh.pp=2"]), (2, [])])
 def test_one_bit_is_found_on_any_layout(
@@ -81,14 +81,6 @@ def test_one_bit_is_found_on_any_layout(
     (message,) = said
     assert message.startswith(f"{path_of(out, 6)} is damaged:\n{file}: {TENSOR} (") and message.count("\n") == 1
     assert "when it was written" in message
-
-
-@pytest.mark.in_turn(2, 0)
-def test_weights_are_read_only_where_there_is_no_master(recipe: str, out: Path) -> None:
-    """The weights of a run are rounded from its masters: what is damaged in them is not used, and does not matter."""
-    flip(path_of(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
-    overrides = [f"out={out.with_name('new')}", f"checkpoint.resume={path_of(out, 6)}", *STEPS]
-    trainer(recipe, overrides)
 
 
 def opened(folder: Path, tp: int) -> str:
@@ -183,7 +175,7 @@ WAYS = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("damage", WAYS)
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     recipe: str, out: Path, capsys: pytest.CaptureFixture[str], damage: Any
@@ -204,6 +196,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     engine.assert_same_files(path_of(other, 6), path_of(out, 6), 4)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_two_damaged_ones_in_a_row(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One is found before anything starts, one while it is loaded, and the rest of a third is in the way."""
     cut(path_of(out, 6))
@@ -236,15 +229,6 @@ def test_nothing_is_begun_anew_where_all_are_damaged(
         check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
 
 
-def test_the_rest_of_a_first_save_is_no_checkpoint(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path_of(tmp_path / "run", 2).mkdir(parents=True)
-    said = going_on(recipe, tmp_path / "run", capsys)
-    assert "the run starts afresh" in said and "step-00000002.damaged" in said
-    assert names(tmp_path / "run") == ["step-00000002", "step-00000002.damaged", "step-00000004", "step-00000006"]
-
-
 def test_another_version_is_not_damage(recipe: str, out: Path) -> None:
     index = path_of(out, 6) / "index.json"
     index.write_text(index.read_text().replace('"version": 1', '"version": 9'))
@@ -254,6 +238,7 @@ def test_another_version_is_not_damage(recipe: str, out: Path) -> None:
         check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest of the other checkpoints that is whole, to its last byte."""
     bad_bit(path_of(out, 4))
@@ -274,16 +259,3 @@ def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureF
         assert main.main(command) == 1
         said = capsys.readouterr().err
         assert "is not JSON" in said and beside in said
-
-
-def test_fine_tuning_does_not_start_from_random_weights(
-    recipe: str, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Which is told with what else is wrong; a run that goes on needs no model beside it."""
-    wrong = ["data.train=nowhere/corpus", "recovery.memory=false"]
-    starts = {"--resume": f"{path_of(out, 4)}", "--init": f"{path_of(out, 4)}"}
-    for more in ([], ["--resume", "auto", f"out={out}"], *([name, where] for name, where in starts.items())):
-        assert main.main(["finetune", recipe, f"out={out.with_name('new')}", *wrong, *more]) == exits.MISUSED
-        said = capsys.readouterr().err
-        assert "there is no nowhere/corpus.bin" in said
-        assert ("its name on the hub or a checkpoint by --init MODEL" in said) == (not more)

@@ -55,6 +55,7 @@ def names(found: list[str]) -> list[str]:
     return [name.partition("/snapshots/")[2].partition("/")[2] for name in found]
 
 
+@pytest.mark.in_turn(4, 1)
 def test_a_split_is_fetched_and_pinned(tmp_path: Path) -> None:
     world = World(tmp_path)
     first = world.hub.push("datasets/own/set", SET)
@@ -84,7 +85,7 @@ def test_a_split_is_fetched_and_pinned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3, 2)
+@pytest.mark.in_turn(12, 9)
 def test_a_run_takes_a_data_set_at_its_commit(tmp_path: Path) -> None:
     """Two ranks, which ask nobody; the run goes on without the hub."""
     world, family = World(tmp_path), FAMILIES["chatml"]

@@ -66,27 +66,28 @@ def test_one_process_averages_as_torch_does(straight: Straight) -> None:
 
 
 LAYOUTS = [
-    pytest.param(4, ["mesh.tp=4"], id="tp4"),  # kv heads shared, vocabulary padded
-    pytest.param(4, ["mesh.pp=2", "zero.shard=parameters"], id="pp2-dp2-parameters"),
-    pytest.param(2, ["zero.shard=gradients"], id="dp2-gradients"),
-    pytest.param(2, ["memory.offload_optimizer=host"], id="dp2-host"),
+    pytest.param(4, 0, ["mesh.tp=4"], id="tp4"),  # kv heads shared, vocabulary padded
+    pytest.param(4, 3, ["mesh.pp=2", "zero.shard=parameters"], id="pp2-dp2-parameters"),
+    pytest.param(2, 3, ["zero.shard=gradients"], id="dp2-gradients"),
+    pytest.param(2, 0, ["memory.offload_optimizer=host"], id="dp2-host"),
 ]
+"""(ranks, the step of one process after which they go on, overrides)."""
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize(("world", "overrides"), LAYOUTS)
-def test_another_layout_begins_and_goes_on_with_the_same(
-    pool: Pool, recipe: str, straight: Straight, tmp_path: Path, world: int, overrides: list[str]
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(("world", "after", "overrides"), LAYOUTS)
+def test_another_layout_begins_or_goes_on_with_the_same(
+    pool: Pool, recipe: str, straight: Straight, tmp_path: Path, world: int, after: int, overrides: list[str]
 ) -> None:
     out, found, by_torch = straight
-    for start in ([], [f"checkpoint.resume={path_of(out, 3)}"]):
-        there = tmp_path / f"there{len(start)}"
-        ranks = pool.run(world, engine.train, recipe, [f"out={there}", *ON, *overrides, *start])
-        assert_near(whole(path_of(there, 5), "ema"), by_torch, 1e-9)
-        for key in ("validation_loss", "ema_validation_loss"):
-            np.testing.assert_allclose(ranks[0].values(key), found.values(key), rtol=1e-9)
+    start = [f"checkpoint.resume={path_of(out, after)}"] * (after > 0)
+    ranks = pool.run(world, engine.train, recipe, [f"out={tmp_path}", *ON, *overrides, *start])
+    assert_near(whole(path_of(tmp_path, 5), "ema"), by_torch, 1e-9)
+    for key in ("validation_loss", "ema_validation_loss"):
+        np.testing.assert_allclose(ranks[0].values(key), found.values(key), rtol=1e-9)
 
 
+@pytest.mark.in_turn(3, 0)
 def test_they_are_evaluated_and_exported_and_change_nothing(recipe: str, straight: Straight, tmp_path: Path) -> None:
     out, found, by_torch = straight
     averages = path_of(out, 5) / "ema"

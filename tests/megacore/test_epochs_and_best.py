@@ -26,7 +26,6 @@ from megacore.tools.status import RunState
 from megacore.training import main
 from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.evaluation import Evaluation
-from megacore.training.callbacks.signals import Signals
 from megacore.training.check import check
 from megacore.training.save import SaveError
 
@@ -101,6 +100,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path, given: str, said: str) -> Non
     assert any(said in each for each in engine.problems(write_recipe(tmp_path), given, "evaluate.every=0"))
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     recipe, out, made = write_recipe(tmp_path), tmp_path / "run", tmp_path / "hf"
     with losses(5, 3, 4, math.nan, 4, 3):
@@ -117,12 +117,14 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     assert best.index.step == 4
 
 
+@pytest.mark.in_turn(3, 0)
 def test_an_evaluation_that_is_better_is_saved_at_once(tmp_path: Path) -> None:
     with losses(5, 4, 6, 3, 7, 8):
         engine.train(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", *KEEP_BEST, "checkpoint.every=0"])
     assert list(checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))) == [8, 12]
 
 
+@pytest.mark.in_turn(4, 1)
 def test_patience_ends_a_run_that_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, out, made = write_recipe(tmp_path), tmp_path / "run", tmp_path / "hf"
     given = [recipe, f"out={out}", *KEEP_BEST, "evaluate.patience=2", f"checkpoint.export={made}"]
@@ -160,6 +162,7 @@ def evaluations() -> Iterator[None]:
         yield
 
 
+@pytest.mark.in_turn(4, 1)
 @pytest.mark.usefixtures("evaluations")
 def test_a_kill_between_an_evaluation_and_its_save_changes_nothing(tmp_path: Path) -> None:
     recipe, want, got = write_recipe(tmp_path), tmp_path / "want", tmp_path / "got"
@@ -175,6 +178,7 @@ def test_a_kill_between_an_evaluation_and_its_save_changes_nothing(tmp_path: Pat
     assert list(checkpoints.complete(checkpoints.folder_of(got))) == [6, 12]
 
 
+@pytest.mark.in_turn(3, 0)
 def test_a_best_one_that_cannot_be_saved_leaves_the_one_before(tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
     made = engine.trainer(recipe, [f"out={out}", *KEEP_BEST], log=True)
@@ -188,19 +192,6 @@ def test_a_best_one_that_cannot_be_saved_leaves_the_one_before(tmp_path: Path) -
     with losses(5, 4, 3, 6, 7, 8), mock.patch.object(saver, "save", save):
         made.fit()
     assert list(checkpoints.complete(checkpoints.folder_of(out))) == [4, 12]
-
-
-def test_a_signal_does_not_wait_for_an_evaluation(tmp_path: Path) -> None:
-    made = engine.trainer(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", *KEEP_BEST])
-    signals = engine.of(made, Signals)
-
-    def ask(step: int) -> None:
-        signals.stop = step == 6
-
-    engine.in_steps(made, ask)
-    with losses(5, 4):  # and none after step 6
-        assert made.fit() == 6
-    assert list(checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))) == [4, 6]
 
 
 def test_evaluations_that_are_none_are_said(tmp_path: Path) -> None:

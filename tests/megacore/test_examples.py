@@ -176,16 +176,10 @@ def test_calls_in_tables_have_no_arguments_of_other_calls(tmp_path: Path) -> Non
     assert [row.values for row in text.rows(piece) if isinstance(row, text.Record)] == rows
 
 
-def test_a_tokenizer_that_the_model_is_too_small_for_is_named(tmp_path: Path, files: ModelFiles) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", SIZES[0])
-    most = prepared(path, files).facts.vocabulary
-    with pytest.raises(InputError, match=rf"gives ids up to {most - 1}, and the model's vocabulary ends at 99"):
-        prepared(path, replace(files, vocabulary=100))
-
-
 # -- once
 
 
+@pytest.mark.in_turn(2, 1)
 def test_they_are_made_once_and_again_when_something_has_changed(
     tmp_path: Path, files: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

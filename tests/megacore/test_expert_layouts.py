@@ -44,7 +44,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("there", "then"), CHAINS)
 def test_a_run_goes_on_with_the_same_numbers_wherever_experts_lie(
     there: list[str], then: list[str], pool: Pool, recipe: str, six: Path, tmp_path: Path
@@ -65,6 +65,7 @@ def test_a_run_goes_on_with_the_same_numbers_wherever_experts_lie(
         assert not audit.check(Checkpoint.open(start), jobs=1)  # replicas agree, and padding is zero
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("etp", [1, 2])
 def test_replicas_write_parts_of_experts(etp: int, pool: Pool, recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -78,7 +79,7 @@ def test_replicas_write_parts_of_experts(etp: int, pool: Pool, recipe: str, tmp_
     engine.assert_same_files(tmp_path / "plain", tmp_path / "parts", 12)
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 0)
 def test_listed_experts_start_a_run_on_any_mesh(pool: Pool, recipe: str, six: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     assert convert.main([str(path_of(six, 2)), str(folder), "--to", "hf"]) == 0

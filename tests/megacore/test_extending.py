@@ -53,6 +53,7 @@ def whole(folder: Path, out: Path) -> dict[str, dict[str, np.ndarray]]:
 SPLIT = ["mesh.cp=2", "mesh.dp=2", "zero.shard=parameters", "batch.micro_size=2"]
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("data", "layout"), [("acme.rest:Rows", LAYOUT), ("acme.rest:Stream", SPLIT)], ids=["rows", "stream"]
 )
@@ -191,6 +192,7 @@ def test_what_is_wrong_is_told_before_anything_starts(folder: Path, tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.in_turn(2, 1)
 def test_objects_from_python_are_those_of_import_paths(folder: Path, tmp_path: Path) -> None:
     """A list of rows, a function and a class of a script, and what moves weights knows the family."""
     rest, family = importlib.import_module("acme.rest"), importlib.import_module("acme.family")

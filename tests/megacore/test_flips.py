@@ -70,7 +70,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"model": GPT2 | {"tie_word_embeddings": True}})
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 1 else pytest.mark.grid) for n in range(10)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_flipped_bit_is_found(pool: Pool, recipe: str, layout: str, seed: int) -> None:
@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_found(pool: Pool, recipe: str, layout: str, seed: int)
     assert all(step <= 6 for _, text, step in found if text)
 
 
-@pytest.mark.in_turn(4, 0)
+@pytest.mark.in_turn(6, 4)
 def test_nothing_is_found_where_nothing_flips(pool: Pool, recipe: str) -> None:
     for world, overrides in LAYOUTS.values():
         assert pool.run(world, calm, recipe, overrides) == [6] * world

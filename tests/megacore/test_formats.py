@@ -169,6 +169,7 @@ def reference(tokenizer: Any, case: Case, unlearned: int | None) -> tuple[list[i
     return ids[:size], mask[:size]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_tokens_and_masks_are_those_of_transformers(folders: Mapping[str, Path], tmp_path: Path, template: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders[template])

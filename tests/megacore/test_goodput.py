@@ -11,9 +11,7 @@ from itertools import pairwise
 import pytest
 
 from megacore.planning.goodput import (
-    DAY_S,
     LEVELS,
-    LLAMA_3,
     FaultCosts,
     FaultRates,
     best_interval,
@@ -163,11 +161,6 @@ def test_what_goes_on_from_disk() -> None:
     assert goodput(1, faults, COSTS, 5).from_disk == 0.5
     assert goodput(8, replace(faults, together=0.02), COSTS, 5).from_disk == 0.02
     assert goodput(8, faults, COSTS, 5).from_disk == pytest.approx(0.5 * 0.5 * (3 + 60 + 50) / 1e6, rel=1e-3)
-
-
-@pytest.mark.quick
-def test_published_rates() -> None:
-    assert round(54 * DAY_S / (LLAMA_3 / 2048)) == 419
 
 
 @pytest.mark.quick

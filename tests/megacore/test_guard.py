@@ -172,6 +172,7 @@ EXPLODING: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", EXPLODING)
 def test_a_tokenizer_that_explodes_is_an_error(name: str, tmp_path: Path, strict: None) -> None:
     folder = EXPLODING[name](tmp_path)
@@ -186,6 +187,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_that_explodes_is_an_error(name: str, tmp_path: Path, strict: None) -> None:
     spelling = GuardedTokenizer(write_tokenizer(tmp_path, TEMPLATES[name]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,17 +48,6 @@ def test_a_gpu_that_the_table_lacks_is_not_taken_for_another(monkeypatch: pytest
     assert peak_tflops(CUDA, torch.bfloat16) is None
 
 
-def test_the_table_is_plausible() -> None:
-    assert all(bf16 > fp32 > 10 for bf16, fp32 in PEAK_TFLOPS.values())
-
-
-def test_a_cpu_is_measured() -> None:
-    start = time.perf_counter()
-    peak = peak_tflops(torch.device("cpu"), torch.float32)
-    assert time.perf_counter() - start < 5
-    assert peak is not None and 1e-3 < peak < 100
-
-
 def test_a_cpu_is_measured_by_the_products_that_are_used() -> None:
     def twice(a: Tensor, b: Tensor) -> Tensor:
         calls.append(a.dtype)
@@ -69,7 +57,7 @@ def test_a_cpu_is_measured_by_the_products_that_are_used() -> None:
     assert peak_tflops(torch.device("cpu"), torch.float32, twice) and set(calls) == {torch.float32}
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(6, 2)
 def test_peak_memory_counts_what_is_let_go_too() -> None:
     before = peak_memory_gib(torch.device("cpu"))
     assert 0.05 < before < 64

@@ -79,21 +79,6 @@ def test_what_is_scattered_is_no_stream_to_train_on(tmp_path, monkeypatch, chunk
         Samples(IndexedDataset(tmp_path / "a"), 2, seed=0)
 
 
-def test_documents_of_several_and_of_no_sequences(tmp_path):
-    write(tmp_path / "a", CORPUS)
-    dataset = IndexedDataset(tmp_path / "a")
-    assert (dataset.sequences, dataset.documents) == (7, 5)
-    assert [dataset.document(i).tolist() for i in range(5)] == [[1, 2, 3, 4], [], [], [5, 6], [7, 8, 9, 10]]
-    assert dataset.document_lengths().tolist() == [4, 0, 0, 2, 4]
-    assert dataset.sequence(6).tolist() == [8, 9, 10]
-
-
-def test_an_empty_dataset(tmp_path):
-    write(tmp_path / "a", [])
-    dataset = IndexedDataset(tmp_path / "a")
-    assert (dataset.sequences, dataset.documents, dataset.document_lengths().tolist()) == (0, 0, [])
-
-
 documents = st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=4), max_size=8)
 
 

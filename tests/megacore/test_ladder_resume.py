@@ -10,7 +10,6 @@ import pytest
 from engine import LLAMA, RECIPE, Result, path_of, same, train, write_recipe
 from pool import Pool
 
-RUNGS = ("none", "optimizer", "gradients", "parameters")
 ROUND = ("none", "parameters", "optimizer", "gradients", "none")
 
 
@@ -29,7 +28,7 @@ def climb(
     return straight, found
 
 
-OPTIMIZERS = [pytest.param(name, marks=pytest.mark.in_turn(2)) for name in ("adamw", "muon")]
+OPTIMIZERS = [pytest.param(name, marks=pytest.mark.in_turn(4)) for name in ("adamw", "muon")]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -113,6 +113,7 @@ def test_installing_shows_what_comes_and_keeps_the_rest(checkout: Path, fails: s
     assert (venv / ".megacore-run").exists() is (not fails)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("script", "command"), [("pretrain", "train"), ("finetune", "finetune")])
 def test_scripts_hand_everything_to_the_command(checkout: Path, script: str, command: str) -> None:
     expected = ["1", "-m", "megacore.tools.main", command, "a b", "--init=c"]
@@ -261,11 +262,6 @@ def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: P
     given = launched(*arguments, "mesh.dp=2", **range_of)[1]
     assert given.node.least == 1 and given.node.index == 2, "whoever has no number is not the first one"
     assert given.arguments(1, False)[-1] == "mesh.dp=1" and given.arguments(2, False)[-1] == "mesh.dp=2"
-
-
-def test_ranks_that_are_started_again_go_on(launched: Launched, tmp_path: Path) -> None:
-    arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
-    assert launched(*arguments)[1].arguments(1, True) == [*arguments, "checkpoint.resume=auto"]
 
 
 def test_layouts_of_a_model_that_a_checkpoint_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ sys.exit("" in sys.path or (os.getcwd() in sys.path and os.getcwd() not in os.en
     assert sorted(line for line in said(tmp_path) if line != "b") == here
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("text", "status", "told"),
     [
@@ -141,7 +142,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("platform", ["linux", "another"])
 @pytest.mark.parametrize(("after", "lived"), [("0.3", "alive\n"), ("0", "")], ids=["later", "before it looked"])
 def test_nobody_outlives_a_launcher_that_was_killed(platform: str, after: str, lived: str) -> None:

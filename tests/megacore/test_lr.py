@@ -60,12 +60,6 @@ def test_rates_by_hand(schedule: ScheduleConfig, expected: list[float]) -> None:
     assert rates(schedule, len(expected)) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
-def test_the_base_scales_every_rate(name: Name) -> None:
-    schedule = ScheduleConfig(name=name, warmup_steps=3)
-    assert rates(schedule, 20, base=3e-4) == pytest.approx([3e-4 * rate for rate in rates(schedule, 20)])
-
-
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 def test_after_the_run_the_rate_is_the_floor(name: Name) -> None:
     schedule = ScheduleConfig(name=name, warmup_steps=3, min_ratio=0.05)

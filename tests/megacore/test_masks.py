@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine import GPT2, RECIPE, trainer, write_recipe
 from pool import Pool
@@ -48,6 +49,7 @@ def masks(recipe: str, overrides: list[str]) -> list[Mask]:
     return drawing.masks
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_mask_is_drawn_for_one_use_and_again_for_its_backward(pool: Pool, tmp_path: Path) -> None:
     """Ranks of tp hold other tokens and heads, those of dp other samples, stages and their chunks other layers."""
     recipe = write_recipe(tmp_path, RECIPE | {"model": MODEL})

@@ -25,7 +25,6 @@ from megacore.progress_bar import progress_bar
 from megacore.store.io.strict_json import StoreError
 from megacore.training import metrics
 from megacore.training.callbacks.evaluation import Evaluation
-from megacore.training.callbacks.metrics import Metrics
 from megacore.training.metrics import Log
 
 KEYS = {
@@ -65,13 +64,7 @@ def test_every_record_has_the_promised_numbers(recipe: str, tmp_path: Path) -> N
         assert values["skipped_steps"] == 0
 
 
-def test_utilisation_is_unknown_where_the_peak_is(recipe: str, tmp_path: Path) -> None:
-    made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=3"], log=True)
-    of(made, Metrics)._meter.peak_tflops = None
-    records = engine.result(made, made.fit()).records
-    assert records[0]["mfu"] is None and records[0]["tflops_per_device"] is not None
-
-
+@pytest.mark.in_turn(2, 1)
 def test_time_of_evaluation_is_not_counted(recipe: str, tmp_path: Path) -> None:
     """Slow evaluations, at steps with a record and at steps without one."""
     made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=4", "log.every=2", "evaluate.every=1"], log=True)
@@ -303,16 +296,6 @@ def test_all_sinks_are_closed_though_one_fails(tmp_path: Path) -> None:
 # -- the picture
 
 
-def test_the_curves_leave_out_what_is_not_there() -> None:
-    records: list[metrics.Record] = [
-        {"step": 1, "loss": 3.0},
-        {"step": 2, "loss": None},
-        {"step": 2, "validation_loss": 2.5},
-    ]
-    assert metrics.curve(records, "loss") == [(1, 3.0)]
-    assert metrics.curve(records, "validation_loss") == [(2, 2.5)]
-
-
 @pytest.mark.parametrize(
     "records",
     [
@@ -332,6 +315,7 @@ def test_the_picture_is_a_png(tmp_path: Path, records: list[dict[str, float | No
         assert colors is not None and len(colors) > 10
 
 
+@pytest.mark.in_turn(3, 2)
 def test_the_loads_are_a_picture_of_each_layer(tmp_path: Path) -> None:
     """Experts over steps: an expert that gets everything is dark red, one that gets nothing dark blue; a layer is
     even."""

@@ -15,7 +15,7 @@ COMMON = ["train.precision=bf16", "train.steps=6", "evaluate.every=0", "checkpoi
 NARROW = [*COMMON, "optimizer.moments=bf16"]
 
 
-@pytest.mark.in_turn(3, 2)
+@pytest.mark.in_turn(6, 3)
 def test_they_train_as_fp32_s_do(recipe: str, tmp_path: Path) -> None:
     wide = train(recipe, [f"out={tmp_path / 'wide'}", *COMMON, "train.steps=30", "checkpoint.every=0"]).values("loss")
     narrow = train(recipe, [f"out={tmp_path / 'narrow'}", *NARROW, "train.steps=30", "checkpoint.every=0"])
@@ -25,6 +25,7 @@ def test_they_train_as_fp32_s_do(recipe: str, tmp_path: Path) -> None:
     assert losses != wide
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
     whole = train(recipe, [f"out={tmp_path / 'whole'}", *NARROW])
     first = engine.path_of(tmp_path / "whole", 3)
@@ -40,7 +41,7 @@ def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
     assert engine.same(rest.weights, whole.weights)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_replicas_share_them_out(pool: Pool, recipe: str, tmp_path: Path, shard: str) -> None:
     common = [*NARROW, "checkpoint.every=0"]

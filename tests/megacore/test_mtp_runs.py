@@ -25,6 +25,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"model": SECTION})
 
 
+@pytest.mark.in_turn(2, 0)
 def test_the_loss_of_further_tokens_is_logged_and_a_run_goes_on(recipe: str, tmp_path: Path) -> None:
     """Evaluations say the loss of the next token alone, as the runs of models without such layers do."""
     overrides = ["train.steps=4", "evaluate.every=2"]

@@ -130,7 +130,7 @@ def all_alike(mesh: MeshShape, shard: ZeroShard, folder: Path) -> list[str]:
 DP, TP = MeshShape(dp=2), MeshShape(tp=4)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("mesh", "shard"),
     [
@@ -250,7 +250,7 @@ def offloaded(folder: Path) -> list[str]:
     return ["memory.offload_optimizer=file", f"memory.offload_folder={folder}", "memory.offload_buffer=1"]
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(6, 0)
 def test_checkpoints_know_nothing_of_it(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """The same bytes on disk; what is saved with it resumes without, and the other way round."""
     shards = ["zero.shard=parameters"]

@@ -72,19 +72,6 @@ def test_the_operations_are_those_of_the_pairs_that_look_at_each_other() -> None
         assert flops_per_token(made.model, LENGTH) == 6 * PRODUCTS + 12 * HEADS * HEAD * pairs // LENGTH
 
 
-def test_ranks_divide_them() -> None:
-    whole, half = (Flops(of(mesh=MeshShape(tp=tp), windows=MIXED, sinks=True), 0).forward for tp in (1, 2))
-    assert whole == 2 * half
-
-
-def test_the_time_and_the_model_s_operations_follow_the_window() -> None:
-    full, windowed = (setting(windows=windows) for windows in ((), MIXED))
-    less = 2 * 12 * HEADS * HEAD * SEQUENCES * (ALL_BEFORE - IN_WINDOW)
-    one, other = (estimate(made, H100) for made in (full, windowed))
-    assert (one.model_tflop - other.model_tflop) * 1e12 == pytest.approx(less, rel=1e-3)
-    assert one.compute - other.compute == pytest.approx(less / (H100.tflops * 1e12 * 0.5), rel=1e-2)
-
-
 def test_a_softcap_s_products_are_those_of_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel for CUDA knows it: blocks of queries see all keys from the first one's window on. Two products in the
     forward, and five in the backward, for scores are made again."""
@@ -150,14 +137,6 @@ def test_what_a_block_keeps(fields: dict[str, Any], wanted: int) -> None:
     assert block.kept == wanted + dropped
 
 
-def test_ropes_of_layers_each_have_their_tables() -> None:
-    """A stage keeps those of all of its layers' ropes, each once."""
-    one, two = (of(windows=MIXED, local_rope=own) for own in (False, True))
-    table = 2 * 2 * TOKENS * HEAD // 2
-    assert [block.tables["rope"] for block in two.chunks[0]] == [table, 0, table, 0]
-    assert two.kept[0] - one.kept[0] == table
-
-
 def test_scores_are_there_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32, of no more keys than the block sees."""
     monkeypatch.setattr(bands, "_BLOCK_ON_GPU", 512)
@@ -167,19 +146,3 @@ def test_scores_are_there_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # -- layers that are alike
-
-
-@pytest.mark.parametrize(
-    ("fields", "kinds"),
-    [
-        ({}, "0000"),
-        ({"windows": MIXED}, "0101"),
-        ({"windows": MIXED, "local_rope": True, "sinks": True, "norms": True, "softcap": 30.0}, "0101"),
-        ({"windows": (8, 16, 8, 0)}, "0103"),
-    ],
-    ids=str,
-)
-def test_layers_are_measured_once_of_each_kind(fields: dict[str, Any], kinds: str) -> None:
-    made = of(**fields)
-    assert "".join(made._fake.kinds) == kinds
-    assert len(set(made.chunks[0])) <= len(set(kinds)) + 1

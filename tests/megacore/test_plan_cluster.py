@@ -82,7 +82,7 @@ def started_saved_and_resumed(recipe: str, overrides: list[str]) -> Seen:
     return Seen(groups, len(written), sum(sizes), read)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("overrides", [["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"]], ids=" ".join)
 def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], pool: Pool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE)
@@ -154,7 +154,7 @@ def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, d
     return text, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 3)
 def test_a_405b_on_16384_ranks_is_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.process_time()
     assert main(["plan", *LARGE, "--json"]) == 0
@@ -170,6 +170,7 @@ def test_a_405b_on_16384_ranks_is_planned_in_seconds(capsys: pytest.CaptureFixtu
     assert beside["data"]["order"] < 20e6
 
 
+@pytest.mark.in_turn(2, 1)
 def test_what_a_cluster_would_suffer_from_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "llama-3.1-8b.yaml")
     text, found = plan_of(capsys, recipe, "--world", "8", "--gpu", "h200")

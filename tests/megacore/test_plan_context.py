@@ -18,7 +18,7 @@ from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.weights.layout import MeshShape
-from megacore.planning.costs import ALL_TO_ALL, KeyExchange
+from megacore.planning.costs import KeyExchange
 from megacore.planning.efficiency import LINKS, ring_s
 from megacore.planning.exchange import WHOLE, Packing
 from megacore.planning.fit import CHUNK, MARGIN, fit
@@ -27,7 +27,6 @@ from megacore.planning.peak_memory import memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
-from megacore.planning.traffic import HEADS, traffic
 from megacore.recipe import load
 from megacore.tools.main import main
 from megacore.tools.plan import overrides
@@ -68,22 +67,6 @@ def test_a_document_that_is_one_row_gives_its_parts_equal_work() -> None:
     assert Packing(4096, 1, ContextParallel(4, "gather", "rows")).exchange(None).held == 2 * 3 * 1024
 
 
-def test_short_documents_send_nothing_by_heads_but_tokens() -> None:
-    setting = of_8b(MeshShape(cp=8), ContextParallel(8, "heads", "rows", 8), 65536)
-    messages = [x for x in traffic(setting, 0) if x.axis == "cp" and "gradients" not in x.what]
-    assert {x.kind for x in messages} == {ALL_TO_ALL}
-    forward = sum(x.sent for x in messages if x.what == f"{HEADS}, forward")
-    tokens = 65536 // 8
-    # Queries, keys and values there, and the output back, of which a rank keeps an eighth.
-    assert forward == 32 * tokens * (4096 + 2 * 1024 + 4096) * 2 * 7 / 8
-
-
-def test_documents_that_are_known_take_less_of_the_attention() -> None:
-    whole = of_8b(MeshShape(), ContextParallel(), 8192)
-    cut = of_8b(MeshShape(), ContextParallel(), 8192, documents=(1024,) * 8)
-    assert estimate(cut, H100).compute < estimate(whole, H100).compute
-
-
 def shown(setting: Setting) -> float:
     """The share of a step that the messages of cp show."""
     time = estimate(setting, H100)
@@ -98,6 +81,7 @@ def test_in_a_node_the_messages_of_a_long_context_hide() -> None:
         assert shown(setting) <= 0.03, context
 
 
+@pytest.mark.in_turn(3, 1)
 def test_between_nodes_those_of_a_short_one_do_not_and_another_mesh_is_faster() -> None:
     """The 8B at 32k on cp=32, of which heads within the nodes leave a twentieth to show."""
     alone = of_8b(MeshShape(cp=32), ContextParallel(32), 32768, shard="optimizer")
@@ -124,6 +108,7 @@ def test_what_goes_back_is_sent_beside_the_turn_behind() -> None:
     assert H100.exposed(mesh, work, slow) == pytest.approx(6 * hop, rel=1e-3)
 
 
+@pytest.mark.in_turn(3, 1)
 def test_the_search_takes_cp_where_a_sequence_is_too_long_for_one(capsys: pytest.CaptureFixture[str]) -> None:
     best = fit(replace(of_8b(MeshShape(), WHOLE, 131072), microbatches=8), 8, H100)[0]
     overrides = best.overrides
@@ -137,6 +122,7 @@ def test_the_search_takes_cp_where_a_sequence_is_too_long_for_one(capsys: pytest
     assert again.context == best.setting.context and again.layout.mesh == best.setting.layout.mesh
 
 
+@pytest.mark.in_turn(3, 1)
 def test_short_sequences_are_not_split() -> None:
     best = fit(replace(of_8b(MeshShape(), WHOLE, 8192), microbatches=128, compiled=True), 8, H100)[0]
     assert best.overrides["mesh.cp"] == 1

@@ -514,36 +514,36 @@ OF_CONTEXT_OF_FOUR = [
 
 STATE, PEAK, SENT = "state", "peak", "sent"
 COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
-    ("states", 4, STATES, {STATE}, 4),
-    ("one", 1, OF_ONE, {PEAK}, 6),
-    ("two", 2, OF_TWO, {PEAK}, 6),
-    ("four", 4, OF_FOUR, {PEAK}, 6),
-    ("split-two", 2, SPLIT_OF_TWO, {PEAK}, 6),
-    ("split-four", 4, SPLIT_OF_FOUR, {PEAK}, 6),
-    ("bare-ends", 2, BARE_ENDS, {STATE, PEAK}, 6),
-    ("tuned-one", 1, TUNED_ONE, {PEAK}, 6),
-    ("tuned-two", 2, TUNED_TWO, {PEAK}, 6),
-    ("tuned-four", 4, TUNED_FOUR, {PEAK}, 6),
-    ("quantised-one", 1, QUANTISED, {STATE, PEAK}, 6),
-    ("quantised-two", 2, QUANTISED_TWO, {STATE, PEAK}, 6),
-    ("experts-one", 1, MIXTURES, {PEAK}, 4),
-    ("experts-two", 2, MIXTURES_OF_TWO, {PEAK}, 4),
-    ("experts-four", 4, MIXTURES_OF_FOUR, {PEAK}, 4),
-    ("parts-one", 1, EXTENDED[:1], {PEAK}, 4),
-    ("parts-two", 2, EXTENDED_OF_TWO[:2], {PEAK}, 4),
+    ("states", 4, STATES, {STATE}, 8),
+    ("one", 1, OF_ONE, {PEAK}, 12),
+    ("two", 2, OF_TWO, {PEAK}, 12),
+    ("four", 4, OF_FOUR, {PEAK}, 12),
+    ("split-two", 2, SPLIT_OF_TWO, {PEAK}, 12),
+    ("split-four", 4, SPLIT_OF_FOUR, {PEAK}, 12),
+    ("bare-ends", 2, BARE_ENDS, {STATE, PEAK}, 12),
+    ("tuned-one", 1, TUNED_ONE, {PEAK}, 12),
+    ("tuned-two", 2, TUNED_TWO, {PEAK}, 12),
+    ("tuned-four", 4, TUNED_FOUR, {PEAK}, 12),
+    ("quantised-one", 1, QUANTISED, {STATE, PEAK}, 12),
+    ("quantised-two", 2, QUANTISED_TWO, {STATE, PEAK}, 12),
+    ("experts-one", 1, MIXTURES, {PEAK}, 8),
+    ("experts-two", 2, MIXTURES_OF_TWO, {PEAK}, 8),
+    ("experts-four", 4, MIXTURES_OF_FOUR, {PEAK}, 8),
+    ("parts-one", 1, EXTENDED[:1], {PEAK}, 8),
+    ("parts-two", 2, EXTENDED_OF_TWO[:2], {PEAK}, 8),
     ("other parts-one", 1, EXTENDED[1:], {PEAK}, 0),
     ("other parts-two", 2, EXTENDED_OF_TWO[2:], {PEAK}, 0),
-    ("unheard of-one", 1, ODD, {PEAK}, 4),
-    ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 4),
-    ("further-one", 1, PREDICTING, {STATE, PEAK}, 6),
-    ("further-two", 2, PREDICTING_OF_TWO, {STATE, PEAK}, 6),
-    ("muon-one", 1, BY_MUON[:1], {STATE, PEAK}, 4),
-    ("muon-two", 2, BY_MUON[1:], {STATE, PEAK}, 4),
-    ("muon-four", 4, BY_MUON_OF_FOUR, {STATE, PEAK}, 4),
-    ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 4),
-    ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 4),
+    ("unheard of-one", 1, ODD, {PEAK}, 8),
+    ("unheard of-two", 2, ODD_OF_TWO, {PEAK}, 8),
+    ("further-one", 1, PREDICTING, {STATE, PEAK}, 12),
+    ("further-two", 2, PREDICTING_OF_TWO, {STATE, PEAK}, 12),
+    ("muon-one", 1, BY_MUON[:1], {STATE, PEAK}, 8),
+    ("muon-two", 2, BY_MUON[1:], {STATE, PEAK}, 8),
+    ("muon-four", 4, BY_MUON_OF_FOUR, {STATE, PEAK}, 8),
+    ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 8),
+    ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 8),
     *(
-        (f"{case.family}-{at % len(WAYS)}", case.mesh.world, [case], {STATE, PEAK}, (at + ROTATION) % STRIDE == 0)
+        (f"{case.family}-{at % len(WAYS)}", case.mesh.world, [case], {STATE, PEAK}, 2 * ((at + ROTATION) % STRIDE == 0))
         for at, case in enumerate(OF_FAMILIES)
     ),
 ]
@@ -609,7 +609,7 @@ def sent_by_update(cases: list[Case]) -> list[int]:
     return found
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("world", "cases"), [(2, BY_MUON[1:]), (4, BY_MUON_OF_FOUR)], ids=["two", "four"])
 def test_whole_matrices_travel_as_planned(pool: Pool, world: int, cases: list[Case]) -> None:
     """Of all ranks together; where replicas split states, at most so far, for a rank may work on what it owns."""

@@ -215,7 +215,7 @@ def rows_of(folder: Path, *overrides: str) -> int:
     return train.per_epoch
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_run_computes_what_plain_torch_computes(folder: Path, loss: str) -> None:
     """Losses, rewards, gradients and updates; pairs are packed but for ipo, a step has all of them. Transformers' norms
@@ -261,7 +261,7 @@ def one_process(pool: Pool, folder: Path, more: tuple[str, ...]) -> Result:
     return found
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize("tuning", ["all", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_compute_what_one_process_computes(pool: Pool, folder: Path, layout: str, tuning: str) -> None:
@@ -280,7 +280,7 @@ def test_layouts_compute_what_one_process_computes(pool: Pool, folder: Path, lay
 # -- resumed
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("more", [(), tuple(LORA)], ids=["all", "lora"])
 def test_a_run_that_goes_on_reads_its_reference(
     pool: Pool, folder: Path, tmp_path: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

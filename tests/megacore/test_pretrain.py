@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, RECIPE, VOCAB, fit, of, problems, trainer, write_corpus, write_recipe
+from engine import VOCAB, of, problems, trainer, write_corpus, write_recipe
 from PIL import Image
 from pool import Pool
 
@@ -39,7 +38,6 @@ from megacore.training.resume import Start
 from megacore.training.start import headline
 from megacore.training.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0625, 0, 0)
 
 
@@ -49,14 +47,6 @@ def recipe(tmp_path: Path) -> str:
 
 
 # -- before anything starts
-
-
-def test_a_good_recipe_is_read(recipe: str) -> None:
-    setup = check(recipe, ["mesh.tp=2"], 2, 2)
-    config, corpora = setup.config, setup.corpora
-    assert config.mesh.tp == 2 and setup.model == configure(config.model)
-    assert corpora.validation is not None and len(corpora.train.sample(0).tokens) == 9
-    assert setup.start.source is None
 
 
 def damaged(folder: Path) -> None:
@@ -203,11 +193,6 @@ def test_problems_end_the_program_with_status_2_and_nothing_is_written(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main([]) == 2
-    assert "usage" in capsys.readouterr().err
-
-
 # -- a run
 
 
@@ -262,15 +247,6 @@ def test_a_run_without_facts_and_evaluation_reports_what_there_is(
 def test_the_first_line_says_how_sequences_are_split(recipe: str, cp: int, overrides: list[str], said: str) -> None:
     setup = check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
     assert headline(setup.config, setup.model, MeshShape(cp=cp), "cpu").count(said) == 1
-
-
-def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, RECIPE | {"model": GPT2})
-    overrides = [f"out={tmp_path / 'run'}", "mesh.pp=2", "mesh.tp=2", "train.precision=bf16"]
-    assert pool.run(4, fit, recipe, overrides) == [5] * 4
-    out = tmp_path / "run"
-    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "loss.png", "metrics.jsonl"]
-    assert [r["step"] for r in metrics.read(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4, 5, 5]
 
 
 def different_kernels() -> str:
@@ -330,6 +306,7 @@ def test_the_peak_is_that_of_a_step_s_products(recipe: str, monkeypatch: pytest.
 # -- how a run ends
 
 
+@pytest.mark.in_turn(2, 0)
 def test_skipped_steps_are_in_the_progress_and_in_the_report(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,57 +388,3 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
         main.main([recipe, f"out={tmp_path / 'run'}"])
     assert ended.value.code == 130
     assert capfd.readouterr().err == "Interrupted again: ended at once, without a checkpoint.\n"
-
-
-@pytest.mark.in_turn(3, 2)
-@pytest.mark.slow
-def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
-    """Another launcher than ours; `test_start.py` has ours."""
-    out = tmp_path / "run"
-    process = torchrun(recipe, f"out={out}", "train.steps=100000")
-    try:
-        await_records(process, out, 3)
-        process.send_signal(signal.SIGTERM)
-        shown, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    records = metrics.read(out / "metrics.jsonl")
-    assert f"Done after step {records[-1]['step']} of 100000." in shown, errors
-    assert (out / "loss.png").is_file()
-
-
-@pytest.mark.in_turn(6, 4)
-@pytest.mark.slow
-def test_an_error_on_one_rank_ends_all_of_them_and_is_seen(recipe: str, tmp_path: Path) -> None:
-    """Nobody waits for a rank that is gone: W&B is asked for by rank 0 alone, and its import fails there."""
-    stand_in = tmp_path / "path" / "wandb"
-    stand_in.mkdir(parents=True)
-    (stand_in / "__init__.py").write_text("def init(**_):\n    raise RuntimeError('no such project')\n")
-    process = torchrun(recipe, f"out={tmp_path / 'run'}", "log.wandb=project", PYTHONPATH=str(stand_in.parent))
-    try:
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode != 0
-    assert "no such project" in errors
-
-
-def torchrun(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A run on tp=2 under torchrun."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
-    return subprocess.Popen(
-        [sys.executable, *command, *arguments, "mesh.tp=2"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def await_records(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
-    path = out / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("\n") < count:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)

@@ -68,7 +68,7 @@ def test_the_samples_are_those_of_runs_with_each_size(
     np.testing.assert_allclose(done, np.diff([0, *found.values("tokens")]))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("world", "overrides"), [(3, ["zero.shard=gradients"]), (4, ["mesh.pp=2", "batch.micro_size=2"])]
 )

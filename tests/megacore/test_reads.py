@@ -140,6 +140,7 @@ def goes_on(recipe: str, overrides: list[str]) -> tuple[set[str], set[str]]:
     return before, {*opened}
 
 
+@pytest.mark.in_turn(2, 1)
 def test_one_rank_checks_and_the_others_open_what_they_read(
     pool: Pool, recipe: str, source: Path, tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_one_rank_checks_and_the_others_open_what_they_read(
     assert len(place) < len(files) / 2 and all(opened and opened <= place for _, opened in ranks[1::2])
 
 
+@pytest.mark.in_turn(2, 0)
 def test_all_take_the_checkpoint_that_one_has_found_to_be_whole(
     pool: Pool, recipe: str, source: Path, tmp_path: Path
 ) -> None:

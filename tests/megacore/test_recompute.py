@@ -48,7 +48,7 @@ def run(recipe: str, overrides: list[str]) -> tuple[Result, int]:
         recompute.computed = computed
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("world", "model", "overrides"),
     [

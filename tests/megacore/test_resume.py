@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +21,6 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.config import Config
-from megacore.data.samples import Samples
 from megacore.inference.model_loader import model_from
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
@@ -33,7 +32,7 @@ from megacore.recipe import ConfigError, load
 from megacore.store.conversions.formats import open_folder
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
-from megacore.training import main, metrics
+from megacore.training import metrics
 from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.check import check
 from megacore.training.progress import Progress
@@ -57,7 +56,7 @@ def six(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- on the same layout, bitwise
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("world", "files", "overrides"),
     [
@@ -115,13 +114,6 @@ def test_it_goes_on_where_it_was_stopped(recipe: str, six: Path, tmp_path: Path)
     assert list(checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))) == [3, 6]
 
 
-def test_a_run_that_is_over_does_nothing(recipe: str, six: Path, tmp_path: Path) -> None:
-    made = trainer(recipe, [f"out={tmp_path}", "train.steps=6", f"checkpoint.resume={path_of(six, 6)}"])
-    before = weights(made)
-    assert made.fit() == 6
-    assert same(weights(made), before)
-
-
 # -- on another layout, to rounding
 
 BARE = ["pipeline.chunks=2", "pipeline.schedule=zb-interleaved", "pipeline.layers_per_stage=0,3,1,0"]
@@ -137,7 +129,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("world", "overrides"), LAYOUTS)
 def test_another_layout_goes_on_with_the_same_numbers(
     pool: Pool, recipe: str, six: Path, tmp_path: Path, world: int, overrides: list[str]
@@ -160,45 +152,6 @@ def test_another_layout_goes_on_with_the_same_numbers(
     engine.assert_near(back.weights, forth.weights, TOLERANCE)
 
 
-def saved_again(recipe: str, overrides: list[str]) -> None:
-    """What is loaded, as it is."""
-    saver = of(trainer(recipe, overrides), Checkpoints)._saver
-    saver.save(4, {})
-    saver.finish()
-
-
-@pytest.mark.in_turn(4, 0)
-def test_checkpoints_know_nothing_of_cp(pool: Pool, recipe: str, tmp_path: Path) -> None:
-    """The same files are written, to the byte; and from one of cp=2 a run goes on with cp=1, tp=2, dp=2."""
-    first, common = tmp_path / "first", ["data.within_documents=true", "train.steps=6", "checkpoint.every=3", *OFF]
-    balance = ["mesh.cp=2", "context.balance=documents", "zero.shard=optimizer"]
-    pool.run(2, train, recipe, [f"out={first}", *balance, *common])
-    start, files = f"checkpoint.resume={path_of(first, 3)}", list[dict[str, bytes]]()
-    for world, cp in ((1, []), (2, balance)):
-        out = tmp_path / f"again-{world}"
-        pool.run(world, saved_again, recipe, [f"out={out}", start, *common, *cp])
-        files.append({path.name: path.read_bytes() for path in path_of(out, 4).rglob("*") if path.is_file()})
-    assert files[0].keys() >= {"index.json"} and files[0] == files[1] and len(files[0]) == 3
-    ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / 'second'}", start, "mesh.tp=2", *common])
-    straight = metrics.curve(metrics.read(first / "metrics.jsonl"), "loss")
-    np.testing.assert_allclose(ranks[0].values("loss"), [loss for _, loss in straight[3:]], rtol=TOLERANCE)
-    for state in STATES:
-        ours, theirs = (engine.whole(path_of(out, 6), state) for out in (tmp_path / "second", first))
-        engine.assert_near(ours, theirs, TOLERANCE)
-
-
-@pytest.mark.in_turn(2, 1)
-def test_the_middle_of_the_second_epoch_goes_on_on_another_layout(pool: Pool, recipe: str, tmp_path: Path) -> None:
-    """Epochs of less than four steps, so that seven are in the second one, and thirteen in the fourth."""
-    common = ["batch.global_size=48", "batch.micro_size=4", "train.steps=13", "checkpoint.every=7", *OFF]
-    straight = train(recipe, [f"out={tmp_path / 'straight'}", *common])
-    start = f"checkpoint.resume={path_of(tmp_path / 'straight', 7)}"
-    epoch = trainer(recipe, [f"out={tmp_path / 'other'}", start, *common]).batches.source
-    assert isinstance(epoch, Samples) and 7 * 48 % epoch.per_epoch and 7 * 48 // epoch.per_epoch == 2
-    ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / 'run'}", start, "mesh.tp=2", *common])
-    np.testing.assert_allclose(ranks[0].values("loss"), straight.values("loss")[7:], rtol=TOLERANCE)
-
-
 # -- other batches, other precision, left out steps
 
 
@@ -216,6 +169,7 @@ def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path,
     assert tokens == [(4, 28 * LENGTH), (5, 32 * LENGTH)]
 
 
+@pytest.mark.in_turn(2, 0)
 def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: str, tmp_path: Path) -> None:
     common = ["train.steps=4", "checkpoint.every=2", *OFF]
     narrow, wide = tmp_path / "bf16", tmp_path / "fp32"
@@ -553,6 +507,7 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, si
     assert "is not a checkpoint of it" in problem
 
 
+@pytest.mark.in_turn(2, 0)
 def test_records_of_a_run_whose_checkpoints_are_not_found_are_kept(recipe: str, tmp_path: Path) -> None:
     often = [f"out={tmp_path}", "checkpoint.every=2", "checkpoint.resume=auto", *OFF]
     for number in (1, 2):
@@ -600,21 +555,6 @@ def test_progress_is_read_as_it_was_written() -> None:
 
 
 # -- the program
-
-
-def test_the_program_goes_on(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [recipe, f"out={tmp_path / 'run'}", "checkpoint.at_end=true", "checkpoint.resume=auto"]
-    assert main.main([*arguments, "train.steps=3", "schedule.name=constant"]) == 0
-    shown = capsys.readouterr().out
-    assert "the run starts afresh" in shown and f"checkpoint       {path_of(tmp_path / 'run', 3)}" in shown
-    (checkpoints.folder_of(tmp_path / "run") / ".step-00000004.doomed").mkdir()
-    assert main.main([*arguments, "train.steps=5", "schedule.name=constant"]) == 0
-    shown = capsys.readouterr().out
-    assert "Resuming after step 3 (192 tokens)" in shown and "train.steps is 5, and was 3" in shown
-    names = sorted(path.name for path in checkpoints.folder_of(tmp_path / "run").iterdir())
-    assert names == ["step-00000003", "step-00000005"]
-    assert [r["step"] for r in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in r] == [1, 2, 3, 4, 5]
-    assert asdict(load(tmp_path / "run" / "config.yaml"))["train"]["steps"] == 5
 
 
 def disagree(recipe: str, overrides: list[str], rank: int) -> str:

@@ -108,7 +108,7 @@ def one_process(pool: Pool, folder: Path) -> Result:
     return found
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_compute_what_one_process_computes(pool: Pool, scored: Path, layout: str) -> None:
     world, overrides = LAYOUTS[layout]

@@ -53,6 +53,7 @@ def test_the_export_is_what_the_converter_makes(tmp_path: Path, capsys: pytest.C
     assert str(AutoModelForCausalLM.from_pretrained(made).dtype) == "torch.bfloat16"
 
 
+@pytest.mark.in_turn(2, 1)
 def test_it_ends_texts_by_the_token_that_ended_them_in_the_corpus(tmp_path: Path) -> None:
     """Also where the run went on in between, and of a model that came with one of its own by that."""
     from transformers import AutoConfig, GenerationConfig
@@ -73,6 +74,7 @@ def test_it_ends_texts_by_the_token_that_ended_them_in_the_corpus(tmp_path: Path
     assert (made.bos_token_id, made.eos_token_id) == (None, 7)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_the_dtype_is_that_of_the_run_and_not_of_its_start(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
@@ -175,6 +177,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield made
 
 
+@pytest.mark.in_turn(2, 0)
 def test_an_export_is_uploaded_with_its_card(hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     made = tmp_path / "hf"
     given = [recipe_of(tmp_path), f"out={tmp_path / 'run'}", f"checkpoint.export={made}", "checkpoint.push=own/new"]

@@ -158,6 +158,7 @@ def test_who_has_lost_the_folder_ends(tmp_path: Path) -> None:
 # -- runs
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_second_run_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def refused(recipe: str, overrides: list[str]) -> str:
     return str(error.value)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_all_ranks_know_that_it_is_held(pool: Pool, tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
     with RunLock.take(out):

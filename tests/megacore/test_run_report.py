@@ -37,6 +37,7 @@ def run(folder: Path, steps: int, lr: float) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_page_has_all_that_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = {name: run(tmp_path / name, steps, lr) for name, steps, lr in (("a", 5000, 0.125), ("b", 230, 0.25))}
     assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
@@ -115,6 +116,7 @@ def test_memory_is_that_of_the_plan_and_what_was_measured() -> None:
     assert measured == 512 and "resident" in rows[-1][1] and "backward" in rows[-2][1]
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_running_mean_is_that_of_the_records_so_far(tmp_path: Path) -> None:
     run(tmp_path / "a", 120, 0.125)
     assert main([str(tmp_path / "a"), "--to", str(tmp_path / "r.html")]) == 0

@@ -17,11 +17,11 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import GPT2, RECIPE, fit, in_steps, of, path_of, same, train, trainer, write_recipe
+from engine import fit, in_steps, of, path_of, same, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.parallel.weights.layout import Layout, MeshShape
+from megacore.parallel.weights.layout import MeshShape
 from megacore.recipe import ConfigError
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files import publish
@@ -31,7 +31,6 @@ from megacore.tools import reshard
 from megacore.training import main, save
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.callbacks.checkpoints import Checkpoints
-from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.check import check
 from megacore.training.save import SaveError, Saver
 from megacore.training.trainer import Trainer
@@ -127,6 +126,7 @@ def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
     return sorted(each.state for each in snapshots.written), sorted(held)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "checkpoint.at_end=true", *QUIET]
     ranks = pool.run(4, shares, recipe, overrides)
@@ -141,7 +141,7 @@ def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str
         checkpoint.fingerprints(state)  # replicated pieces agree
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "overrides",
     [["mesh.dp=4"], ["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"], ["mesh.tp=2", "zero.shard=parameters"]],
@@ -162,19 +162,6 @@ def test_every_rank_writes_its_part_of_a_large_model(
     for each, name in ((plain, "plain"), (checkpoint, "parts")):
         assert reshard.main([str(each.path), str(tmp_path / name), "--tp", "4"]) == 0
     engine.assert_same_files(tmp_path / "plain", tmp_path / "parts", 4 * 4)
-
-
-def test_later_saves_do_not_go_through_the_layout_again(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = saver_of(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]))
-    saver.save(1, {"step": 1})
-    saver.finish()
-    monkeypatch.setattr(Layout, "shards", None)
-    saver.save(2, {"step": 2})
-    saver.finish()
-    monkeypatch.undo()
-    assert saved(tmp_path / "run") == [1, 2]
 
 
 def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
@@ -198,6 +185,7 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
     assert snapshot.write(tmp_path) and did == [device, "waited"] and snapshot.copied_s == 1.5
 
 
+@pytest.mark.in_turn(2, 0)
 def test_when_it_saves(recipe: str, tmp_path: Path) -> None:
     def steps(name: str, *overrides: str) -> list[int]:
         train(recipe, [f"out={tmp_path / name}", "train.steps=7", *QUIET, *overrides])
@@ -281,13 +269,6 @@ def test_a_second_save_waits_for_the_first(recipe: str, tmp_path: Path, slow: Sl
     assert saved(tmp_path / "run") == [1, 2]
 
 
-def test_a_last_step_that_is_one_of_the_interval_is_saved_once(recipe: str, tmp_path: Path, slow: Slow) -> None:
-    slow.go.set()
-    overrides = ["train.steps=4", "checkpoint.every=2", "checkpoint.at_end=true", *QUIET]
-    train(recipe, [f"out={tmp_path / 'run'}", *overrides])
-    assert slow.begun == 2 and saved(tmp_path / "run") == [2, 4]
-
-
 # -- errors
 
 
@@ -316,6 +297,7 @@ def fails(recipe: str, overrides: list[str], rank: int) -> tuple[str, int]:
     return str(error.value), len(seen)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_without_patience_an_error_ends_all_ranks_after_the_next_step(pool: Pool, recipe: str, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "checkpoint.every=2", *QUIET]
     for message, begun in pool.run(4, fails, recipe, overrides, 3):
@@ -344,6 +326,7 @@ def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) 
         return made.fit(), told
 
 
+@pytest.mark.in_turn(3, 0)
 def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
     pool: Pool, recipe: str, tmp_path: Path
 ) -> None:
@@ -401,6 +384,7 @@ def test_patience_ends(recipe: str, tmp_path: Path) -> None:
     assert len(begun) == 5
 
 
+@pytest.mark.in_turn(2, 0)
 def test_who_ends_a_run_that_cannot_be_saved_does_not_wait(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=100", *QUIET])
     in_steps(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
@@ -444,6 +428,7 @@ def test_what_cannot_be_removed_is_told_and_the_save_counts(
     assert saved(tmp_path / "run") == [5] and "could not be removed: not yours" in capfd.readouterr().err
 
 
+@pytest.mark.in_turn(2, 1)
 def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     recipe, run = write_recipe(tmp_path / "recipe"), tmp_path / "run"
@@ -466,6 +451,7 @@ def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from
     assert (tmp_path / "copies" / name).read_text() == '{"temperature": 0.5}'
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_checkpoint_may_go_once_a_run_has_begun_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run's, which removes it before this one has saved; who joins this run later starts from its newest."""
     recipe, other = write_recipe(tmp_path), tmp_path / "other"
@@ -549,26 +535,13 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
 # -- signals
 
 
-def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe: str, tmp_path: Path) -> None:
-    made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=1000", "evaluate.every=3", "train.precision=fp32"])
-    in_steps(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
-    evaluation = of(made, Evaluation)
-    evaluate = evaluation.losses
-
-    def seen(run: Trainer) -> list[float]:
-        assert saved(tmp_path) == [3]
-        return evaluate(run)
-
-    evaluation.losses = seen  # type: ignore[method-assign]
-    assert made.fit() == 3
-
-
 def signalled(recipe: str, overrides: list[str], number: int, rank: int, step: int) -> int:
     made = trainer(recipe, overrides)
     in_steps(made, lambda now: os.kill(os.getpid(), number) if now == step and made.mesh.rank == rank else None)
     return made.fit()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("number", "last"), [(signal.SIGUSR1, 5), (signal.SIGTERM, 3), (signal.SIGINT, 3)], ids=["usr1", "term", "int"]
 )
@@ -582,18 +555,10 @@ def test_a_signal_to_one_rank_saves_after_its_step(
     assert json.loads((path_of(out, 3) / "trainer.json").read_text())["step"] == 3
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_signal_saves_nothing_where_checkpoints_are_off_but_when_asked_to(recipe: str, tmp_path: Path) -> None:
     off = ["checkpoint.every=0", *QUIET]
     assert signalled(recipe, [f"out={tmp_path / 'a'}", *off], signal.SIGTERM, 0, 3) == 3
     assert saved(tmp_path / "a") == []
     assert signalled(recipe, [f"out={tmp_path / 'b'}", *off], signal.SIGUSR1, 0, 3) == 5
     assert saved(tmp_path / "b") == [3]
-
-
-def test_tied_tables_on_both_ends_of_the_pipeline(pool: Pool, tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, RECIPE | {"model": GPT2})
-    pool.run(2, train, path, [f"out={tmp_path / 'run'}", "mesh.pp=2", "checkpoint.at_end=true"])
-    checkpoint = opened(tmp_path / "run", 5)
-    places = [stored.where for stored in checkpoint.stored() if "vocab" in stored.pattern.axes]
-    assert places == ["pp0-ep0-tp0", "pp1-ep0-tp0"]
-    checkpoint.fingerprints("exp_avg")

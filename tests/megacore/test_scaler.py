@@ -162,7 +162,7 @@ def with_overflow(recipe: str, overrides: list[str], rank: int, steps: set[int])
     return Seen((place.pp, place.tp), last, engine.result(made, last).records, moved, before)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(
     ("mesh", "rank", "world"),
     [
@@ -201,19 +201,11 @@ def test_a_gradient_that_is_never_finite_stops_at_the_smallest_scale(recipe: str
     assert same(weights(made), start)
 
 
-def test_a_loss_that_is_not_finite_stops_whatever_the_scale(recipe: str) -> None:
-    made = trainer(recipe, [*FP16, STOP])
-    with torch.no_grad():
-        next(iter(made.model.parameters.values())).fill_(torch.inf)
-    with pytest.raises(NonFinite, match=r"step 1, .*the loss is not finite on rank 0"):
-        made.fit()
-
-
 def losses(recipe: str, folder: Path, *overrides: str) -> Result:
     return train(recipe, [f"out={folder}", "train.steps=30", "evaluate.every=0", *overrides])
 
 
-@pytest.mark.in_turn(3, 1)
+@pytest.mark.in_turn(6, 4)
 def test_fp16_trains_as_fp32_does(recipe: str, tmp_path: Path) -> None:
     wide = losses(recipe, tmp_path / "fp32", "train.precision=fp32")
     half = losses(recipe, tmp_path / "fp16", "train.precision=fp16")
@@ -225,6 +217,7 @@ def test_fp16_trains_as_fp32_does(recipe: str, tmp_path: Path) -> None:
     assert set(half.values("loss_scale")) == {2.0**16} and not wide.values("loss_scale")
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_scale_changes_nothing_but_what_would_have_vanished(recipe: str) -> None:
     """Gradients are scaled, and the norm, the clipping and the update do not see it."""
 

@@ -120,16 +120,6 @@ def test_a_resume_in_the_middle_is_the_whole_run(recipe: str, whole: tuple[Path,
         assert trainer_json(tmp_path / name, 6)["skipped_samples"] == [[3, 5], [16, 24], [30, 31]]
 
 
-def test_a_range_from_where_the_run_stands_is_as_if_it_had_been_there(recipe: str, tmp_path: Path) -> None:
-    late = "recovery.skip_samples=[24-40]"
-    once = train(recipe, [f"out={tmp_path / 'once'}", late, *EVERY])
-    plain = train(recipe, [f"out={tmp_path / 'plain'}", *EVERY])
-    assert "skipped_samples" not in trainer_json(tmp_path / "plain", 6)
-    start = f"checkpoint.resume={path_of(tmp_path / 'plain', 3)}"
-    then = train(recipe, [f"out={tmp_path / 'then'}", start, late, *EVERY])
-    assert same(then.weights, once.weights) and not same(then.weights, plain.weights)
-
-
 def test_what_was_trained_on_cannot_be_left_out(recipe: str, whole: tuple[Path, Result]) -> None:
     start = f"checkpoint.resume={path_of(whole[0], 3)}"
     (problem,) = problems(recipe, start, "recovery.skip_samples=[14-33]", "train.steps=6")

@@ -32,7 +32,7 @@ from megacore.training import main
 LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
 
-@pytest.mark.in_turn(4, 3)
+@pytest.mark.in_turn(12, 10)
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are found as Linux lists them")
 def test_a_run_is_closed_to_others_and_says_where_its_ranks_stand(tmp_path: Path) -> None:
     """As launch/pretrain.sh starts it, in a folder from a stranger."""
@@ -115,6 +115,7 @@ def waits_in_vain(backward: bool) -> RankOutcome | None:
     return None
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_wait_in_vain_is_known_as_such(pool: Pool, backward: bool) -> None:
     first, other, waited, _ = pool.run(4, waits_in_vain, backward)

@@ -271,7 +271,7 @@ def test_a_state_of_another_stream_is_refused(folder: Path, state: dict[str, Any
         streamed(texts_of(folder)).resume(**state)
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(4, 0)
 def test_a_slow_process_is_waited_for_and_one_that_dies_is_told(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "z.jsonl").write_text(lines(3, 1).replace('""', '"one"') + "{\n")
     damaged = streamed(replace(texts_of(folder), files=(tmp_path / "z.jsonl",)))
@@ -301,7 +301,7 @@ def run(recipe: Path, overrides: Sequence[str]) -> Result:
         return engine.train(str(recipe), overrides)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(2, 0)
 def test_a_run_goes_on_with_its_streams_on_another_layout(folder: Path, tmp_path: Path, pool: Pool) -> None:
     """In a blend with a token file, like one process that is not interrupted; and it exports the token that ends."""
     blend: list[dict[str, Any]] = [

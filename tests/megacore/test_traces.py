@@ -37,7 +37,7 @@ def run_of_skewed_clocks(recipe: str, out: str, every: int) -> engine.Result:
         return engine.train(recipe, [f"out={out}", *LAYOUT, f"log.trace={every}", "log.every=3", "train.steps=4"])
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(4, 1)
 def test_a_run_is_recorded_and_unchanged(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """Steps 2 and 4 of 4, the last of which is recorded when the run ends."""
     outs = {every: str(tmp_path / f"{every}") for every in (0, 2)}

@@ -40,19 +40,16 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
 LEAN = ["memory.offload_activations=true", "memory.loss_chunk=3"]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
         pytest.param(1, ["batch.micro_size=4"], id="one-larger-microbatches"),
         pytest.param(2, [], id="dp2"),
         pytest.param(3, ["batch.micro_size=2"], id="dp3-uneven"),
-        pytest.param(4, ["mesh.tp=2", "batch.micro_size=2"], id="tp2-dp2"),
-        pytest.param(4, ["mesh.tp=2", "mesh.pp=2"], id="tp2-pp2"),
         pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"], id="cp2-tp2"),
         pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "context.exchange=heads"], id="cp2-pp2-heads"),
         pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
-        pytest.param(4, ["mesh.cp=2"], id="cp2-dp2"),
         pytest.param(2, ["mesh.tp=2", "memory.recompute=selective", *LEAN], id="tp2-selective"),
         pytest.param(2, ["mesh.tp=2", "memory.recompute=full", *LEAN], id="tp2-full"),
     ],
@@ -79,16 +76,6 @@ def test_the_loss_is_of_other_data_in_every_step_and_validation_of_none_of_it(re
     assert len(seen) == 5 * 8
     held_out = {bytes(b.tokens) for b in of(made, Evaluation)._held_out.microbatches(0)}
     assert held_out and not held_out & seen
-
-
-def test_documents_are_kept_apart_when_asked(recipe: str) -> None:
-    made = trainer(recipe, ["data.within_documents=true"])
-    apart = made.upload(made.batches.microbatches(0), 1)
-    assert all(batch.documents is not None for batch in apart)
-    made = trainer(recipe, [])
-    joined = made.upload(made.batches.microbatches(0), 1)
-    assert all(batch.documents is None for batch in joined)
-    assert all(a.tokens.equal(b.tokens) for a, b in zip(apart, joined, strict=True))
 
 
 # -- non-finite numbers
@@ -174,26 +161,6 @@ def test_a_loss_alone_does_not_update_either(recipe: str) -> None:
     with pytest.raises(NonFinite, match=r"step 1, .*rank 0"):
         made.fit()
     assert same(weights(made), start)
-
-
-def skip(recipe: str, overrides: list[str], steps: set[int]) -> Result:
-    made = trainer(recipe, overrides, log=True)
-    if made.mesh.rank == 0:
-        engine.scale_losses(made, dict.fromkeys(steps, torch.nan))
-    return engine.result(made, made.fit())
-
-
-def test_skipping_goes_on_and_counts(pool: Pool, recipe: str, tmp_path: Path) -> None:
-    overrides = [f"out={tmp_path / 'run'}", "optimizer.non_finite=skip"]
-    for result in pool.run(2, skip, recipe, overrides, {2, 3}):
-        assert result.last == 5
-        assert all(np.isfinite(value).all() for value in result.weights.values())
-        if result.records:
-            records = [record for record in result.records if "loss" in record]
-            assert [record["skipped_steps"] for record in records] == [0, 1, 2, 2, 2]
-            # JSON has no NaN.
-            assert [record["loss"] is None for record in records] == [False, True, True, False, False]
-            assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def stats_of(loss: float, overflow: bool = False) -> Stats:
@@ -299,21 +266,6 @@ def loss_of(made: engine.Trainer, batch: Sequence[Batch], seed: int) -> float:
     return made.train_step.backward(made.upload(batch, seed), made.enter).loss.item()
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize(
-    ("world", "overrides"),
-    [(1, []), (4, ["mesh.tp=2", "mesh.pp=2"]), (2, ["mesh.cp=2"])],
-    ids=["one", "tp2-pp2", "cp2"],
-)
-def test_dropout_repeats_bitwise_on_one_layout(
-    pool: Pool, dropout: str, tmp_path: Path, world: int, overrides: list[str]
-) -> None:
-    runs = [pool.run(world, train, dropout, [f"out={tmp_path / name}", *overrides]) for name in "ab"]
-    assert runs[0][0].values("loss") == runs[1][0].values("loss")
-    for first, second in zip(*runs, strict=True):
-        assert same(first.weights, second.weights)
-
-
 def test_masks_differ_between_steps_microbatches_and_ranks(pool: Pool, dropout: str) -> None:
     first, second, again = losses_of_one_batch(dropout, [], [1, 2, 1])
     assert first == again != second
@@ -393,7 +345,7 @@ def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
 # -- precision
 
 
-@pytest.mark.in_turn(6, 0)
+@pytest.mark.in_turn(6, 1)
 def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
     common = ["train.steps=20", "evaluate.every=0", "model.hidden_size=32", "optimizer.lr=3e-3"]
     common += ["model.initializer_range=0.05"]
@@ -409,18 +361,6 @@ def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(master, wide, rtol=0.003)
     np.testing.assert_allclose(pure, wide, rtol=0.02)
     assert np.abs(pure - wide).mean() > np.abs(master - wide).mean() > 0
-
-
-def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
-    made = trainer(recipe, ["train.precision=bf16", "train.steps=3"])
-    assert {part.gradient.dtype for part in made.train_step.gradients.parts} == {torch.float32}
-    made.fit()
-    for target in device_store(made.train_step.optimizer).targets:
-        assert target.tensor.dtype == torch.float32 and target.part.data.dtype == torch.bfloat16
-        assert torch.equal(target.tensor.to(torch.bfloat16), target.part.data)
-    assert any(not torch.equal(t.tensor, t.part.data.float()) for t in device_store(made.train_step.optimizer).targets)
-    pure = trainer(recipe, ["train.precision=bf16", "optimizer.master_weights=false"])
-    assert {target.tensor.dtype for target in device_store(pure.train_step.optimizer).targets} == {torch.bfloat16}
 
 
 # -- memory
@@ -462,16 +402,17 @@ def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: p
 # -- compiled blocks
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12, 0)
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     path = write_recipe(tmp_path, RECIPE | {"model": LLAMA | {"num_hidden_layers": 2}})
-    common = ["train.steps=3", "mesh.tp=2"]
+    common = ["train.steps=2", "schedule.warmup_steps=1", "mesh.tp=2", "evaluate.every=0"]
     plain, fast = (
         pool.run(2, train, path, [f"out={tmp_path / compiled}", f"train.compile={compiled}", *common])[0]
         for compiled in ("false", "true")
     )
-    for key in ("loss", "grad_norm", "validation_loss"):
+    for key in ("loss", "grad_norm"):
+        assert len(fast.values(key)) == 2
         np.testing.assert_allclose(fast.values(key), plain.values(key), rtol=TOLERANCE, err_msg=key)
 
 
@@ -488,13 +429,3 @@ def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatc
     made = trainer(recipe, ["train.compile=true"])
     assert compiled == [block for chunk in made.model.chunks for block in chunk.layers.values()]
     assert len(compiled) == 4
-
-
-def test_a_microbatch_is_the_samples_as_one_row(recipe: str) -> None:
-    made = trainer(recipe, [])
-    sample = made.batches.source.sample(0)
-    batch = made.upload(made.batches.microbatches(0), 1)[0]
-    assert batch.tokens.tolist() == sample.tokens[:-1].tolist()
-    assert batch.labels.tolist() == sample.tokens[1:].tolist()
-    assert batch.positions.tolist() == list(range(8))
-    assert batch.activation == (8, 16)

@@ -77,6 +77,7 @@ def test_ranks_that_are_killed_go_on_from_what_was_saved(tmp_path: Path, capfd: 
     assert told.count("->") == 2, "what the others had of it is no news"
 
 
+@pytest.mark.in_turn(2, 1)
 def test_restarts_in_vain_are_counted_and_those_between_steps_are_not(tmp_path: Path) -> None:
     assert launch(tmp_path, 2, ["6", "0", *(f"{step}:1:kill" for step in range(1, 7))]) == exits.DONE
     assert len(befell(tmp_path)) == 6
@@ -140,7 +141,7 @@ def test_a_file_asks_a_node_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert launch(tmp_path, 2, ["500", "0.02"]) == 143 and not file.exists()
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 3)
 def test_after_ten_restarts_nothing_has_grown(tmp_path: Path) -> None:
     """Counted in each restart, before the ranks are there."""
     others = set(multiprocessing.active_children())  # the pool that other tests of this process have left running
@@ -176,6 +177,7 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.in_turn(4, 3)
 def test_nobody_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     before = children()
     process = started(tmp_path, "2", "3000", "0.02")
@@ -185,27 +187,3 @@ def test_nobody_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     process.wait()
     until(lambda: not own & children(), 20)
     assert len(own) >= 2
-
-
-@pytest.mark.in_turn(2, 0)
-def test_a_launcher_that_stands_still_loses_nothing(tmp_path: Path) -> None:
-    process = started(tmp_path, "2", "60", "0.02")
-    until(lambda: "step 3" in notes(tmp_path))
-    process.send_signal(signal.SIGSTOP)
-    until(lambda: "step 60" in notes(tmp_path))
-    time.sleep(2)
-    process.send_signal(signal.SIGCONT)
-    assert process.wait(30) == exits.DONE and not befell(tmp_path)
-
-
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_signal_in_the_first_moment_ends_no_launch(tmp_path: Path, number: int) -> None:
-    """As soon as Python runs the command; before that nobody can."""
-    script = f"import os, tools.main, importlib; importlib.import_module = lambda name: os.kill(os.getpid(), {number})"
-    script += "; import sys; sys.argv = ['megacore', 'train']; tools.main.COMMANDS['train']\ntry: tools.main.main()\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{script}except AttributeError: print('lives')"],
-        cwd=HERE.parents[1], capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.stdout == "lives\n", done.stderr

@@ -50,7 +50,7 @@ def torchrun(root: Path, *arguments: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.in_turn(6, 1)
+@pytest.mark.in_turn(12, 2)
 @pytest.mark.slow
 def test_torchrun_starts_a_run_again_and_it_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
@@ -63,7 +63,7 @@ def test_torchrun_starts_a_run_again_and_it_ends_as_if_nothing_had_happened(pool
     assert tensors(out) and tensors(out) == tensors(undisturbed)
 
 
-@pytest.mark.in_turn(3, 2)
+@pytest.mark.in_turn(12, 5)
 @pytest.mark.slow
 def test_without_the_room_of_recovery_a_run_trains_to_the_same_bytes(pool: Pool, tmp_path: Path) -> None:
     """Its folder is deleted, and torchrun starts the ranks."""
@@ -88,6 +88,7 @@ class Names(Callback):
         self.all = [type(each).__name__ for each in run.callbacks]
 
 
+@pytest.mark.in_turn(2, 1)
 def test_from_python_a_run_is_protected_too(tmp_path: Path) -> None:
     names = Names()
     assert megacore.train(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", "train.steps=3"], [names]).step == 3

@@ -137,20 +137,6 @@ def test_each_field_is_one_of_the_api(name: str, schema: Schema) -> None:
     assert problems(manifest(name), schema) == []
 
 
-def test_what_is_wrong_with_a_manifest_is_found() -> None:
-    wrong = manifest("jobset.yaml")
-    wrong["spec"]["failurePolicy"]["rules"][0]["action"] = "Restart"
-    wrong["spec"]["network"]["subDomain"] = wrong["spec"]["network"].pop("subdomain")
-    del wrong["metadata"]["name"]
-    wrong["spec"]["failurePolicy"]["maxRestarts"] = "10"
-    assert problems(wrong, JOB_SET) == [
-        ".metadata.name is missing",
-        ".spec.network.subDomain is no field",
-        ".spec.failurePolicy.maxRestarts is '10'",
-        ".spec.failurePolicy.rules[0].action is 'Restart'",
-    ]
-
-
 def verdict(name: str, status: int, condition: str | None = None) -> str:
     """Return what a JobSet does after a pod of its first job has ended, as Kubernetes and its controller follow the
     first rule."""

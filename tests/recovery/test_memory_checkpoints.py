@@ -161,7 +161,7 @@ def test_a_checkpoint_is_whole_if_the_machines_have_all_of_it_between_them() -> 
     assert partners.whole(told) == [(6, [told[0][1], told[1][0]]), (3, [told[0][0], None])]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("layout", ["mesh.dp=4 zero.shard=optimizer", "mesh.pp=2 mesh.dp=2"])
 def test_a_machine_that_is_lost_takes_nothing_along(layout: str, pool: Pool, recipe: str, tmp_path: Path) -> None:
     """Its files are at its partner; a new machine in its place is brought what it lacks."""
@@ -181,6 +181,7 @@ def live_in_shares(*arguments: Any) -> Told:
         return live(*arguments)
 
 
+@pytest.mark.in_turn(4, 2)
 def test_machines_read_what_they_have(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """Of four machines two have each file: these read it for all, and what is brought is what lies across two files."""
     run = [f"out={tmp_path / 'run'}", "mesh.dp=4"]
@@ -200,6 +201,7 @@ def files(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*.safetensors")}
 
 
+@pytest.mark.in_turn(2, 1)
 def test_a_machine_without_room_for_the_rest_goes_on_from_the_disk(pool: Pool, recipe: str, tmp_path: Path) -> None:
     run = [f"out={tmp_path / 'run'}", "mesh.dp=2"]
     pool.run(2, live, recipe, [*run, "checkpoint.every=2"], tmp_path, 3, True, 1)
@@ -212,6 +214,7 @@ def live_without_room(*arguments: Any) -> Told:
         return live(*arguments)
 
 
+@pytest.mark.in_turn(2, 1)
 def test_fewer_machines_go_on_after_a_loss(pool: Pool, recipe: str, tmp_path: Path) -> None:
     run = [f"out={tmp_path / 'run'}"]
     pool.run(2, live_in_shares, recipe, [*run, "mesh.dp=2"], tmp_path, 3, True, 1)
@@ -224,6 +227,7 @@ def test_fewer_machines_go_on_after_a_loss(pool: Pool, recipe: str, tmp_path: Pa
 # -- what is damaged, and what is another's
 
 
+@pytest.mark.in_turn(4, 3)
 def test_a_damaged_one_is_passed_over_for_the_one_before_and_then_for_the_disk(
     pool: Pool, recipe: str, tmp_path: Path
 ) -> None:
@@ -247,6 +251,7 @@ def flip(folder: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.in_turn(2, 0)
 def test_a_run_that_begins_anew_does_not_go_on_from_another_s(recipe: str, tmp_path: Path) -> None:
     run = [f"out={tmp_path / 'run'}"]
     live(recipe, run, tmp_path, 3, True)

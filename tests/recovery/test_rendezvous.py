@@ -83,7 +83,7 @@ def launchers(tmp_path: Path) -> Iterator[Callable[..., Launchers]]:
         each.wait()
 
 
-@pytest.mark.in_turn(8, 3)
+@pytest.mark.in_turn(12, 8)
 def test_a_rank_and_nodes_are_killed_and_started_again(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     """A rank of the second node, that node, then the one that the others meet at; launchers that stand still meanwhile
     lose nothing."""
@@ -109,7 +109,7 @@ def test_a_rank_and_nodes_are_killed_and_started_again(launchers: Callable[..., 
     assert run.starts == ["world=2"] * 4
 
 
-@pytest.mark.in_turn(4, 3)
+@pytest.mark.in_turn(12, 6)
 def test_nodes_come_die_and_leave(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     run = launchers("1:2", LONG)
     first = run.start(0)
@@ -137,7 +137,7 @@ def test_nodes_come_die_and_leave(launchers: Callable[..., Launchers], tmp_path:
     assert kinds == ["node_joins", "node_leaves", "node_joins", "lost_contact"]
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 3)
 def test_nodes_with_another_secret_are_told_so(launchers: Callable[..., Launchers], tmp_path: Path) -> None:
     run = launchers("2", LONG)
     first = run.start(0, MEGACORE_SECRET="ours")

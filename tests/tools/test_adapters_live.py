@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,9 +32,7 @@ from megacore.models.registry import FAMILIES
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
 from megacore.store.conversions.formats import open_model
-from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
-from megacore.store.weight_folders import loader as loading
 from megacore.tools import evaluate as evaluating
 from megacore.tools import generate as generating
 
@@ -135,7 +132,7 @@ def assert_said(found: Said, wanted: Said, tolerance: float) -> None:
 # -- what the merged model says
 
 
-@pytest.mark.in_turn(15)
+@pytest.mark.in_turn(20)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", LORAS)
 def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: Path, not_durable: None) -> None:
@@ -151,30 +148,7 @@ def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: 
     assert plain.tokens != live.tokens
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    [
-        ("llama", MeshShape(tp=2)),
-        ("llama", MeshShape(tp=4)),  # two ranks share a kv head
-        ("llama", MeshShape(tp=2, pp=2)),
-        ("llama", MeshShape(tp=2, dp=2)),
-        ("gpt2", MeshShape(pp=2)),
-        ("gpt2", MeshShape(tp=2, pp=2)),
-    ],
-    ids=["llama-tp2", "llama-tp4", "llama-tp2-pp2", "llama-tp2-dp2", "gpt2-pp2", "gpt2-tp2-pp2"],
-)
-def test_every_layout_says_the_same(
-    family: str, shape: MeshShape, tmp_path: Path, pool: Pool, not_durable: None
-) -> None:
-    made = make(tmp_path, family)
-    merged, live = ours(made.merged), pool.run(shape.world, ours, made.adapters, None, shape)
-    for found in live:
-        assert_said(found, merged, 1e-9)
-    assert sum(found.logits is not None for found in live) == shape.world // shape.pp
-    assert all(bool(found.tokens[0]) == (shape.dp == 1) for found in live)
-
-
+@pytest.mark.in_turn(2, 1)
 def test_the_base_may_lie_anywhere_and_in_any_layout(llama: Folders, tmp_path: Path, pool: Pool) -> None:
     """A checkpoint whose stages are of other layers than those of the adapters; the mesh takes them."""
     checkpoint = converted(llama.base, tmp_path / "checkpoint", "--tp", "2", "--pp", "2", "--layers-per-stage", "1,2")
@@ -231,6 +205,7 @@ def refused(capsys: Capture, *arguments: object) -> str:
     return said.pop()
 
 
+@pytest.mark.in_turn(2, 0)
 def test_the_commands_compute_them_with_the_text_of_the_base(chat: Folders, tmp_path: Path, capsys: Capture) -> None:
     """Its tokenizer, chat template and stops."""
     asked = ["--chat", "--prompt", "a?", "--max-new-tokens", 9]
@@ -276,37 +251,7 @@ def test_another_base_is_refused_with_both_fingerprints(chat: Folders, tmp_path:
         assert f"{chat.base} ({fingerprint(chat.adapters)})" in said
 
 
-def opened_with_another(adapters: Path, base: Path, shape: MeshShape) -> str:
-    with pytest.raises(StoreError) as error:
-        model_loader.model_from(open_model(adapters, base), Mesh.create(shape))
-    return str(error.value)
-
-
-def test_all_ranks_refuse_another_base(llama: Folders, tmp_path: Path, pool: Pool) -> None:
-    other = in_dtype(save("llama", tmp_path / "other", seed=1), torch.float64)
-    (said,) = {*pool.run(2, opened_with_another, llama.adapters, other, MeshShape(tp=2))}
-    assert "are not those that the adapters were trained on" in said
-
-
-def read_in_part(folder: Path, failing: int) -> str:
-    """What is said where one rank cannot read its part."""
-
-    def broken(*_: object) -> Any:
-        raise StoreError("the disk is broken")
-
-    mesh = Mesh.create(MeshShape(pp=2))
-    reading = broken if mesh.rank == failing else loading.assemble
-    with mock.patch.object(loading, "assemble", reading), pytest.raises(StoreError) as error:
-        model_loader.model_from(open_model(folder), mesh)
-    return str(error.value)
-
-
-def test_all_ranks_know_that_one_cannot_read(llama: Folders, pool: Pool) -> None:
-    (said,) = {*pool.run(2, read_in_part, llama.base, 1)}
-    assert said.startswith("rank 1 (") and said.endswith("): the disk is broken")
-
-
-@pytest.mark.in_turn(4, 3)
+@pytest.mark.in_turn(12, 11)
 @pytest.mark.slow
 def test_processes_of_the_command_end_in_order(chat: Folders, tmp_path: Path) -> None:
     """What they find when they are live is said once, and none of them aborts."""

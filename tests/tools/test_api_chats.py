@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
+
 from megacore.launch import api_chats
 
 FACTS = cache(api_chats.facts)
@@ -32,6 +34,7 @@ def turns(lines: list[str]) -> dict[str, str]:
     return dict(found)
 
 
+@pytest.mark.in_turn(3, 1)
 def test_the_same_facts_asked_in_other_ways(tmp_path: Path) -> None:
     made = make(tmp_path, "--facts", "50")
     trained, kept_back = turns(made["train.jsonl"]), turns(made["validation.jsonl"])
@@ -45,6 +48,7 @@ def test_the_same_facts_asked_in_other_ways(tmp_path: Path) -> None:
     assert any(len(json.loads(line)["messages"]) > 2 for line in made["train.jsonl"])
 
 
+@pytest.mark.in_turn(3, 0)
 def test_pairs_prefer_the_answer_to_that_of_another_question(tmp_path: Path) -> None:
     made = make(tmp_path, "--facts", "50")
     for chats, pairs in (("train.jsonl", "pairs.jsonl"), ("validation.jsonl", "validation_pairs.jsonl")):
@@ -56,12 +60,14 @@ def test_pairs_prefer_the_answer_to_that_of_another_question(tmp_path: Path) -> 
         assert all(answer != other for _, answer, other in said)
 
 
+@pytest.mark.in_turn(3, 2)
 def test_a_seed_gives_the_same_files(tmp_path: Path) -> None:
     first = make(tmp_path / "a", "--facts", "30", "--seed", "3")
     assert make(tmp_path / "b", "--facts", "30", "--seed", "3") == first
     assert make(tmp_path / "c", "--facts", "30", "--seed", "4") != first
 
 
+@pytest.mark.in_turn(3, 2)
 def test_facts_are_those_of_the_source(tmp_path: Path) -> None:
     answers = set(turns(make(tmp_path)["validation.jsonl"]).values())
     assert "The default of `optimizer.lr` is 0.0003." in answers

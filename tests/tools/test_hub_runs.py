@@ -35,7 +35,7 @@ def recipe(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4, 0)
+@pytest.mark.in_turn(12, 4)
 def test_a_run_stays_with_its_commit(world: World) -> None:
     """Two ranks train adapters of a model whose branch moves on; the run goes on, without the hub in the end."""
     first = world.hub.push("own/model", save("llama", world.folder / "one"))
@@ -70,7 +70,7 @@ def test_a_run_stays_with_its_commit(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4, 2)
+@pytest.mark.in_turn(12, 1)
 def test_ranks_of_a_tool_ask_nobody(world: World) -> None:
     world.hub.push("own/model", save("llama", world.folder / "one"))
     write_corpus(world.folder / "corpus", documents=3, vocabulary=VOCABULARY)

@@ -73,7 +73,7 @@ def test_importing_and_what_moves_bytes_needs_no_torch() -> None:
 # -- generating
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(3, 0)
 def test_a_loaded_model_says_what_the_command_says(llama: Path, tmp_path: Path, capsys: Capture) -> None:
     asked = [each for prompt in PROMPTS for each in ("--prompt", prompt)]
     ways: list[tuple[list[str], dict[str, Any]]] = [
@@ -139,7 +139,7 @@ print(json.dumps(texts) + "\\n", end="", flush=True)
 """
 
 
-@pytest.mark.in_turn(4, 2)
+@pytest.mark.in_turn(12, 7)
 @pytest.mark.slow
 def test_under_torchrun_the_ranks_meet_and_leave_each_other(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(UNDER_TORCHRUN)
@@ -217,34 +217,6 @@ def test_convert_writes_the_bytes_of_the_command(llama: Path, tmp_path: Path, ca
         }.items()
 
 
-def test_what_cannot_be_converted(llama: Path, tmp_path: Path) -> None:
-    ours = converted(llama, tmp_path / "ours")
-    cases: list[tuple[Path, dict[str, Any], str]] = [
-        (llama, {"to": "onnx"}, "`to=onnx`: choose megacore, hf, peft or gguf"),
-        (llama, {"to": "hf"}, "is a Hugging Face folder already"),
-        (ours, {}, "is a checkpoint of ours"),
-        (ours, {"to": "hf", "tp": 2}, "a Hugging Face folder has no layout: leave out `tp`"),
-        (ours, {"to": "hf", "base": ours}, "is a checkpoint: make a Hugging Face folder of it first"),
-        (llama, {"base": llama}, "`base` is for `to=hf`"),
-        (llama, {"max_shard_size": "5GB"}, "`max_shard_size` is for `to=hf`"),
-        (llama, {"dtype": "float8"}, "`dtype=float8`: choose from"),
-        (llama, {"tp": 0}, "`tp=0`: choose a whole number from 1 on"),
-        (llama, {"tp": 3, "pp": 4}, r"heads \(4\) over tp=3(.|\n)*`pp` x `chunks` = 4 x 1 = 4 virtual stages"),
-        (
-            llama,
-            {"pp": 2, "layers_per_stage": (3, 1)},
-            r"adds up to 4, .* 3 layers: the nearest possible is 2,1",
-        ),
-        (llama, {"jobs": -1}, "`jobs=-1`: choose a whole number from 1 on"),
-    ]
-    for source, options, says in cases:
-        with pytest.raises(StoreError, match=says):
-            convert(source, tmp_path / "made", **options)
-    with pytest.raises(StoreError, match="which is only read: choose a folder beside it"):
-        convert(llama, llama / "made")
-    assert {path.name for path in tmp_path.iterdir()} == {"ours"}
-
-
 # -- evaluating
 
 
@@ -259,6 +231,7 @@ def loss_of_a_rank(folder: Path, data: Path, shape: MeshShape) -> dict[str, Any]
     return evaluate(folder, data, by_position=8, tokens=40, dtype="float64", mesh=Mesh.create(shape))
 
 
+@pytest.mark.in_turn(2, 1)
 def test_evaluate_returns_what_the_command_prints(llama: Path, tmp_path: Path, pool: Pool, capsys: Capture) -> None:
     texts, chats = tmp_path / "texts.jsonl", tmp_path / "chats.jsonl"
     texts.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
@@ -284,23 +257,6 @@ def test_evaluate_returns_what_the_command_prints(llama: Path, tmp_path: Path, p
         assert [each["tokens"] for each in found["by_position"]] == [each["tokens"] for each in wanted["by_position"]]
 
 
-def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "plain.txt").write_text("The sun rose.")
-    monkeypatch.setattr("megacore.store.weight_folders.loader.Loader.tensors", None)
-    cases: list[tuple[str, dict[str, Any], str]] = [
-        ("nowhere.txt", {}, "nowhere.txt does not exist"),
-        ("empty.jsonl", {}, "there are no documents"),
-        ("plain.txt", {"sequence_length": 65}, "`sequence_length=65`: the model has 64 positions"),
-        ("plain.txt", {"stride": 65, "tokens": 0}, r"`tokens=0`: choose (.|\n)*`stride=65` would leave out tokens"),
-        ("plain.txt", {"count": "first"}, "`count=first`: choose from assistant, last, all"),
-        ("plain.txt", {"mesh": MeshShape(dp=2)}, "this process is alone"),
-    ]
-    for name, options, says in cases:
-        with pytest.raises(StoreError, match=says):
-            evaluate(llama, tmp_path / name, **options)
-
-
 # -- training
 
 
@@ -316,7 +272,7 @@ def timeless(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 QUIET = {"checkpoint": {"every": 2, "at_end": True}, "train": RECIPE["train"] | {"steps": 3}}
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(3, 2)
 def test_train_returns_the_run_that_the_command_makes(tmp_path: Path) -> None:
     """Of a file, of the sections that stand in it, and of what was read of it; a stop and a resume are seen."""
     recipe, theirs = write_recipe(tmp_path, RECIPE | QUIET), tmp_path / "theirs"
@@ -339,6 +295,7 @@ def test_train_returns_the_run_that_the_command_makes(tmp_path: Path) -> None:
     assert not torch.equal(newest, load_model(more.checkpoints[0]).logits(tokens))
 
 
+@pytest.mark.in_turn(3, 2)
 def test_finetune_starts_from_a_model_and_exports(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE | QUIET)
     first = train(recipe, [f"out={tmp_path / 'first'}"])
@@ -357,26 +314,3 @@ def test_finetune_starts_from_a_model_and_exports(tmp_path: Path) -> None:
     assert contents(own / "hf") == contents(theirs / "hf") and first.exported is None
     assert run.exported is not None and (run.exported.path, run.exported.written) == (own / "hf", True)
     assert finetune(recipe, [f"out={own}", "train.steps=4", "checkpoint.resume=auto"]).step == 4
-
-
-TRAINS = """
-import json, sys
-from megacore import MeshShape, load_model, train
-run = train(sys.argv[1], [f"out={sys.argv[2]}", "mesh.tp=2"])
-with load_model(run.checkpoints[-1], device="cpu", mesh=MeshShape(tp=2)) as model:
-    logits = model.logits([1, 2, 3]).tolist()
-print("\\n" + json.dumps([[each.get("loss") for each in run.metrics], run.step, logits]) + "\\n", end="", flush=True)
-"""
-
-
-@pytest.mark.in_turn(4, 1)
-@pytest.mark.slow
-def test_under_torchrun_every_rank_has_the_run(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, RECIPE | QUIET)
-    alone = train(recipe, [f"out={tmp_path / 'alone'}"])
-    (tmp_path / "own.py").write_text(TRAINS)
-    given = [str(tmp_path / "own.py"), recipe, str(tmp_path / "ranks")]
-    found = [json.loads(line) for line in under_torchrun(given).splitlines() if line.startswith("[[")]
-    losses = [None if "loss" not in each else pytest.approx(each["loss"], rel=1e-9) for each in alone.metrics]
-    logits = load_model(alone.folder).logits([1, 2, 3]).tolist()
-    assert found == [[losses, 3, [pytest.approx(row, rel=1e-6, abs=1e-9) for row in logits]]] * 2

@@ -36,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.in_turn(2, 1)
 def test_the_page_runs_from_its_first_example_to_its_last(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(BLOCKS) == 4 and PAGE.index(BLOCKS[0]) < PAGE.index("## ")
     names: dict[str, Any] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from pool import Pool
 from megacore.control import Control
 from megacore.parallel.mesh import Mesh
 from megacore.store.tensor_files.tensors import TensorFile
-from megacore.tools import convert, generate, reshard, tokenize, verify
+from megacore.tools import convert, generate, tokenize, verify
 from megacore.training import build, metrics
 from megacore.training.check import check
 
@@ -72,38 +71,6 @@ def test_there_and_back_it_is_the_same_bits(real: Path, checkpoint: Path, tmp_pa
     assert_same_folder(real, export(checkpoint, tmp_path / "hf"))
 
 
-def test_a_chain_of_layouts_keeps_every_bit(real: Path, tmp_path: Path) -> None:
-    steps = [
-        ["--tp", "3", "--pp", "2", "--layers-per-stage", "16,14"],
-        ["--pp", "4", "--layers-per-stage", "9,7,7,7"],
-        ["--tp", "3", "--pp", "2", "--chunks", "3"],
-        ["--tp", "9"],
-        [],
-    ]
-    before = real
-    for number, (program, layout) in enumerate(zip([convert, *4 * [reshard]], steps, strict=True)):
-        made = tmp_path / str(number)
-        assert program.main([str(before), str(made), *layout]) == 0
-        before = made
-    assert_same_folder(real, export(before, tmp_path / "hf", "--max-shard-size", "100MB"))
-
-
-def continued(folder: Path) -> str:
-    """The prompt and what the model finds most likely after it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    made = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=16, do_sample=False)
-    return str(tokenizer.decode(made[0], skip_special_tokens=True))
-
-
-def test_the_export_says_what_the_source_says(real: Path, checkpoint: Path, tmp_path: Path) -> None:
-    said = continued(real)
-    assert said.startswith(PROMPT + ANSWER)
-    assert continued(export(checkpoint, tmp_path / "hf")) == said
-
-
 def test_generate_says_what_transformers_says(real: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,27 +112,6 @@ def test_evaluate_finds_the_loss_of_transformers(real: Path, checkpoint: Path, t
 
 def test_verify_finds_the_same_model(real: Path, checkpoint: Path) -> None:
     assert verify.main([str(checkpoint), str(real)]) == 0
-
-
-def test_verify_in_three_processes_finds_the_same_model(real: Path, tmp_path: Path) -> None:
-    made = tmp_path / "tp3"
-    assert convert.main([str(real), str(made), "--tp", "3"]) == 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*launcher, "-m", "megacore.tools.verify", str(made), str(real)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tp=3" in done.stdout and "The same model." in done.stdout
-
-
-def test_verify_finds_a_changed_bit(real: Path, tmp_path: Path) -> None:
-    made = tmp_path / "changed"
-    assert convert.main([str(real), str(made), "--tp", "3"]) == 0
-    with open(made / "weights" / "pp0-ep0-tp1.safetensors", "r+b") as file:
-        file.seek(-1000, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-1000, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
-    assert verify.main([str(made), str(real)]) == 1
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import pytest
 
 from megacore.data import grouping, stage, text, tokenizer
 from megacore.data.corpus import Corpus
-from megacore.data.guard import Guard
 from megacore.data.indexed import IndexedDataset
 from megacore.data.text import InputError
 from megacore.parallel import limits
@@ -189,6 +188,7 @@ def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained,
     assert read(tokenize(tmp_path / "named.json", trained, "--name", "n", "--overwrite")[1], "n") == ["one", "two"]
 
 
+@pytest.mark.in_turn(3, 2)
 def test_the_bytes_do_not_depend_on_the_workers(tmp_path, monkeypatch):
     source = tmp_path / "in"
     source.mkdir()
@@ -224,22 +224,6 @@ def test_a_long_document_is_encoded_in_parts(tmp_path, trained, monkeypatch):
     source.write_text(long)
     _, out = tokenize(source, trained)
     assert read(out) == [long]
-
-
-def test_no_more_than_the_longest_is_encoded_at_once(monkeypatch):
-    monkeypatch.setattr(tokenizer, "LONGEST", 10)
-    sizes = []
-
-    class Letters(Guard):
-        def __init__(self): ...
-
-        def call(self, method, *given):
-            sizes.append(sum(map(len, given[0])))
-            return tokenizer._flat([[ord(letter) for letter in text] for text in given[0]])
-
-    texts = ["ab", "c" * 35, "d", "", "efgh"]
-    found = tokenizer.Tokenizer(300, None, Letters()).encode(texts)
-    assert ["".join(map(chr, ids)) for ids in found] == texts and max(sizes) == 10
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "b.jsonl"])
@@ -442,6 +426,7 @@ def test_a_resume_makes_the_bytes_of_an_undisturbed_run(lines, trained, monkeypa
     assert len(done) < len([part for piece in pieces for part in text.blocks(piece)])
 
 
+@pytest.mark.in_turn(2, 1)
 def test_what_a_kill_leaves_is_gone_on_with(lines, trained):
     out, whole = lines.parent / "out", lines.parent / "whole"
     given = [str(lines), "--tokenizer", str(trained), "--workers", "1", "--out"]
