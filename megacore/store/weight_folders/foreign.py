@@ -177,9 +177,7 @@ class _Names:
                 states = list(_states(begins[0], source.tensors))
                 roots = dict.fromkeys(state.root for state in states if state.kind in MOMENTS)
                 optimizers = tuple(root.removesuffix("state.") for root in roots if root not in ("", "state."))
-                moments = {
-                    kind: _after(roots, f".{kind}", source.tensors, problems) for kind in (*MOMENTS, _STEP)
-                }
+                moments = {kind: _after(roots, f".{kind}", source.tensors, problems) for kind in (*MOMENTS, _STEP)}
                 moments[_STEP] |= _after(roots, f".{_STEP}", source.values, problems)
                 with_moments = {state.weight for state in states if state.kind in MOMENTS}
                 others = [each.name for each in states if each.weight not in with_moments and each.kind != _STEP]
