@@ -329,9 +329,9 @@ def _remarks(
     elif names.moments[MOMENTS[0]]:
         yield f"the moments of its optimizer are left out: {_unfit(names)}"
     if frozen:
-        listed = summary(frozen)
-        more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        yield f"without moments, as what is frozen has none, are {', '.join(listed[:_SHOWN])}{more}"
+        still = summary(frozen)
+        more = f" and {len(still) - _SHOWN} more" if len(still) > _SHOWN else ""
+        yield f"without moments, as what is frozen has none, are {', '.join(still[:_SHOWN])}{more}"
     used: dict[str, Any] = dict.fromkeys([*read, *names.moments[_STEP].values()])
     rest: dict[str, int] = {}
     for name in (*source.tensors, *source.values):
