@@ -190,6 +190,10 @@ def test_a_language_model_becomes_a_reward_model(pool: Pool, scored: Path, tmp_p
 
 PROBLEMS = {
     "lora": ("lora.rank=4", "preference.loss=bradley_terry trains a head that the model does not have yet, and lora"),
+    "frozen": (
+        "train.only=[layers.0] checkpoint.init={language}",
+        "score.weight is drawn, and train.only or train.freeze would leave it so: name score in train.only",
+    ),
     "beta": ("preference.beta=0.1", "preference.beta .0.1. is no part of preference.loss=bradley_terry: leave it out"),
     "smoothed": ("preference.label_smoothing=0.1", "is for preference.loss=dpo or simpo, not bradley_terry"),
     "family": (
@@ -215,6 +219,6 @@ def test_what_does_not_fit_is_said(scored: Path, tmp_path: Path, name: str) -> N
     weights = load_file(classes / "model.safetensors")
     weights["score.weight"] = weights["score.weight"].repeat(2, 1)
     save_file(weights, classes / "model.safetensors", {"format": "pt"})
-    given = overrides.format(scored=scored / "scored", classes=classes).split()
+    given = overrides.format(scored=scored / "scored", classes=classes, language=scored / "model").split()
     found = problems(str(scored / "recipe.yaml"), f"out={tmp_path}", *OURS, *given)
     assert re.search(message, "\n".join(found)), found
