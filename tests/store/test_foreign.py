@@ -428,6 +428,26 @@ def test_pickles_that_are_none_of_torchs(code: bytes) -> None:
         read_pickle(code, "a file", {"torch.Size"})
 
 
+def _many(kind: type[list[Any]] | type[tuple[Any, ...]], levels: int) -> Any:
+    """What is few bytes in a pickle, and 10^levels words written out."""
+    made: Any = kind(["x"])
+    for _ in range(levels):
+        made = kind([made] * 10)
+    return made
+
+
+def test_what_is_little_in_a_pickle_is_never_written_out() -> None:
+    """Neither as a key, nor as a name, nor as a value."""
+    lists, tuples = (pickle.dumps(_many(kind, 6), 2)[2:-1] for kind in (list, tuple))
+    with pytest.raises(StoreError, match=r"has the key \(\(\("):
+        read_pickle(b"\x80\x02}" + tuples + b"K\x01s.", "a file", ())
+    with pytest.raises(StoreError, match=r"it names 'a' of \[\[\["):
+        read_pickle(b"\x80\x02" + lists + b"X\x01\x00\x00\x00a\x93.", "a file", ())
+    file = io.BytesIO()
+    torch.save(_many(list, 40), file)  # noqa: TID251
+    assert isinstance(read_saved(file, "a file", 0, len(file.getvalue())), list)
+
+
 def test_random_damage_is_told(sound: Path, tmp_path: Path) -> None:
     """Whatever byte of the description is another one: it is refused in words, or changes nothing that matters."""
     shutil.copytree(sound, tmp_path / "copy")
