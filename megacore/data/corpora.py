@@ -29,6 +29,8 @@ from megacore.store.io.strict_json import StoreError
 NO_FILES = ModelFiles({}, {}, 0)
 EXAMPLES = "examples"
 """The folder of a run that prepared examples are kept in."""
+_LOOKED_AT = 1000
+"""Texts that are looked at for padding at their ends."""
 Known = IndexedDataset | Examples | own_rows.OwnRows | text_streams.StreamedTexts
 Split = Callable[[float, str], tuple[Source, Source | None]]
 """(fraction, name) -> the samples of a corpus, so named, and those of a fraction that is held out, None for 0."""
@@ -77,6 +79,8 @@ class Corpora:
             examples = Preparation(source, folder, config.chat, config.example_tokens - 1, model).examples()
             name = corpus.path if corpus.split is None else f"{corpus.path} ({corpus.split})"
             remarks.extend(_remarks(name, examples.facts, config.example_tokens, _unit(config)))
+            if config.scores:
+                remarks.extend(_padding_at_ends(examples, model.config.get("pad_token_id")))
             return examples, partial(_split_examples, config, corpus, examples, remarks)
 
         files = [opened(corpus) for corpus in data.train]
@@ -187,6 +191,17 @@ def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...], temperature
         sources,
         [corpus.weight if temperature == 1 else (corpus.weight / largest) ** (1 / temperature) for corpus in corpora],
     )
+
+
+def _padding_at_ends(examples: Examples, padding: object) -> Iterator[str]:
+    """Say whether texts end with the token that transformers takes for padding behind them."""
+    looked_at = min(examples.count * examples.documents, _LOOKED_AT)
+    if found := sum(int(examples.example(index)[0][-1]) == padding for index in range(looked_at)):
+        yield (
+            f"  {found:,} of the first {looked_at:,} texts end with token {padding}, the model's pad_token_id: their "
+            "score is learned there, and transformers would read it at the token before: name a pad_token_id that ends "
+            "none in the config.json of the export"
+        )
 
 
 def _texts(config: Config, corpus: CorpusConfig, model: ModelFiles) -> text_streams.TextFiles:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice, repeat
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -233,8 +233,6 @@ def _serve(connection: Connection, texts: TextFiles) -> None:
     """Answer (stream, ticket, place) with (stream, ticket, the next chunk of the stream, or what is wrong with it);
     a place says from where on, None: from where the last chunk ended."""
     start_worker()
-    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # are for the rank
     loaded: tokenizer.Tokenizer | None = None
     reading = dict[int, Iterator[Chunk | str]]()
     while True:
@@ -258,6 +256,8 @@ def _serve(connection: Connection, texts: TextFiles) -> None:
 
 # -- in a rank
 
+_OF_RANKS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+
 
 class _Worker:
     """A process that tokenizes, and what it has sent for each (stream, ticket) that it was asked for."""
@@ -266,8 +266,14 @@ class _Worker:
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, texts), name="tokenize", daemon=True)
-        with unnamed_main():
-            self._process.start()
+        resource_tracker.ensure_running()  # it lets signals through again where it begins
+        # What a scheduler sends to all is for the rank alone, which may wait for this process before it can end.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_RANKS)
+        try:
+            with unnamed_main():
+                self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._name = texts.name
         self._sent: dict[tuple[int, int], queue.SimpleQueue[Chunk | str]] = {}
@@ -321,7 +327,7 @@ def _receive(connection: Connection, sent: dict[tuple[int, int], queue.SimpleQue
 
 
 def _let_go(process: BaseProcess, thread: threading.Thread, connection: Connection) -> None:
-    process.terminate()
+    process.kill()
     process.join()
     thread.join()
     connection.close()

@@ -15,6 +15,7 @@ from megacore.config import Config
 from megacore.data import tokenizer
 from megacore.data.skipped import in_words
 from megacore.models import lora as lora_of
+from megacore.models import names
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.lora import Lora
 from megacore.models.registry import configure, family
@@ -256,7 +257,16 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
         kind = family(source.config.family).config
         model = kind.from_hugging_face(kind.override(source.raw, section))
         model = model.scoring(1) if config.scores and not model.labels else model
-    if source is not None and (wrong := list(_misfits(model, source))):
+    wrong = [] if source is None else list(_misfits(model, source))
+    drawn = config.scores and (source is None or not source.config.labels)
+    only, freeze = config.train.only, config.train.freeze
+    # What is wrong with these patterns is said elsewhere.
+    if drawn and not names.problems(model.schema, only, freeze) and WEIGHT in names.frozen(model.schema, only, freeze):
+        wrong.append(
+            f"{WEIGHT} is drawn, and train.only or train.freeze would leave it so: name score in train.only, or take "
+            "it out of train.freeze"
+        )
+    if wrong:
         raise ModelConfigError(model.family, wrong)
     return model
 

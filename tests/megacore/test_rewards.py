@@ -15,10 +15,15 @@ import torch
 from engine import Result, assert_near, checked, path_of, problems, train
 from pool import Pool
 from safetensors.torch import load_file, save_file
-from test_preferences import COUNT, LAYOUTS, STEPS, chats, folder, ranks, records_of, rows_of, run, token_ids
+from test_preferences import COUNT, LAYOUTS, STEPS, chats, folder, ranks, records_of, rows_of, run, texts, token_ids
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from megacore.inference.loaded_model import generate, load_model
 from megacore.store.conversions.convert import convert
@@ -98,6 +103,24 @@ def test_the_last_token_of_a_full_row_is_scored(scored: Path, tmp_path: Path) ->
     assert any("1 cut" in remark for remark in setup.corpora.remarks)
 
 
+def test_texts_that_end_with_what_is_padding_there_are_told(scored: Path, tmp_path: Path) -> None:
+    """transformers reads the score of such a text at the token before, at which none was learned."""
+    source = tmp_path / "scored"
+    shutil.copytree(scored / "scored", source)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in texts()))
+    ends = AutoTokenizer.from_pretrained(source).eos_token_id
+    given = [*OURS, f"checkpoint.init={source}", f"data.train={tmp_path / 'pairs.jsonl'}"]
+    config, told = json.loads((source / "config.json").read_text()), list[bool]()
+    for padding in (ends, None):
+        (source / "config.json").write_text(json.dumps(config | {"pad_token_id": padding}))
+        setup, _ = checked(str(scored / "recipe.yaml"), [*given, f"out={tmp_path / str(padding)}"])
+        said = (
+            f"{2 * COUNT} of the first {2 * COUNT} texts end with token {ends}, the model's pad_token_id: their score"
+        )
+        told.append(said in "\n".join(setup.corpora.remarks))
+    assert told == [True, False]
+
+
 # -- on layouts
 
 
@@ -167,6 +190,10 @@ def test_a_language_model_becomes_a_reward_model(pool: Pool, scored: Path, tmp_p
 
 PROBLEMS = {
     "lora": ("lora.rank=4", "preference.loss=bradley_terry trains a head that the model does not have yet, and lora"),
+    "frozen": (
+        "train.only=[layers.0] checkpoint.init={language}",
+        "score.weight is drawn, and train.only or train.freeze would leave it so: name score in train.only",
+    ),
     "beta": ("preference.beta=0.1", "preference.beta .0.1. is no part of preference.loss=bradley_terry: leave it out"),
     "smoothed": ("preference.label_smoothing=0.1", "is for preference.loss=dpo or simpo, not bradley_terry"),
     "family": (
@@ -192,6 +219,6 @@ def test_what_does_not_fit_is_said(scored: Path, tmp_path: Path, name: str) -> N
     weights = load_file(classes / "model.safetensors")
     weights["score.weight"] = weights["score.weight"].repeat(2, 1)
     save_file(weights, classes / "model.safetensors", {"format": "pt"})
-    given = overrides.format(scored=scored / "scored", classes=classes).split()
+    given = overrides.format(scored=scored / "scored", classes=classes, language=scored / "model").split()
     found = problems(str(scored / "recipe.yaml"), f"out={tmp_path}", *OURS, *given)
     assert re.search(message, "\n".join(found)), found

@@ -279,11 +279,14 @@ def test_a_slow_process_is_waited_for_and_one_that_dies_is_told(folder: Path, tm
     source.sample(0)
     (worker,) = source._workers
     assert worker is not None and worker._process.pid is not None
+    children = Path(f"/proc/{worker._process.pid}/task/{worker._process.pid}/children").read_text().split()
     os.kill(worker._process.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as threads:
         far = threads.submit(source.sample, 3_000)
         with pytest.raises(TimeoutError):
             far.result(2.5)
+        for number in (worker._process.pid, *map(int, children)):
+            os.kill(number, signal.SIGTERM)  # which a scheduler sends to all; the rank alone ends, and after its step
         os.kill(worker._process.pid, signal.SIGCONT)
         assert far.result(60).tokens.size == LENGTH + 1
     with pytest.raises(TokenError, match=r"z.jsonl, line 2: not JSON.*\(leave out what cannot be read by chat.bad"):

@@ -152,6 +152,8 @@ def _next(recipe: str, resumed: str, out: str) -> tuple[Tensor, Tensor, float]:
 
 # -- names
 
+_KINDS = "exp_avg", "exp_avg_sq"
+
 
 def _tensors(seed: int = 0) -> dict[str, Tensor]:
     """Tensors of a model by Hugging Face's names."""
@@ -231,6 +233,37 @@ def _assert_bits(folder: WeightFolder, state: str, values: Mapping[str, Tensor])
     assert {stored.name for stored in folder.stored(state)} == values.keys()
     for stored in folder.stored(state):
         assert np.array_equal(folder.read(state)(stored)[1].view("f4"), values[stored.name].numpy()), stored.name
+
+
+def _moments(tensors: Mapping[str, Tensor], root: str, steps: int = 5) -> dict[str, Tensor]:
+    """Moments of tensors in an optimizer of its own, by what stands before their names."""
+    made = {f"{root}{name}.{kind}": value + n for n, kind in enumerate(_KINDS) for name, value in tensors.items()}
+    return made | {f"{root}{name}.step": torch.tensor(float(steps)) for name in tensors}
+
+
+def test_each_optimizer_has_moments_of_some_tensors(tmp_path: Path) -> None:
+    """None of them are lost; what has none in either is said, and was frozen."""
+    weights = _tensors()
+    norms = {name: value for name, value in weights.items() if value.ndim == 1}
+    frozen = "model.embed_tokens.weight"
+    others = {name: value for name, value in weights.items() if name not in norms and name != frozen}
+    state = weights | _moments(norms, "vectors.state.") | _moments(others, "optim.matrices.state.")
+    folder = open_folder(_save(tmp_path / "two", state))
+    assert folder.states == ("weights", *_KINDS) and folder.index.frozen == {"embed.weight"}
+    assert "without moments, as what is frozen has none, are embed.weight" in "\n".join(folder.remarks)
+    for number, kind in enumerate(_KINDS):
+        _assert_bits(folder, kind, {name: value + number for name, value in (norms | others).items()})
+
+
+def test_moments_beside_states_of_another_optimizer_are_left_out(tmp_path: Path) -> None:
+    """What Muon updates has no moments of AdamW, and was not frozen."""
+    weights = _tensors()
+    norms = {name: value for name, value in weights.items() if value.ndim == 1}
+    muon = {f"muon.{name}.momentum_buffer": value for name, value in weights.items() if name not in norms}
+    folder = open_folder(_save(tmp_path / "muon", weights | _moments(norms, "optim.state.") | muon))
+    assert folder.states == ("weights",) and folder.trainer_json() is None
+    said = "left out: 30 of its states are none of AdamW, such as 'muon.model.embed_tokens.weight.momentum_buffer'"
+    assert said in "\n".join(folder.remarks)
 
 
 def _save_sharded(path: str) -> None:
@@ -319,6 +352,10 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: _replace(folder, lambda tensors: {**tensors, "ema": tensors}),
         "there are 2 tensors model.layers.0.input_layernorm.weight, after '', 'ema.'",
     ),
+    "moments twice": (
+        lambda folder: _replace(folder, lambda each: each | _moments(each, "a.state.") | _moments(each, "b.state.", 7)),
+        "'a.state.model.embed_tokens.weight.exp_avg' and 'b.state.model.embed_tokens.weight.exp_avg' are of one tensor",
+    ),
     "whole numbers": (
         lambda folder: _replace(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(16).long()}),
         "dtype I64 is not one of F64, F32, F16, BF16",
@@ -389,6 +426,26 @@ def test_nothing_that_torch_saved_is_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_pickles_that_are_none_of_torchs(code: bytes) -> None:
     with pytest.raises(StoreError):
         read_pickle(code, "a file", {"torch.Size"})
+
+
+def _many(kind: type[list[Any]] | type[tuple[Any, ...]], levels: int) -> Any:
+    """What is few bytes in a pickle, and 10^levels words written out."""
+    made: Any = kind(["x"])
+    for _ in range(levels):
+        made = kind([made] * 10)
+    return made
+
+
+def test_what_is_little_in_a_pickle_is_never_written_out() -> None:
+    """Neither as a key, nor as a name, nor as a value."""
+    lists, tuples = (pickle.dumps(_many(kind, 6), 2)[2:-1] for kind in (list, tuple))
+    with pytest.raises(StoreError, match=r"has the key \(\(\("):
+        read_pickle(b"\x80\x02}" + tuples + b"K\x01s.", "a file", ())
+    with pytest.raises(StoreError, match=r"it names 'a' of \[\[\["):
+        read_pickle(b"\x80\x02" + lists + b"X\x01\x00\x00\x00a\x93.", "a file", ())
+    file = io.BytesIO()
+    torch.save(_many(list, 40), file)  # noqa: TID251
+    assert isinstance(read_saved(file, "a file", 0, len(file.getvalue())), list)
 
 
 def test_random_damage_is_told(sound: Path, tmp_path: Path) -> None:

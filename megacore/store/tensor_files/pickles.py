@@ -114,14 +114,16 @@ def _read(data: bytes, where: object, known: Collection[str]) -> Any:
                 _list(stack[-1]).extend(items)
             case "SETITEM":
                 key, item = stack.pop(-2), stack.pop()
-                _dict(stack[-1])[key] = item
+                _dict(stack[-1])[_key(key)] = item
             case "SETITEMS":
                 items = since_mark()
-                _dict(stack[-1]).update(zip(items[::2], items[1::2], strict=True))
+                _dict(stack[-1]).update(zip(map(_key, items[::2]), items[1::2], strict=True))
             case "GLOBAL":
                 stack.append(named(str(value).replace(" ", ".", 1)))
             case "STACK_GLOBAL":
                 module, attribute = stack.pop(-2), stack.pop()
+                if not isinstance(module, str) or not isinstance(attribute, str):
+                    raise ValueError(f"it names {short(attribute)} of {short(module)}")
                 stack.append(named(f"{module}.{attribute}"))
             case "REDUCE" | "NEWOBJ":
                 of, arguments = stack.pop(-2), stack.pop()
@@ -142,6 +144,13 @@ def _read(data: bytes, where: object, known: Collection[str]) -> Any:
 
 def _number(value: object) -> int:
     assert isinstance(value, int)  # as pickletools has it of these instructions
+    return value
+
+
+def _key(value: Any) -> Any:
+    # Tuples of tuples that are few in the file may be more than could ever be hashed.
+    if isinstance(value, tuple):
+        raise ValueError(f"it has the key {short(value)}")
     return value
 
 

@@ -174,15 +174,26 @@ def _bytes(window: _FileWindow, bounds: tuple[int, int]) -> bytes:
 
 def _placed(tree: Any, members: Mapping[str, tuple[int, int]]) -> Any:
     """Return what a pickle describes with its tensors found among the members, {name: (byte of the file, bytes)}."""
-    if isinstance(tree, dict):
-        return {key: _placed(value, members) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_placed(value, members) for value in tree)
-    if isinstance(tree, Call) and tree.name == _TENSOR:
-        return _tensor(tree.arguments, members)
-    if isinstance(tree, Call | Name):
-        raise ValueError(f"it holds {short(tree.name)}")
-    return tree
+    # What stands in many places is one object, and is made once: written out it may be more than could ever be held.
+    done = dict[int, Any]()
+
+    def placed(tree: Any) -> Any:
+        if id(tree) not in done:
+            done[id(tree)] = made(tree)
+        return done[id(tree)]
+
+    def made(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: placed(value) for key, value in tree.items()}
+        if isinstance(tree, list | tuple):
+            return type(tree)(placed(value) for value in tree)
+        if isinstance(tree, Call) and tree.name == _TENSOR:
+            return _tensor(tree.arguments, members)
+        if isinstance(tree, Call | Name):
+            raise ValueError(f"it holds {short(tree.name)}")
+        return tree
+
+    return placed(tree)
 
 
 def _tensor(arguments: tuple[Any, ...], members: Mapping[str, tuple[int, int]]) -> SavedTensor:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacore.models.config import ModelConfig
 from megacore.parallel.weights.fingerprint import Logical
@@ -91,7 +91,7 @@ class ForeignFolder(SafetensorsFolder):
         }
         layout = Layout(model.schema, MeshShape(), (model.sizes["layer"],))
         index = Index(raw, layout, tuple(files), steps, records, frozen=frozen)
-        told = tuple(_remarks(made, source, names, steps))
+        told = tuple(_remarks(made, source, names, frozen, steps))
         # A run that goes on with it takes its data from the beginning.
         begun: dict[str, Any] = {
             "step": steps,
@@ -153,13 +153,15 @@ class _Names:
     Args:
         naming: The trainer's table; None where the names are Hugging Face's.
         weights: {name of a weight: whole name}, without what all of them begin with.
-        moments: {name: whole name} of each state of the optimizer that is there.
+        moments: {name: whole name} of each state of the optimizers that is there.
+        others: Whole names of states of weights that have none of these moments.
     """
 
     source: DistributedFiles
     naming: TrainerNaming | None
     weights: Mapping[str, str]
     moments: Mapping[str, Mapping[str, str]]
+    others: Sequence[str]
 
     @classmethod
     def of(cls, source: DistributedFiles, config: ModelConfig, problems: list[str]) -> _Names | None:
@@ -172,22 +174,22 @@ class _Names:
                 problems.append(f"there are {len(begins)} tensors {anchor}, after {listed}: keep one model in it")
                 return None
             if begins:
-                roots = [root for state in MOMENTS for root in _before(f"{anchor}.{state}", source.tensors)]
-                moments = {
-                    state: _after(roots[0] if roots else None, f".{state}", source.tensors)
-                    for state in (*MOMENTS, _STEP)
-                }
-                moments[_STEP] |= _after(roots[0] if roots else None, f".{_STEP}", source.values)
-                optimizer = roots[0].removesuffix("state.") if roots else None
+                states = list(_states(begins[0], source.tensors))
+                roots = dict.fromkeys(state.root for state in states if state.kind in MOMENTS)
+                optimizers = tuple(root.removesuffix("state.") for root in roots if root not in ("", "state."))
+                moments = {kind: _after(roots, f".{kind}", source.tensors, problems) for kind in (*MOMENTS, _STEP)}
+                moments[_STEP] |= _after(roots, f".{_STEP}", source.values, problems)
+                with_moments = {state.weight for state in states if state.kind in MOMENTS}
+                others = [each.name for each in states if each.weight not in with_moments and each.kind != _STEP]
                 of_model = {
                     name.removeprefix(begins[0]): name
                     for name in source.tensors
-                    if name.startswith(begins[0]) and not (optimizer and name.startswith(optimizer))
+                    if name.startswith(begins[0]) and not name.startswith(optimizers)
                 }
                 if not begins[0]:  # other things may stand beside the weights
                     firsts = {name.partition(".")[0] for name in _expected(naming, config)}
                     of_model = {name: at for name, at in of_model.items() if name.partition(".")[0] in firsts}
-                return cls(source, naming, of_model, moments)
+                return cls(source, naming, of_model, moments, others if roots else ())
             looked_for.append(f"{anchor} ({naming.trainer if naming else 'Hugging Face'})")
         there = summary(source.tensors)
         more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
@@ -227,11 +229,37 @@ def _before(anchor: str, names: Collection[str]) -> list[str]:
     return [name.removesuffix(anchor) for name in names if name == anchor or name.endswith(f".{anchor}")]
 
 
-def _after(root: str | None, end: str, names: Collection[str]) -> dict[str, str]:
-    """Return {what stands between: whole name} of those that begin and end so."""
-    if root is None:
-        return {}
-    return {name[len(root) : -len(end)]: name for name in names if name.startswith(root) and name.endswith(end)}
+class _State(NamedTuple):
+    """A state of the optimizer: its whole name, ``<root><weight>.<kind>``."""
+
+    name: str
+    root: str
+    weight: str
+    kind: str
+
+
+def _states(begin: str, names: Collection[str]) -> Iterator[_State]:
+    """Yield what the names say of weights of the model, in which ``begin`` stands before these."""
+    weights = {name.removeprefix(begin) for name in names if name.startswith(begin)}
+    for name in names:
+        *parts, kind = name.split(".")
+        for at in range(len(parts)):
+            if (weight := ".".join(parts[at:])) in weights:
+                yield _State(name, name.removesuffix(f"{weight}.{kind}"), weight, kind)
+                break
+
+
+def _after(roots: Collection[str], end: str, names: Collection[str], problems: list[str]) -> dict[str, str]:
+    """Return {what stands between: whole name} of those that begin with one of the roots and end so."""
+    found = dict[str, str]()
+    for root in roots:
+        for name in names:
+            if name.startswith(root) and name.endswith(end):
+                between = name[len(root) : -len(end)]
+                if (other := found.setdefault(between, name)) != name:
+                    problems.append(f"{short(other)} and {short(name)} are of one tensor: keep one optimizer of it")
+                    return found
+    return found
 
 
 # -- the optimizer
@@ -243,8 +271,7 @@ def _moments(
     """Return ({state: its tensors}, the tensors of ours that have none, the updates they are of); none, none and None
     where there are no moments."""
     files = {state: names.file(names.moments[state], config) for state in MOMENTS}
-    steps = _steps(names)
-    if not any(file.entries for file in files.values()) or len(steps) != 1:
+    if not any(file.entries for file in files.values()) or _unfit(names) is not None:
         return {}, frozenset(), None
     lacking, wrong, parts = dict[str, list[str]](), list[tuple[str, str]](), Counter[str]()
     for stored in hugging_face(config.schema):
@@ -259,7 +286,19 @@ def _moments(
                 wrong.append((f"{state} has {entry.dtype}{list(entry.shape)} instead of {list(stored.shape)}", held))
     frozen = frozenset(ours for ours, said in lacking.items() if len(said) == parts[ours])
     problems += [each for ours, said in lacking.items() if ours not in frozen for each in said] + alike(wrong)
-    return files, frozen, steps.pop()
+    return files, frozen, _steps(names).pop()
+
+
+def _unfit(names: _Names) -> str | None:
+    """Return why no run can go on with the moments that are there; None where one can."""
+    steps = sorted(_steps(names))
+    if not steps:
+        return "its tensors do not say of how many updates they are"
+    if len(steps) > 1:
+        return f"its tensors have seen {steps[0]:,} to {steps[-1]:,} updates"
+    if names.others:
+        return f"{len(names.others)} of its states are none of AdamW, such as {short(names.others[0])}"
+    return None
 
 
 def _steps(names: _Names) -> set[int]:
@@ -280,15 +319,19 @@ def _steps(names: _Names) -> set[int]:
     return found
 
 
-def _remarks(names: _Names, source: DistributedFiles, read: Collection[str], steps: int | None) -> Iterator[str]:
+def _remarks(
+    names: _Names, source: DistributedFiles, read: Collection[str], frozen: Collection[str], steps: int | None
+) -> Iterator[str]:
     trainer = names.naming.trainer if names.naming else "Hugging Face"
     yield f"a checkpoint of torch.distributed.checkpoint, whose tensors have the names of {trainer}"
     if steps is not None:
         yield f"the moments of AdamW after {steps:,} updates go with the weights"
     elif names.moments[MOMENTS[0]]:
-        found = sorted(_steps(names))
-        why = f"have seen {found[0]:,} to {found[-1]:,} updates" if found else "do not say of how many updates they are"
-        yield f"the moments of its optimizer are left out: its tensors {why}"
+        yield f"the moments of its optimizer are left out: {_unfit(names)}"
+    if frozen:
+        still = summary(frozen)
+        more = f" and {len(still) - _SHOWN} more" if len(still) > _SHOWN else ""
+        yield f"without moments, as what is frozen has none, are {', '.join(still[:_SHOWN])}{more}"
     used: dict[str, Any] = dict.fromkeys([*read, *names.moments[_STEP].values()])
     rest: dict[str, int] = {}
     for name in (*source.tensors, *source.values):
