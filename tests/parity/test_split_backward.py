@@ -39,7 +39,7 @@ def cases() -> list[Any]:
         for case in (UNTIED, TIED, ALL, STARVED):
             run = Run(mesh, chunks, schedule, activations=kept, shard=shard)
             if case.sequences % mesh.data == 0:
-                found.append(pytest.param(case, run, id=f"{case.name}-{run}", marks=pytest.mark.in_turn(500)))
+                found.append(pytest.param(case, run, id=f"{case.name}-{run}", marks=pytest.mark.in_turn(1100)))
     return found
 
 
