@@ -253,7 +253,7 @@ def said(way: Way, rank: int) -> list[int]:
     return [split.pairs(part, window)] * 2 + [sent * 8]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_each_exchange_is_attention_as_it_is_written_down(pool: Pool, cp: int) -> None:
     answers = zip(ways(cp), *pool.run(cp, compared, cp), strict=True)

@@ -120,6 +120,8 @@ SPLIT = [
     Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", shard="parameters"),
     Run(MeshShape(pp=2, dp=2), 2, "zb-v", shard="parameters"),
     Run(MeshShape(tp=2, pp=2), 2, "zb-v", shard="optimizer"),
+    Run(MeshShape(pp=3, dp=2), 3, "zb-interleaved", activations=Activations("selective", True), shard="parameters"),
+    Run(MeshShape(pp=4, tp=2), schedule="zb-h1", activations=Activations("full")),
 ]
 # A case of each family everywhere; the other cases on layouts of each kind.
 EVERYWHERE = (UNTIED, TIED_ENDS)

@@ -203,7 +203,7 @@ IMPATIENT = "\nTIMEOUT_S = 15\n"
 
 @contextmanager
 def copied(files: Iterable[str]) -> Iterator[Path]:
-    """A copy of what the tests need, with some files made anew from what they say, as :func:`edited` does with parts."""
+    """A copy of what the tests need, with some files made anew from what they say, as :func:`edited` does."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in (*PACKAGES, *TESTS):

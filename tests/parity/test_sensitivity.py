@@ -64,7 +64,16 @@ def test_code_is_found_however_it_is_laid_out(before: str, after: str, line: str
     made = edited(SOURCE, ("Model", "loss"), Edit("Model.loss", before, after))
     assert line in [each.strip() for each in made.splitlines()]
     compile(made, "made", "exec")
-    assert made.endswith("def note(total):\n    return total + 1")
+    assert made.endswith("def note(total):\n    return total + 1\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [("total + 1", "(total + 1)", "changes nothing"), ("return total + 1", "break", "outside loop")],
+)
+def test_what_changes_nothing_or_is_no_code_is_no_fault(before: str, after: str, says: str) -> None:
+    with pytest.raises(Stale, match=f"note: .*{says}"):
+        edited(SOURCE, ("note",), Edit("note", before, after))
 
 
 @pytest.mark.parametrize(
