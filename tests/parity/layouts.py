@@ -8,6 +8,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
+from math import gcd
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -627,12 +629,14 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
 
 
 def parameters() -> list[Any]:
-    """Return all pairs, each of them once and under its name."""
+    """Return all pairs, each of them once and under its name. Those that follow each other, such as a family's, have
+    their turns far from each other: no family waits for months."""
     made = dict[str, Any]()
     with extended():
         for turns, pairs in table():
+            stride = next(n for n in count(round(turns * 0.618)) if gcd(n, turns) == 1)
             for case, run in pairs:
-                marks = [pytest.mark.in_turn(turns)] + [pytest.mark.quick] * (str(run) in QUICK)
+                marks = [pytest.mark.in_turn(turns, stride * len(made))] + [pytest.mark.quick] * (str(run) in QUICK)
                 name = f"{case.name}-{run}"
                 kept = made.setdefault(name, pytest.param(case, run, id=name, marks=marks))
                 assert kept.values == (case, run), f"two runs are called {name}: {kept.values[1]!r} and {run!r}"
