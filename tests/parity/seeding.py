@@ -125,10 +125,11 @@ def edited(source: str, inside: tuple[str, ...], edit: Edit) -> str:
     """The source with the edit. The statement of the module that holds its place is made anew from what it says: its
     comments are gone. Raises Stale: what is to be changed is not there exactly once, or what comes of it is the same or
     no code."""
-    lines = source.splitlines()
+    lines = source.split("\n")
     start, end = 0, len(lines)
     if inside:
-        (outer,) = (node for node in _parsed(source).body if getattr(node, "name", "") == inside[0])
+        named = (node for node in _parsed(source).body if getattr(node, "name", inside[0]) == inside[0])
+        outer = next(node for node in named if any(names == inside for names, _ in _walk(ast.Module([node], []))))
         start = min(node.lineno for node in (outer, *getattr(outer, "decorator_list", ()))) - 1
         end = outer.end_lineno or 0
     tree = ast.parse("\n".join(lines[start:end]))
@@ -149,7 +150,7 @@ def edited(source: str, inside: tuple[str, ...], edit: Edit) -> str:
         compile(faulty, edit.place, "exec")
     except SyntaxError as error:
         raise Stale(f"{edit.place}: {edit.after!r}: {error}") from error
-    return "\n".join([*lines[:start], faulty, *lines[end:], ""])
+    return "\n".join([*lines[:start], faulty, *lines[end:]])
 
 
 def _replace_expression(place: ast.AST, before: ast.expr, after: ast.expr) -> int:
