@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,28 +53,43 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, MOST_WORKERS)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Mark the cases whose turn it is not as of the grid, if no test is named by itself. Where the grid is left out,
+    they are not even made: there are more of them than of all others."""
+    yield
+    calls, config = metafunc._calls, metafunc.config
+    for number, call in enumerate(calls):
+        of_test = metafunc.definition.iter_markers("in_turn")
+        marker = next((mark for mark in (*call.marks, *of_test) if mark.name == "in_turn"), None)
+        if marker and not _has_its_turn(config, marker, metafunc.definition.nodeid, number):
+            call.marks.append(pytest.mark.grid.mark)
+    if not _takes_the_grid(config):
+        # Of none pytest would make a test without parameters.
+        calls[:] = [call for call in calls if all(mark.name != "grid" for mark in call.marks)] or calls[:1]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the grids, unless the expression of -m speaks of them. A case whose turn it is not is of the grid, if
-    no test is named by itself."""
-    if not any("::" in str(argument) for argument in config.args):
-        cases = Counter[str]()
-        for item in items:
-            test = item.nodeid.partition("[")[0]
-            if not _has_its_turn(item, zlib.crc32(test.encode()) + cases[test]):
-                item.add_marker(pytest.mark.grid)
-            cases[test] += 1
-    if "grid" not in str(config.getoption("markexpr")):
+    """Leave out the grids, unless the expression of -m speaks of them."""
+    for item in items:
+        marker = item.get_closest_marker("in_turn")
+        if marker and not hasattr(item, "callspec") and not _has_its_turn(config, marker, item.nodeid, 0):
+            item.add_marker(pytest.mark.grid)
+    if not _takes_the_grid(config):
         left_out = [item for item in items if item.get_closest_marker("grid")]
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item in items if not item.get_closest_marker("grid")]
         config.hook.pytest_deselected(items=left_out)
 
 
-def _has_its_turn(item: pytest.Item, number: int) -> bool:
-    """One in n of a test's cases has, on any day: its number says which."""
-    marker = item.get_closest_marker("in_turn")
-    if marker is None:
+def _takes_the_grid(config: pytest.Config) -> bool:
+    return "grid" in str(config.getoption("markexpr"))
+
+
+def _has_its_turn(config: pytest.Config, marker: pytest.Mark, test: str, number: int) -> bool:
+    """One in n of a test's cases has, on any day: its number says which. All have where a test is named by itself."""
+    if any("::" in str(argument) for argument in config.args):
         return True
-    every, place = (*marker.args, number)[:2]
+    every, place = (*marker.args, zlib.crc32(test.encode()) + number)[:2]
     return (TURN - place) % every == 0
 
 

@@ -69,7 +69,7 @@ def in_order(names: Sequence[str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 1)
 def test_drawn_steps_are_in_order() -> None:
     plain = [name for name, case in CASES.items() if "compile" not in case.overrides]
     in_order([*random.Random(35).sample(plain, DRAWN), "tp, async", "states in a file"])
@@ -171,7 +171,7 @@ def is_caught(names: Sequence[str]) -> tuple[int, int, set[tuple[str, str]]]:
     return len(results) - len(harmless), len(harmless), needed
 
 
-@pytest.mark.in_turn(3, 0)
+@pytest.mark.in_turn(6, 0)
 def test_waits_that_are_left_out_are_caught() -> None:
     caught, harmless, _ = is_caught(["dp, everything on host", "tp", "1f1b, last"])
     assert caught > harmless > 0

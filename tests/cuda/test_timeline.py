@@ -125,6 +125,7 @@ def test_microbatches_after_the_first_are_alike() -> None:
     assert five == pytest.approx(two + 3 * (two - one), rel=0.01)
 
 
+@pytest.mark.in_turn(3, 1)
 def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of two layers at their real size, over two ranks; what is printed fits 100 columns, and the file has it all."""
     small = ["model.num_hidden_layers=2", "mesh.dp=2", "zero.shard=parameters", "batch.global_size=8"]
@@ -146,7 +147,7 @@ def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(each["dur"] > 0 and each["ts"] >= 0 for each in ran)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("loss", ["simpo", "bradley_terry"])
 def test_pairs_are_traced(loss: str, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["model.num_hidden_layers=1", "mesh.tp=2", "batch.global_size=2", "data.sequence_length=64"]

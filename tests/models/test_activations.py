@@ -155,7 +155,7 @@ def messages(recompute: Recompute) -> tuple[int, int]:
     return forward.total(), backward.total()
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 1)
 def test_selective_recomputation_communicates_nothing_again(pool: Pool) -> None:
     """A block's forward has four collectives and its backward six, for the inputs of two products are gathered anew."""
     extra: dict[Recompute, int] = {"none": 0, "selective": 0, "full": 4}

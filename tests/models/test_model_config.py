@@ -107,6 +107,7 @@ NULL_ENDS = ("cwm", "glm", "glm4")
 """Whose class takes an ``eos_token_id`` of null for its own, and maybe no ``bos_token_id`` of null."""
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("case", THEIRS)
 def test_their_config_comes_and_goes(case: str) -> None:
@@ -134,6 +135,7 @@ def test_their_config_comes_and_goes(case: str) -> None:
     assert read(again.to_dict()) == read(written) == ours
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("times", [1, 2], ids=["defaults", "more heads"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, times: int) -> None:
@@ -161,12 +163,14 @@ def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, times:
     assert defaulted - getattr(config, "derived", frozenset()) - config.fixed.keys() - {FIELD, "labels"} <= taken
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_padding_is_said(name: str) -> None:
     """Else the default of transformers' class comes back, which may lie beyond the vocabulary."""
     assert configure(drawn(name, pad_token_id=None)).to_hugging_face()["pad_token_id"] is None
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_token_of_another_tokenizer_ends_a_text(name: str, tmp_path: Path) -> None:
     """Of a model that was not read from a folder, nobody knows the tokens; transformers' class has some of its own."""
@@ -347,6 +351,7 @@ def test_a_token_meets_the_published_numbers_of_parameters() -> None:
         assert f"{config.schema.parameters:,} parameters ({active:,} active)" == parameters_in_words(config)
 
 
+@pytest.mark.in_turn(7)
 @pytest.mark.parametrize("preset", sorted(presets().keys() - PUBLISHED.keys()))
 def test_other_presets_have_as_many_parameters_as_in_transformers(preset: str) -> None:
     config = configure({"preset": preset})

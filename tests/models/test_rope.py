@@ -189,6 +189,7 @@ def test_every_type_of_transformers_is_known() -> None:
     assert all(kind.rope_type == name for name, kind in ROPE_TYPES.items())
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
 def test_tables_are_bitwise_those_of_transformers(rope_type: str, seed: int) -> None:
@@ -265,6 +266,7 @@ def types_of(family: str) -> list[str]:
 PARTIAL_CASES = [(family, rope_type) for family in PARTIAL_FAMILIES for rope_type in types_of(family)]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("family", "rope_type"), PARTIAL_CASES)
 def test_parts_of_heads_have_the_tables_of_transformers(family: str, rope_type: str) -> None:
     embedding, convention = PARTIAL_FAMILIES[family]
@@ -470,6 +472,7 @@ def test_rotation_depends_on_distance_only() -> None:
         torch.testing.assert_close(at[0][i] @ at[1][j], at[0][i + 4] @ at[1][j + 4], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("turning", [8, 6])
 def test_compiles_without_a_graph_break(turning: int) -> None:
     cos, sin = some_tables(4, turning, torch.float64)
@@ -488,6 +491,7 @@ def test_compiles_without_a_graph_break(turning: int) -> None:
 # -- the config, in both spellings
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
 def test_both_spellings_read_and_write(rope_type: str, seed: int) -> None:

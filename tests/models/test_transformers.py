@@ -113,7 +113,7 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
     assert error <= TOLERANCE, f"{what} is off by {error:.1e}"
 
 
-@pytest.mark.in_turn(7)
+@pytest.mark.in_turn(14)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_logits_and_gradients(name: str, seed: int) -> None:
     same_numbers(name, of_transformers(section(name, seed)), seed)
@@ -292,7 +292,7 @@ def of_rank(
     return own.numpy(), logits.numpy(), loss.item(), gradients
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", SPREAD)
 def test_packed_documents_over_cp_are_each_by_itself(pool: Pool, name: str) -> None:
     context = SPREAD[name]

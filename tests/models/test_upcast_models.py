@@ -99,6 +99,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(upcast._found, "bf16", False)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("without")
 def test_no_product_of_a_step_is_left_to_torch_in_bf16(name: str) -> None:

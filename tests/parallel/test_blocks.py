@@ -89,7 +89,7 @@ def check_all(schema: Schema, sources: list[Stored], targets: list[Stored], limi
 
 
 @pytest.mark.in_turn(2, 1)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.data(), st.integers(1, 60))
 def test_random_tables_between_random_layouts(data: st.DataObject, limit: int) -> None:
     shapes = [data.draw(meshes(12)) for _ in range(2)]

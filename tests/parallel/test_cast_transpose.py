@@ -63,6 +63,7 @@ def check(x: Tensor, dtype: torch.dtype) -> None:
         assert copy is None or (copy.is_contiguous() and same(copy, want.values.t()))
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("narrow", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(1, 3), (130, 257), (16, 4100)], ids=str)

@@ -253,7 +253,7 @@ def said(way: Way, rank: int) -> list[int]:
     return [split.pairs(part, window)] * 2 + [sent * 8]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_each_exchange_is_attention_as_it_is_written_down(pool: Pool, cp: int) -> None:
     answers = zip(ways(cp), *pool.run(cp, compared, cp), strict=True)
@@ -342,9 +342,12 @@ def test_exchanges_round_as_one_call_of_the_kernel_does(pool: Pool, cp: int) -> 
         one = results(once, x, way.heads.scoring)
         order = np.argsort(np.concatenate([way.split.indices(rank) for rank in range(cp)]))
         for name, right, call, *parts in zip("yqkv", want, one, *ranks, strict=True):
-            mine = torch.cat(parts)[order].double()
-            ratio = (mine - right).norm() / (call.double() - right).norm()
-            assert ratio < 1.2, (way, name, float(ratio))
+            mine, one_call, rounded_once = (
+                float((each.double() - right).norm()) for each in (torch.cat(parts)[order], call, right.bfloat16())
+            )
+            # On a CPU without instructions for bf16 a call rounds no more than its result. Parts are rounded before
+            # they are summed, and once more.
+            assert mine < 1.2 * max(one_call, 2**0.5 * rounded_once), (way, name, mine / one_call)
 
 
 # -- the order of things

@@ -69,6 +69,7 @@ def close(got: Tensor, want: Tensor) -> None:
 RULES = pytest.mark.parametrize("corrects", [True, False], ids=["delta", "state-space"])
 
 
+@pytest.mark.in_turn(3)
 @RULES
 @pytest.mark.parametrize(("lengths", "size"), CASES)
 @pytest.mark.parametrize("enters", [False, True], ids=["", "with-states"])

@@ -224,6 +224,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "evaluate"])
 @pytest.mark.parametrize(("schedule", "stages", "chunks"), SIZES)
 def test_hosts_may_wait_for_their_devices(schedule: str, stages: int, chunks: int, trains: bool) -> None:

@@ -65,7 +65,7 @@ def tilings(draw: st.DrawFn, bounds: Bounds) -> list[Bounds]:
     return draw(st.permutations(boxes))
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(st.data(), st.sampled_from([1, 2, 4, 8]), sentences())
 def test_adds_up_over_any_boxes_of_any_sentence(data: st.DataObject, itemsize: int, sentence: str) -> None:
     pattern = Pattern.parse(sentence)
@@ -127,7 +127,7 @@ def test_memory_does_not_matter(itemsize: int) -> None:
         assert of(view) == wanted, i
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from([1, 2, 4, 8]))
 def test_every_bit_counts(data: st.DataObject, itemsize: int) -> None:
     """Always, by arithmetic: one bit, or one element as a whole."""
@@ -237,7 +237,7 @@ def test_all_replicas_that_differ_are_named() -> None:
 
 
 @pytest.mark.in_turn(2, 1)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data(), st.sampled_from([1, 2, 4, 8]))
 def test_any_two_layouts_add_up_to_the_same(data: st.DataObject, itemsize: int) -> None:
     shapes = [data.draw(meshes(12)) for _ in range(2)]

@@ -82,6 +82,7 @@ def check(fused: Function, plain: Function, inputs: Sequence[Tensor]) -> None:
 SHAPES = [(1, 3), (7, 20), (3, 5, 64), (70, 48), (2, 1100)]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("parts", [1, 256])
 def test_norms(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], parts: int) -> None:

@@ -125,7 +125,7 @@ def _serve(answers: Connection, folder: str) -> None:
     answers.send([compiled(folder, sizes) for sizes in (LARGE, SMALL)])
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(6, 1)
 def test_each_is_good_code_for_an_h100(tmp_path: Path) -> None:
     """No register is spilled, large tensors are read and written 16 bytes at a time, the hardware rounds to fp8, and
     nothing is added up in the order in which programs happen to run."""

@@ -134,6 +134,7 @@ def test_the_scale_of_embeddings_is_rounded_where_it_is_said() -> None:
         assert table.grad is not None and table.grad.equal(torch.full_like(table, scale))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("chunk", [1, 5, 12, 100])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_chunks_compute_what_all_at_once_computes(pool: Pool, tp: int, chunk: int) -> None:

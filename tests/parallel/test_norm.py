@@ -43,6 +43,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("shape", "offset", "centred", "biased"), KINDS)
 def test_norms_of_heads(shape: tuple[int, ...], offset: float, centred: bool, biased: bool) -> None:
     """[t, heads, head], of which a part of a wider tensor is given, as attention does; every gradient."""

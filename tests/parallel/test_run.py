@@ -221,6 +221,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("stages", "chunks", "schedule"), RUNS)
 def test_any_number_of_microbatches(pool: Pool, stages: int, chunks: int, schedule: str) -> None:
     """It ends, computes what one process computes, keeps what the schedule needs and sends in the order expected."""

@@ -214,7 +214,7 @@ def test_a_missing_rank_is_an_error() -> None:
 
 @settings(max_examples=12)
 @given(st.data())
-@pytest.mark.parametrize(("family", "tied"), rotated([True, False], few=6))
+@pytest.mark.parametrize(("family", "tied"), rotated([True, False], few=12))
 def test_hugging_face_over_a_chain_of_meshes_and_back_is_bitwise(family: str, tied: bool, data: st.DataObject) -> None:
     config = configure(drawn(family, data.draw(st.integers(0, 99)), tie_word_embeddings=tied))
     schema = config.schema

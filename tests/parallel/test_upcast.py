@@ -34,7 +34,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 # -- how such a CPU is known
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE", "ALL"])
 @pytest.mark.skipif(not X86, reason="needs an x86 CPU with AVX2")
 def test_the_instructions_that_products_may_use_decide(instructions: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
+from math import gcd
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -120,6 +122,8 @@ SPLIT = [
     Run(MeshShape(pp=2, dp=2), 2, "zb-interleaved", shard="parameters"),
     Run(MeshShape(pp=2, dp=2), 2, "zb-v", shard="parameters"),
     Run(MeshShape(tp=2, pp=2), 2, "zb-v", shard="optimizer"),
+    Run(MeshShape(pp=3, dp=2), 3, "zb-interleaved", activations=Activations("selective", True), shard="parameters"),
+    Run(MeshShape(pp=4, tp=2), schedule="zb-h1", activations=Activations("full")),
 ]
 # A case of each family everywhere; the other cases on layouts of each kind.
 EVERYWHERE = (UNTIED, TIED_ENDS)
@@ -592,45 +596,47 @@ BARE_ENDS: list[Pair] = [
 
 def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     """Yield (one in how many has its turn, pairs)."""
-    yield 12, [(case, run) for case in CASES for run in RUNS if case in EVERYWHERE or str(run) in ELSEWHERE]
-    yield 6, [(case, run) for case in (UNTIED, TIED) for run in SPLIT]
+    yield 24, [(case, run) for case in CASES for run in RUNS if case in EVERYWHERE or str(run) in ELSEWHERE]
+    yield 12, [(case, run) for case in (UNTIED, TIED) for run in SPLIT]
     yield 120, [(cases[at % 2], run) for cases in DRAWN for at, run in enumerate(OF_FAMILIES)]
-    yield 3, [(case, OF_FAMILIES[at]) for case in BUILT for at in (0, 5)]
-    yield 12, [(case, replace(run, shard=shard)) for case, run in LADDER for shard in SHARDED]
-    yield 4, [(TIED, run) for run in RECOMPUTED]
-    yield 3, OFFLOADED
-    yield 4, [(case, run) for case in (UNTIED, TIED) for run in LOSS_CHUNKS]
-    yield 9, [(case, run) for case in (TIED, SIDE_BY_SIDE, ADAPTED) for run in MLP_CHUNKS]
-    yield 12, TUNING
-    yield 8, QUANTISED
-    yield 30, [(case, TUNING_RUNS["tp"]) for case in TUNED_FAMILIES]
-    yield 6, OF_EXPERTS
-    yield 48, draw("extended", (STARVED, GROUPED), EXPERT_MESHES, 3)
-    yield 48, draw("extended again", (FEW_EXPERTS, BIASED_EXPERTS), EXPERT_MESHES, 3)
+    yield 6, [(case, OF_FAMILIES[at]) for case in BUILT for at in (0, 5)]
+    yield 24, [(case, replace(run, shard=shard)) for case, run in LADDER for shard in SHARDED]
+    yield 8, [(TIED, run) for run in RECOMPUTED]
+    yield 6, OFFLOADED
+    yield 8, [(case, run) for case in (UNTIED, TIED) for run in LOSS_CHUNKS]
+    yield 18, [(case, run) for case in (TIED, SIDE_BY_SIDE, ADAPTED) for run in MLP_CHUNKS]
+    yield 24, TUNING
+    yield 16, QUANTISED
+    yield 60, [(case, TUNING_RUNS["tp"]) for case in TUNED_FAMILIES]
+    yield 12, OF_EXPERTS
+    yield 96, draw("extended", (STARVED, GROUPED), EXPERT_MESHES, 3)
+    yield 96, draw("extended again", (FEW_EXPERTS, BIASED_EXPERTS), EXPERT_MESHES, 3)
     for seed, name in enumerate(MIXED):
-        yield 160, draw(f"{name} 12", of_family(name, seed, 12), EXPERT_MESHES, 2)
-    yield 6, CONTEXTS
-    yield 18, OVER_EIGHT
-    yield 72, draw("parts", OVER_CP, CP_MESHES, len(OVER_CP))
-    yield 30, draw("experts", MIXED_OVER_CP, CP_EXPERT_MESHES, 3)
+        yield 240, draw(f"{name} 12", of_family(name, seed, 12), EXPERT_MESHES, 2)
+    yield 12, CONTEXTS
+    yield 36, OVER_EIGHT
+    yield 144, draw("parts", OVER_CP, CP_MESHES, len(OVER_CP))
+    yield 60, draw("experts", MIXED_OVER_CP, CP_EXPERT_MESHES, 3)
     for seed, name in enumerate(FAMILIES):
         meshes = CP_EXPERT_MESHES if name in MIXED else CP_MESHES
         yield 480, draw(name, of_family(name, seed), meshes)
-    yield 14, BARE_ENDS
-    yield 4, UNEVEN
-    yield 6, BY_MUON
-    yield 120, OTHERS_BY_MUON
-    yield 24, OF_FURTHER
-    yield 36, [*UNEVEN_RUNGS, *UNEVEN_OTHERS]
+    yield 24, BARE_ENDS
+    yield 8, UNEVEN
+    yield 12, BY_MUON
+    yield 240, OTHERS_BY_MUON
+    yield 48, OF_FURTHER
+    yield 72, [*UNEVEN_RUNGS, *UNEVEN_OTHERS]
 
 
 def parameters() -> list[Any]:
-    """Return all pairs, each of them once and under its name."""
+    """Return all pairs, each of them once and under its name. Those that follow each other, such as a family's, have
+    their turns far from each other: no family waits for months."""
     made = dict[str, Any]()
     with extended():
         for turns, pairs in table():
+            stride = next(n for n in count(round(turns * 0.618)) if gcd(n, turns) == 1)
             for case, run in pairs:
-                marks = [pytest.mark.in_turn(turns)] + [pytest.mark.quick] * (str(run) in QUICK)
+                marks = [pytest.mark.in_turn(turns, stride * len(made))] + [pytest.mark.quick] * (str(run) in QUICK)
                 name = f"{case.name}-{run}"
                 kept = made.setdefault(name, pytest.param(case, run, id=name, marks=marks))
                 assert kept.values == (case, run), f"two runs are called {name}: {kept.values[1]!r} and {run!r}"

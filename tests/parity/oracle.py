@@ -52,7 +52,7 @@ TOLERANCE = 1e-9
 """Relative, in float64."""
 GAP = 1e-9
 """Between the scores of the last expert that is chosen and the first that is left out: rounding changes no choice."""
-STEPS = 3
+STEPS = 2
 LENGTH = 12
 
 

@@ -73,7 +73,8 @@ class Definition:
 
 def find(name: str, folders: tuple[str, ...] = PACKAGES) -> Definition:
     """The one definition whose dotted name ends so. Raises Stale: there is none, or more than one."""
-    found = [each for each in _definitions(folders) if f".{each.name}".endswith(f".{name}")]
+    files = (file for file, names in _names(folders).items() if names.issuperset(name.split(".")))
+    found = [each for file in files for each in _definitions(file) if f".{each.name}".endswith(f".{name}")]
     if len(found) != 1:
         names = " and ".join(each.name for each in found) or "nothing"
         raise Stale(f"{name}: names {names} in {', '.join(folders)}")
@@ -81,13 +82,22 @@ def find(name: str, folders: tuple[str, ...] = PACKAGES) -> Definition:
 
 
 @cache
-def _definitions(folders: tuple[str, ...]) -> Sequence[Definition]:
+def _names(folders: tuple[str, ...]) -> Mapping[str, set[str]]:
+    """{file: what dotted names of its definitions are made of}, so that few have to be parsed."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [
-        Definition(str(path.relative_to(ROOT)), inside)
-        for path in paths
-        for inside, _ in _walk(ast.parse(path.read_text()))
-    ]
+    found = {str(path.relative_to(ROOT)): re.findall(r"\b(?:class|def) +(\w+)", path.read_text()) for path in paths}
+    return {file: {*Path(file).with_suffix("").parts, *names} for file, names in found.items()}
+
+
+@cache
+def _definitions(file: str) -> Sequence[Definition]:
+    return [Definition(file, inside) for inside, _ in _walk(_parsed((ROOT / file).read_text()))]
+
+
+@cache
+def _parsed(source: str) -> ast.Module:
+    """Nobody changes it."""
+    return ast.parse(source)
 
 
 def _walk(node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ast.AST]]:
@@ -112,9 +122,18 @@ def node_id(test: str) -> str:
 
 
 def edited(source: str, inside: tuple[str, ...], edit: Edit) -> str:
-    """The source with the edit, made anew from what it says: its comments are gone. Raises Stale: what is to be changed
-    is not there exactly once."""
-    tree = ast.parse(source)
+    """The source with the edit. The statement of the module that holds its place is made anew from what it says: its
+    comments are gone. Raises Stale: what is to be changed is not there exactly once, or what comes of it is the same or
+    no code."""
+    lines = source.split("\n")
+    start, end = 0, len(lines)
+    if inside:
+        named = (node for node in _parsed(source).body if getattr(node, "name", inside[0]) == inside[0])
+        outer = next(node for node in named if any(names == inside for names, _ in _walk(ast.Module([node], []))))
+        start = min(node.lineno for node in (outer, *getattr(outer, "decorator_list", ()))) - 1
+        end = outer.end_lineno or 0
+    tree = ast.parse("\n".join(lines[start:end]))
+    sound = ast.unparse(tree)
     (place,) = (node for names, node in _walk(tree) if names == inside)
     before, after = ast.parse(edit.before).body, ast.parse(edit.after).body
     match before, after:
@@ -124,7 +143,14 @@ def edited(source: str, inside: tuple[str, ...], edit: Edit) -> str:
             count = _replace_statements(place, before, after)
     if count != 1:
         raise Stale(f"{edit.place}: says {count} times instead of once: {edit.before!r}")
-    return ast.unparse(tree)
+    faulty = ast.unparse(tree)
+    if faulty == sound:
+        raise Stale(f"{edit.place}: {edit.after!r} changes nothing")
+    try:
+        compile(faulty, edit.place, "exec")
+    except SyntaxError as error:
+        raise Stale(f"{edit.place}: {edit.after!r}: {error}") from error
+    return "\n".join([*lines[:start], faulty, *lines[end:]])
 
 
 def _replace_expression(place: ast.AST, before: ast.expr, after: ast.expr) -> int:
@@ -158,15 +184,9 @@ def _replace_statements(place: ast.AST, before: Sequence[ast.stmt], after: Seque
     return count
 
 
-@cache
-def sound(file: str) -> str:
-    """A file without its comments, as :func:`edited` leaves them."""
-    return ast.unparse(ast.parse((ROOT / file).read_text()))
-
-
 def seeded(fault: Fault, root: Path = ROOT) -> dict[str, str]:
-    """{file: its source with the fault}, of the tree or of a copy. Raises Stale: a place, or what it should say, is not
-    there exactly once."""
+    """{file: its source with the fault}, of the tree or of a copy. Raises Stale: what :func:`find` and :func:`edited`
+    raise."""
     made: dict[str, str] = {}
     for edit in fault.edits:
         place = find(edit.place)
@@ -184,7 +204,7 @@ IMPATIENT = "\nTIMEOUT_S = 15\n"
 
 @contextmanager
 def copied(files: Iterable[str]) -> Iterator[Path]:
-    """A copy of what the tests need, with some files made anew from what they say, as :func:`edited` leaves them."""
+    """A copy of what the tests need, with some files made anew from what they say, as :func:`edited` does."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for name in (*PACKAGES, *TESTS):
@@ -192,7 +212,7 @@ def copied(files: Iterable[str]) -> Iterator[Path]:
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
         for file in files:
-            (folder / file).write_text(sound(file))
+            (folder / file).write_text(ast.unparse(ast.parse((ROOT / file).read_text())))
         with (folder / find("tests.pool", TESTS).file).open("a") as pool:
             pool.write(IMPATIENT)
         yield folder

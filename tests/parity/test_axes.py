@@ -88,7 +88,7 @@ def same(found: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, err_msg=str(keys))
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(15)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("axis", AXES)
 def test_an_axis_meets_a_feature(

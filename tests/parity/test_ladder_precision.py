@@ -216,7 +216,7 @@ SEEDED = {
 }
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("shard", RUNGS)
 @pytest.mark.parametrize("layout", SEEDED)
 def test_an_overflow_on_one_rank_is_left_out_by_all(pool: Pool, layout: str, shard: ZeroShard) -> None:

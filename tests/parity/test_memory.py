@@ -26,7 +26,7 @@ def _measured(pool: Pool, case: Case, run: Run) -> list[Measured]:
     return pool.run(run.mesh.world, measure, case, run)
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(25)
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: f"{kept.recompute}{'-offload' * kept.offload}")
 @pytest.mark.parametrize("run", OF_MEMORY, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -41,7 +41,7 @@ def test_what_is_kept_changes_no_bit(pool: Pool, case: Case, run: Run, kept: Act
                 assert np.array_equal(mine[name], array), f"rank {rank}: {what} of {name} differs"
 
 
-@pytest.mark.in_turn(8)
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("shard", RUNGS)
 def test_dropout_repeats_where_ranks_have_blank_rows(pool: Pool, shard: ZeroShard) -> None:
     """Which draw masks, too."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import seeding
-from seeding import TESTS, Edit, Fault, Stale, check, edited, find, node_id, seeded, sound
+from seeding import TESTS, Edit, Fault, Stale, check, edited, find, node_id, seeded
 from sensitivity import FAULTS
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -21,9 +21,7 @@ def test_every_fault_can_be_seeded() -> None:
 def why_not(fault: Fault) -> Exception | None:
     """Return what is wrong with a fault's places or its tests."""
     try:
-        for file, faulty in seeded(fault).items():
-            compile(faulty, file, "exec")
-            assert faulty != sound(file), "it changes nothing"
+        assert seeded(fault), "it has no place"
         assert fault.tests, "no test is to see it"
         for test in fault.tests:
             node_id(test)
@@ -66,7 +64,16 @@ def test_code_is_found_however_it_is_laid_out(before: str, after: str, line: str
     made = edited(SOURCE, ("Model", "loss"), Edit("Model.loss", before, after))
     assert line in [each.strip() for each in made.splitlines()]
     compile(made, "made", "exec")
-    assert made.endswith("def note(total):\n    return total + 1")
+    assert made.endswith("def note(total):\n    return total + 1\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [("total + 1", "(total + 1)", "changes nothing"), ("return total + 1", "break", "outside loop")],
+)
+def test_what_changes_nothing_or_is_no_code_is_no_fault(before: str, after: str, says: str) -> None:
+    with pytest.raises(Stale, match=f"note: .*{says}"):
+        edited(SOURCE, ("note",), Edit("note", before, after))
 
 
 @pytest.mark.parametrize(

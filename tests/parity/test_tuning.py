@@ -40,6 +40,7 @@ def loss_of(case: Case, model: Model) -> Tensor:
     return loss
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("case", [*EVERY_KIND, *TUNED_FAMILIES], ids=lambda case: case.name)
 def test_a_step_is_that_of_the_formula(case: Case) -> None:

@@ -74,6 +74,7 @@ def call(line: str) -> int:
         return error.code
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", CASES)
 def test_refused(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = CASES[name]

@@ -78,7 +78,7 @@ def run(command: ModuleType, source: Path, target: Path, *more: str) -> None:
     assert command.main([str(source), str(target), *more]) == 0
 
 
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=20))
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=40))
 def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     section, seen = SECTIONS[family][number], set()
 
@@ -157,7 +157,7 @@ def test_what_travels_with_a_model_is_copied_byte_for_byte(tmp_path: Path) -> No
         assert {name: content for name, content in found.items() if name not in ours} == TRAVELS
 
 
-@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=20))
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=40))
 def test_any_chain_of_layouts_with_optimizer_state(
     family: str, number: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -238,6 +238,7 @@ def test_padding_is_zero(vocabulary: int, tmp_path: Path) -> None:
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("wanted", NAMES)
 @pytest.mark.parametrize("held", NAMES)
 def test_numbers_are_converted_as_torch_does(held: str, wanted: str, tmp_path: Path) -> None:
@@ -443,6 +444,7 @@ OTHER = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("family", OTHER)
 def test_a_checkpoint_of_other_sentences(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = {"llama": LLAMA, "gpt2": GPT2}[family]
@@ -538,7 +540,7 @@ def peak(folder: Path, section: Section) -> int:
     return most
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @linux
 @pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_memory_does_not_grow_with_the_model(base: Section, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _stepped(path: str, tied: bool, flat: bool, tokens: Tensor, labels: Tensor) 
 # -- a step after it
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("tied", "flat"), [(True, False), (False, True)], ids=["tied-in-an-app", "flat"])
 def test_the_next_step_is_theirs(pool: Pool, tmp_path: Path, tied: bool, flat: bool) -> None:
     """With the moments that FSDP2 wrote, in any layout of ours: the weights after it are those that FSDP2 has."""

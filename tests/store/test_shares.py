@@ -134,6 +134,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return spread(folder / "plain", folder / "spread").path
 
 
+@pytest.mark.in_turn(3)
 def test_it_is_the_same_checkpoint(pair: tuple[Path, Path], tmp_path: Path) -> None:
     plain, spread = map(Checkpoint.open, pair)
     assert (plain.index.version, spread.index.version) == (1, 2) and len(spread.index.files) > len(plain.index.files)
@@ -151,7 +152,7 @@ def test_it_is_the_same_checkpoint(pair: tuple[Path, Path], tmp_path: Path) -> N
         assert snapshot(tmp_path / f"{name}0") == snapshot(tmp_path / f"{name}1")
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("head", "axis"), [(2, "embed"), (16, "head")])
 def test_slices_are_put_together_by_hand(head: int, axis: str, tmp_path: Path) -> None:
     """All pieces of a fused tensor are cut at the same places; a plain one is chunked. None of our code reads."""
