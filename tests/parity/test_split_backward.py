@@ -1,16 +1,18 @@
-"""What input and weight gradients by themselves take, beside a whole backward; test_layouts.py has their numbers."""
+"""Input and weight gradients by themselves: the numbers of the same layout whose backward is whole, to rounding."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from extended_family import extended
-from layouts import STARVED, TIED, UNTIED
+from layouts import ALL, RUNGS, STARVED, TIED, UNTIED
 from operators import Operators
-from oracle import Case, Run, microbatches, model_of
+from oracle import Case, Run, deep, measured, microbatches, model_of
 from pool import Pool
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,9 +25,49 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
 
+WHOLE = {"zb-h1": "1f1b", "zb-interleaved": "interleaved"}
+SCHEDULES = [("zb-h1", 1), ("zb-interleaved", 2), ("zb-interleaved", 3)]
+MESHES = [MeshShape(pp=2, **others) for others in ({"dp": 2}, {"tp": 2}, {"tp": 2, "dp": 2}, {"ep": 2, "tp": 2})]
+MESHES += [MeshShape(pp=3, dp=2), MeshShape(pp=4, tp=2)]
+KEPT = [Activations(), Activations("selective"), Activations("full"), Activations("selective", offload=True)]
+
+
+def cases() -> list[Any]:
+    """Every schedule on every mesh, of all cases, rungs and recomputations."""
+    found = []
+    for (schedule, chunks), mesh, shard, kept in product(SCHEDULES, MESHES, RUNGS, KEPT):
+        for case in (UNTIED, TIED, ALL, STARVED):
+            run = Run(mesh, chunks, schedule, activations=kept, shard=shard)
+            if case.sequences % mesh.data == 0:
+                found.append(pytest.param(case, run, id=f"{case.name}-{run}", marks=pytest.mark.in_turn(1100)))
+    return found
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(got - want).max(initial=0) / max(np.abs(want).max(initial=0), 1e-300))
+
 
 def whole_of(run: Run) -> Run:
-    return replace(run, schedule="1f1b")
+    return replace(run, schedule=WHOLE[run.schedule])
+
+
+def computed(case: Case, run: Run) -> tuple[Any, Any]:
+    """What a rank has of the run, and of the same with whole backwards."""
+    with extended():
+        case = deep(case, run.mesh.pp * run.chunks + 1)
+    return measured(case, run), measured(case, whole_of(run))
+
+
+@pytest.mark.parametrize(("case", "run"), cases())
+def test_a_split_backward_has_the_numbers_of_a_whole_one(pool: Pool, case: Case, run: Run) -> None:
+    for split, whole in pool.run(run.mesh.world, computed, case, run):
+        np.testing.assert_allclose(split.losses + split.norms, whole.losses + whole.norms, rtol=1e-12, atol=0)
+        assert split.gradients.keys() == whole.gradients.keys()
+        for name, gradient in whole.gradients.items():
+            assert relative(split.gradients[name], gradient) < 1e-12, name
+
+
+# -- what it takes
 
 
 def backwards(case: Case, run: Run) -> tuple[Gradients, Any]:
