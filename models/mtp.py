@@ -53,12 +53,7 @@ DEEPSEEK = MtpNames(
     f"{_LAYER}shared_head.head",
 )
 QWEN = MtpNames(
-    "mtp.",
-    "mtp.layers.{depth}.",
-    "mtp.pre_fc_norm_embedding",
-    "mtp.pre_fc_norm_hidden",
-    "mtp.fc",
-    "mtp.norm",
+    "mtp.", "mtp.layers.{depth}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
 )
 
 

@@ -13,13 +13,7 @@ _SHARED = ("bos_token_id", "dtype", "eos_token_id", "quantization_config", "torc
 _OF_WHOLE = ("architectures", "model_type", "vision_config")
 _ROPES = ("rope_parameters", "rope_scaling")
 # Tokens that stand for images, which files say of the whole, of the part or of both.
-_IMAGES = (
-    "image_token_id",
-    "video_token_id",
-    "vision_end_token_id",
-    "vision_start_token_id",
-    "vision_token_id",
-)
+_IMAGES = ("image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id", "vision_token_id")
 # How the three numbers of a position share out a head; of text the three are one number, and this says nothing.
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
@@ -149,12 +143,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True),
     "qwen3_5": Wrapper(("qwen3_5_text",), others=(*_VISUAL, "mtp.")),
     "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), others=(*_VISUAL, "mtp.")),
-    "qwen3_vl": Wrapper(
-        ("qwen3",),
-        "qwen3_vl_text",
-        others=_VISUAL,
-        defaults={"rope_theta": 5e5},
-    ),
+    "qwen3_vl": Wrapper(("qwen3",), "qwen3_vl_text", others=_VISUAL, defaults={"rope_theta": 5e5}),
     "smolvlm": _SMOL,
 }
 """{Hugging Face's ``model_type``: which part of it is read}."""

@@ -44,7 +44,7 @@ class GptBigCodeConfig(Gpt2Config):
             t.linear("attn.qkv", queries, "embed", "attn.c_attn", bias=True, stored=of_weight, stored_bias=stored),
             t.linear("attn.out", "embed", HEADS, "attn.c_proj", bias=True, ends=True),
             t.norm("mlp_norm", "ln_2"),
-            t.plain_mlp("c_fc", "c_proj", bias=True),
+            t.plain_mlp("mlp.c_fc", "mlp.c_proj", bias=True),
         )
 
     @classmethod

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.delta_config import DeltaConfig
+from megacore.models.presets import rope, shape
 from megacore.models.rope_config import Convention
 
 
@@ -36,15 +36,9 @@ TINY = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-EACH = {
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
+EACH = {"vocab_size": 248320, "max_position_embeddings": 262144, **rope(1e7, partial_rotary_factor=0.25)}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text-tiny": EACH | shape(64, 176, 4, 4) | TINY,
     "qwen3.5-9b": EACH | shape(4096, 12288, 32, 16) | {"num_key_value_heads": 4},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -7,26 +7,21 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy, LayerAttention
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig, SparseConfig
-from megacore.models.layer_types import window_problems
-from megacore.parallel.weights.schema import Param
+from megacore.models.layer_types import OneWindowConfig
+from megacore.models.presets import rope, shape
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(SparseConfig):
+class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
     family: ClassVar[str] = "qwen3_moe"
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"max_window_layers"}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     # As published files have it; transformers saves the other.
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
-        **SparseConfig.axes,
-        "experts": "num_local_experts",
-        "routes": "num_local_experts",
-    }
+    axes: ClassVar[Mapping[str, str]] = {**SparseConfig.axes, "experts": "num_local_experts"}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -36,25 +31,8 @@ class Qwen3MoeConfig(SparseConfig):
     num_local_experts: int = 128
     num_experts_per_tok: int = 8
 
-    @property
-    def anatomy(self) -> Anatomy:
-        layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
-        return self.anatomy_of(layers=layers)
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("attn.q_norm", "self_attn.q_norm", "head"),
-            t.norm("attn.k_norm", "self_attn.k_norm", "head"),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.feed_forward(t, t.experts()),
-            tied=self.tie_word_embeddings,
-        )
-
-    def problems(self) -> list[str]:
-        return super().problems() + window_problems(self.sliding_window)
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + t.norms_of_heads()
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -75,7 +53,7 @@ _EACH = {
     "head_dim": 128,
     "max_position_embeddings": 40960,
     "norm_topk_prob": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    **rope(1e6),
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
