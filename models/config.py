@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from random import Random
@@ -54,6 +54,10 @@ _FIXED = {
     "quantization_config": None,
     "rope_interleaved": False,
 }
+
+
+Shapes = Mapping[str, Sequence[int]]
+"""{the name of a tensor of a folder: its shape}."""
 
 
 class ModelConfigError(ValueError):
@@ -137,9 +141,9 @@ class ModelConfig(ABC):
         return 0
 
     @classmethod
-    def as_held(cls, raw: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], str | None]:
-        """Return a ``config.json`` that says how many layers predict further tokens in a folder with tensors of these
-        names, and what is to be told of it."""
+    def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
+        """Return a ``config.json`` that says how many layers predict further tokens, and how experts lie, in a folder
+        with such tensors, and what is to be told of it."""
         return {**raw}, None
 
     @property

@@ -353,7 +353,13 @@ class Table:
         )
 
     def stacked_experts(
-        self, stored: str = GATE_UP_OF_EXPERTS, hf: str = "mlp.experts", *, bias: bool = False, turned: bool = False
+        self,
+        stored: str = GATE_UP_OF_EXPERTS,
+        hf: str = "mlp.experts",
+        *,
+        bias: bool = False,
+        turned: bool = False,
+        outputs_first: bool = False,
     ) -> Rows:
         """Return experts without their router whose tensors hold all of a layer, inputs before outputs, as gpt-oss has
         them.
@@ -363,20 +369,15 @@ class Table:
             hf: Hugging Face's name.
             bias: Whether they have biases.
             turned: Whether the peft library takes their inputs for outputs, as where their class does not tell it.
+            outputs_first: Whether outputs stand before inputs.
         """
         ours, theirs = "layers.{layer}.mlp.experts.", f"{self.layer}.{hf}."
         up, down, hidden = f"{theirs}gate_up_proj", f"{theirs}down_proj", f"experts {GATE_UP_OF_EXPERTS}"
+        of_up, of_down = ("", "") if outputs_first else (f"experts embed {stored}", "experts expert_mlp embed")
         rows = (
-            Param(f"{ours}up.weight", f"{hidden} embed", up, f"experts embed {stored}", std=self.std, hf_turned=turned),
+            Param(f"{ours}up.weight", f"{hidden} embed", up, of_up, std=self.std, hf_turned=turned),
             Param(f"{ours}up.bias", hidden, f"{up}_bias", f"experts {stored}", vector=True),
-            Param(
-                f"{ours}down.weight",
-                "experts embed expert_mlp",
-                down,
-                "experts expert_mlp embed",
-                std=self.out_std,
-                hf_turned=turned,
-            ),
+            Param(f"{ours}down.weight", "experts embed expert_mlp", down, of_down, std=self.out_std, hf_turned=turned),
             Param(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
         )
         return rows if bias else rows[::2]

@@ -37,7 +37,7 @@ NOT_CARRIED = {
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
     "sliding layers whose heads have other sizes": "mimo_v2_flash",
     "text that looks at tokens after it": "paligemma",
-    "tensors that published files have otherwise than what transformers saves": "olmo_hybrid, qwen3_vl_moe",
+    "tensors that published files have otherwise than what transformers saves": "olmo_hybrid",
     "a text family that is not here": "gemma3n, gemma4",
 }
 """{what is not there yet: the model types of transformers that need it}."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
+from megacore.models.config import Shapes
 from megacore.models.experts_config import MoEConfig, SparseConfig
 from megacore.models.layer_types import OneWindowConfig
 from megacore.models.presets import rope, shape
@@ -22,6 +23,8 @@ class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
     # As published files have it; transformers saves the other.
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     axes: ClassVar[Mapping[str, str]] = {**SparseConfig.axes, "experts": "num_local_experts"}
+    # Which no file of the family says: it is said of a part of Qwen3-VL.
+    derived: ClassVar[frozenset[str]] = frozenset({"stacked_experts"})
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -30,9 +33,28 @@ class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
     moe_intermediate_size: int = 768
     num_local_experts: int = 128
     num_experts_per_tok: int = 8
+    # Where a tensor has all experts of a layer: what stands first in it, "inputs" or "outputs".
+    stacked_experts: str = ""
 
     def mixer(self, t: Table) -> Rows:
         return super().mixer(t) + t.norms_of_heads()
+
+    def experts(self, t: Table) -> Rows:
+        if not self.stacked_experts:
+            return t.experts()
+        stacked = t.stacked_experts(outputs_first=self.stacked_experts == "outputs")
+        return t.linear("mlp.router", "routes", "embed", "mlp.gate") + stacked
+
+    @classmethod
+    def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
+        """Do as the base class; experts lie with inputs first in published files of Qwen3-VL, and not in those that
+        transformers saves, which takes what fits as it lies."""
+        made, told = super().as_held(raw, shapes)
+        embed, inner = raw.get("hidden_size"), raw.get("moe_intermediate_size")
+        down = next((shape for name, shape in shapes.items() if name.endswith("mlp.experts.down_proj")), ())
+        if made.get("stacked_experts") and down and isinstance(inner, int):
+            made["stacked_experts"] = "outputs" if embed in (inner, 2 * inner, *down[1:2]) else "inputs"
+        return made, told
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
