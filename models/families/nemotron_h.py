@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import DRAWN, FULL, LINEAR, Anatomy
+from megacore.models.anatomy import FULL, LINEAR, Anatomy
 from megacore.models.config import positive
 from megacore.models.experts_config import SigmoidConfig, grouped_sigmoids
 from megacore.models.learned_positions import NoRopeConfig
@@ -67,7 +67,7 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
     told: ClassVar[Mapping[str, str]] = {"mixer_activation": "mamba_hidden_act"}
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {
         "mamba_d_head": (4, 6),
-        "mamba_hidden_act": DRAWN,
+        "mamba_hidden_act": ("silu", "gelu", "relu"),  # squares of so small numbers teach nothing
         "time_step_min": (0.001, 0.3),
         "num_experts_per_tok": (2, 3),
         "moe_intermediate_size": (6, 11),
