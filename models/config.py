@@ -74,6 +74,8 @@ class ModelConfig(ABC):
 
     family: ClassVar[str]
     architecture: ClassVar[str]
+    # Whether it is the part of a model that also sees, whose class without its head has the plain name.
+    of_text: ClassVar[bool] = False
     harmless: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, Any]] = {}
     # What is said of all that is written, whatever was read.
@@ -97,7 +99,8 @@ class ModelConfig(ABC):
     @classmethod
     def base_architecture(cls) -> str:
         """Return the name of transformers' class of the model without its head."""
-        return re.sub("(ForCausalLM|LMHeadModel)$", "Model", cls.architecture)
+        base = re.sub("(ForCausalLM|LMHeadModel)$", "Model", cls.architecture)
+        return base.replace("Model", "TextModel") if cls.of_text else base
 
     @classmethod
     def scoring_architecture(cls) -> str:
@@ -324,11 +327,7 @@ def positive(config: ModelConfig, *names: str) -> list[str]:
 def above_zero(config: ModelConfig, *names: str) -> list[str]:
     """Return a problem for each named field that is 0 or below, and not null."""
     given = {name: getattr(config, name) for name in names}
-    return [
-        f"{name} is {value}: it must be above 0, or null"
-        for name, value in given.items()
-        if value is not None and value <= 0
-    ]
+    return [f"{name} is {n}: it must be above 0, or null" for name, n in given.items() if n is not None and n <= 0]
 
 
 def probabilities(config: ModelConfig, *names: str) -> list[str]:

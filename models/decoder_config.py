@@ -63,6 +63,10 @@ class DecoderConfig(ModelConfig):
     norm_bias: ClassVar[bool] = False
     in_pairs: ClassVar[bool] = False
     out_bias: ClassVar[bool] = True
+    # Whether linears that end branches are drawn smaller, so that the sum of the branches keeps its size (GPT-2).
+    small_ends: ClassVar[bool] = False
+    # Whether transformers' class, or a rope of it, cannot do without head_dim.
+    needs_head_dim: ClassVar[bool] = False
     # Of a class and its bases together: what its anatomy has in any case, {what its anatomy has: the field that says
     # it}, and {a field: values that random models for tests have of it}.
     constants: ClassVar[Mapping[str, Any]] = {}
@@ -89,7 +93,8 @@ class DecoderConfig(ModelConfig):
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         heads, head_dim = tp * rng.choice((1, 2, 3)), rng.choice((4, 6, 8))
         shared = [kv for kv in (1, 2, 4) if heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)]
-        given = (rng.random() < 0.7 and "head_dim" not in cls.derived) or "head_dim" in cls.defaults
+        given = rng.random() < 0.7 and "head_dim" not in cls.derived
+        given |= cls.needs_head_dim or "head_dim" in cls.defaults
         drawn = {
             "vocab_size": vocab,
             "hidden_size": heads * (rng.choice((3, 5)) if given else head_dim),
@@ -150,7 +155,8 @@ class DecoderConfig(ModelConfig):
 
     def table(self, **own: Any) -> Table:
         """Return the rows of the weights table, with every weight drawn alike, as transformers does it."""
-        drawn = {"std": self.initializer_range, "out_std": self.initializer_range}
+        std = self.initializer_range
+        drawn = {"std": std, "out_std": std / math.sqrt(2 * self.num_hidden_layers) if self.small_ends else std}
         mean = 1.0 - self._of_bases("constants").get("norm_offset", 0.0)
         return Table(**({"layer": self.layer, "norm_bias": self.norm_bias, "norm_mean": mean} | drawn | own))
 
@@ -175,11 +181,6 @@ class DecoderConfig(ModelConfig):
         return t.model(
             *(made[part] if part in made else t.norm(part, hf) for part, hf in self.parts.items()), **self.ends
         )
-
-    @property
-    def small_ends(self) -> float:
-        """The standard deviation with which the sum of the residual branches keeps its size (GPT-2)."""
-        return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
 
     @property
     def anatomy(self) -> Anatomy:

@@ -44,8 +44,8 @@ class LatentConfig(DecoderConfig):
         return {**super().sizes, **latent, "two": 2, "half": self.qk_rope_head_dim // 2}
 
     @property
-    def interleaved(self) -> bool:
-        """Whether dimensions 2 i and 2 i + 1 turn together on disk."""
+    def rope_interleave(self) -> bool:
+        """Whether dimensions 2 i and 2 i + 1 turn together on disk; a field, where the family has one."""
         return True
 
     def anatomy_of(self, **own: Any) -> Anatomy:
@@ -53,7 +53,7 @@ class LatentConfig(DecoderConfig):
 
     def mixer(self, t: Table) -> Rows:
         latent, bias = self.q_lora_rank is not None, self.attention_bias
-        return t.latent_attention(latent_queries=latent, bias=bias, pairs=self.interleaved)
+        return t.latent_attention(latent_queries=latent, bias=bias, pairs=self.rope_interleave)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:

@@ -12,6 +12,11 @@ def shape(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
 
 EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4}
 """The experts of a preset of less than a million parameters, by DeepSeek's names."""
+STATES = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} | {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""And its gated delta rule."""
 
 
 def tiny(mlp: int = 176, layers: int = 4, **own: Any) -> dict[str, Any]:

@@ -102,16 +102,9 @@ class Table:
         bias = Param(f"{name}.bias", pattern, f"{self.layer}.{hf}.bias", stored, vector=True)
         return (weight, bias) if self.norm_bias else (weight,)
 
-    def norms_of_heads(
-        self,
-        hf: str = "self_attn.{}_norm",
-        *,
-        names: tuple[str, str] = ("q", "k"),
-        patterns: tuple[str, str] = ("head", "head"),
-    ) -> Rows:
-        """Return norms of queries and keys, of each head unless the sentences say otherwise; of these names there."""
-        (q, k), (queries, keys) = names, patterns
-        return self.norm("attn.q_norm", hf.format(q), queries) + self.norm("attn.k_norm", hf.format(k), keys)
+    def norms_of_heads(self, hf: str = "self_attn.{}_norm", of: tuple[str, str] = ("head", "head")) -> Rows:
+        """Return norms of queries and keys, of each head unless the sentences say otherwise."""
+        return self.norm("attn.q_norm", hf.format("q"), of[0]) + self.norm("attn.k_norm", hf.format("k"), of[1])
 
     def embed_norm(self, hf: str) -> Rows:
         """Return a norm of the embeddings, of this name."""

@@ -28,10 +28,6 @@ class DeepseekV3Config(DeepseekConfig, SigmoidConfig):
     topk_group: int = 4
     rope_interleave: bool = True
 
-    @property
-    def interleaved(self) -> bool:
-        return self.rope_interleave
-
 
 def _yarn(theta: float, factor: float, fast: int) -> dict[str, Any]:
     return yarn(factor, 4096, rope_theta=theta, beta_fast=fast, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)

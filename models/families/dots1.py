@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.experts_config import SigmoidConfig
@@ -20,6 +19,7 @@ class Dots1Config(SigmoidConfig, WindowedConfig):
     # What the class does not read: it says what all models of the family are.
     harmless: ClassVar[frozenset[str]] = SigmoidConfig.harmless | {"scoring_func", "topk_method", "use_sliding_window"}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"max_window_layers": (0, 1, 3)}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -34,11 +34,6 @@ class Dots1Config(SigmoidConfig, WindowedConfig):
 
     def mixer(self, t: Table) -> Rows:
         return super().mixer(t) + t.norms_of_heads()
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"max_window_layers": rng.randint(0, layers)}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -28,7 +28,7 @@ class FlexOlmoConfig(MoEConfig):
     norm_topk_prob: bool = False
 
     def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(patterns=OF_ALL)
+        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

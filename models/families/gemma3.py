@@ -35,15 +35,12 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
         SLIDING: Convention(theta_key="rope_local_base_freq", scaled=False),
     }
     pattern: ClassVar[int] = 6
+    of_text: ClassVar[bool] = True
 
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
 
     slides = PatternedConfig.slides
-
-    @classmethod
-    def base_architecture(cls) -> str:
-        return "Gemma3TextModel"  # Gemma3Model also sees
 
     def mixer(self, t: Table) -> Rows:
         return super().mixer(t) + t.norms_of_heads()

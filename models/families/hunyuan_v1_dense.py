@@ -21,19 +21,19 @@ class HunYuanDenseV1Config(DecoderConfig):
     fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "use_cla": False, "use_qk_norm": True}
     rope_convention: ClassVar[Convention] = Convention(own_types={"dynamic": AlphaRope})
     constants: ClassVar[Mapping[str, Any]] = {"norms_after_rope": True}
+    needs_head_dim: ClassVar[bool] = True
 
     pad_token_id: int | None = 0
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
 
     def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads("self_attn.{}_layernorm", names=("query", "key"))
+        queries = t.norm("attn.q_norm", "self_attn.query_layernorm", "head")
+        return super().mixer(t) + queries + t.norm("attn.k_norm", "self_attn.key_layernorm", "head")
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # The class cannot do without.
-        drawn.setdefault("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
         if drawn["rope_parameters"]["rope_type"] == "dynamic":
             drawn["rope_parameters"] |= {"alpha": 7.0, "factor": 1.0}
         return drawn

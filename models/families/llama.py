@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import llama3, rope, shape, tiny
-from megacore.models.weight_rows import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +15,11 @@ class LlamaConfig(DecoderConfig):
     family: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"is_llama_config", "pretraining_tp"})
+    small_ends: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    def table(self, **own: Any) -> Table:
-        return super().table(**({"out_std": self.small_ends} | own))
 
 
 _LLAMA3 = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072}

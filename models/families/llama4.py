@@ -40,6 +40,7 @@ class Llama4Config(MoEConfig, RotatingConfig):
         "interleave_moe_layer_step": (1, 2),
         "floor_scale": (2, 3, 8192),
     }
+    of_text: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -59,10 +60,6 @@ class Llama4Config(MoEConfig, RotatingConfig):
             step = self.interleave_moe_layer_step
             object.__setattr__(self, "moe_layers", tuple(range(step - 1, self.num_hidden_layers, step)))
         super().__post_init__()
-
-    @classmethod
-    def base_architecture(cls) -> str:
-        return super().base_architecture().replace("Model", "TextModel")
 
     def kind(self, layer: int) -> str:
         return CHUNKED if self.rotates(layer) else FULL

@@ -38,7 +38,7 @@ class MiniCPM3Config(LatentConfig):
     dim_model_base: int = 256
 
     @property
-    def interleaved(self) -> bool:
+    def rope_interleave(self) -> bool:
         return False
 
     @property

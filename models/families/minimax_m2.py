@@ -19,15 +19,9 @@ class MiniMaxM2Config(MoEConfig):
     architecture: ClassVar[str] = "MiniMaxM2ForCausalLM"
     # Of layers that predict further tokens, which are not published, and the kinds of layers, all of which see all.
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {
-        "attn_type_list",
-        "layernorm_full_attention_beta",
-        "layernorm_linear_attention_beta",
-        "layernorm_mlp_beta",
-        "mlp_intermediate_size",
-        "mtp_transformer_layers",
-        "num_mtp_modules",
-        "use_mtp",
-    }
+        "attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
+        "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp",
+    }  # fmt: skip
     fixed: ClassVar[Mapping[str, Any]] = {
         "qk_norm_type": "per_layer",
         "router_jitter_noise": 0.0,
@@ -47,7 +41,7 @@ class MiniMaxM2Config(MoEConfig):
     num_experts_per_tok: int = 8
 
     def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(patterns=OF_ALL)
+        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
     def experts(self, t: Table) -> Rows:
         moe = "block_sparse_moe"

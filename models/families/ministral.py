@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING
@@ -17,18 +16,12 @@ class MinistralConfig(WindowedConfig):
     family: ClassVar[str] = "ministral"
     architecture: ClassVar[str] = "MinistralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    needs_head_dim: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-6
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # The class itself cannot do without.
-        head_dim = drawn.get("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
-        return drawn | {"head_dim": head_dim}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

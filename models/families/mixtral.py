@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig
@@ -25,6 +24,7 @@ class MixtralConfig(MoEConfig, MistralConfig):
     rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
     # The names of transformers for the modules of the experts and of the router in memory.
     held: ClassVar[tuple[str, str]] = ("mlp.experts", "mlp.gate")
+    needs_head_dim: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
@@ -35,13 +35,6 @@ class MixtralConfig(MoEConfig, MistralConfig):
         moe = "block_sparse_moe"
         hf, down = f"{moe}.experts.{{experts}}.{{w1,w3}}", f"{moe}.experts.{{experts}}.w2"
         return t.experts(hf=hf, down=down, router=f"{moe}.gate", held=self.held)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # transformers' class has no dynamic rope and no longrope for heads whose size it is not given.
-        drawn.setdefault("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
-        return drawn
 
 
 _EACH = {"vocab_size": 32000, "num_key_value_heads": 8, "max_position_embeddings": 32768, **rope(1e6)}

@@ -24,6 +24,7 @@ class NanoChatConfig(DecoderConfig):
     constants: ClassVar[Mapping[str, Any]] = {"plain_norms": frozenset(_PLAIN), "norms_after_rope": True}
     told: ClassVar[Mapping[str, str]] = {"logit_softcap": "final_logit_softcapping"}
     parts: ClassVar[Mapping[str, str]] = BRANCHES
+    small_ends: ClassVar[bool] = True
 
     hidden_act: str = "relu2"
     rms_norm_eps: float = 1e-6
@@ -35,9 +36,6 @@ class NanoChatConfig(DecoderConfig):
     @property
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "half": self.head_dim // 2}
-
-    def table(self, **own: Any) -> Table:
-        return super().table(**({"out_std": self.small_ends} | own))
 
     def mixer(self, t: Table) -> Rows:
         here, stored = _QKV.format("a: half + b: half"), _QKV.format("b: half + a: half")

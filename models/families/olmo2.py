@@ -22,7 +22,7 @@ class Olmo2Config(DecoderConfig):
     attention_bias: bool = False
 
     def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(patterns=OF_ALL)
+        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
 
 _EACH = {

@@ -30,7 +30,7 @@ class OlmoeConfig(MoEConfig):
     norm_topk_prob: bool = False
 
     def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.norms_of_heads(patterns=OF_ALL)
+        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
     def problems(self) -> list[str]:
         return super().problems() + above_zero(self, "clip_qkv")

@@ -34,6 +34,7 @@ class PhimoeConfig(MixtralConfig):
     constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
     held: ClassVar[tuple[str, str]] = ("mlp.experts", "mlp.router")
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {"router_jitter_noise": (0.4, 0.7)}
+    needs_head_dim: ClassVar[bool] = False
 
     max_position_embeddings: int = 131072
     num_local_experts: int = 16

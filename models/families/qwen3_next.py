@@ -10,7 +10,7 @@ from megacore.models.anatomy import FULL
 from megacore.models.delta_config import DeltaConfig
 from megacore.models.experts_config import SparseConfig
 from megacore.models.mtp import QWEN, MtpConfig, MtpNames
-from megacore.models.presets import rope, shape
+from megacore.models.presets import STATES, rope, shape, tiny
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table
 
 
@@ -59,9 +59,8 @@ _EACH = {
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next-tiny": _EACH
-    | shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    | tiny(head_dim=16, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts_per_tok=4)
+    | STATES
+    | {"num_experts": 16},
     "qwen3-next-80b-a3b": _EACH | shape(2048, 5120, 48, 16) | {"num_key_value_heads": 2},
 }

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Rows, Table
+from megacore.models.weight_rows import NORMS, Rows, Table
 from megacore.parallel.weights.schema import Param
 
 
@@ -41,10 +41,8 @@ class StableLmConfig(DecoderConfig):
         return t.attention(bias=self.use_qkv_bias) + (queries + keys if self.qk_layernorm else ())
 
     def params(self) -> tuple[Param, ...]:
-        t, norms = self.table(), {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        if self.use_parallel_residual:
-            del norms["mlp_norm"]
-        return t.model(self.mixer(t), self.network(t), *(t.norm(*names) for names in norms.items()), **self.ends)
+        t, norms = self.table(), [*NORMS.items()][: 1 if self.use_parallel_residual else 2]
+        return t.model(self.mixer(t), self.network(t), *(t.norm(*names) for names in norms), **self.ends)
 
 
 _STABLELM2 = {"vocab_size": 100352, "max_position_embeddings": 4096}

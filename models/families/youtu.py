@@ -20,10 +20,6 @@ class YoutuConfig(LatentConfig):
     tie_word_embeddings: bool = True
     rope_interleave: bool = True
 
-    @property
-    def interleaved(self) -> bool:
-        return self.rope_interleave
-
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
         if values.get("initializer_range") is None and isinstance(hidden := values.get("hidden_size"), int) and hidden:
