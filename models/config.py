@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from random import Random
@@ -32,73 +32,20 @@ if TYPE_CHECKING:
 
 HARMLESS = frozenset(
     {
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "_model_name_or_path",
-        "_name_or_path",
-        "_num_labels",
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "model_type",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "prefix",
-        "problem_type",
-        "pruned_heads",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "trust_remote_code",
-        "typical_p",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
+        "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path", "_num_labels",
+        "architectures", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+        "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
+        "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
+        "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+        "id2label", "is_decoder", "label2id", "length_penalty", "max_length", "min_length", "model_type",
+        "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+        "output_hidden_states", "output_scores", "prefix", "problem_type", "pruned_heads", "remove_invalid_values",
+        "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+        "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k",
+        "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "trust_remote_code",
+        "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
     }
-)
+)  # fmt: skip
 """Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation."""
 # Every config has these; other values would change the maths.
 _FIXED = {
@@ -107,6 +54,10 @@ _FIXED = {
     "quantization_config": None,
     "rope_interleaved": False,
 }
+
+
+Shapes = Mapping[str, Sequence[int]]
+"""{the name of a tensor of a folder: its shape}."""
 
 
 class ModelConfigError(ValueError):
@@ -123,6 +74,8 @@ class ModelConfig(ABC):
 
     family: ClassVar[str]
     architecture: ClassVar[str]
+    # Whether it is the part of a model that also sees, whose class without its head has the plain name.
+    of_text: ClassVar[bool] = False
     harmless: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, Any]] = {}
     # What is said of all that is written, whatever was read.
@@ -146,7 +99,8 @@ class ModelConfig(ABC):
     @classmethod
     def base_architecture(cls) -> str:
         """Return the name of transformers' class of the model without its head."""
-        return re.sub("(ForCausalLM|LMHeadModel)$", "Model", cls.architecture)
+        base = re.sub("(ForCausalLM|LMHeadModel)$", "Model", cls.architecture)
+        return base.replace("Model", "TextModel") if cls.of_text else base
 
     @classmethod
     def scoring_architecture(cls) -> str:
@@ -190,9 +144,9 @@ class ModelConfig(ABC):
         return 0
 
     @classmethod
-    def as_held(cls, raw: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], str | None]:
-        """Return a ``config.json`` that says how many layers predict further tokens in a folder with tensors of these
-        names, and what is to be told of it."""
+    def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
+        """Return a ``config.json`` that says how many layers predict further tokens, and how experts lie, in a folder
+        with such tensors, and what is to be told of it."""
         return {**raw}, None
 
     @property
@@ -368,6 +322,12 @@ def _is_of(value: object, type_name: str) -> bool:
 def positive(config: ModelConfig, *names: str) -> list[str]:
     """Return a problem for each named field that is below 1."""
     return [f"{name} is {getattr(config, name)}: it must be at least 1" for name in names if getattr(config, name) < 1]
+
+
+def above_zero(config: ModelConfig, *names: str) -> list[str]:
+    """Return a problem for each named field that is 0 or below, and not null."""
+    given = {name: getattr(config, name) for name in names}
+    return [f"{name} is {n}: it must be above 0, or null" for name, n in given.items() if n is not None and n <= 0]
 
 
 def probabilities(config: ModelConfig, *names: str) -> list[str]:

@@ -6,7 +6,7 @@ A family adds its own fields, its weights table and its anatomy. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any, ClassVar
@@ -15,9 +15,10 @@ from megacore.models import rope_config
 from megacore.models.anatomy import ACTIVATIONS, DRAWN, ROPE, Anatomy, LayerAttention
 from megacore.models.config import ModelConfig, positive, probabilities
 from megacore.models.rope_config import PLAIN, Convention, DefaultRope, Rope
-from megacore.models.weight_rows import Table
+from megacore.models.weight_rows import Pairs, Rows, Table, around
 from megacore.parallel import limits
 from megacore.parallel.enum_errors import nearest
+from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,25 @@ class DecoderConfig(ModelConfig):
     activations: ClassVar[Collection[str]] = tuple(ACTIVATIONS)
     # How its config.json says a rope.
     rope_convention: ClassVar[Convention] = PLAIN
+    # The parts of a block in transformers' order, norms with their names there; and the norm behind all blocks.
+    parts: ClassVar[Mapping[str, str]] = around("input_layernorm", "post_attention_layernorm")
+    last_norm: ClassVar[str] = "model.norm"
+    # The beginning of Hugging Face's names of a block.
+    layer: ClassVar[str] = "model.layers.{layer}"
+    # Whether norms have biases; whether heads turn in pairs of neighbours on disk; whether the last linear of attention
+    # has a bias where the others have.
+    norm_bias: ClassVar[bool] = False
+    in_pairs: ClassVar[bool] = False
+    out_bias: ClassVar[bool] = True
+    # Whether linears that end branches are drawn smaller, so that the sum of the branches keeps its size (GPT-2).
+    small_ends: ClassVar[bool] = False
+    # Whether transformers' class, or a rope of it, cannot do without head_dim.
+    needs_head_dim: ClassVar[bool] = False
+    # Of a class and its bases together: what its anatomy has in any case, {what its anatomy has: the field that says
+    # it}, and {a field: values that random models for tests have of it}.
+    constants: ClassVar[Mapping[str, Any]] = {}
+    told: ClassVar[Mapping[str, str]] = {}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
     hidden_size: int
     intermediate_size: int
@@ -73,7 +93,8 @@ class DecoderConfig(ModelConfig):
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         heads, head_dim = tp * rng.choice((1, 2, 3)), rng.choice((4, 6, 8))
         shared = [kv for kv in (1, 2, 4) if heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)]
-        given = (rng.random() < 0.7 and "head_dim" not in cls.derived) or "head_dim" in cls.defaults
+        given = rng.random() < 0.7 and "head_dim" not in cls.derived
+        given |= cls.needs_head_dim or "head_dim" in cls.defaults
         drawn = {
             "vocab_size": vocab,
             "hidden_size": heads * (rng.choice((3, 5)) if given else head_dim),
@@ -88,9 +109,45 @@ class DecoderConfig(ModelConfig):
             "hidden_act": rng.choice(DRAWN),
             **{each.name: rng.random() < 0.5 for each in fields(cls) if each.type == "bool"},
             **{each.name: rng.choice((1e-6, 1e-2)) for each in fields(cls) if "eps" in each.name},
+            **dict.fromkeys(cls._dropouts(), 0.0),
             "rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention),
         }
-        return {name: value for name, value in drawn.items() if name not in cls.derived}
+        drawn |= {name: rng.choice(values) for name, values in cls._of_bases("choices").items()}
+        return cls.as_saved({name: value for name, value in drawn.items() if name not in {*cls.derived, *cls.fixed}})
+
+    @classmethod
+    def as_saved(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields by the names that transformers saves them by."""
+        return {cls.saved.get(name, name): value for name, value in fields.items()}
+
+    @classmethod
+    def _of_bases(cls, table: str) -> dict[str, Any]:
+        """Return what the tables of this name say, of the class and its bases; the class wins."""
+        return {name: value for base in reversed(cls.__mro__) for name, value in vars(base).get(table, {}).items()}
+
+    @classmethod
+    def _dropouts(cls) -> list[str]:
+        """Return the fields that are probabilities of dropping something."""
+        return [each.name for each in fields(cls) if each.name.endswith(("dropout", "pdrop"))]
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether attention has biases; a field, where the family has one."""
+        return False
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether feed-forward networks have biases; a field, where the family has one."""
+        return False
+
+    @property
+    def pairs(self) -> Pairs | None:
+        """The pairs of numbers that turn together in heads of queries and keys, where neighbours do on disk."""
+        return Pairs(self.head_dim, self.rope_parameters.turning(self.head_dim)) if self.in_pairs else None
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, **(self.pairs.sizes if self.pairs else {})}
 
     @property
     def max_positions(self) -> int | None:
@@ -98,12 +155,32 @@ class DecoderConfig(ModelConfig):
 
     def table(self, **own: Any) -> Table:
         """Return the rows of the weights table, with every weight drawn alike, as transformers does it."""
-        return Table(**({"std": self.initializer_range, "out_std": self.initializer_range} | own))
+        std = self.initializer_range
+        drawn = {"std": std, "out_std": std / math.sqrt(2 * self.num_hidden_layers) if self.small_ends else std}
+        mean = 1.0 - self._of_bases("constants").get("norm_offset", 0.0)
+        return Table(**({"layer": self.layer, "norm_bias": self.norm_bias, "norm_mean": mean} | drawn | own))
+
+    def mixer(self, t: Table) -> Rows:
+        """Return the rows of what mixes tokens: attention, as LLaMA's."""
+        bias = self.attention_bias
+        return t.attention(bias=bias, out_bias=bias and self.out_bias, pairs=self.pairs)
+
+    def network(self, t: Table) -> Rows:
+        """Return the rows of what each token goes through by itself: a gated feed-forward network, as LLaMA's."""
+        return t.gated_mlp(bias=self.mlp_bias)
 
     @property
-    def small_ends(self) -> float:
-        """The standard deviation with which the sum of the residual branches keeps its size (GPT-2)."""
-        return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
+    def ends(self) -> Mapping[str, Any]:
+        """How the ends of the model are named, and whether its head has a bias."""
+        embed, head = (name.removesuffix(".weight") for name in self.tied)
+        return {"embed": embed, "head": head, "norm": self.last_norm, "tied": self.tie_word_embeddings}
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        made = {"mixer": self.mixer(t), "network": self.network(t)}
+        return t.model(
+            *(made[part] if part in made else t.norm(part, hf) for part, hf in self.parts.items()), **self.ends
+        )
 
     @property
     def anatomy(self) -> Anatomy:
@@ -120,11 +197,12 @@ class DecoderConfig(ModelConfig):
             "attention_dropout": self.attention_dropout,
             "padding_idx": self.pad_token_id,
         }
-        return Anatomy(**(common | own))
+        told = {name: getattr(self, field) for name, field in self._of_bases("told").items()}
+        return Anatomy(**(common | self._of_bases("constants") | told | own))
 
     def problems(self) -> list[str]:
         found = positive(self, *dict.fromkeys(self.axes.values()), "max_position_embeddings")
-        found += probabilities(self, "attention_dropout")
+        found += probabilities(self, *self._dropouts())
         if self.num_hidden_layers > limits.LAYERS:  # what each of them is, some families list
             found.append(f"num_hidden_layers is {self.num_hidden_layers}: it may be up to {limits.LAYERS}")
         if self.hidden_act not in self.activations:
@@ -215,13 +293,3 @@ class DecoderConfig(ModelConfig):
         written = super()._write().items()
         plain = {self.saved.get(name, name): value for name, value in written if name not in unwritten}
         return plain | rope_config.to_hugging_face(self.rope_parameters, convention=self.rope_convention)
-
-
-def shape(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
-    """Return the sizes of a preset."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }

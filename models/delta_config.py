@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL, LINEAR, Anatomy
+from megacore.models.anatomy import FULL, LINEAR
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.layer_types import HybridConfig
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
-from megacore.parallel.weights.schema import Param
 
 _B, _A = "b: state_heads each", "a: state_heads each"
 
@@ -32,6 +31,12 @@ class DeltaConfig(HybridConfig):
         "taps": "linear_conv_kernel_dim",
     }
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.25)
+    constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 1.0}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "linear_conv_kernel_dim": (2, 4),
+        "linear_key_head_dim": (4, 6),
+        "linear_value_head_dim": (3, 5),
+    }
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -48,9 +53,6 @@ class DeltaConfig(HybridConfig):
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "each": self.linear_num_value_heads // max(1, self.linear_num_key_heads), "one": 1}
 
-    def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(norm_offset=1.0, **own)
-
     @property
     def left_out(self) -> tuple[str, ...]:
         return ("mtp.",)
@@ -60,25 +62,9 @@ class DeltaConfig(HybridConfig):
         inner = f"(qkv: ({STATE_QKV}) + z: {STATE_VALUES} + {_B} + {_A})"
         return t.delta_rule(inner, "in_proj_{qkv,z,b,a}")
 
-    def network(self, t: Table) -> Rows:
-        """Return the rows of the feed-forward networks."""
-        return t.gated_mlp()
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table(norm_mean=0.0)
-        attention = (
-            *t.gated_attention(bias=self.attention_bias),
-            *t.norm("attn.q_norm", "self_attn.q_norm", "head"),
-            *t.norm("attn.k_norm", "self_attn.k_norm", "head"),
-        )
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            in_layers(self.layers_of(LINEAR), self.delta_rule(t)),
-            in_layers(self.layers_of(FULL), attention),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.network(t),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        attention = t.gated_attention(bias=self.attention_bias) + t.norms_of_heads()
+        return in_layers(self.layers_of(LINEAR), self.delta_rule(t)) + in_layers(self.layers_of(FULL), attention)
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -92,9 +78,6 @@ class DeltaConfig(HybridConfig):
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         keys = tp * rng.choice((1, 2))
         return drawn | {
-            "linear_conv_kernel_dim": rng.choice((2, 4)),
-            "linear_key_head_dim": rng.choice((4, 6)),
-            "linear_value_head_dim": rng.choice((3, 5)),
             "linear_num_key_heads": keys,
             "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
             **({"layer_types": None} if layers > 3 and rng.random() < 0.5 else {}),

@@ -5,7 +5,7 @@ A family says in ``axes`` which of its fields hold the sizes of ``experts``, ``r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
@@ -28,15 +28,31 @@ class MoEConfig(DecoderConfig):
     harmless: ClassVar[frozenset[str]] = frozenset({"output_router_logits", "router_aux_loss_coef"})
     axes: ClassVar[Mapping[str, str]] = {
         **{axis: field for axis, field in DecoderConfig.axes.items() if axis != "mlp"},
+        "experts": "num_experts",
         "expert_mlp": "intermediate_size",
     }
+    # What is not the same for all in the rule by which experts are chosen and weighed.
+    rule: ClassVar[Mapping[str, Any]] = {}
+    # One alone of weight 1 would teach the router nothing.
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"num_experts_per_tok": (2, 3)}
 
     num_experts_per_tok: int
 
     @property
+    def sizes(self) -> Mapping[str, int]:
+        sizes = super().sizes
+        return {**sizes, "routes": sizes["experts"]}
+
+    @property
+    def norm_topk_prob(self) -> bool:
+        """Whether the weights of those that are chosen are divided by their sum; a field, where the family has one."""
+        return False
+
+    @property
     def routing(self) -> Routing:
         """The rule by which a layer's experts are chosen and weighed."""
-        return Routing(experts=self.sizes["experts"], top_k=self.num_experts_per_tok)
+        chosen = {"top_k": self.num_experts_per_tok, "normalised": self.norm_topk_prob}
+        return Routing(experts=getattr(self, self.axes["experts"]), **{**chosen, **self.rule})
 
     @property
     def sparse_layers(self) -> Collection[int]:
@@ -50,6 +66,13 @@ class MoEConfig(DecoderConfig):
         dense = in_layers(every - sparse, network or t.gated_mlp(bias=bias))
         return experts if sparse == every else in_layers(sparse, experts) + dense
 
+    def experts(self, t: Table) -> Rows:
+        """Return the rows of the experts and their router."""
+        return t.experts()
+
+    def network(self, t: Table) -> Rows:
+        return self.feed_forward(t, self.experts(t))
+
     def anatomy_of(self, **own: Any) -> Anatomy:
         return super().anatomy_of(**({"routing": self.routing} | own))
 
@@ -59,24 +82,24 @@ class MoEConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # As many as the ranks of the largest meshes of the tests. One alone of weight 1 would teach the router nothing.
-        return drawn | {cls.axes["experts"]: max(4, 2 * tp), "num_experts_per_tok": rng.choice((2, 3))}
+        return drawn | cls.as_saved({cls.axes["experts"]: max(4, 2 * tp)})  # as many as the ranks of the largest meshes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(MoEConfig):
     """Experts in every so many layers, as Qwen has them; the others have one feed-forward network of another size."""
 
-    axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "expert_mlp": "moe_intermediate_size"}
+    axes: ClassVar[Mapping[str, str]] = {
+        **MoEConfig.axes,
+        "mlp": "intermediate_size",
+        "expert_mlp": "moe_intermediate_size",
+    }
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"moe_intermediate_size": (6,)}
 
     moe_intermediate_size: int
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
-
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, normalised=self.norm_topk_prob)
 
     @property
     def sparse_layers(self) -> list[int]:
@@ -100,7 +123,7 @@ class SparseConfig(MoEConfig):
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         step = rng.randint(1, min(2, layers))
         dense = [layer for layer in range(step, layers) if rng.random() < 0.3]  # of those before, the last has experts
-        return drawn | {"moe_intermediate_size": 6, "decoder_sparse_step": step, "mlp_only_layers": dense}
+        return drawn | {"decoder_sparse_step": step, "mlp_only_layers": dense}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +133,17 @@ class SharedExpertConfig(MoEConfig):
     axes: ClassVar[Mapping[str, str]] = {
         **DecoderConfig.axes,
         "experts": "n_routed_experts",
-        "routes": "n_routed_experts",
         "expert_mlp": "moe_intermediate_size",
         "shared_mlp": "shared_intermediate_size",
     }
     # Hugging Face's name of what corrects the choice of experts, where something does.
     correction: ClassVar[str] = ""
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "moe_intermediate_size": (6, 11),
+        "n_shared_experts": (1, 2),
+        "routed_scaling_factor": (1.0, 2.5),
+        "first_k_dense_replace": (0, 1),
+    }
 
     moe_intermediate_size: int
     n_routed_experts: int
@@ -128,8 +156,11 @@ class SharedExpertConfig(MoEConfig):
         """Hidden features of the expert that every token goes to."""
         return self.n_shared_experts * self.moe_intermediate_size
 
+    @property
+    def routing(self) -> Routing:
+        return replace(super().routing, factor=self.routed_scaling_factor)
+
     def experts(self, t: Table) -> Rows:
-        """Return the rows of the experts, and of the one that every token goes to."""
         return t.experts(correction=self.correction) + t.shared_expert()
 
     @property
@@ -137,19 +168,9 @@ class SharedExpertConfig(MoEConfig):
         return range(self.first_k_dense_replace, self.num_hidden_layers)
 
     @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp) | {
-            "moe_intermediate_size": rng.choice((6, 11)),
-            "n_shared_experts": rng.choice((1, 2)),
-            "routed_scaling_factor": rng.choice((1.0, 2.5)),
-            "first_k_dense_replace": rng.choice((0, 1)),
-        }
-        return {name: value for name, value in drawn.items() if name not in cls.fixed}
-
-    @staticmethod
-    def draw_groups(rng: Random, drawn: Mapping[str, Any]) -> dict[str, Any]:
+    def draw_groups(cls, rng: Random, drawn: Mapping[str, Any]) -> dict[str, Any]:
         """Draw groups of the experts that were drawn, two to a group at least."""
-        experts, chosen = drawn["n_routed_experts"], drawn["num_experts_per_tok"]
+        experts, chosen = (drawn[cls.saved.get(name, name)] for name in ("n_routed_experts", "num_experts_per_tok"))
         fitting = [(n, kept) for n, kept in ((1, 1), (2, 1), (2, 2), (4, 2)) if 2 * n <= experts]
         groups, kept = rng.choice([(n, kept) for n, kept in fitting if kept * (experts // n) >= chosen])
         return {"n_group": groups, "topk_group": kept}

@@ -31,12 +31,7 @@ class LatentAttention(Attention):
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        name: str,
-        rope: str | None,
-        scoring: Scoring,
-        norm: Callable[[str], nn.Module],
+        self, parameters: Parameters, name: str, rope: str | None, scoring: Scoring, norm: Callable[[str], nn.Module]
     ) -> None:
         sizes = parameters.shards[f"{name}.kv_b.weight"].sizes
         heads, rest = sizes["heads"], sizes["rest"]

@@ -14,7 +14,6 @@ from megacore.models.config import positive
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.rope_config import YarnRope
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +44,16 @@ class LatentConfig(DecoderConfig):
         return {**super().sizes, **latent, "two": 2, "half": self.qk_rope_head_dim // 2}
 
     @property
-    def pairs(self) -> bool:
-        """Whether dimensions 2 i and 2 i + 1 turn together on disk."""
+    def rope_interleave(self) -> bool:
+        """Whether dimensions 2 i and 2 i + 1 turn together on disk; a field, where the family has one."""
         return True
 
     def anatomy_of(self, **own: Any) -> Anatomy:
         return super().anatomy_of(rotary_head=self.qk_rope_head_dim, attention_scale=_scale(self), **own)
 
-    def network(self, t: Table) -> Rows:
-        """Return the rows of the feed-forward networks."""
-        return t.gated_mlp()
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.latent_attention(latent_queries=self.q_lora_rank is not None, bias=self.attention_bias, pairs=self.pairs),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.network(t),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        latent, bias = self.q_lora_rank is not None, self.attention_bias
+        return t.latent_attention(latent_queries=latent, bias=bias, pairs=self.rope_interleave)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:

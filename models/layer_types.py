@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
+from megacore.models.anatomy import FULL, ROPE, SLIDING, Anatomy, LayerAttention, by_kind
 from megacore.models.config import positive
 from megacore.models.decoder_config import DecoderConfig
 from megacore.parallel import limits
@@ -70,6 +70,25 @@ class LayerTypesConfig(DecoderConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneWindowConfig(DecoderConfig):
+    """All layers see no further than one window."""
+
+    sliding_window: int | None = None
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
+        return super().anatomy_of(**({"layers": layers} | own))
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"sliding_window": rng.choice((None, 2, 3, positions))}
+
+    def problems(self) -> list[str]:
+        return super().problems() + window_problems(self.sliding_window)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WindowedConfig(LayerTypesConfig):
     """Layers of the other kind see no further than a window."""
 
@@ -90,8 +109,14 @@ class WindowedConfig(LayerTypesConfig):
         kinds = [rng.choice((FULL, SLIDING)) for _ in range(layers)]
         return drawn | {"sliding_window": rng.choice((2, 3, positions)), "layer_types": rng.choice((None, kinds))}
 
+    @property
+    def all_rotate(self) -> bool:
+        """Whether layers that see all tokens before have a rope, too."""
+        return True
+
     def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(**({"layers": by_kind(self.kinds, self.sliding_window)} | own))
+        ropes = {FULL: ROPE if self.all_rotate else None, SLIDING: ROPE}
+        return super().anatomy_of(**({"layers": by_kind(self.kinds, self.sliding_window, ropes)} | own))
 
     def problems(self) -> list[str]:
         found = super().problems() + window_problems(self.sliding_window)
@@ -103,6 +128,8 @@ class WindowedConfig(LayerTypesConfig):
 @dataclass(frozen=True, kw_only=True)
 class RotatingConfig(LayerTypesConfig):
     """Some layers have no rope, as ``no_rope_layers`` says: 1 for each that rotates, and 0 for the others."""
+
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"no_rope_layer_interval": (1, 2, 4)}
 
     # None, or nothing, becomes a 0 for the last of every interval.
     no_rope_layers: tuple[int, ...] | None = None
@@ -122,7 +149,7 @@ class RotatingConfig(LayerTypesConfig):
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         rotate = [rng.randrange(2) for _ in range(layers)]
-        return drawn | {"no_rope_layers": rng.choice((None, rotate)), "no_rope_layer_interval": rng.choice((1, 2, 4))}
+        return drawn | {"no_rope_layers": rng.choice((None, rotate))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "no_rope_layer_interval")

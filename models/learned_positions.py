@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
 from megacore.models.decoder_config import DecoderConfig
-from megacore.models.weight_rows import Rows
 from megacore.parallel.weights.schema import Param
 
 
@@ -19,8 +18,10 @@ class NoRopeConfig(DecoderConfig):
 
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads", "rope_parameters"})
 
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
+
     def anatomy_of(self, **own: Any) -> Anatomy:
-        made = super().anatomy_of(**({"norm": "layer"} | own))
+        made = super().anatomy_of(**own)
         return replace(made, ropes={}, layers=tuple(replace(layer, rope=None) for layer in made.layers))
 
     def rope_problems(self) -> list[str]:
@@ -46,8 +47,7 @@ class LearnedPositionsConfig(NoRopeConfig):
     # Hugging Face's name of the positions.
     positions: ClassVar[str]
 
-    def with_positions(self, rows: Rows) -> Rows:
-        """Return a table with the positions behind the embedding of tokens."""
-        embed, *others = rows
+    def params(self) -> tuple[Param, ...]:
+        embed, *others = super().params()
         weight = Param("positions.weight", "position embed", f"{self.positions}.weight", std=self.initializer_range)
         return embed, weight, *others

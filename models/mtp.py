@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
+from megacore.models.config import Shapes
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.weight_rows import Rows
 from megacore.parallel.weights.schema import Param, Schema
@@ -53,12 +54,7 @@ DEEPSEEK = MtpNames(
     f"{_LAYER}shared_head.head",
 )
 QWEN = MtpNames(
-    "mtp.",
-    "mtp.layers.{depth}.",
-    "mtp.pre_fc_norm_embedding",
-    "mtp.pre_fc_norm_hidden",
-    "mtp.fc",
-    "mtp.norm",
+    "mtp.", "mtp.layers.{depth}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
 )
 
 
@@ -103,12 +99,12 @@ class MtpConfig(DecoderConfig):
         return () if self.mtp_layers else (_of(self.mtp_names.every, 0, self.num_hidden_layers),)
 
     @classmethod
-    def as_held(cls, raw: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, Any], str | None]:
+    def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
         asked, first = raw.get(FIELD), raw.get("num_hidden_layers")
         if asked == 0 or not isinstance(first, int):
             return {**raw}, None
         marks = dict.fromkeys(f"{_of(cls.mtp_names.proj, depth, first + depth)}.weight" for depth in range(MOST))
-        found = next((depth for depth, mark in enumerate(marks) if mark not in names), len(marks))
+        found = next((depth for depth, mark in enumerate(marks) if mark not in shapes), len(marks))
         if asked is None:
             return {**raw, **({FIELD: found} if found else {})}, None
         if found:  # if they are not as many, some are missing or too many

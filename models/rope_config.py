@@ -414,11 +414,7 @@ def by_kind_to_hugging_face(
 
 
 def draw(
-    rng: Random,
-    head_dim: int,
-    positions: int,
-    convention: Convention = PLAIN,
-    rope_types: Sequence[str] | None = None,
+    rng: Random, head_dim: int, positions: int, convention: Convention = PLAIN, rope_types: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Return a config.json's ``rope_parameters`` at random: any of the types, for heads of this size."""
     whole = convention.partial_rotary_factor is None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL, LINEAR, Anatomy
+from megacore.models.anatomy import FULL, LINEAR
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.layer_types import HybridConfig
 from megacore.models.weight_rows import Rows, Table, in_layers
@@ -37,6 +37,13 @@ class StateSpaceConfig(HybridConfig):
         "taps": "mamba_d_conv",
     }
 
+    told: ClassVar[Mapping[str, str]] = {"step_limits": "time_step_limit"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "mamba_d_head": ("auto",),
+        "mamba_d_state": (3, 5),
+        "mamba_d_conv": (2, 4),
+    }
+
     attention_bias: bool = False
     mamba_n_heads: int = 128
     mamba_d_head: int
@@ -47,6 +54,9 @@ class StateSpaceConfig(HybridConfig):
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     time_step_limit: tuple[float, ...] = (0.0, math.inf)
+
+    def attends(self, layer: int) -> bool:
+        return False
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -59,16 +69,12 @@ class StateSpaceConfig(HybridConfig):
         """What all heads together must have."""
         return self.mamba_expand * self.hidden_size
 
-    def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(**({"step_limits": self.time_step_limit} | own))
-
     def state_space(self, t: Table) -> Rows:
         """Return the rows of the layers that are state spaces."""
         return t.state_space(bias=self.mamba_proj_bias, conv_bias=self.mamba_conv_bias)
 
-    def mixers(self, t: Table) -> Rows:
-        """Return the rows of what mixes tokens in each layer."""
-        attention = t.attention(bias=self.attention_bias, out_bias=self.attention_bias)
+    def mixer(self, t: Table) -> Rows:
+        attention = super().mixer(t)
         return in_layers(self.layers_of(LINEAR), self.state_space(t)) + in_layers(self.layers_of(FULL), attention)
 
     def problems(self) -> list[str]:
@@ -89,15 +95,8 @@ class StateSpaceConfig(HybridConfig):
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         expand = rng.choice((1, 2))
         heads = rng.choice([n for n in (tp, 2 * tp, 4 * tp) if expand * drawn["hidden_size"] % n == 0])
-        return drawn | {
-            "mamba_n_heads": heads,
-            "mamba_d_head": "auto",
-            "mamba_n_groups": draw_groups(rng, heads, tp),
-            "mamba_d_state": rng.choice((3, 5)),
-            "mamba_d_conv": rng.choice((2, 4)),
-            "mamba_expand": expand,
-            **rng.choice(({}, {"time_step_limit": (0.3, 1.5)})),
-        }
+        own = {"mamba_n_heads": heads, "mamba_n_groups": draw_groups(rng, heads, tp), "mamba_expand": expand}
+        return drawn | cls.as_saved(own | rng.choice(({}, {"time_step_limit": (0.3, 1.5)})))
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -18,12 +18,7 @@ from megacore.models.config import HARMLESS, ModelConfig, ModelConfigError
 from megacore.models.registry import FAMILIES, family
 from megacore.parallel.enum_errors import nearest
 
-WITH_EXPERTS: Mapping[str, str] = {
-    "llama": "mixtral",
-    "mistral": "mixtral",
-    "qwen2": "qwen2_moe",
-    "qwen3": "qwen3_moe",
-}
+WITH_EXPERTS: Mapping[str, str] = {"llama": "mixtral", "mistral": "mixtral", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
 """{family: the one that is the same but for its experts}."""
 
 DENSE, EXPERTS, SHARED = (f"layers.{{layer}}.mlp.{part}" for part in ("", "experts.", "shared."))

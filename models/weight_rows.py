@@ -13,6 +13,7 @@ QKV = _QKV.format("head")
 QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
 QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
 HEADS, KV_HEADS = "(heads head)", "(kv head)"
+OF_ALL = HEADS, KV_HEADS
 GATE_UP = "(gate: mlp + up: mlp)"
 GATE_UP_OF_EXPERTS = "(gate: expert_mlp + up: expert_mlp)"
 # What the gated delta rule makes of a token, head by head of keys.
@@ -22,6 +23,22 @@ STATE_QKV = f"q: state_heads state_key + k: state_heads state_key + v: {STATE_VA
 STATE_XBC = "x: state_heads state_value + b: state_groups state_key + c: state_groups state_key"
 
 Rows = tuple[Param, ...]
+
+# Parts of a block, of ``DecoderConfig.parts``: its branches, the norms of what these are given
+# and of what they give.
+BRANCHES = {"mixer": "", "network": ""}
+NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+OUT_NORMS = {
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+
+
+def around(attn_norm: str, mlp_norm: str, attn_out_norm: str = "", mlp_out_norm: str = "") -> Mapping[str, str]:
+    """Return the parts of a block in the order in which they are computed, with norms that have a name."""
+    attention = {"attn_norm": attn_norm, "mixer": "", "attn_out_norm": attn_out_norm}
+    parts = attention | {"mlp_norm": mlp_norm, "network": "", "mlp_out_norm": mlp_out_norm}
+    return {part: hf for part, hf in parts.items() if hf or part in BRANCHES}
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,10 @@ class Table:
         bias = Param(f"{name}.bias", pattern, f"{self.layer}.{hf}.bias", stored, vector=True)
         return (weight, bias) if self.norm_bias else (weight,)
 
+    def norms_of_heads(self, hf: str = "self_attn.{}_norm", of: tuple[str, str] = ("head", "head")) -> Rows:
+        """Return norms of queries and keys, of each head unless the sentences say otherwise."""
+        return self.norm("attn.q_norm", hf.format("q"), of[0]) + self.norm("attn.k_norm", hf.format("k"), of[1])
+
     def embed_norm(self, hf: str) -> Rows:
         """Return a norm of the embeddings, of this name."""
         weight = Param("embed_norm.weight", "embed", f"{hf}.weight", at="first", mean=self.norm_mean, vector=True)
@@ -134,26 +155,32 @@ class Table:
         bias: bool = False,
         out_bias: bool = False,
         hf: str = "self_attn.{q,k,v}_proj",
-        out: str = "o_proj",
+        out: str = "self_attn.o_proj",
         pairs: Pairs | None = None,
+        here: str = QKV,
+        stored: str = "",
     ) -> Rows:
-        """Queries, keys, values and what comes out, as LLaMA's ``self_attn`` has them, or with heads of pairs."""
-        here, stored = (QKV, "") if pairs is None else (_QKV.format(pairs.here), _QKV.format(pairs.stored))
+        """Return queries, keys, values and what comes out, as LLaMA's ``self_attn`` has them.
+
+        Args:
+            bias, out_bias: Whether they have biases.
+            hf, out: Hugging Face's names.
+            pairs: The pairs that turn together in heads, where neighbours do on disk.
+            here, stored: The sentences of queries, keys and values, ours and Hugging Face's, where that differs.
+        """
+        if pairs is not None:
+            here, stored = _QKV.format(pairs.here), _QKV.format(pairs.stored)
         of_weight = stored and f"{stored} embed"
         return (
             *self.linear("attn.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
-            *self.linear("attn.out", "embed", HEADS, f"self_attn.{out}", bias=out_bias, ends=True),
+            *self.linear("attn.out", "embed", HEADS, out, bias=out_bias, ends=True),
         )
 
     def gated_attention(self, *, bias: bool = False) -> Rows:
         """Queries and gates, head by head, keys, values and what comes out, as Qwen3-Next's ``self_attn`` has them."""
         here = "(q: (own: heads head + gate: heads head) + k: kv head + v: kv head)"
         stored = "(q: heads (own: head + gate: head) + k: kv head + v: kv head)"
-        hf = "self_attn.{q,k,v}_proj"
-        return (
-            *self.linear("attn.qkv", here, "embed", hf, bias=bias, stored=f"{stored} embed", stored_bias=stored),
-            *self.linear("attn.out", "embed", HEADS, "self_attn.o_proj", bias=bias, ends=True),
-        )
+        return self.attention(bias=bias, out_bias=bias, here=here, stored=stored)
 
     def delta_rule(self, inner: str, hf: str, *, stored: str = "") -> Rows:
         """Return the gated delta rule, as Qwen3-Next's ``linear_attn`` has it.
@@ -275,11 +302,11 @@ class Table:
             *self.linear("mlp.down", "embed", "mlp", down, bias=bias, ends=True),
         )
 
-    def plain_mlp(self, up: str, down: str, *, bias: bool = False) -> Rows:
+    def plain_mlp(self, up: str = "mlp.up_proj", down: str = "mlp.down_proj", *, bias: bool = False) -> Rows:
         """Return a feed-forward network of two linears, of these names."""
         return (
-            *self.linear("mlp.up", "mlp", "embed", f"mlp.{up}", bias=bias),
-            *self.linear("mlp.down", "embed", "mlp", f"mlp.{down}", bias=bias, ends=True),
+            *self.linear("mlp.up", "mlp", "embed", up, bias=bias),
+            *self.linear("mlp.down", "embed", "mlp", down, bias=bias, ends=True),
         )
 
     def experts(
@@ -325,6 +352,7 @@ class Table:
         *,
         bias: bool = False,
         turned: bool = False,
+        outputs_first: bool = False,
     ) -> Rows:
         """Return experts without their router whose tensors hold all of a layer, inputs before outputs, as gpt-oss has
         them.
@@ -334,20 +362,15 @@ class Table:
             hf: Hugging Face's name.
             bias: Whether they have biases.
             turned: Whether the peft library takes their inputs for outputs, as where their class does not tell it.
+            outputs_first: Whether outputs stand before inputs.
         """
         ours, theirs = "layers.{layer}.mlp.experts.", f"{self.layer}.{hf}."
         up, down, hidden = f"{theirs}gate_up_proj", f"{theirs}down_proj", f"experts {GATE_UP_OF_EXPERTS}"
+        of_up, of_down = ("", "") if outputs_first else (f"experts embed {stored}", "experts expert_mlp embed")
         rows = (
-            Param(f"{ours}up.weight", f"{hidden} embed", up, f"experts embed {stored}", std=self.std, hf_turned=turned),
+            Param(f"{ours}up.weight", f"{hidden} embed", up, of_up, std=self.std, hf_turned=turned),
             Param(f"{ours}up.bias", hidden, f"{up}_bias", f"experts {stored}", vector=True),
-            Param(
-                f"{ours}down.weight",
-                "experts embed expert_mlp",
-                down,
-                "experts expert_mlp embed",
-                std=self.out_std,
-                hf_turned=turned,
-            ),
+            Param(f"{ours}down.weight", "experts embed expert_mlp", down, of_down, std=self.out_std, hf_turned=turned),
             Param(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
         )
         return rows if bias else rows[::2]

@@ -13,13 +13,11 @@ _SHARED = ("bos_token_id", "dtype", "eos_token_id", "quantization_config", "torc
 _OF_WHOLE = ("architectures", "model_type", "vision_config")
 _ROPES = ("rope_parameters", "rope_scaling")
 # Tokens that stand for images, which files say of the whole, of the part or of both.
-_IMAGES = (
-    "image_token_id",
-    "video_token_id",
-    "vision_end_token_id",
-    "vision_start_token_id",
-    "vision_token_id",
-)
+_IMAGES = ("image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id", "vision_token_id")
+# What transformers saves a field by, and what files of its makers have.
+_OTHER_NAMES = {"num_local_experts": "num_experts"}
+# How the experts of a part lie in the file, which its tensors say.
+LIE = "stacked_experts"
 # How the three numbers of a position share out a head; of text the three are one number, and this says nothing.
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
@@ -114,6 +112,16 @@ _QWEN2 = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
 }
+_QWEN3_MOE = {
+    **_sizes(151936, 2048, 5632, 24, 16, 128000),
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,  # whatever a file says
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 16,
+    "rope_theta": 5e5,
+    LIE: "inputs",
+}
 _VISUAL = ("visual.",)
 _SMOL = Wrapper(
     ("llama",),
@@ -149,11 +157,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True),
     "qwen3_5": Wrapper(("qwen3_5_text",), others=(*_VISUAL, "mtp.")),
     "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), others=(*_VISUAL, "mtp.")),
-    "qwen3_vl": Wrapper(
-        ("qwen3",),
-        "qwen3_vl_text",
+    "qwen3_vl": Wrapper(("qwen3",), "qwen3_vl_text", others=_VISUAL, defaults={"rope_theta": 5e5}),
+    "qwen3_vl_moe": Wrapper(
+        ("qwen3_moe",),
+        "qwen3_vl_moe_text",
         others=_VISUAL,
-        defaults={"rope_theta": 5e5},
+        defaults=_QWEN3_MOE,
+        harmless=("norm_topk_prob", "tie_word_embeddings"),
     ),
     "smolvlm": _SMOL,
 }
@@ -196,9 +206,9 @@ def unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None
     tied = {key: config[key] for key in ("tie_word_embeddings",) if config.get(key) is not None}
     plain = {key: value for key, value in part.items() if key not in (*_IMAGES, *wrapper.harmless)}
     ropes = {key: _one_section(part[key]) for key in _ROPES if isinstance(part.get(key), Mapping)}
-    in_ropes = {key for rope in ropes.values() for key in rope}
+    said = {key for rope in ropes.values() for key in rope} | {_OTHER_NAMES.get(key) for key in part}
     left_out = wrapper.defaults if is_called else _LEFT_OUT.get(str(found), {})
-    defaults = {key: value for key, value in left_out.items() if key not in in_ropes}
+    defaults = {key: value for key, value in left_out.items() if key not in said}
     return {**defaults, **shared, **plain, **ropes, **tied, "model_type": found}, wrapper
 
 
@@ -217,7 +227,7 @@ def rewrapped(whole: Mapping[str, Any], part: Mapping[str, Any], unknown: Collec
         made[wrapper.section] = inner
     ropes = [rope for key in _ROPES if isinstance(rope := inner.get(key), Mapping)]
     sections = {key: rope[key] for rope in ropes for key in _SECTIONS if key in rope}
-    for key in {**before, **part}:
+    for key in [key for key in {**before, **part} if key != LIE]:
         places = (inner, made) if key in (*_SHARED, "tie_word_embeddings") else (inner,)
         if key not in part and key not in unknown:
             for each in places:

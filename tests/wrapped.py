@@ -164,6 +164,18 @@ SEEING: Mapping[str, Seeing] = {
         _patches,
         _QWEN,
     ),
+    "qwen3_vl_moe": Seeing(
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 12,
+            "num_experts": 4,
+            "rope_parameters": {**SECTIONS, "mrope_interleaved": True},
+        },
+        {**QWEN_VIT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        4,
+        _patches,
+        _QWEN,
+    ),
     "smolvlm": _SMOL,
 }
 

@@ -30,14 +30,14 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 
 NOT_CARRIED = {
     "other states in place of keys and values": "bailing_hybrid, falcon_mamba, "
-    "jamba, kimi_linear, mamba, mamba2, minimax, olmo_hybrid, recurrent_gemma, rwkv, "
+    "jamba, kimi_linear, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
     "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
     "queries of latents that are scaled by their position": "mistral4",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
     "sliding layers whose heads have other sizes": "mimo_v2_flash",
     "text that looks at tokens after it": "paligemma",
-    "experts that lie transposed": "qwen3_vl_moe",
+    "tensors that published files have otherwise than what transformers saves": "olmo_hybrid",
     "a text family that is not here": "gemma3n, gemma4",
 }
 """{what is not there yet: the model types of transformers that need it}."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from random import Random
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL, ROPE, SLIDING, Anatomy, by_kind
-from megacore.models.decoder_config import shape
+from megacore.models.anatomy import Anatomy
 from megacore.models.experts_config import SharedExpertConfig
 from megacore.models.layer_types import PatternedConfig
-from megacore.models.weight_rows import HEADS
-from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import shape, tiny
+from megacore.models.weight_rows import Rows, Table, around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +35,10 @@ class AfmoeConfig(SharedExpertConfig, PatternedConfig):
     interval: ClassVar[str | None] = "global_attn_every_n_layers"
     pattern: ClassVar[int] = 4
     correction: ClassVar[str] = "mlp.expert_bias"
+    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "normalised": True, "epsilon": 1e-20}
+    parts: ClassVar[Mapping[str, str]] = around(
+        "input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+    )
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = 1024
@@ -50,35 +51,20 @@ class AfmoeConfig(SharedExpertConfig, PatternedConfig):
     mup_enabled: bool = False
 
     @property
-    def routing(self) -> Routing:
-        chosen = replace(super().routing, score="sigmoid", normalised=True, epsilon=1e-20)
-        return replace(chosen, factor=self.routed_scaling_factor)
+    def all_rotate(self) -> bool:
+        return False
 
-    def anatomy_of(self, **own: Any) -> Anatomy:
-        layers = by_kind(self.kinds, self.sliding_window, {FULL: None, SLIDING: ROPE})
-        scale = self.hidden_size**0.5 if self.mup_enabled else 1.0
-        return super().anatomy_of(**({"layers": layers, "embedding_scale": scale} | own))
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(embedding_scale=self.hidden_size**0.5 if self.mup_enabled else 1.0)
 
-    def params(self) -> tuple[Param, ...]:
-        t, router = self.table(), "mlp.router.gate"
-        inner = "(q: heads head + gate: heads head + k: kv head + v: kv head)"
-        experts = t.experts(router=router, correction=self.correction, held=("mlp.experts", router))
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.linear("attn.qkv", inner, "embed", "self_attn.{q,gate,k,v}_proj"),
-            t.linear("attn.out", "embed", HEADS, "self_attn.o_proj", ends=True),
-            *(t.norm(f"attn.{of}_norm", f"self_attn.{of}_norm", "head") for of in "qk"),
-            t.norm("attn_out_norm", "post_attention_layernorm"),
-            t.norm("mlp_norm", "pre_mlp_layernorm"),
-            self.feed_forward(t, experts + t.shared_expert()),
-            t.norm("mlp_out_norm", "post_mlp_layernorm"),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        here = "(q: heads head + gate: heads head + k: kv head + v: kv head)"
+        return t.attention(hf="self_attn.{q,gate,k,v}_proj", here=here) + t.norms_of_heads()
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return {cls.saved.get(name, name): value for name, value in drawn.items()}
+    def experts(self, t: Table) -> Rows:
+        router = "mlp.router.gate"
+        return t.experts(router=router, correction=self.correction, held=("mlp.experts", router)) + t.shared_expert()
 
 
 _EACH = {
@@ -94,11 +80,9 @@ _EACH = {
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "afmoe-tiny": shape(64, 96, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    | {"sliding_window": 128, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    "afmoe-tiny": tiny(
+        96, head_dim=16, sliding_window=128, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=4
+    ),
     "trinity-nano": _EACH | shape(1024, 3072, 56, 8) | {"num_key_value_heads": 2, "moe_intermediate_size": 256},
     "trinity-mini": _EACH | shape(2048, 6144, 32, 32) | {"num_key_value_heads": 4, "moe_intermediate_size": 1024},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -8,29 +8,23 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import ACTIVATIONS
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import llama3, shape
 from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import Rows, Table, around
 from megacore.parallel.weights.schema import Param
-
-_LLAMA3: Mapping[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 12000000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApertusConfig(DecoderConfig):
     family: ClassVar[str] = "apertus"
     architecture: ClassVar[str] = "ApertusForCausalLM"
-    rope_convention: ClassVar[Convention] = Convention(rope_theta=12000000.0, parameters=_LLAMA3)
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=12000000.0, parameters=llama3(12000000.0, 8.0))
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     # What the checkpoints of its makers also say: of the norms and the activation, which the class has in any case.
     activations: ClassVar[Collection[str]] = (*ACTIVATIONS, "xielu")
     fixed: ClassVar[Mapping[str, Any]] = {"qk_norm": True, "post_norm": False, "mlp_bias": False}
+    parts: ClassVar[Mapping[str, str]] = around("attention_layernorm", "feedforward_layernorm")
 
     hidden_act: str = "xielu"
     rms_norm_eps: float = 1e-5
@@ -42,9 +36,11 @@ class ApertusConfig(DecoderConfig):
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "one": 1}
 
-    def params(self) -> tuple[Param, ...]:
-        t, bias, name = self.table(), self.attention_bias, "layers.{layer}.mlp.up.xielu"
-        hf = f"{t.layer}.mlp.act_fn"
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + t.norms_of_heads()
+
+    def network(self, t: Table) -> Rows:
+        name, hf = "layers.{layer}.mlp.up.xielu", f"{t.layer}.mlp.act_fn"
         activation = (
             # softplus makes 0.8 of the one, and 0.3 of the other, which beta makes 0.8.
             Param(f"{name}.positive", "one", f"{hf}.alpha_p", mean=0.2033, vector=True),
@@ -52,16 +48,7 @@ class ApertusConfig(DecoderConfig):
             Param(f"{name}.beta", "", f"{hf}.beta", mean=0.5, buffer=True, vector=True),
             Param(f"{name}.eps", "", f"{hf}.eps", mean=-1e-6, buffer=True, vector=True),
         )
-        return t.model(
-            t.norm("attn_norm", "attention_layernorm"),
-            t.attention(bias=bias, out_bias=bias),
-            t.norm("attn.q_norm", "self_attn.q_norm", "head"),
-            t.norm("attn.k_norm", "self_attn.k_norm", "head"),
-            t.norm("mlp_norm", "feedforward_layernorm"),
-            t.plain_mlp("up_proj", "down_proj"),
-            activation if self.hidden_act == "xielu" else (),
-            tied=self.tie_word_embeddings,
-        )
+        return t.plain_mlp() + (activation if self.hidden_act == "xielu" else ())
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -76,5 +63,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "apertus-8b": shape(4096, 21504, 32, 32) | _EACH,
     "apertus-70b": shape(8192, 43008, 80, 64) | _EACH,
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.parallel.weights.schema import Param
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import tiny
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +22,8 @@ class ArceeConfig(DecoderConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.plain_mlp("up_proj", "down_proj", bias=self.mlp_bias),
-            tied=self.tie_word_embeddings,
-        )
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp(bias=self.mlp_bias)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "arcee-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
-}
-
-PARAMETERS: Mapping[str, int] = {}
+PRESETS: Mapping[str, Mapping[str, Any]] = {"arcee-tiny": tiny()}

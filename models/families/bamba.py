@@ -8,10 +8,10 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL
-from megacore.models.decoder_config import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
 from megacore.models.ssm_config import StateSpaceConfig
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import Rows, Table, around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,8 @@ class BambaConfig(StateSpaceConfig):
     fixed: ClassVar[Mapping[str, Any]] = {"z_loss_coefficient": 0.0}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
+    last_norm: ClassVar[str] = "model.final_layernorm"
+    parts: ClassVar[Mapping[str, str]] = around("input_layernorm", "pre_ff_layernorm")
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -33,16 +35,8 @@ class BambaConfig(StateSpaceConfig):
     def attends(self, layer: int) -> bool:
         return layer in (self.attn_layer_indices or ())
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            self.mixers(t),
-            t.norm("mlp_norm", "pre_ff_layernorm"),
-            t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias),
-            tied=self.tie_word_embeddings,
-            norm="model.final_layernorm",
-        )
+    def network(self, t: Table) -> Rows:
+        return t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -59,10 +53,6 @@ class BambaConfig(StateSpaceConfig):
 _EACH = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 262144, "mamba_d_state": 128}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "bamba-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "attn_layer_indices": [1, 3]}
-    | {"mamba_n_heads": 8, "mamba_d_state": 16},
+    "bamba-tiny": tiny(attn_layer_indices=[1, 3], mamba_n_heads=8, mamba_d_state=16),
     "bamba-9b": _EACH | shape(4096, 14336, 32, 32) | {"attn_layer_indices": [9, 18, 27]},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Alibi, Anatomy
-from megacore.models.config import probabilities
 from megacore.models.learned_positions import NoRopeConfig
-from megacore.models.weight_rows import HEADS, QKV_BY_HEAD, QKV_EACH
+from megacore.models.weight_rows import QKV_BY_HEAD, QKV_EACH, Rows, Table
 from megacore.parallel.weights.schema import Param
 
 _DERIVED = frozenset({"hidden_act", "intermediate_size", "max_position_embeddings"})
@@ -26,22 +24,19 @@ class BloomConfig(NoRopeConfig):
     # How kernels fuse and sums are rounded, and what nobody reads.
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
-            "attention_softmax_in_fp32",
-            "bias_dropout_fusion",
-            "masked_softmax_fusion",
-            "n_inner",
-            "offset_alibi",
-            "pretraining_tp",
-            "seq_length",
-            "skip_bias_add",
-            "skip_bias_add_qkv",
-            "slow_but_exact",
+            "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "n_inner", "offset_alibi",
+            "pretraining_tp", "seq_length", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
         }
-    )
+    )  # fmt: skip
     fixed: ClassVar[Mapping[str, Any]] = {"apply_residual_connection_post_layernorm": False}
     derived: ClassVar[frozenset[str]] = NoRopeConfig.derived | _DERIVED
     spellings: ClassVar[Mapping[str, str]] = {"n_embed": "hidden_size"}
     saved: ClassVar[Mapping[str, str]] = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    layer: ClassVar[str] = "transformer.h.{layer}"
+    last_norm: ClassVar[str] = "transformer.ln_f"
+    norm_bias: ClassVar[bool] = True
+    constants: ClassVar[Mapping[str, Any]] = {"alibi": Alibi(of_power=True), "padding_idx": None}
+    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "hidden_dropout"}
 
     hidden_act: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
@@ -54,28 +49,18 @@ class BloomConfig(NoRopeConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        alibi, dropout = Alibi(of_power=True), self.hidden_dropout
-        return self.anatomy_of(
-            alibi=alibi, attention_scale=self.head_dim**-0.5, branch_dropout=dropout, padding_idx=None
-        )
+        return self.anatomy_of(attention_scale=self.head_dim**-0.5)
+
+    def mixer(self, t: Table) -> Rows:
+        hf, out = "self_attention.query_key_value", "self_attention.dense"
+        return t.attention(hf=hf, out=out, here=QKV_EACH, stored=QKV_BY_HEAD, bias=True, out_bias=True)
+
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True)
 
     def params(self) -> tuple[Param, ...]:
-        t = self.table(layer="transformer.h.{layer}", norm_bias=True)
-        qkv, stored = ("attn.qkv", QKV_EACH, "embed", "self_attention.query_key_value"), f"{QKV_BY_HEAD} embed"
-        return t.model(
-            t.embed_norm("transformer.word_embeddings_layernorm"),
-            t.norm("attn_norm", "input_layernorm"),
-            t.linear(*qkv, bias=True, stored=stored, stored_bias=QKV_BY_HEAD),
-            t.linear("attn.out", "embed", HEADS, "self_attention.dense", bias=True, ends=True),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.plain_mlp("dense_h_to_4h", "dense_4h_to_h", bias=True),
-            tied=self.tie_word_embeddings,
-            embed="transformer.word_embeddings",
-            norm="transformer.ln_f",
-        )
-
-    def problems(self) -> list[str]:
-        return super().problems() + probabilities(self, "hidden_dropout")
+        embed, *others = super().params()
+        return embed, *self.table().embed_norm("transformer.word_embeddings_layernorm"), *others
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -88,11 +73,6 @@ class BloomConfig(NoRopeConfig):
         values |= {"hidden_act": cls.hidden_act, "max_position_embeddings": 2048}
         values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
         return super()._derive(values)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return {cls.saved.get(name, name): value for name, value in drawn.items()}
 
 
 def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:

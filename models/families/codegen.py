@@ -52,5 +52,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "codegen-6b": _shape(4096, 33, 16, 64),
     "codegen-16b": _shape(6144, 34, 24, 64),
 }
-
-PARAMETERS: Mapping[str, int] = {}

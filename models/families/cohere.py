@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Pairs, Rows, Table
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import BRANCHES, Pairs, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,44 +17,17 @@ class CommandConfig(DecoderConfig):
     """Command R's generations have this in common. Fields carry their Hugging Face names."""
 
     eps: ClassVar[str] = "layer_norm_eps"
+    in_pairs: ClassVar[bool] = True
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "parallel": True}
+    told: ClassVar[Mapping[str, str]] = {"logit_scale": "logit_scale"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"logit_scale": (0.0625, 1.3)}
+    parts: ClassVar[Mapping[str, str]] = {"attn_norm": "input_layernorm"} | BRANCHES
 
     layer_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
     attention_bias: bool = False
     tie_word_embeddings: bool = True
     logit_scale: float = 0.0625
-
-    @property
-    def pairs(self) -> Pairs:
-        """The pairs of numbers that turn together in heads of queries and keys."""
-        return Pairs(self.head_dim, self.rope_parameters.turning(self.head_dim))
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, **self.pairs.sizes}
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm="layer", parallel=True, logit_scale=self.logit_scale)
-
-    def norms_of_heads(self, t: Table) -> Rows:
-        """Return the norms of queries and keys."""
-        return ()
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias, pairs=self.pairs),
-            self.norms_of_heads(t),
-            t.gated_mlp(),
-            tied=self.tie_word_embeddings,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"logit_scale": rng.choice((0.0625, 1.3))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +39,14 @@ class CohereConfig(CommandConfig):
 
     use_qk_norm: bool = False
 
-    def norms_of_heads(self, t: Table) -> Rows:
-        here, stored = f"({self.pairs.here})", f"({self.pairs.stored})"
+    def mixer(self, t: Table) -> Rows:
+        if not self.use_qk_norm:
+            return super().mixer(t)
+        pairs = Pairs(self.head_dim, self.rope_parameters.turning(self.head_dim))
+        here, stored = f"({pairs.here})", f"({pairs.stored})"
         queries = t.norm("attn.q_norm", "self_attn.q_norm", f"heads {here}", stored=f"heads {stored}")
         keys = t.norm("attn.k_norm", "self_attn.k_norm", f"kv {here}", stored=f"kv {stored}")
-        return queries + keys if self.use_qk_norm else ()
+        return super().mixer(t) + queries + keys
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -80,8 +54,7 @@ def _rope(theta: float) -> dict[str, Any]:
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "cohere-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "use_qk_norm": True},
+    "cohere-tiny": tiny(use_qk_norm=True),
     "aya-23-8b": _rope(10000.0)
     | shape(4096, 14336, 32, 32)
     | {"num_key_value_heads": 8, "max_position_embeddings": 8192},

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig, SharedExpertConfig
 from megacore.models.latent_config import LatentConfig
-from megacore.models.weight_rows import Rows, Table
+from megacore.models.presets import EXPERTS, shape, tiny_latent, yarn
 from megacore.parallel.routing import Routing
 
 
@@ -18,16 +17,8 @@ from megacore.parallel.routing import Routing
 class DeepseekConfig(LatentConfig, SharedExpertConfig):
     """The families of DeepSeek have this in common; fields carry their Hugging Face names."""
 
-    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {
-        "aux_loss_alpha",
-        "ep_size",
-        "pretraining_tp",
-        "seq_aux",
-    }
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}
     axes: ClassVar[Mapping[str, str]] = {**SharedExpertConfig.axes, **LatentConfig.axes}
-
-    def network(self, t: Table) -> Rows:
-        return self.feed_forward(t, self.experts(t))
 
 
 _METHODS = ("greedy", "group_limited_greedy")
@@ -58,14 +49,8 @@ class DeepseekV2Config(DeepseekConfig):
     @property
     def routing(self) -> Routing:
         # Where nothing limits them to groups, all are in one.
-        groups, kept = (1, 1) if self.topk_method == "greedy" else (self.n_group, self.topk_group)
-        return Routing(
-            experts=self.n_routed_experts,
-            top_k=self.num_experts_per_tok,
-            factor=self.routed_scaling_factor,
-            groups=1 if groups is None else groups,
-            kept_groups=1 if kept is None else kept,
-        )
+        groups, kept = (1, 1) if self.topk_method == "greedy" else (self.n_group or 1, self.topk_group or 1)
+        return replace(super().routing, groups=groups, kept_groups=kept)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -85,47 +70,18 @@ class DeepseekV2Config(DeepseekConfig):
         return found
 
 
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 40.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-}
+_YARN = yarn(40.0, 4096, rope_theta=10000.0, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707)
 _EACH = {"vocab_size": 102400, "max_position_embeddings": 163840, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v2-tiny": shape(64, 96, 4, 4)
-    | {
-        "vocab_size": 512,
-        "max_position_embeddings": 1024,
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v2-tiny": tiny_latent(96, q_lora_rank=None, first_k_dense_replace=1) | EXPERTS,
     "deepseek-v2-lite": _EACH
     | shape(2048, 10944, 27, 16)
     | {"q_lora_rank": None, "moe_intermediate_size": 1408, "rope_parameters": _YARN},
     "deepseek-v2": _EACH
     | shape(5120, 12288, 60, 128)
-    | {
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "routed_scaling_factor": 16.0,
-        "n_group": 8,
-        "topk_group": 3,
-        "topk_method": "group_limited_greedy",
-        "rope_parameters": _YARN,
-    },
+    | {"moe_intermediate_size": 1536, "n_routed_experts": 160, "routed_scaling_factor": 16.0, "rope_parameters": _YARN}
+    | {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
 }
 
 PARAMETERS: Mapping[str, int] = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880}

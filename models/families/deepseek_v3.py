@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import SigmoidConfig
 from megacore.models.families.deepseek_v2 import DeepseekConfig
+from megacore.models.presets import EXPERTS, shape, tiny_latent, yarn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,34 +28,14 @@ class DeepseekV3Config(DeepseekConfig, SigmoidConfig):
     topk_group: int = 4
     rope_interleave: bool = True
 
-    @property
-    def pairs(self) -> bool:
-        return self.rope_interleave
-
 
 def _yarn(theta: float, factor: float, fast: int) -> dict[str, Any]:
-    same = {"original_max_position_embeddings": 4096, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
-    return {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "beta_fast": fast, **same}
+    return yarn(factor, 4096, rope_theta=theta, beta_fast=fast, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3-tiny": shape(64, 96, 4, 4)
-    | {
-        "vocab_size": 512,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 1024,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3-tiny": tiny_latent(96, num_key_value_heads=4, first_k_dense_replace=1, n_group=4, topk_group=2)
+    | EXPERTS,
     "deepseek-v3": shape(7168, 18432, 61, 128)
     | {"vocab_size": 129280, "max_position_embeddings": 163840, "rope_parameters": _yarn(10000.0, 40.0, 32)},
     # Moonshot AI 2025, arXiv 2507.20534.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.config import positive
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.ernie4_5 import Ernie4_5Config
-from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import shape, tiny
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +30,14 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
     axes: ClassVar[Mapping[str, str]] = {
         **Ernie4_5Config.axes,
         "experts": "moe_num_experts",
-        "routes": "moe_num_experts",
         "expert_mlp": "moe_intermediate_size",
+    }
+    rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "moe_intermediate_size": (6, 11),
+        "moe_num_shared_experts": (0, 1, 2),
+        "moe_layer_start_index": (0, 1),
+        "moe_layer_interval": (1, 2),
     }
 
     pad_token_id: int | None = 0
@@ -61,32 +66,27 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
         return ("model.mtp_",)
 
     @property
-    def routing(self) -> Routing:
-        return replace(super().routing, normalised=True)
-
-    @property
     def sparse_layers(self) -> list[int]:
         layers, every = range(self.num_hidden_layers), self.moe_layer_interval
         first, last = self.moe_layer_start_index, self.moe_layer_end_index
         return [i for i in layers if (i + 1) % every == 0 and first <= i <= last]
 
-    def params(self) -> tuple[Param, ...]:
-        t, bias = self.table(), self.use_bias
-        experts = t.experts(correction="mlp.moe_statics.e_score_correction_bias", of_correction="one routes")
-        shared = t.shared_expert(bias=bias) if self.moe_num_shared_experts else ()
-        block = self.block(t, self.feed_forward(t, experts + shared, bias=bias))
-        return t.model(*block, tied=self.tie_word_embeddings, head_bias=bias)
+    @property
+    def ends(self) -> Mapping[str, Any]:
+        return {**super().ends, "head_bias": self.use_bias}
+
+    def experts(self, t: Table) -> Rows:
+        correction = "mlp.moe_statics.e_score_correction_bias"
+        shared = t.shared_expert(bias=self.use_bias) if self.moe_num_shared_experts else ()
+        return t.experts(correction=correction, of_correction="one routes") + shared
+
+    def network(self, t: Table) -> Rows:
+        return self.feed_forward(t, self.experts(t), bias=self.use_bias)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {
-            "moe_intermediate_size": rng.choice((6, 11)),
-            "moe_num_shared_experts": rng.choice((0, 1, 2)),
-            "moe_layer_start_index": rng.choice((0, 1)),
-            "moe_layer_end_index": rng.choice((-1, layers - 2)),
-            "moe_layer_interval": rng.choice((1, 2)),
-        }
+        return drawn | {"moe_layer_end_index": rng.choice((-1, layers - 2))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "moe_layer_interval")
@@ -96,9 +96,7 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "ernie4_5_moe-tiny": shape(64, 96, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    | {"moe_intermediate_size": 32, "moe_num_experts": 16, "moe_k": 4},
+    "ernie4_5_moe-tiny": tiny(96, moe_intermediate_size=32, moe_num_experts=16, moe_k=4),
     "ernie-4.5-21b-a3b": shape(2560, 12288, 28, 20) | {"vocab_size": 103424, "max_position_embeddings": 131072},
     "ernie-4.5-300b-a47b": shape(8192, 28672, 54, 64)
     | {"vocab_size": 103424, "max_position_embeddings": 131072, "num_key_value_heads": 8, "moe_k": 8}

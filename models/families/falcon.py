@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from megacore.models.anatomy import DRAWN, Anatomy
 from megacore.models.decoder_config import DecoderConfig
-from megacore.models.weight_rows import HEADS, QKV, QKV_BY_HEAD, QKV_EACH
+from megacore.models.weight_rows import QKV, QKV_BY_HEAD, QKV_EACH, Rows, Table
 from megacore.parallel.weights.schema import Param
 
 
@@ -33,6 +33,10 @@ class FalconConfig(DecoderConfig):
     derived: ClassVar[frozenset[str]] = frozenset(
         {"head_dim", "hidden_act", "intermediate_size", "num_key_value_heads"}
     )
+    layer: ClassVar[str] = "transformer.h.{layer}"
+    last_norm: ClassVar[str] = "transformer.ln_f"
+    norm_bias: ClassVar[bool] = True
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "padding_idx": None}
 
     activation: str = "gelu"
     layer_norm_epsilon: float = 1e-5
@@ -57,24 +61,14 @@ class FalconConfig(DecoderConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(
-            norm="layer",
-            parallel=self.new_decoder_architecture or self.parallel_attn,
-            padding_idx=None,
-        )
+        return self.anatomy_of(parallel=self.new_decoder_architecture or self.parallel_attn)
 
-    def params(self) -> tuple[Param, ...]:
-        t, bias = self.table(layer="transformer.h.{layer}", norm_bias=True), self.bias
-        (qkv, stored), hf = self._qkv, "self_attention.query_key_value"
-        return t.model(
-            *(t.norm(ours, theirs) for ours, theirs in self._norms.items()),
-            t.linear("attn.qkv", qkv, "embed", hf, bias=bias, stored=f"{stored} embed", stored_bias=stored),
-            t.linear("attn.out", "embed", HEADS, "self_attention.dense", bias=bias, ends=True),
-            t.plain_mlp("dense_h_to_4h", "dense_4h_to_h", bias=bias),
-            tied=self.tie_word_embeddings,
-            embed="transformer.word_embeddings",
-            norm="transformer.ln_f",
-        )
+    def mixer(self, t: Table) -> Rows:
+        (here, stored), hf, out = self._qkv, "self_attention.query_key_value", "self_attention.dense"
+        return t.attention(hf=hf, out=out, here=here, stored=stored, bias=self.bias, out_bias=self.bias)
+
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=self.bias)
 
     @property
     def _qkv(self) -> tuple[str, str]:
@@ -85,6 +79,10 @@ class FalconConfig(DecoderConfig):
                 "(groups (q: share head + k: head + v: head))",
             )
         return (QKV, QKV) if self.multi_query else (QKV_EACH, QKV_BY_HEAD)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(*(t.norm(*names) for names in self._norms.items()), self.mixer(t), self.network(t), **self.ends)
 
     @property
     def _norms(self) -> Mapping[str, str]:
@@ -145,7 +143,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "falcon-180b": _shape(14848, 80, 232) | _NEW,
 }
 
-PARAMETERS: Mapping[str, int] = {
-    "falcon-7b": 6_921_720_704,
-    "falcon-40b": 41_303_293_952,
-}
+PARAMETERS: Mapping[str, int] = {"falcon-7b": 6_921_720_704, "falcon-40b": 41_303_293_952}

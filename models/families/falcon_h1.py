@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy, Factors
-from megacore.models.decoder_config import shape
+from megacore.models.presets import shape, tiny
 from megacore.models.ssm_config import StateSpaceConfig
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel.weights.schema import Param
+
+_OF_BRANCHES = ("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,21 @@ class FalconH1Config(StateSpaceConfig):
     derived: ClassVar[frozenset[str]] = frozenset({"layer_types"})
     harmless: ClassVar[frozenset[str]] = StateSpaceConfig.harmless | {"mamba_use_mlp"}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "mamba_d_ssm": 1024}
+    last_norm: ClassVar[str] = "model.final_layernorm"
+    told: ClassVar[Mapping[str, str]] = {"embedding_scale": "embedding_multiplier", "logit_scale": "lm_head_multiplier"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "mlp_multipliers": (None, [0.4, 1.3]),
+        "ssm_multipliers": (None, [0.7, 1.4, 0.9, 1.2, 0.6]),
+        **dict.fromkeys(
+            (*_OF_BRANCHES, "embedding_multiplier", "lm_head_multiplier", "key_multiplier"), (1.0, 0.3, 1.7)
+        ),
+    }
+    parts: ClassVar[Mapping[str, str]] = {
+        "network": "",
+        "mixer": "",
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "pre_ff_layernorm",
+    }
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -41,9 +57,6 @@ class FalconH1Config(StateSpaceConfig):
     mlp_multipliers: tuple[float, ...] = (1.0, 1.0)
     ssm_multipliers: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
-    def attends(self, layer: int) -> bool:
-        return False
-
     @property
     def inner(self) -> int:
         return super().inner if self.mamba_d_ssm is None else self.mamba_d_ssm
@@ -55,30 +68,15 @@ class FalconH1Config(StateSpaceConfig):
             "ssm": Factors(self.ssm_in_multiplier, self.ssm_out_multiplier, self.ssm_multipliers),
             "mlp": Factors(1.0, self.mlp_multipliers[1], (self.mlp_multipliers[0], 1.0)),
         }
-        return self.anatomy_of(
-            embedding_scale=self.embedding_multiplier,
-            logit_scale=self.lm_head_multiplier,
-            attention_scale=self.key_multiplier / self.head_dim**0.5,
-            factors=factors,
-        )
+        return self.anatomy_of(attention_scale=self.key_multiplier / self.head_dim**0.5, factors=factors)
 
-    def mixers(self, t: Table) -> Rows:
+    def mixer(self, t: Table) -> Rows:
         bias, conv, out = self.mamba_proj_bias, self.mamba_conv_bias, self.projectors_bias
-        return (
-            *t.state_space(bias=bias, conv_bias=conv, out_bias=out, norm=self.mamba_rms_norm),
-            *t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-        )
+        attention = t.attention(bias=self.attention_bias, out_bias=self.attention_bias)
+        return t.state_space(bias=bias, conv_bias=conv, out_bias=out, norm=self.mamba_rms_norm) + attention
 
-    def params(self) -> tuple[Param, ...]:
-        t, mlp = self.table(), "feed_forward"
-        return t.model(
-            t.gated_mlp(f"{mlp}.{{gate,up}}_proj", f"{mlp}.down_proj", bias=self.mlp_bias),
-            self.mixers(t),
-            t.norm("attn_norm", "input_layernorm"),
-            t.norm("mlp_norm", "pre_ff_layernorm"),
-            tied=self.tie_word_embeddings,
-            norm="model.final_layernorm",
-        )
+    def network(self, t: Table) -> Rows:
+        return t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias)
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -92,16 +90,9 @@ class FalconH1Config(StateSpaceConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        kept = {name: value for name, value in drawn.items() if name != "layer_types"}
         inner = drawn["mamba_n_heads"] * rng.choice((3, 4))
-        names = [name for name in cls.__dataclass_fields__ if name.endswith("_multiplier")]
-        return kept | {
-            **{name: rng.choice((1.0, 0.3, 1.7)) for name in names},
-            "mlp_multipliers": rng.choice((None, [0.4, 1.3])),
-            "ssm_multipliers": rng.choice((None, [0.7, 1.4, 0.9, 1.2, 0.6])),
-            "mamba_d_ssm": rng.choice((None, inner)),
-            "mamba_norm_before_gate": not drawn["mamba_rms_norm"],
-        }
+        own = {"mamba_d_ssm": rng.choice((None, inner)), "mamba_norm_before_gate": not drawn["mamba_rms_norm"]}
+        return {name: value for name, value in (drawn | own).items() if name != "layer_types"}
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
@@ -122,9 +113,7 @@ _EACH = {
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "falcon_h1-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    | {"mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_state": 16, "key_multiplier": 0.5},
+    "falcon_h1-tiny": tiny(mamba_d_ssm=96, mamba_n_heads=8, mamba_d_state=16, key_multiplier=0.5),
     "falcon-h1-0.5b": _EACH
     | shape(1024, 2048, 36, 8)
     | {"vocab_size": 32784, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_state": 128}
@@ -134,5 +123,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"mlp_multipliers": [0.8838834764831844, 0.5859375]}
     | {"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738]},
 }
-
-PARAMETERS: Mapping[str, int] = {}

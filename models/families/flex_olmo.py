@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import HEADS, KV_HEADS
-from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +17,8 @@ class FlexOlmoConfig(MoEConfig):
     family: ClassVar[str] = "flex_olmo"
     architecture: ClassVar[str] = "FlexOlmoForCausalLM"
     spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_experts", "routes": "num_experts"}
     rope_convention: ClassVar[Convention] = Convention(rope_theta=500000.0)
+    parts: ClassVar[Mapping[str, str]] = BRANCHES | OUT_NORMS
 
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = 100277
@@ -29,27 +27,12 @@ class FlexOlmoConfig(MoEConfig):
     num_experts_per_tok: int = 5
     norm_topk_prob: bool = False
 
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, normalised=self.norm_topk_prob)
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("attn.q_norm", "self_attn.q_norm", HEADS),
-            t.norm("attn.k_norm", "self_attn.k_norm", KV_HEADS),
-            t.experts(),
-            t.norm("attn_out_norm", "post_attention_layernorm"),
-            t.norm("mlp_out_norm", "post_feedforward_layernorm"),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "flex_olmo-tiny": shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None}
-    | {"num_experts": 8, "num_experts_per_tok": 4},
+    "flex_olmo-tiny": tiny(32, pad_token_id=None, num_experts=8, num_experts_per_tok=4),
     "flexolmo-7x7b": shape(4096, 11008, 32, 32) | {"vocab_size": 100352, "max_position_embeddings": 4096},
 }
 

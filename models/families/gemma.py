@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.parallel.weights.schema import Param
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape, tiny
 
 TANH = "gelu_pytorch_tanh"
 
@@ -23,6 +22,8 @@ class GemmaConfig(DecoderConfig):
     harmless: ClassVar[frozenset[str]] = frozenset({"hidden_activation"})
     fixed: ClassVar[Mapping[str, Any]] = {"use_bidirectional_attention": None}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16, "head_dim": 256}
+    constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 1.0, "round_embedding_scale": True}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"hidden_act": ("gelu", TANH, "relu")}
 
     hidden_act: str = TANH
     rms_norm_eps: float = 1e-6
@@ -32,26 +33,7 @@ class GemmaConfig(DecoderConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(
-            norm_offset=1.0,
-            embedding_scale=math.sqrt(self.hidden_size),
-            round_embedding_scale=True,
-        )
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table(norm_mean=0.0)
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(),
-            tied=self.tie_word_embeddings,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"hidden_act": rng.choice(("gelu", TANH, "relu"))}
+        return self.anatomy_of(embedding_scale=math.sqrt(self.hidden_size))
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -60,8 +42,7 @@ class GemmaConfig(DecoderConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "gemma-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512},
+    "gemma-tiny": tiny(num_key_value_heads=1, head_dim=32),
     "gemma-2b": shape(2048, 16384, 18, 8)
     | {"vocab_size": 256000, "num_key_value_heads": 1, "max_position_embeddings": 8192},
     "gemma-7b": shape(3072, 24576, 28, 16) | {"vocab_size": 256000, "max_position_embeddings": 8192},

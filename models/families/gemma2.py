@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import shape
+from megacore.models.config import above_zero
 from megacore.models.families.gemma import TANH, GemmaConfig
 from megacore.models.layer_types import WindowedConfig
-from megacore.models.weight_rows import Rows, Table
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import shape, tiny
+from megacore.models.weight_rows import OUT_NORMS, around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +21,17 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
     harmless: ClassVar[frozenset[str]] = frozenset({"cache_implementation", "sliding_window_size"})
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 256}
     derived: ClassVar[frozenset[str]] = frozenset({"hidden_act"})
+    told: ClassVar[Mapping[str, str]] = {
+        "attention_softcap": "attn_logit_softcapping",
+        "logit_softcap": "final_logit_softcapping",
+    }
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "hidden_activation": (TANH, "relu"),
+        "query_pre_attn_scalar": (2, 7),
+        "attn_logit_softcapping": (None, 3.0),
+        "final_logit_softcapping": (None, 3.0),
+    }
+    parts: ClassVar[Mapping[str, str]] = around("input_layernorm", "pre_feedforward_layernorm", **OUT_NORMS)
 
     hidden_act: str = field()
     hidden_activation: str = TANH
@@ -34,48 +44,11 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return replace(
-            super().anatomy,
-            attention_scale=self.query_pre_attn_scalar**-0.5,
-            attention_softcap=self.attn_logit_softcapping,
-            logit_softcap=self.final_logit_softcapping,
-        )
-
-    def norms_of_heads(self, t: Table) -> Rows:
-        """Return the norms of queries and keys."""
-        return ()
-
-    def norms_of_outputs(self, t: Table) -> tuple[Rows, Rows]:
-        """Return the norms of what attention and the feed-forward network give."""
-        return t.norm("attn_out_norm", "post_attention_layernorm"), t.norm("mlp_out_norm", "post_feedforward_layernorm")
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table(norm_mean=0.0)
-        of_attention, of_mlp = self.norms_of_outputs(t)
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            self.norms_of_heads(t),
-            of_attention,
-            t.norm("mlp_norm", "pre_feedforward_layernorm"),
-            t.gated_mlp(),
-            of_mlp,
-            tied=self.tie_word_embeddings,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"hidden_activation": rng.choice((TANH, "relu")), "query_pre_attn_scalar": rng.choice((2, 7))}
-        caps = {name: rng.choice((None, 3.0)) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-        return {name: value for name, value in (drawn | caps).items() if name not in {*cls.fixed, *cls.derived}}
+        return replace(super().anatomy, attention_scale=self.query_pre_attn_scalar**-0.5)
 
     def problems(self) -> list[str]:
         found = ["query_pre_attn_scalar must be above 0"] if self.query_pre_attn_scalar <= 0 else []
-        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if (cap := getattr(self, name)) is not None and cap <= 0:
-                found.append(f"{name} is {cap}: it must be above 0, or null")
-        return super().problems() + found
+        return super().problems() + found + above_zero(self, "attn_logit_softcapping", "final_logit_softcapping")
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
@@ -86,9 +59,7 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
 _GEMMA2 = {"vocab_size": 256000, "max_position_embeddings": 8192}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "gemma2-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
-    | {"max_position_embeddings": 512, "sliding_window": 128},
+    "gemma2-tiny": tiny(head_dim=32, query_pre_attn_scalar=32, sliding_window=128),
     "gemma-2-2b": _GEMMA2 | shape(2304, 9216, 26, 8),
     "gemma-2-9b": _GEMMA2 | shape(3584, 14336, 42, 16) | {"num_key_value_heads": 8},
     "gemma-2-27b": _GEMMA2

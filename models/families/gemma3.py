@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING
-from megacore.models.decoder_config import shape
 from megacore.models.families.gemma2 import Gemma2Config
 from megacore.models.layer_types import PatternedConfig
 from megacore.models.local_rope import LocalRopeConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention, Kinds
 from megacore.models.weight_rows import Rows, Table
 
@@ -35,19 +35,15 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
         SLIDING: Convention(theta_key="rope_local_base_freq", scaled=False),
     }
     pattern: ClassVar[int] = 6
+    of_text: ClassVar[bool] = True
 
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
 
     slides = PatternedConfig.slides
 
-    @classmethod
-    def base_architecture(cls) -> str:
-        return "Gemma3TextModel"  # Gemma3Model also sees
-
-    def norms_of_heads(self, t: Table) -> Rows:
-        queries = t.norm("attn.q_norm", "self_attn.q_norm", "head")
-        return queries + t.norm("attn.k_norm", "self_attn.k_norm", "head")
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + t.norms_of_heads()
 
 
 def _text(size: int, *sizes: int, kv: int) -> dict[str, Any]:
@@ -60,9 +56,7 @@ def _text(size: int, *sizes: int, kv: int) -> dict[str, Any]:
 _SMALL = {"vocab_size": 262144, "num_key_value_heads": 1, "max_position_embeddings": 32768, "sliding_window": 512}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text-tiny": shape(64, 176, 6, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
-    | {"max_position_embeddings": 512, "sliding_window": 128},
+    "gemma3_text-tiny": tiny(layers=6, head_dim=32, query_pre_attn_scalar=32, sliding_window=128),
     "gemma-3-270m": _SMALL | shape(640, 2048, 18, 4),
     "gemma-3-1b": _SMALL | shape(1152, 6912, 26, 4),
     "gemma-3-4b": _text(2560, 10240, 34, 8, kv=4),

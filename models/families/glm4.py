@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.families.glm import GlmConfig
-from megacore.models.weight_rows import Rows, Table
+from megacore.models.presets import shape
+from megacore.models.weight_rows import NORMS, around
 
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Config(GlmConfig):
     family: ClassVar[str] = "glm4"
     architecture: ClassVar[str] = "Glm4ForCausalLM"
-
-    def norms_of_outputs(self, t: Table) -> tuple[Rows, Rows]:
-        return t.norm("attn_out_norm", "post_self_attn_layernorm"), t.norm("mlp_out_norm", "post_mlp_layernorm")
+    parts: ClassVar[Mapping[str, str]] = around(
+        **NORMS, attn_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"
+    )
 
 
 _GLM4 = {"vocab_size": 151552, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import SigmoidConfig
+from megacore.models.presets import EXPERTS, rope, shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,7 @@ class Glm4MoeConfig(SigmoidConfig):
     architecture: ClassVar[str] = "Glm4MoeForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
+    out_bias: ClassVar[bool] = False
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -30,26 +31,16 @@ class Glm4MoeConfig(SigmoidConfig):
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 1
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias),
-            *(t.norm(f"attn.{of}_norm", f"self_attn.{of}_norm", "head") for of in "qk" if self.use_qk_norm),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.feed_forward(t, self.experts(t)),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + (t.norms_of_heads() if self.use_qk_norm else ())
 
 
 _EACH = {"vocab_size": 151552, "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": True} | {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    **rope(1e6, partial_rotary_factor=0.5)
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "glm4_moe-tiny": shape(64, 96, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    | {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    "glm4_moe-tiny": tiny(96, head_dim=16) | EXPERTS,
     "glm-4.5-air": _EACH | shape(4096, 10944, 46, 96),
     "glm-4.5": _EACH
     | shape(5120, 12288, 92, 96)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import TypedLayersConfig
 from megacore.models.families.deepseek_v3 import DeepseekV3Config
+from megacore.models.presets import rope, shape, tiny_latent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,8 @@ class Glm4MoeLiteConfig(DeepseekV3Config, TypedLayersConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "glm4_moe_lite-tiny": shape(64, 96, 4, 4)
-    | {"vocab_size": 512, "max_position_embeddings": 1024, "q_lora_rank": 48, "kv_lora_rank": 32}
-    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-    | {"moe_intermediate_size": 32, "n_routed_experts": 16},
-    "glm-4.7-flash": shape(2048, 10240, 47, 20)
-    | {"vocab_size": 154880, "max_position_embeddings": 202752}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "glm4_moe_lite-tiny": tiny_latent(96, moe_intermediate_size=32, n_routed_experts=16),
+    "glm-4.7-flash": shape(2048, 10240, 47, 20) | {"vocab_size": 154880, "max_position_embeddings": 202752} | rope(1e6),
 }
 
 PARAMETERS: Mapping[str, int] = {"glm-4.7-flash": 29_943_390_976}

@@ -25,20 +25,11 @@ class Gpt2Config(ModelConfig):
     # token for padding, whose embedding is trained as any other.
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
-            "gradient_checkpointing",
-            "n_ctx",
-            "n_special",
-            "output_past",
-            "pad_token_id",
-            "predict_special_tokens",
-            "reorder_and_upcast_attn",
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_proj_to_labels",
-            "summary_type",
-            "summary_use_proj",
+            "gradient_checkpointing", "n_ctx", "n_special", "output_past", "pad_token_id", "predict_special_tokens",
+            "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+            "summary_type", "summary_use_proj",
         }
-    )
+    )  # fmt: skip
     fixed: ClassVar[Mapping[str, Any]] = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
     base_model_prefix: ClassVar[str] = "transformer"
     tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
@@ -123,10 +114,7 @@ class Gpt2Config(ModelConfig):
             norm_bias=True,
         )
         embed, *others = t.model(
-            *self.block(t),
-            tied=self.tie_word_embeddings,
-            embed="transformer.wte",
-            norm="transformer.ln_f",
+            *self.block(t), tied=self.tie_word_embeddings, embed="transformer.wte", norm="transformer.ln_f"
         )
         return embed, Param("positions.weight", "position embed", "transformer.wpe.weight", std=std), *others
 

@@ -17,16 +17,10 @@ class GptBigCodeConfig(Gpt2Config):
     architecture: ClassVar[str] = "GPTBigCodeForCausalLM"
     # How scores are rounded and caches kept; and what follows from multi_query, whatever it says.
     harmless: ClassVar[frozenset[str]] = Gpt2Config.harmless | {
-        "attention_softmax_in_fp32",
-        "inference_runner",
-        "max_batch_size",
-        "max_sequence_length",
-        "num_key_value_heads",
-        "pad_key_length",
-        "pre_allocate_kv_cache",
-        "scale_attention_softmax_in_fp32",
+        "attention_softmax_in_fp32", "inference_runner", "max_batch_size", "max_sequence_length",
+        "num_key_value_heads", "pad_key_length", "pre_allocate_kv_cache", "scale_attention_softmax_in_fp32",
         "validate_runner_input",
-    }
+    }  # fmt: skip
     fixed: ClassVar[Mapping[str, Any]] = {"scale_attn_weights": True}
 
     activation_function: str = "gelu_pytorch_tanh"
@@ -44,7 +38,7 @@ class GptBigCodeConfig(Gpt2Config):
             t.linear("attn.qkv", queries, "embed", "attn.c_attn", bias=True, stored=of_weight, stored_bias=stored),
             t.linear("attn.out", "embed", HEADS, "attn.c_proj", bias=True, ends=True),
             t.norm("mlp_norm", "ln_2"),
-            t.plain_mlp("c_fc", "c_proj", bias=True),
+            t.plain_mlp("mlp.c_fc", "mlp.c_proj", bias=True),
         )
 
     @classmethod

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
-from megacore.models.config import positive, probabilities
-from megacore.models.decoder_config import shape
+from megacore.models.config import positive
 from megacore.models.learned_positions import LearnedPositionsConfig
-from megacore.models.weight_rows import HEADS, QKV_EACH
+from megacore.models.presets import shape
+from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
 from megacore.parallel import limits
-from megacore.parallel.weights.schema import Param
 
 _KINDS = {"global": FULL, "local": SLIDING}
 
@@ -39,6 +38,13 @@ class GptNeoConfig(LearnedPositionsConfig):
         "num_attention_heads": "num_heads",
         "num_hidden_layers": "num_layers",
     }
+    layer: ClassVar[str] = "transformer.h.{layer}"
+    last_norm: ClassVar[str] = "transformer.ln_f"
+    norm_bias: ClassVar[bool] = True
+    constants: ClassVar[Mapping[str, Any]] = {"attention_scale": 1.0, "padding_idx": None}
+    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_dropout", "embedding_dropout": "embed_dropout"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"intermediate_size": (None, 14, 31)}
+    parts: ClassVar[Mapping[str, str]] = around("ln_1", "ln_2")
 
     hidden_act: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
@@ -50,38 +56,23 @@ class GptNeoConfig(LearnedPositionsConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(
-            layers=by_kind([_KINDS[kind] for kind in self.attention_layers], self.window_size),
-            attention_scale=1.0,
-            branch_dropout=self.resid_dropout,
-            embedding_dropout=self.embed_dropout,
-            padding_idx=None,
-        )
+        return self.anatomy_of(layers=by_kind([_KINDS[kind] for kind in self.attention_layers], self.window_size))
 
-    def params(self) -> tuple[Param, ...]:
-        t, attention = self.table(layer="transformer.h.{layer}", norm_bias=True), "attn.attention"
-        rows = t.model(
-            t.norm("attn_norm", "ln_1"),
-            t.linear("attn.qkv", QKV_EACH, "embed", f"{attention}.{{q,k,v}}_proj"),
-            t.linear("attn.out", "embed", HEADS, f"{attention}.out_proj", bias=True, ends=True),
-            t.norm("mlp_norm", "ln_2"),
-            t.plain_mlp("c_fc", "c_proj", bias=True),
-            tied=self.tie_word_embeddings,
-            embed="transformer.wte",
-            norm="transformer.ln_f",
-        )
-        return self.with_positions(rows)
+    def mixer(self, t: Table) -> Rows:
+        hf, out = "attn.attention.{q,k,v}_proj", "attn.attention.out_proj"
+        return t.attention(hf=hf, out=out, here=QKV_EACH, out_bias=True)
+
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp("mlp.c_fc", "mlp.c_proj", bias=True)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"window_size": rng.choice((2, 3, positions)), "intermediate_size": rng.choice((None, 14, 31))}
         drawn |= {"attention_types": [[[rng.choice((*_KINDS,))], 1] for _ in range(layers)]}
-        return {cls.saved.get(name, name): value for name, value in drawn.items()}
+        return drawn | {"window_size": rng.choice((2, 3, positions))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "window_size")
-        found += probabilities(self, "resid_dropout", "embed_dropout")
         if unknown := sorted({*self.attention_layers} - _KINDS.keys()):
             found.append(f"attention_types names {', '.join(unknown)}: only {', '.join(_KINDS)} are supported")
         if len(self.attention_layers) != self.num_hidden_layers:

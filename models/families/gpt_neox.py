@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.config import probabilities
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import HEADS, QKV_BY_HEAD, QKV_EACH
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import BRANCHES, NORMS, QKV_BY_HEAD, QKV_EACH, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +32,15 @@ class GptNeoxConfig(DecoderConfig):
     rope_convention: ClassVar[Convention] = Convention(
         partial_rotary_factor=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct"
     )
+    layer: ClassVar[str] = "gpt_neox.layers.{layer}"
+    last_norm: ClassVar[str] = "gpt_neox.final_layer_norm"
+    norm_bias: ClassVar[bool] = True
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "padding_idx": None}
+    told: ClassVar[Mapping[str, str]] = {
+        "parallel": "use_parallel_residual",
+        **dict.fromkeys(("branch_dropout", "embedding_dropout"), "hidden_dropout"),
+    }
+    parts: ClassVar[Mapping[str, str]] = NORMS | BRANCHES
 
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
@@ -41,33 +48,12 @@ class GptNeoxConfig(DecoderConfig):
     use_parallel_residual: bool = True
     attention_bias: bool = True
 
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(
-            norm="layer",
-            parallel=self.use_parallel_residual,
-            branch_dropout=self.hidden_dropout,
-            embedding_dropout=self.hidden_dropout,
-            padding_idx=None,
-        )
+    def mixer(self, t: Table) -> Rows:
+        hf, out, bias = "attention.query_key_value", "attention.dense", self.attention_bias
+        return t.attention(hf=hf, out=out, here=QKV_EACH, stored=QKV_BY_HEAD, bias=bias, out_bias=bias)
 
-    def params(self) -> tuple[Param, ...]:
-        t, bias = self.table(layer="gpt_neox.layers.{layer}", norm_bias=True), self.attention_bias
-        qkv, stored = ("attn.qkv", QKV_EACH, "embed", "attention.query_key_value"), f"{QKV_BY_HEAD} embed"
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.linear(*qkv, bias=bias, stored=stored, stored_bias=QKV_BY_HEAD),
-            t.linear("attn.out", "embed", HEADS, "attention.dense", bias=bias, ends=True),
-            t.plain_mlp("dense_h_to_4h", "dense_4h_to_h", bias=True),
-            tied=self.tie_word_embeddings,
-            embed="gpt_neox.embed_in",
-            norm="gpt_neox.final_layer_norm",
-            head="embed_out",
-        )
-
-    def problems(self) -> list[str]:
-        return super().problems() + probabilities(self, "hidden_dropout")
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias=True)
 
 
 def _pythia(vocab: int, hidden: int, layers: int, heads: int) -> dict[str, Any]:

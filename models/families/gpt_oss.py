@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.layer_types import WindowedConfig
+from megacore.models.presets import shape, yarn
 from megacore.models.rope_config import Convention
-from megacore.parallel.routing import Routing
+from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.weights.schema import Param
 
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+_YARN = yarn(32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +28,9 @@ class GptOssConfig(MoEConfig, WindowedConfig):
         "num_experts": "num_local_experts",
     }
     rope_convention: ClassVar[Convention] = Convention(rope_theta=150000.0, parameters=_YARN)
-    axes: ClassVar[Mapping[str, str]] = {
-        **MoEConfig.axes,
-        "experts": "num_local_experts",
-        "routes": "num_local_experts",
-    }
+    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_local_experts"}
+    rule: ClassVar[Mapping[str, Any]] = {"weigh": "chosen"}
+    constants: ClassVar[Mapping[str, Any]] = {"activation": "swiglu_oai"}
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = True
@@ -48,36 +38,18 @@ class GptOssConfig(MoEConfig, WindowedConfig):
     num_local_experts: int = 128
     num_experts_per_tok: int = 4
 
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, weigh="chosen")
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(activation="swiglu_oai")
-
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            (Param("layers.{layer}.attn.sinks", "heads", "model.layers.{layer}.self_attn.sinks", std=t.std),),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.linear("mlp.router", "routes", "embed", "mlp.router", bias=True),
-            t.stacked_experts("(expert_mlp (gate: + up:))", bias=True),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        return *super().mixer(t), Param("layers.{layer}.attn.sinks", "heads", f"{t.layer}.self_attn.sinks", std=t.std)
+
+    def experts(self, t: Table) -> Rows:
+        router = t.linear("mlp.router", "routes", "embed", "mlp.router", bias=True)
+        return router + t.stacked_experts("(expert_mlp (gate: + up:))", bias=True)
 
 
-_EACH = {
-    "vocab_size": 201088,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-}
+_EACH = {"vocab_size": 201088, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss-tiny": _EACH

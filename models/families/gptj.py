@@ -65,7 +65,7 @@ class GptjConfig(Gpt2Config):
             t.norm("attn_norm", "ln_1"),
             self.queries_keys_values(t),
             t.linear("attn.out", "embed", HEADS, "attn.out_proj", ends=True),
-            t.plain_mlp("fc_in", "fc_out", bias=True),
+            t.plain_mlp("mlp.fc_in", "mlp.fc_out", bias=True),
             tied=self.tie_word_embeddings,
             embed="transformer.wte",
             norm="transformer.ln_f",

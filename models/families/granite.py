@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
 from megacore.models.families.llama import LlamaConfig
+from megacore.models.presets import shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers(DecoderConfig):
+    told: ClassVar[Mapping[str, str]] = {
+        "embedding_scale": "embedding_multiplier",
+        "attention_scale": "attention_multiplier",
+        "branch_scale": "residual_multiplier",
+    }
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "embedding_multiplier": (1.0, 12.0),
+        "attention_multiplier": (1.0, 0.3),
+        "residual_multiplier": (1.0, 0.22),
+        "logits_scaling": (1.0, 7.0),
+    }
     """The multipliers of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
 
     embedding_multiplier: float = 1.0
@@ -22,19 +33,7 @@ class Multipliers(DecoderConfig):
     logits_scaling: float = 1.0
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(
-            embedding_scale=self.embedding_multiplier,
-            attention_scale=self.attention_multiplier,
-            branch_scale=self.residual_multiplier,
-            logit_scale=1 / self.logits_scaling,
-            **own,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"embedding_multiplier": rng.choice((1.0, 12.0)), "attention_multiplier": rng.choice((1.0, 0.3))}
-        return drawn | {"residual_multiplier": rng.choice((1.0, 0.22)), "logits_scaling": rng.choice((1.0, 7.0))}
+        return super().anatomy_of(logit_scale=1 / self.logits_scaling, **own)
 
     def problems(self) -> list[str]:
         found = ["logits_scaling is 0: the logits are divided by it"] if self.logits_scaling == 0 else []

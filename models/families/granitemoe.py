@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import GRANITE3, Multipliers
+from megacore.models.presets import shape
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
 
 STACKED: Mapping[str, Any] = {
     "hf": "block_sparse_moe.input_linear",
@@ -28,35 +26,16 @@ SHARED: Mapping[str, Any] = {"hf": "shared_mlp", "up": "input_linear", "down": "
 class GraniteMoeConfig(MoEConfig, Multipliers):
     family: ClassVar[str] = "granitemoe"
     architecture: ClassVar[str] = "GraniteMoeForCausalLM"
-    axes: ClassVar[Mapping[str, str]] = {
-        **MoEConfig.axes,
-        "experts": "num_local_experts",
-        "routes": "num_local_experts",
-    }
+    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_local_experts"}
+    rule: ClassVar[Mapping[str, Any]] = {"weigh": "chosen"}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
 
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, weigh="chosen")
-
-    def shared(self, t: Table) -> Rows:
-        """Return the rows of an expert that every token goes to."""
-        return ()
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.experts(**STACKED),
-            self.shared(t),
-            tied=self.tie_word_embeddings,
-        )
+    def experts(self, t: Table) -> Rows:
+        return t.experts(**STACKED)
 
 
 _EACH = GRANITE3 | {"rms_norm_eps": 1e-6, "attention_multiplier": 0.015625, "logits_scaling": 6.0}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR, ROPE, Anatomy, LayerAttention
 from megacore.models.config import positive
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.granite import Multipliers
 from megacore.models.families.granitemoe import SHARED, STACKED
+from megacore.models.presets import shape
 from megacore.models.ssm_config import StateSpaceConfig
 from megacore.models.weight_rows import Rows, Table
 from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +28,11 @@ class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
     spellings: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
     # Without experts what all tokens go to is the only network.
     axes: ClassVar[Mapping[str, str]] = {**StateSpaceConfig.axes, "mlp": "shared_intermediate_size"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "num_experts_per_tok": (2, 3),
+        "shared_intermediate_size": (10, 13),
+        "position_embedding_type": (None, "nope", "rope"),
+    }
 
     rms_norm_eps: float = 1e-6
     num_local_experts: int = 8
@@ -36,9 +40,6 @@ class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
     shared_intermediate_size: int = 1024
     # Heads turn where it is "rope".
     position_embedding_type: str | None = None
-
-    def attends(self, layer: int) -> bool:
-        return False
 
     @property
     def routing(self) -> Routing | None:
@@ -61,20 +62,9 @@ class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
         return super().anatomy_of(routing=self.routing, **positions, **own)
 
     def network(self, t: Table) -> Rows:
-        """Return the rows of the feed-forward networks."""
         if self.num_local_experts:
             return t.experts(**STACKED) + t.shared_expert(**SHARED)
         return t.gated_mlp("shared_mlp.input_linear", "shared_mlp.output_linear")
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            self.mixers(t),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.network(t),
-            tied=self.tie_word_embeddings,
-        )
 
     def problems(self) -> list[str]:
         found = super().problems() + (positive(self, "intermediate_size") if self.num_local_experts else [])
@@ -83,12 +73,7 @@ class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {
-            "num_local_experts": max(4, 2 * tp),
-            "num_experts_per_tok": rng.choice((2, 3)),
-            "shared_intermediate_size": rng.choice((10, 13)),
-            "position_embedding_type": rng.choice((None, "nope", "rope")),
-        }
+        return drawn | {"num_local_experts": max(4, 2 * tp)}
 
 
 _EACH = {
@@ -126,5 +111,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"num_key_value_heads": 8, "attention_multiplier": 0.0078125, "logits_scaling": 16.0}
     | {"num_local_experts": 72, "num_experts_per_tok": 10, "shared_intermediate_size": 1536},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.families.granitemoe import SHARED, GraniteMoeConfig
+from megacore.models.presets import tiny
 from megacore.models.weight_rows import Rows, Table
 
 
@@ -16,6 +15,7 @@ from megacore.models.weight_rows import Rows, Table
 class GraniteMoeSharedConfig(GraniteMoeConfig):
     family: ClassVar[str] = "granitemoeshared"
     architecture: ClassVar[str] = "GraniteMoeSharedForCausalLM"
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"shared_intermediate_size": (0, 10, 13)}
 
     shared_intermediate_size: int = 0
 
@@ -26,13 +26,8 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
             **({"shared_mlp": self.shared_intermediate_size} if self.shared_intermediate_size else {}),
         }
 
-    def shared(self, t: Table) -> Rows:
-        return t.shared_expert(**SHARED) if self.shared_intermediate_size else ()
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"shared_intermediate_size": rng.choice((0, 10, 13))}
+    def experts(self, t: Table) -> Rows:
+        return super().experts(t) + (t.shared_expert(**SHARED) if self.shared_intermediate_size else ())
 
     def problems(self) -> list[str]:
         wrong = self.shared_intermediate_size < 0
@@ -43,9 +38,5 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "granitemoeshared-tiny": shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "shared_intermediate_size": 64}
-    | {"attention_multiplier": 0.0625},
+    "granitemoeshared-tiny": tiny(32, shared_intermediate_size=64, attention_multiplier=0.0625)
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Pairs
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,30 +19,13 @@ class HeliumConfig(DecoderConfig):
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 20, "head_dim": 128}
     rope_convention: ClassVar[Convention] = Convention(rope_theta=100000.0)
+    in_pairs: ClassVar[bool] = True
+    out_bias: ClassVar[bool] = False
 
     rms_norm_eps: float = 1e-8
     pad_token_id: int | None = 3
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    @property
-    def pairs(self) -> Pairs:
-        """The pairs of numbers that turn together in heads of queries and keys."""
-        return Pairs(self.head_dim, self.head_dim)
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, **self.pairs.sizes}
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, pairs=self.pairs),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(bias=self.mlp_bias),
-            tied=self.tie_word_embeddings,
-        )
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -57,8 +39,7 @@ class HeliumConfig(DecoderConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "helium-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
+    "helium-tiny": tiny(head_dim=16),
     "helium-1-preview-2b": shape(2560, 7040, 24, 20) | {"vocab_size": 48000, "max_position_embeddings": 4096},
 }
 

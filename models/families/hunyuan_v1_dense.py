@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import AlphaRope, Convention
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,35 +20,20 @@ class HunYuanDenseV1Config(DecoderConfig):
     harmless: ClassVar[frozenset[str]] = frozenset({"attention_head_dim", "eod_token_id", "pretraining_tp"})
     fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "use_cla": False, "use_qk_norm": True}
     rope_convention: ClassVar[Convention] = Convention(own_types={"dynamic": AlphaRope})
+    constants: ClassVar[Mapping[str, Any]] = {"norms_after_rope": True}
+    needs_head_dim: ClassVar[bool] = True
 
     pad_token_id: int | None = 0
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
 
-    def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(norms_after_rope=True, **own)
-
-    def network(self, t: Table) -> Rows:
-        """Return the rows of what a layer has behind its attention."""
-        return t.gated_mlp()
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("attn.q_norm", "self_attn.query_layernorm", "head"),
-            t.norm("attn.k_norm", "self_attn.key_layernorm", "head"),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.network(t),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        queries = t.norm("attn.q_norm", "self_attn.query_layernorm", "head")
+        return super().mixer(t) + queries + t.norm("attn.k_norm", "self_attn.key_layernorm", "head")
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # The class cannot do without.
-        drawn.setdefault("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
         if drawn["rope_parameters"]["rope_type"] == "dynamic":
             drawn["rope_parameters"] |= {"alpha": 7.0, "factor": 1.0}
         return drawn
@@ -58,8 +42,7 @@ class HunYuanDenseV1Config(DecoderConfig):
 _ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "hunyuan_v1_dense-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    "hunyuan_v1_dense-tiny": tiny(),
     "hunyuan-7b": shape(4096, 14336, 32, 32)
     | {"vocab_size": 128167, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}
     | {"tie_word_embeddings": True, "rope_parameters": _ROPE},

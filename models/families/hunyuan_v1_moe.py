@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.hunyuan_v1_dense import HunYuanDenseV1Config
+from megacore.models.presets import shape, tiny
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +23,16 @@ class HunYuanMoEV1Config(MoEConfig, HunYuanDenseV1Config):
     axes: ClassVar[Mapping[str, str]] = {
         **DecoderConfig.axes,
         "experts": "num_experts",
-        "routes": "num_experts",
         "expert_mlp": "intermediate_size",
         "shared_mlp": "intermediate_size",
     }
+    rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
 
     pad_token_id: int | None = 0
     num_experts: int = 1
     num_experts_per_tok: int = 1
 
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, normalised=True)
-
-    def network(self, t: Table) -> Rows:
+    def experts(self, t: Table) -> Rows:
         return t.experts(router="mlp.gate.wg", held=("mlp.experts", "mlp.gate.wg")) + t.shared_expert("mlp.shared_mlp")
 
     @classmethod
@@ -49,9 +45,7 @@ class HunYuanMoEV1Config(MoEConfig, HunYuanDenseV1Config):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "hunyuan_v1_moe-tiny": shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    | {"num_experts": 16, "moe_topk": 4},
+    "hunyuan_v1_moe-tiny": tiny(32, num_experts=16, moe_topk=4),
     "hunyuan-a13b": shape(4096, 3072, 32, 32)
     | {"vocab_size": 128167, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}
     | {"num_experts": 64, "moe_topk": 8, "tie_word_embeddings": True}

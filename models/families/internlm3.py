@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.families.llama import LlamaConfig
+from megacore.models.presets import shape, tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,6 @@ class InternLM3Config(LlamaConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # The class takes no other: a multiple of the heads.
-        drawn["hidden_size"] = drawn["num_attention_heads"] * rng.choice((3, 5))
         return drawn | {"mlp_bias": drawn["attention_bias"]}
 
     def problems(self) -> list[str]:
@@ -38,8 +36,7 @@ class InternLM3Config(LlamaConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "internlm3-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
+    "internlm3-tiny": tiny(head_dim=16),
     "internlm3-8b": shape(4096, 10240, 48, 32)
     | {"vocab_size": 128512, "max_position_embeddings": 32768}
     | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e7, "factor": 6.0}},

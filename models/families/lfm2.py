@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import CONVOLUTION, FULL
 from megacore.models.config import positive
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
 from megacore.models.layer_types import HybridConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Rows, Table, in_layers
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import Rows, Table, around, in_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +25,9 @@ class ShortConvolutionConfig(HybridConfig):
     eps: ClassVar[str] = "norm_eps"
     axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "channels": "hidden_size", "taps": "conv_L_cache"}
     rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
+    last_norm: ClassVar[str] = "model.embedding_norm"
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"conv_L_cache": (2, 3)}
+    parts: ClassVar[Mapping[str, str]] = around("operator_norm", "ffn_norm")
 
     norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -38,30 +40,12 @@ class ShortConvolutionConfig(HybridConfig):
         return {**super().sizes, "one": 1}
 
     def network(self, t: Table) -> Rows:
-        """Return the rows of the feed-forward networks."""
         return t.gated_mlp("feed_forward.{w1,w3}", "feed_forward.w2")
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        attention = (
-            *t.attention(out="out_proj"),
-            *t.norm("attn.q_norm", "self_attn.q_layernorm", "head"),
-            *t.norm("attn.k_norm", "self_attn.k_layernorm", "head"),
-        )
-        return t.model(
-            t.norm("attn_norm", "operator_norm"),
-            in_layers(self.layers_of(CONVOLUTION), t.short_convolution(bias=self.conv_bias)),
-            in_layers(self.layers_of(FULL), attention),
-            t.norm("mlp_norm", "ffn_norm"),
-            self.network(t),
-            tied=self.tie_word_embeddings,
-            norm="model.embedding_norm",
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"conv_L_cache": rng.choice((2, 3))}
+    def mixer(self, t: Table) -> Rows:
+        attention = t.attention(out="self_attn.out_proj") + t.norms_of_heads("self_attn.{}_layernorm")
+        convolution = t.short_convolution(bias=self.conv_bias)
+        return in_layers(self.layers_of(CONVOLUTION), convolution) + in_layers(self.layers_of(FULL), attention)
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
@@ -76,25 +60,17 @@ class Lfm2Config(ShortConvolutionConfig):
     # Of published files; nothing reads them.
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
-            "block_dim",
-            "block_mlp_init_scale",
-            "block_norm_eps",
-            "block_out_init_scale",
-            "block_use_swiglu",
-            "block_use_xavier_init",
-            "conv_dim",
-            "conv_dim_out",
-            "conv_use_xavier_init",
-            "num_heads",
-            "use_pos_enc",
+            "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
+            "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc",
         }
-    )
+    )  # fmt: skip
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
-    spellings: ClassVar[Mapping[str, str]] = {
-        **ShortConvolutionConfig.spellings,
-        "block_ff_dim": "intermediate_size",
-    }
+    spellings: ClassVar[Mapping[str, str]] = {**ShortConvolutionConfig.spellings, "block_ff_dim": "intermediate_size"}
     axes: ClassVar[Mapping[str, str]] = {**ShortConvolutionConfig.axes, "mlp": "feed_forward_size"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "block_multiple_of": (1, 8),
+        "block_ffn_dim_multiplier": (1.0, 1.3),
+    }
 
     block_multiple_of: int = 256
     block_ffn_dim_multiplier: float | None = 1.0
@@ -118,20 +94,11 @@ class Lfm2Config(ShortConvolutionConfig):
     def problems(self) -> list[str]:
         return super().problems() + positive(self, "block_multiple_of")
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"block_multiple_of": rng.choice((1, 8)), "block_ffn_dim_multiplier": rng.choice((1.0, 1.3))}
-
 
 _EACH = {"vocab_size": 65536, "num_key_value_heads": 8, "max_position_embeddings": 128000}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "lfm2-tiny": shape(64, 192, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "full_attn_idxs": [1, 3]}
-    | {"block_multiple_of": 32},
+    "lfm2-tiny": tiny(192, full_attn_idxs=[1, 3], block_multiple_of=32),
     "lfm2-350m": _EACH | shape(1024, 6656, 16, 16) | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "lfm2-1.2b": _EACH | shape(2048, 12288, 16, 32) | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import CONVOLUTION, FULL
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.lfm2 import ShortConvolutionConfig
+from megacore.models.presets import shape
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel.routing import Routing
 
@@ -23,8 +23,12 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
     axes: ClassVar[Mapping[str, str]] = {
         **ShortConvolutionConfig.axes,
         "experts": "num_experts",
-        "routes": "num_experts",
         "expert_mlp": "moe_intermediate_size",
+    }
+    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "epsilon": 1e-6}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "moe_intermediate_size": (6, 11),
+        "routed_scaling_factor": (1.0, 2.5),
     }
 
     # As LFM2 has them.
@@ -45,29 +49,27 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
 
     @property
     def routing(self) -> Routing:
-        return replace(
-            super().routing,
-            score="sigmoid",
-            normalised=self.norm_topk_prob,
-            epsilon=1e-6,
-            factor=self.routed_scaling_factor,
-        )
+        return replace(super().routing, factor=self.routed_scaling_factor)
 
     @property
     def sparse_layers(self) -> range:
         return range(self.num_dense_layers, self.num_hidden_layers)
 
-    def network(self, t: Table) -> Rows:
+    def experts(self, t: Table) -> Rows:
         name = "feed_forward.experts.{experts}"
-        experts = t.experts(
+        return t.experts(
             hf=f"{name}.{{w1,w3}}",
             down=f"{name}.w2",
             router="feed_forward.gate",
             correction="feed_forward.expert_bias" if self.use_expert_bias else "",
             held=("feed_forward.experts", "feed_forward.gate"),
         )
+
+    def network(self, t: Table) -> Rows:
         dense = range(min(self.num_dense_layers, self.num_hidden_layers))
-        return in_layers(dense, super().network(t)) + in_layers(self.sparse_layers, experts)
+        return in_layers(dense, ShortConvolutionConfig.network(self, t)) + in_layers(
+            self.sparse_layers, self.experts(t)
+        )
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -81,11 +83,7 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {
-            "moe_intermediate_size": rng.choice((6, 11)),
-            "num_dense_layers": rng.choice((0, 1)) * (layers > 1),
-            "routed_scaling_factor": rng.choice((1.0, 2.5)),
-        }
+        return drawn | {"num_dense_layers": rng.choice((0, 1)) * (layers > 1)}
 
 
 _KINDS = [FULL if layer in (2, 6, 10, 14, 18, 21) else CONVOLUTION for layer in range(24)]
@@ -97,5 +95,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "lfm2-8b-a1b": shape(2048, 7168, 24, 32)
     | {"vocab_size": 65536, "max_position_embeddings": 128000, "layer_types": _KINDS},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.parallel.weights.schema import Param
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import llama3, rope, shape, tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,55 +15,32 @@ class LlamaConfig(DecoderConfig):
     family: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"is_llama_config", "pretraining_tp"})
+    small_ends: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table(out_std=self.small_ends)
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(bias=self.mlp_bias),
-            tied=self.tie_word_embeddings,
-        )
-
 
 _LLAMA3 = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-
-
-def _llama3_rope(factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
 
 _LLAMA2 = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "llama-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    "llama-tiny": tiny(),
     "llama-2-7b": _LLAMA2 | shape(4096, 11008, 32, 32),
     "llama-2-13b": _LLAMA2 | shape(5120, 13824, 40, 40),
     "llama-2-70b": _LLAMA2 | shape(8192, 28672, 80, 64) | {"num_key_value_heads": 8},
-    "llama-3-8b": _LLAMA3
-    | shape(4096, 14336, 32, 32)
-    | {"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-    "llama-3.1-8b": _LLAMA3 | shape(4096, 14336, 32, 32) | {"rope_parameters": _llama3_rope(8.0)},
-    "llama-3.1-70b": _LLAMA3 | shape(8192, 28672, 80, 64) | {"rope_parameters": _llama3_rope(8.0)},
-    "llama-3.1-405b": _LLAMA3 | shape(16384, 53248, 126, 128) | {"rope_parameters": _llama3_rope(8.0)},
+    "llama-3-8b": _LLAMA3 | shape(4096, 14336, 32, 32) | {"max_position_embeddings": 8192, **rope(500000.0)},
+    "llama-3.1-8b": _LLAMA3 | shape(4096, 14336, 32, 32) | {"rope_parameters": llama3(500000.0, 8.0)},
+    "llama-3.1-70b": _LLAMA3 | shape(8192, 28672, 80, 64) | {"rope_parameters": llama3(500000.0, 8.0)},
+    "llama-3.1-405b": _LLAMA3 | shape(16384, 53248, 126, 128) | {"rope_parameters": llama3(500000.0, 8.0)},
     "llama-3.2-1b": _LLAMA3
     | shape(2048, 8192, 16, 32)
-    | {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": _llama3_rope(32.0)},
+    | {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": llama3(500000.0, 32.0)},
     "llama-3.2-3b": _LLAMA3
     | shape(3072, 8192, 28, 24)
-    | {"head_dim": 128, "tie_word_embeddings": True, "rope_parameters": _llama3_rope(32.0)},
+    | {"head_dim": 128, "tie_word_embeddings": True, "rope_parameters": llama3(500000.0, 32.0)},
 }
 
 PARAMETERS: Mapping[str, int] = {

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import CHUNKED, FULL, ROPE, Anatomy, LayerAttention, Temperature
 from megacore.models.config import positive
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.layer_types import RotatingConfig
+from megacore.models.presets import llama3, shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import Pairs
+from megacore.models.weight_rows import Rows, Table
 from megacore.parallel import limits
-from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +25,22 @@ class Llama4Config(MoEConfig, RotatingConfig):
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
     axes: ClassVar[Mapping[str, str]] = {
         **MoEConfig.axes,
-        **dict.fromkeys(("experts", "routes"), "num_local_experts"),
+        "experts": "num_local_experts",
         "mlp": "intermediate_size_mlp",
         "shared_mlp": "intermediate_size",
     }
     rope_convention: ClassVar[Convention] = Convention(rope_theta=5e5)
     other: ClassVar[str] = CHUNKED
+    in_pairs: ClassVar[bool] = True
+    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "scales_inputs": True}
+    constants: ClassVar[Mapping[str, Any]] = {"norms_after_rope": True}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "num_experts_per_tok": (1, 2),
+        "intermediate_size_mlp": (14, 31),
+        "interleave_moe_layer_step": (1, 2),
+        "floor_scale": (2, 3, 8192),
+    }
+    of_text: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -53,29 +61,12 @@ class Llama4Config(MoEConfig, RotatingConfig):
             object.__setattr__(self, "moe_layers", tuple(range(step - 1, self.num_hidden_layers, step)))
         super().__post_init__()
 
-    @classmethod
-    def base_architecture(cls) -> str:
-        return super().base_architecture().replace("Model", "TextModel")
-
     def kind(self, layer: int) -> str:
         return CHUNKED if self.rotates(layer) else FULL
 
     @property
     def sparse_layers(self) -> list[int]:
         return [layer for layer in range(self.num_hidden_layers) if layer in (self.moe_layers or ())]
-
-    @property
-    def pairs(self) -> Pairs:
-        """The pairs of numbers that turn together in heads of queries and keys."""
-        return Pairs(self.head_dim, self.head_dim)
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, **self.pairs.sizes}
-
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, score="sigmoid", scales_inputs=True)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -88,35 +79,25 @@ class Llama4Config(MoEConfig, RotatingConfig):
             for layer, kind in enumerate(self.kinds)
         )
         norms = frozenset({"attn.q_norm", "attn.k_norm"} if self.use_qk_norm else ())
-        return self.anatomy_of(layers=tuple(layers), plain_norms=norms, norms_after_rope=True)
+        return self.anatomy_of(layers=tuple(layers), plain_norms=norms)
 
-    def params(self) -> tuple[Param, ...]:
-        t, mlp = self.table(), "feed_forward"
-        experts = (
-            *t.stacked_experts(hf=f"{mlp}.experts", turned=True),
-            *t.linear("mlp.router", "routes", "embed", f"{mlp}.router"),
-            *t.shared_expert(f"{mlp}.shared_expert"),
-        )
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias, pairs=self.pairs),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.feed_forward(t, experts, t.gated_mlp(f"{mlp}.{{gate,up}}_proj", f"{mlp}.down_proj")),
-            tied=self.tie_word_embeddings,
-        )
+    def experts(self, t: Table) -> Rows:
+        router = t.linear("mlp.router", "routes", "embed", "feed_forward.router")
+        stacked = t.stacked_experts(hf="feed_forward.experts", turned=True)
+        return stacked + router + t.shared_expert("feed_forward.shared_expert")
+
+    def network(self, t: Table) -> Rows:
+        dense = t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj")
+        return self.feed_forward(t, self.experts(t), dense)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         sparse = [layer for layer in range(layers) if rng.random() < 0.5]
         return drawn | {
-            "num_experts_per_tok": rng.choice((1, 2)),
-            "intermediate_size_mlp": rng.choice((14, 31)),
             "moe_layers": rng.choice((None, sparse)),
-            "interleave_moe_layer_step": rng.choice((1, 2)),
             "attention_chunk_size": rng.choice((2, 5, positions)),
             "layer_types": rng.choice((None, [rng.choice((FULL, CHUNKED)) for _ in range(layers)])),
-            "floor_scale": rng.choice((2, 3, 8192)),
         }
 
     def problems(self) -> list[str]:
@@ -126,21 +107,13 @@ class Llama4Config(MoEConfig, RotatingConfig):
         return found
 
 
-_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-}
 _EACH = shape(5120, 8192, 48, 40) | {"vocab_size": 202048}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "llama4_text-tiny": shape(64, 96, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    | {"intermediate_size_mlp": 192, "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
-    "llama-4-scout": _EACH | {"max_position_embeddings": 10485760, "rope_parameters": _ROPE},
+    "llama4_text-tiny": tiny(
+        96, head_dim=16, intermediate_size_mlp=192, interleave_moe_layer_step=2, attention_chunk_size=128
+    ),
+    "llama-4-scout": _EACH | {"max_position_embeddings": 10485760, "rope_parameters": llama3(5e5, 16.0, high=1.0)},
     "llama-4-maverick": _EACH
     | {"max_position_embeddings": 1048576, "num_local_experts": 128, "interleave_moe_layer_step": 2}
     | {"use_qk_norm": False},

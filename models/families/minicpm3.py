@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import shape
 from megacore.models.latent_config import LatentConfig
+from megacore.models.presets import tiny_latent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +18,12 @@ class MiniCPM3Config(LatentConfig):
     architecture: ClassVar[str] = "MiniCPM3ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
     fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False}
+    told: ClassVar[Mapping[str, str]] = {"embedding_scale": "scale_emb"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "scale_emb": (1, 12.0),
+        "scale_depth": (None, 1.4),
+        "dim_model_base": (None, 7),
+    }
 
     initializer_range: float = 0.1
     tie_word_embeddings: bool = True
@@ -33,24 +38,15 @@ class MiniCPM3Config(LatentConfig):
     dim_model_base: int = 256
 
     @property
-    def pairs(self) -> bool:
+    def rope_interleave(self) -> bool:
         return False
 
     @property
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
-            embedding_scale=self.scale_emb,
             branch_scale=self.scale_depth / math.sqrt(self.num_hidden_layers),
             logit_scale=self.dim_model_base / self.hidden_size,
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # The class takes no other: a multiple of the heads.
-        drawn |= {"hidden_size": drawn["num_attention_heads"] * rng.choice((3, 5))}
-        drawn |= {"scale_emb": rng.choice((1, 12.0)), "scale_depth": rng.choice((None, 1.4))}
-        return drawn | {"dim_model_base": rng.choice((None, 7))}
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
@@ -67,10 +63,4 @@ class MiniCPM3Config(LatentConfig):
         return super()._derive(values)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "minicpm3-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "max_position_embeddings": 1024, "q_lora_rank": 48, "kv_lora_rank": 32}
-    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "dim_model_base": 32},
-}
-
-PARAMETERS: Mapping[str, int] = {}
+PRESETS: Mapping[str, Mapping[str, Any]] = {"minicpm3-tiny": tiny_latent(dim_model_base=32)}

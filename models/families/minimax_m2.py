@@ -4,15 +4,13 @@ which a part turns."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import HEADS, KV_HEADS
-from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import OF_ALL, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +19,9 @@ class MiniMaxM2Config(MoEConfig):
     architecture: ClassVar[str] = "MiniMaxM2ForCausalLM"
     # Of layers that predict further tokens, which are not published, and the kinds of layers, all of which see all.
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {
-        "attn_type_list",
-        "layernorm_full_attention_beta",
-        "layernorm_linear_attention_beta",
-        "layernorm_mlp_beta",
-        "mlp_intermediate_size",
-        "mtp_transformer_layers",
-        "num_mtp_modules",
-        "use_mtp",
-    }
+        "attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
+        "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp",
+    }  # fmt: skip
     fixed: ClassVar[Mapping[str, Any]] = {
         "qk_norm_type": "per_layer",
         "router_jitter_noise": 0.0,
@@ -40,36 +32,24 @@ class MiniMaxM2Config(MoEConfig):
     }
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
-        **MoEConfig.axes,
-        "experts": "num_local_experts",
-        "routes": "num_local_experts",
-    }
+    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_local_experts"}
     rope_convention: ClassVar[Convention] = Convention(rope_theta=5e6, partial_rotary_factor=1.0)
+    rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "normalised": True}
 
     rms_norm_eps: float = 1e-6
     num_local_experts: int = 256
     num_experts_per_tok: int = 8
 
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, score="sigmoid", normalised=True)
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
-    def params(self) -> tuple[Param, ...]:
-        t, moe = self.table(), "block_sparse_moe"
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(),
-            t.norm("attn.q_norm", "self_attn.q_norm", HEADS),
-            t.norm("attn.k_norm", "self_attn.k_norm", KV_HEADS),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.experts(
-                hf=f"{moe}.experts.{{experts}}.{{w1,w3}}",
-                down=f"{moe}.experts.{{experts}}.w2",
-                router=f"{moe}.gate",
-                correction=f"{moe}.e_score_correction_bias",
-            ),
-            tied=self.tie_word_embeddings,
+    def experts(self, t: Table) -> Rows:
+        moe = "block_sparse_moe"
+        return t.experts(
+            hf=f"{moe}.experts.{{experts}}.{{w1,w3}}",
+            down=f"{moe}.experts.{{experts}}.w2",
+            router=f"{moe}.gate",
+            correction=f"{moe}.e_score_correction_bias",
         )
 
     @classmethod
@@ -89,9 +69,7 @@ class MiniMaxM2Config(MoEConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "minimax_m2-tiny": shape(64, 32, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8, "max_position_embeddings": 512}
-    | {"num_local_experts": 16, "num_experts_per_tok": 4},
+    "minimax_m2-tiny": tiny(32, head_dim=16, rotary_dim=8, num_local_experts=16, num_experts_per_tok=4),
     "minimax-m2": shape(3072, 1536, 62, 48)
     | {"vocab_size": 200064, "head_dim": 128, "rotary_dim": 64, "max_position_embeddings": 196608},
 }

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING
-from megacore.models.decoder_config import shape
 from megacore.models.layer_types import WindowedConfig
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import rope, shape, tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,39 +16,20 @@ class MinistralConfig(WindowedConfig):
     family: ClassVar[str] = "ministral"
     architecture: ClassVar[str] = "MinistralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    needs_head_dim: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-6
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(),
-            tied=self.tie_word_embeddings,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # The class itself cannot do without.
-        head_dim = drawn.get("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
-        return drawn | {"head_dim": head_dim}
-
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "ministral-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "sliding_window": 128},
+    "ministral-tiny": tiny(sliding_window=128),
     "ministral-8b": shape(4096, 12288, 36, 32)
     | {"vocab_size": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
     | {"max_position_embeddings": 131072, "sliding_window": 32768, "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 9}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e8}},
+    | rope(1e8),
 }
 
-PARAMETERS: Mapping[str, int] = {
-    "ministral-8b": 8_019_808_256,
-}
+PARAMETERS: Mapping[str, int] = {"ministral-8b": 8_019_808_256}

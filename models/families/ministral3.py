@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from megacore.models import rope_config
 from megacore.models.anatomy import Anatomy, Temperature
-from megacore.models.decoder_config import shape
 from megacore.models.families.mistral import MistralConfig
+from megacore.models.presets import shape, yarn
 from megacore.models.rope_config import Convention, YarnRope
 
 
@@ -23,15 +23,7 @@ class TemperedYarnRope(YarnRope):
 
 
 _LENGTH = "max_position_embeddings"
-_YARN: Mapping[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+_YARN = yarn(16.0, 16384, rope_theta=1e6, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,5 +74,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "ministral3-8b": _shape(4096, 14336, 34),
     "ministral3-14b": _shape(5120, 16384, 40, rope_parameters={**_YARN, "rope_theta": 1e9}),
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -4,46 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy, LayerAttention
-from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.models.layer_types import window_problems
-from megacore.parallel.weights.schema import Param
+from megacore.models.layer_types import OneWindowConfig
+from megacore.models.presets import shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class MistralConfig(DecoderConfig):
+class MistralConfig(OneWindowConfig):
     family: ClassVar[str] = "mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = 4096
-
-    @property
-    def anatomy(self) -> Anatomy:
-        layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
-        return self.anatomy_of(layers=layers)
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(),
-            tied=self.tie_word_embeddings,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"sliding_window": rng.choice((None, 2, 3, positions))}
-
-    def problems(self) -> list[str]:
-        return super().problems() + window_problems(self.sliding_window)
 
 
 _EACH = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from random import Random
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.mistral import MistralConfig
+from megacore.models.presets import rope, shape
 from megacore.models.rope_config import Convention
-from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,50 +19,25 @@ class MixtralConfig(MoEConfig, MistralConfig):
     architecture: ClassVar[str] = "MixtralForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"router_jitter_noise": 0.0}
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
-        **MoEConfig.axes,
-        "experts": "num_local_experts",
-        "routes": "num_local_experts",
-    }
+    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_local_experts"}
     rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
+    rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
+    # The names of transformers for the modules of the experts and of the router in memory.
+    held: ClassVar[tuple[str, str]] = ("mlp.experts", "mlp.gate")
+    needs_head_dim: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
 
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, normalised=True)
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.experts(
-                hf="block_sparse_moe.experts.{experts}.{w1,w3}",
-                down="block_sparse_moe.experts.{experts}.w2",
-                router="block_sparse_moe.gate",
-            ),
-            tied=self.tie_word_embeddings,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # transformers' class has no dynamic rope and no longrope for heads whose size it is not given.
-        drawn.setdefault("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
-        return drawn
+    def experts(self, t: Table) -> Rows:
+        moe = "block_sparse_moe"
+        hf, down = f"{moe}.experts.{{experts}}.{{w1,w3}}", f"{moe}.experts.{{experts}}.w2"
+        return t.experts(hf=hf, down=down, router=f"{moe}.gate", held=self.held)
 
 
-_EACH = {
-    "vocab_size": 32000,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
+_EACH = {"vocab_size": 32000, "num_key_value_heads": 8, "max_position_embeddings": 32768, **rope(1e6)}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mixtral-tiny": _EACH | shape(64, 88, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "num_local_experts": 8},

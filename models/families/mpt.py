@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import Alibi, Anatomy
 from megacore.models.config import positive
 from megacore.models.learned_positions import NoRopeConfig
-from megacore.models.weight_rows import HEADS, QKV_EACH
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
 
 _SECTION = "attn_config"
 _FIXED: Mapping[str, Any] = {"alibi": True, "prefix_lm": False, "qk_ln": False, "attn_type": "multihead_attention"}
@@ -40,6 +39,11 @@ class MptConfig(NoRopeConfig):
         "num_attention_heads": "n_heads",
         "num_hidden_layers": "n_layers",
     }
+    layer: ClassVar[str] = "transformer.blocks.{layer}"
+    last_norm: ClassVar[str] = "transformer.norm_f"
+    constants: ClassVar[Mapping[str, Any]] = {"padding_idx": None}
+    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "attention_dropout"}
+    parts: ClassVar[Mapping[str, str]] = around("norm_1", "norm_2")
 
     hidden_act: str = "gelu"
     layer_norm_epsilon: float = 1e-5
@@ -52,27 +56,13 @@ class MptConfig(NoRopeConfig):
     @property
     def anatomy(self) -> Anatomy:
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
-        return self.anatomy_of(
-            alibi=Alibi(self.alibi_bias_max),
-            attention_scale=scale,
-            qkv_limit=self.clip_qkv or None,
-            branch_dropout=self.attention_dropout,
-            padding_idx=None,
-        )
+        return self.anatomy_of(alibi=Alibi(self.alibi_bias_max), attention_scale=scale, qkv_limit=self.clip_qkv or None)
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table(layer="transformer.blocks.{layer}")
-        return t.model(
-            t.norm("attn_norm", "norm_1"),
-            t.linear("attn.qkv", QKV_EACH, "embed", "attn.Wqkv"),
-            t.linear("attn.out", "embed", HEADS, "attn.out_proj", ends=True),
-            t.norm("mlp_norm", "norm_2"),
-            t.linear("mlp.up", "mlp", "embed", "ffn.up_proj"),
-            t.linear("mlp.down", "embed", "mlp", "ffn.down_proj", ends=True),
-            tied=self.tie_word_embeddings,
-            embed="transformer.wte",
-            norm="transformer.norm_f",
-        )
+    def mixer(self, t: Table) -> Rows:
+        return t.attention(hf="attn.Wqkv", out="attn.out_proj", here=QKV_EACH)
+
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp("ffn.up_proj", "ffn.down_proj")
 
     def problems(self) -> list[str]:
         return super().problems() + positive(self, "alibi_bias_max")
@@ -112,8 +102,7 @@ class MptConfig(NoRopeConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        section = {"clip_qkv": rng.choice((None, 0.3)), "softmax_scale": rng.choice((None, 0.2))}
-        return {cls.saved.get(name, name): value for name, value in drawn.items()} | {_SECTION: section}
+        return drawn | {_SECTION: {"clip_qkv": rng.choice((None, 0.3)), "softmax_scale": rng.choice((None, 0.2))}}
 
 
 def _shape(hidden: int, layers: int, heads: int, **section: Any) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.models.weight_rows import HEADS
-from megacore.parallel.weights.schema import Param
+from megacore.models.config import above_zero
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape
+from megacore.models.weight_rows import BRANCHES, Rows, Table
 
 _QKV = "(q: heads ({0}) + k: kv ({0}) + v: kv head)"
 _PLAIN = ("embed_norm", "attn_norm", "attn.q_norm", "attn.k_norm", "mlp_norm", "norm")
@@ -20,6 +20,11 @@ _PLAIN = ("embed_norm", "attn_norm", "attn.q_norm", "attn.k_norm", "mlp_norm", "
 class NanoChatConfig(DecoderConfig):
     family: ClassVar[str] = "nanochat"
     architecture: ClassVar[str] = "NanoChatForCausalLM"
+    last_norm: ClassVar[str] = ""
+    constants: ClassVar[Mapping[str, Any]] = {"plain_norms": frozenset(_PLAIN), "norms_after_rope": True}
+    told: ClassVar[Mapping[str, str]] = {"logit_softcap": "final_logit_softcapping"}
+    parts: ClassVar[Mapping[str, str]] = BRANCHES
+    small_ends: ClassVar[bool] = True
 
     hidden_act: str = "relu2"
     rms_norm_eps: float = 1e-6
@@ -32,28 +37,15 @@ class NanoChatConfig(DecoderConfig):
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "half": self.head_dim // 2}
 
-    @property
-    def anatomy(self) -> Anatomy:
-        softcap = self.final_logit_softcapping
-        return self.anatomy_of(plain_norms=frozenset(_PLAIN), norms_after_rope=True, logit_softcap=softcap)
-
-    def params(self) -> tuple[Param, ...]:
-        t, bias = self.table(out_std=self.small_ends), self.attention_bias
+    def mixer(self, t: Table) -> Rows:
         here, stored = _QKV.format("a: half + b: half"), _QKV.format("b: half + a: half")
-        hf, of_weight = "self_attn.{q,k,v}_proj", f"{stored} embed"
-        return t.model(
-            t.linear("attn.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
-            t.linear("attn.out", "embed", HEADS, "self_attn.o_proj", bias=bias, ends=True),
-            t.plain_mlp("fc1", "fc2"),
-            tied=self.tie_word_embeddings,
-            norm="",
-        )
+        return t.attention(here=here, stored=stored, bias=self.attention_bias, out_bias=self.attention_bias)
+
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp("mlp.fc1", "mlp.fc2")
 
     def problems(self) -> list[str]:
-        found, softcap = super().problems(), self.final_logit_softcapping
-        if softcap is not None and softcap <= 0:
-            found.append(f"final_logit_softcapping is {softcap}: it must be above 0, or null")
-        return found
+        return super().problems() + above_zero(self, "final_logit_softcapping")
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -61,5 +53,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "nanochat-d20": shape(1280, 5120, 20, 10) | {"vocab_size": 65536},
     "nanochat-d32": shape(2048, 8192, 32, 16) | {"vocab_size": 65536},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import BRANCHES, NORMS, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,9 @@ class NemotronConfig(DecoderConfig):
     harmless: ClassVar[frozenset[str]] = frozenset({"kv_channels"})  # which the class does not read
     eps: ClassVar[str] = "norm_eps"
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
+    norm_bias: ClassVar[bool] = True
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "norm_offset": 1.0}
+    parts: ClassVar[Mapping[str, str]] = BRANCHES | NORMS
 
     hidden_act: str = "relu2"
     initializer_range: float = 0.0134
@@ -27,26 +30,14 @@ class NemotronConfig(DecoderConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm="layer", norm_offset=1.0)
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table(norm_mean=0.0, norm_bias=True)
-        return t.model(
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.plain_mlp("up_proj", "down_proj", bias=self.mlp_bias),
-            t.norm("attn_norm", "input_layernorm"),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            tied=self.tie_word_embeddings,
-        )
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp(bias=self.mlp_bias)
 
 
 _NEMOTRON = {"vocab_size": 256000, "num_key_value_heads": 8, "max_position_embeddings": 4096}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "nemotron-tiny": shape(64, 256, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    "nemotron-tiny": tiny(256),
     "minitron-4b": _NEMOTRON | shape(3072, 9216, 32, 24),
     "minitron-8b": _NEMOTRON | shape(4096, 16384, 32, 48) | {"head_dim": 128},
     "nemotron-4-340b": _NEMOTRON | shape(18432, 73728, 96, 96),

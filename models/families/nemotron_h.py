@@ -4,18 +4,18 @@ experts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import DRAWN, FULL, LINEAR, Anatomy
+from megacore.models.anatomy import FULL, LINEAR, Anatomy
 from megacore.models.config import positive
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import SigmoidConfig, grouped_sigmoids
 from megacore.models.learned_positions import NoRopeConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.ssm_config import StateSpaceConfig
-from megacore.models.weight_rows import HEADS, QKV, Rows, Table, in_layers
+from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
 
@@ -35,29 +35,13 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
     # Of kernels, initial values, and layers behind the model; time_step_limit is not what bounds the steps.
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
-            "chunk_size",
-            "mamba_chunk_size",
-            "mamba_ssm_cache_dtype",
-            "moe_shared_expert_overlap",
-            "mtp_hybrid_override_pattern",
-            "mtp_layers_block_type",
-            "n_shared_experts",
-            "num_logits_to_keep",
-            "num_nextn_predict_layers",
-            "output_router_logits",
-            "rescale_prenorm_residual",
-            "residual_in_fp32",
-            "sliding_window",
-            "time_step_floor",
-            "time_step_max",
-            "use_mamba_kernels",
+            "chunk_size", "mamba_chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+            "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts", "num_logits_to_keep",
+            "num_nextn_predict_layers", "output_router_logits", "rescale_prenorm_residual", "residual_in_fp32",
+            "sliding_window", "time_step_floor", "time_step_max", "use_mamba_kernels",
         }
-    )
-    fixed: ClassVar[Mapping[str, Any]] = {
-        "attention_bias": False,
-        "hidden_dropout": 0.0,
-        "moe_latent_size": None,
-    }
+    )  # fmt: skip
+    fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "hidden_dropout": 0.0, "moe_latent_size": None}
     written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
@@ -76,6 +60,19 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         "mamba_d_conv": "conv_kernel",
         "mamba_expand": "expand",
         "mamba_conv_bias": "use_conv_bias",
+    }
+    layer: ClassVar[str] = "backbone.layers.{layer}"
+    last_norm: ClassVar[str] = "backbone.norm_f"
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "rms", "padding_idx": None}
+    told: ClassVar[Mapping[str, str]] = {"mixer_activation": "mamba_hidden_act"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "mamba_d_head": (4, 6),
+        "mamba_hidden_act": ("silu", "gelu", "relu"),  # squares of so small numbers teach nothing
+        "time_step_min": (0.001, 0.3),
+        "num_experts_per_tok": (2, 3),
+        "moe_intermediate_size": (6, 11),
+        "moe_shared_expert_intermediate_size": (10, 13),
+        "routed_scaling_factor": (1.0, 2.5),
     }
 
     max_position_embeddings: int = 4096
@@ -96,9 +93,6 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
-
-    def attends(self, layer: int) -> bool:
-        return False
 
     @property
     def inner(self) -> int:
@@ -124,14 +118,7 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         return ("mtp.",)
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(
-            norm="rms",
-            mixer_activation=self.mamba_hidden_act,
-            padding_idx=None,
-            routing=self.routing,
-            step_limits=(self.time_step_min, math.inf),
-            **own,
-        )
+        return super().anatomy_of(routing=self.routing, step_limits=(self.time_step_min, math.inf), **own)
 
     def experts(self, t: Table) -> Rows:
         """Return the rows of the experts, and of the one that every token goes to."""
@@ -146,16 +133,10 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         return experts + t.shared_expert("mixer.shared_experts", bias=self.mlp_bias, gated=False, up="up_proj")
 
     def params(self) -> tuple[Param, ...]:
-        t = self.table(layer="backbone.layers.{layer}")
+        t = self.table()
         ssm, attending, dense, sparse = map(self.layers_of, _LETTERS.values())
-        attention = (
-            *t.linear("attn.qkv", QKV, "embed", "mixer.{q,k,v}_proj"),
-            *t.linear("attn.out", "embed", HEADS, "mixer.o_proj", ends=True),
-        )
-        network = (
-            *t.linear("mlp.up", "mlp", "embed", "mixer.up_proj", bias=self.mlp_bias),
-            *t.linear("mlp.down", "embed", "mlp", "mixer.down_proj", bias=self.mlp_bias, ends=True),
-        )
+        attention = t.attention(hf="mixer.{q,k,v}_proj", out="mixer.o_proj")
+        network = t.plain_mlp("mixer.up_proj", "mixer.down_proj", bias=self.mlp_bias)
         return t.model(
             in_layers(ssm + attending, t.norm("attn_norm", "norm")),
             in_layers(ssm, t.state_space("mixer", bias=self.use_bias, conv_bias=self.mamba_conv_bias)),
@@ -163,9 +144,7 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
             in_layers(dense + sparse, t.norm("mlp_norm", "norm")),
             in_layers(dense, network),
             in_layers(sparse, self.experts(t)),
-            tied=False,
-            embed="backbone.embeddings",
-            norm="backbone.norm_f",
+            **self.ends,
         )
 
     def problems(self) -> list[str]:
@@ -182,21 +161,9 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         attends, sparse = rng.sample(range(layers), 2) if layers > 1 else (0, None)
         kinds = [rng.choice((LINEAR, LINEAR, FULL, _MLP, _MOE)) for _ in range(layers)]
         kinds = [FULL if n == attends else _MOE if n == sparse else kind for n, kind in enumerate(kinds)]
-        drawn |= {
-            "layer_types": kinds,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "mamba_d_head": rng.choice((4, 6)),
-            "mamba_hidden_act": rng.choice(DRAWN),
-            "time_step_min": rng.choice((0.001, 0.3)),
-            "n_routed_experts": max(4, 2 * tp),
-            "num_experts_per_tok": rng.choice((2, 3)),
-            "moe_intermediate_size": rng.choice((6, 11)),
-            "moe_shared_expert_intermediate_size": rng.choice((10, 13)),
-            "routed_scaling_factor": rng.choice((1.0, 2.5)),
-        }
+        drawn |= {"layers_block_type": kinds, "n_routed_experts": max(4, 2 * tp), "tie_word_embeddings": False}
         drawn |= SigmoidConfig.draw_groups(rng, drawn)
-        return {cls.saved.get(name, name): value for name, value in drawn.items() if name != "time_step_limit"}
+        return {name: value for name, value in drawn.items() if name not in ("layer_types", "time_step_limit")}
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -219,9 +186,7 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
 _EACH = {"vocab_size": 131072, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "nemotron_h-tiny": shape(64, 176, 5, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    "nemotron_h-tiny": tiny(layers=5, head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2)
     | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "hybrid_override_pattern": "ME*M-"},
     "nemotron-h-8b": _EACH
     | shape(4096, 21504, 52, 32)
@@ -232,5 +197,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
     | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
 }
-
-PARAMETERS: Mapping[str, int] = {}

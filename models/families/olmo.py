@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.parallel.weights.schema import Param
+from megacore.models.config import above_zero
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape
+from megacore.models.weight_rows import BRANCHES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,33 +18,21 @@ class OlmoConfig(DecoderConfig):
     architecture: ClassVar[str] = "OlmoForCausalLM"
     eps: ClassVar[str] = "norm_eps"
     norm_eps: ClassVar[float] = 1e-5
+    last_norm: ClassVar[str] = ""
+    constants: ClassVar[Mapping[str, Any]] = {
+        "norm": "layer",
+        "plain_norms": frozenset({"attn_norm", "mlp_norm", "norm"}),
+    }
+    told: ClassVar[Mapping[str, str]] = {"qkv_limit": "clip_qkv"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"clip_qkv": (None, 0.3, 1.2)}
+    parts: ClassVar[Mapping[str, str]] = BRANCHES
 
     pad_token_id: int | None = 1
     attention_bias: bool = False
     clip_qkv: float | None = None
 
-    @property
-    def anatomy(self) -> Anatomy:
-        plain = frozenset({"attn_norm", "mlp_norm", "norm"})
-        return self.anatomy_of(norm="layer", plain_norms=plain, qkv_limit=self.clip_qkv)
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.gated_mlp(),
-            tied=self.tie_word_embeddings,
-            norm="",
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"clip_qkv": rng.choice((None, 0.3, 1.2))}
-
     def problems(self) -> list[str]:
-        wrong = self.clip_qkv is not None and self.clip_qkv <= 0
-        return super().problems() + [f"clip_qkv is {self.clip_qkv}: it must be above 0, or null"] * wrong
+        return super().problems() + above_zero(self, "clip_qkv")
 
 
 _EACH = {"vocab_size": 50304, "max_position_embeddings": 2048}

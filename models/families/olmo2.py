@@ -6,31 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import DecoderConfig, shape
-from megacore.models.weight_rows import HEADS, KV_HEADS
-from megacore.parallel.weights.schema import Param
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import rope, shape
+from megacore.models.weight_rows import BRANCHES, OF_ALL, OUT_NORMS, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
     family: ClassVar[str] = "olmo2"
     architecture: ClassVar[str] = "Olmo2ForCausalLM"
+    parts: ClassVar[Mapping[str, str]] = BRANCHES | OUT_NORMS
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
     attention_bias: bool = False
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("attn.q_norm", "self_attn.q_norm", HEADS),
-            t.norm("attn.k_norm", "self_attn.k_norm", KV_HEADS),
-            t.gated_mlp(),
-            t.norm("attn_out_norm", "post_attention_layernorm"),
-            t.norm("mlp_out_norm", "post_feedforward_layernorm"),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
 
 _EACH = {
@@ -38,7 +30,7 @@ _EACH = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 4096,
     "pad_token_id": 100277,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    **rope(500000.0),
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING
-from megacore.models.decoder_config import shape
 from megacore.models.families.olmo2 import Olmo2Config
 from megacore.models.local_rope import LocalRopeConfig
+from megacore.models.presets import shape, yarn
 from megacore.models.rope_config import Convention, Kinds
 
 
@@ -27,21 +27,13 @@ class Olmo3Config(Olmo2Config, LocalRopeConfig):
         return layer % 4 != 3
 
 
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "attention_factor": 1.2079441541679836,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
+_EXTENDED = yarn(8.0, 8192, rope_theta=500000.0, attention_factor=1.2079441541679836, beta_fast=32, beta_slow=1)
 _EACH = {
     "vocab_size": 100278,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 65536,
     "pad_token_id": 100277,
-    "rope_parameters": {FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}},
+    "rope_parameters": {FULL: _EXTENDED, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}},
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from random import Random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import shape
+from megacore.models.config import above_zero
 from megacore.models.experts_config import MoEConfig
-from megacore.models.weight_rows import HEADS, KV_HEADS
-from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import shape
+from megacore.models.weight_rows import OF_ALL, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +18,8 @@ class OlmoeConfig(MoEConfig):
     architecture: ClassVar[str] = "OlmoeForCausalLM"
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_experts", "routes": "num_experts"}
+    told: ClassVar[Mapping[str, str]] = {"qkv_limit": "clip_qkv"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"clip_qkv": (None, 0.3, 1.2)}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
@@ -31,34 +29,11 @@ class OlmoeConfig(MoEConfig):
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
 
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, normalised=self.norm_topk_prob)
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(qkv_limit=self.clip_qkv)
-
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("attn.q_norm", "self_attn.q_norm", HEADS),
-            t.norm("attn.k_norm", "self_attn.k_norm", KV_HEADS),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.experts(),
-            tied=self.tie_word_embeddings,
-        )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"clip_qkv": rng.choice((None, 0.3, 1.2))}
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + t.norms_of_heads(of=OF_ALL)
 
     def problems(self) -> list[str]:
-        wrong = self.clip_qkv is not None and self.clip_qkv <= 0
-        return super().problems() + [f"clip_qkv is {self.clip_qkv}: it must be above 0, or null"] * wrong
+        return super().problems() + above_zero(self, "clip_qkv")
 
 
 _EACH = {"vocab_size": 50304, "max_position_embeddings": 4096}

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.config import probabilities
-from megacore.models.decoder_config import shape
 from megacore.models.learned_positions import LearnedPositionsConfig
-from megacore.models.weight_rows import HEADS, QKV_EACH
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import shape
+from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +30,12 @@ class OptConfig(LearnedPositionsConfig):
         "layer_norm_elementwise_affine": True,
         "layerdrop": 0.0,
     }
+    layer: ClassVar[str] = "model.decoder.layers.{layer}"
+    last_norm: ClassVar[str] = "model.decoder.final_layer_norm"
+    norm_bias: ClassVar[bool] = True
+    constants: ClassVar[Mapping[str, Any]] = {"position_offset": 2}
+    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "dropout"}
+    parts: ClassVar[Mapping[str, str]] = around("self_attn_layer_norm", "final_layer_norm")
 
     hidden_act: str = "relu"
     pad_token_id: int | None = 1
@@ -46,32 +48,14 @@ class OptConfig(LearnedPositionsConfig):
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "position": self.max_position_embeddings + 2}
 
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(branch_dropout=self.dropout, position_offset=2)
+    def mixer(self, t: Table) -> Rows:
+        return t.attention(out="self_attn.out_proj", here=QKV_EACH, bias=self.enable_bias, out_bias=self.enable_bias)
 
-    def params(self) -> tuple[Param, ...]:
-        t, bias = self.table(layer="model.decoder.layers.{layer}", norm_bias=True), self.enable_bias
-        rows = t.model(
-            t.norm("attn_norm", "self_attn_layer_norm"),
-            t.linear("attn.qkv", QKV_EACH, "embed", "self_attn.{q,k,v}_proj", bias=bias),
-            t.linear("attn.out", "embed", HEADS, "self_attn.out_proj", bias=bias, ends=True),
-            t.norm("mlp_norm", "final_layer_norm"),
-            t.linear("mlp.up", "mlp", "embed", "fc1", bias=bias),
-            t.linear("mlp.down", "embed", "mlp", "fc2", bias=bias, ends=True),
-            tied=self.tie_word_embeddings,
-            embed="model.decoder.embed_tokens",
-            norm="model.decoder.final_layer_norm",
-        )
-        return self.with_positions(rows)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return {cls.saved.get(name, name): value for name, value in drawn.items()} | {"dropout": 0.0}
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp("fc1", "fc2", bias=self.enable_bias)
 
     def problems(self) -> list[str]:
-        found = super().problems() + probabilities(self, "dropout")
+        found = super().problems()
         if self.word_embed_proj_dim != self.hidden_size:
             found.append(
                 f"word_embed_proj_dim is {self.word_embed_proj_dim}: it must be hidden_size, {self.hidden_size}"

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.config import probabilities
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape
 from megacore.models.rope_config import Convention
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import BRANCHES, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +20,11 @@ class PhiConfig(DecoderConfig):
     eps: ClassVar[str] = "layer_norm_eps"
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5, pairs=True)
+    norm_bias: ClassVar[bool] = True
+    last_norm: ClassVar[str] = "model.final_layernorm"
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "parallel": True}
+    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop"}
+    parts: ClassVar[Mapping[str, str]] = BRANCHES | {"attn_norm": "input_layernorm"}
 
     hidden_act: str = "gelu_new"
     layer_norm_eps: float = 1e-5
@@ -29,28 +33,15 @@ class PhiConfig(DecoderConfig):
     embd_pdrop: float = 0.0
 
     @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(
-            norm="layer",
-            parallel=True,
-            branch_dropout=self.resid_pdrop,
-            embedding_dropout=self.embd_pdrop,
-        )
+    def ends(self) -> Mapping[str, Any]:
+        return {**super().ends, "head_bias": True}
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table(norm_bias=True)
-        return t.model(
-            t.attention(bias=True, out="dense", out_bias=True),
-            *(t.norm(f"attn.{of}_norm", f"self_attn.{of}_layernorm", "head") for of in "qk" if self.qk_layernorm),
-            t.plain_mlp("fc1", "fc2", bias=True),
-            t.norm("attn_norm", "input_layernorm"),
-            tied=self.tie_word_embeddings,
-            norm="model.final_layernorm",
-            head_bias=True,
-        )
+    def mixer(self, t: Table) -> Rows:
+        norms = t.norms_of_heads("self_attn.{}_layernorm") if self.qk_layernorm else ()
+        return t.attention(bias=True, out="self_attn.dense", out_bias=True) + norms
 
-    def problems(self) -> list[str]:
-        return super().problems() + probabilities(self, "resid_pdrop", "embd_pdrop")
+    def network(self, t: Table) -> Rows:
+        return t.plain_mlp("mlp.fc1", "mlp.fc2", bias=True)
 
 
 _PHI = {"vocab_size": 51200, "max_position_embeddings": 2048}
@@ -61,7 +52,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "phi-2": _PHI | shape(2560, 10240, 32, 32) | {"partial_rotary_factor": 0.4},
 }
 
-PARAMETERS: Mapping[str, int] = {
-    "phi-1.5": 1_418_270_720,
-    "phi-2": 2_779_683_840,
-}
+PARAMETERS: Mapping[str, int] = {"phi-1.5": 1_418_270_720, "phi-2": 2_779_683_840}

@@ -9,16 +9,14 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models import rope_config
-from megacore.models.anatomy import Anatomy, LayerAttention
-from megacore.models.config import probabilities
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.layer_types import OneWindowConfig
+from megacore.models.presets import rope, shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.models.weight_rows import GATE_UP
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import BRANCHES, NORMS, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phi3Config(DecoderConfig):
+class Phi3Config(OneWindowConfig):
     family: ClassVar[str] = "phi3"
     architecture: ClassVar[str] = "Phi3ForCausalLM"
     # Which no class reads.
@@ -30,41 +28,24 @@ class Phi3Config(DecoderConfig):
         original_max_position_embeddings=4096,
         rope_types={"su": "longrope", "yarn": "longrope"},
     )
+    told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_pdrop"}
+    parts: ClassVar[Mapping[str, str]] = BRANCHES | NORMS
 
     rms_norm_eps: float = 1e-5
-    sliding_window: int | None = None
     resid_pdrop: float = 0.0
     pad_token_id: int | None = 32000
 
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(
-            layers=(LayerAttention(window=self.sliding_window),) * self.num_hidden_layers,
-            branch_dropout=self.resid_pdrop,
-        )
+    def mixer(self, t: Table) -> Rows:
+        return t.attention(hf="self_attn.qkv_proj")
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.attention(hf="self_attn.qkv_proj"),
-            t.linear("mlp.up", GATE_UP, "embed", "mlp.gate_up_proj"),
-            t.linear("mlp.down", "embed", "mlp", "mlp.down_proj", ends=True),
-            t.norm("attn_norm", "input_layernorm"),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            tied=self.tie_word_embeddings,
-        )
-
-    def problems(self) -> list[str]:
-        return super().problems() + probabilities(self, "resid_pdrop")
+    def network(self, t: Table) -> Rows:
+        return t.gated_mlp("mlp.gate_up_proj")
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        head_dim = drawn["hidden_size"] // drawn["num_attention_heads"]
-        return drawn | {
-            "sliding_window": rng.choice((None, 1, 5)),
-            "rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention, ("default", "longrope")),
-        }
+        head_dim, kinds = drawn["hidden_size"] // drawn["num_attention_heads"], ("default", "longrope")
+        return drawn | {"rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention, kinds)}
 
 
 _PHI3_MINI = {"vocab_size": 32064} | shape(3072, 8192, 32, 32)
@@ -111,14 +92,13 @@ _PHI4_LONG = (
 # fmt: on
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "phi3-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None},
+    "phi3-tiny": tiny(pad_token_id=None),
     "phi-3-mini-4k": _PHI3_MINI | {"max_position_embeddings": 4096, "sliding_window": 2047},
     "phi-3-medium-4k": _PHI3_MEDIUM | {"vocab_size": 32064, "max_position_embeddings": 4096, "sliding_window": 2047},
     "phi-3.5-mini": _PHI3_MINI | _longrope(_PHI35_SHORT, _PHI35_LONG),
     "phi-4": _PHI3_MEDIUM
     | {"vocab_size": 100352, "max_position_embeddings": 16384, "pad_token_id": 100349}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 250000.0}},
+    | rope(250000.0),
     "phi-4-mini": {"vocab_size": 200064, "num_key_value_heads": 8, "pad_token_id": 199999, "tie_word_embeddings": True}
     | shape(3072, 8192, 32, 24)
     | _longrope([1.0] * 48, _PHI4_LONG, part=0.75),

@@ -7,18 +7,16 @@ Here the best two are trained, as they are when it is asked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
 from megacore.models import rope_config
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import shape
 from megacore.models.families.mixtral import MixtralConfig
+from megacore.models.presets import shape
 from megacore.models.rope_config import Convention, ScaledLongRope
 from megacore.parallel.routing import Routing
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +30,11 @@ class PhimoeConfig(MixtralConfig):
     fixed: ClassVar[Mapping[str, Any]] = {"num_experts_per_tok": 2}
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6, own_types={"longrope": ScaledLongRope})
+    norm_bias: ClassVar[bool] = True
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
+    held: ClassVar[tuple[str, str]] = ("mlp.experts", "mlp.router")
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"router_jitter_noise": (0.4, 0.7)}
+    needs_head_dim: ClassVar[bool] = False
 
     max_position_embeddings: int = 131072
     num_local_experts: int = 16
@@ -44,20 +47,8 @@ class PhimoeConfig(MixtralConfig):
         return Routing(experts=self.num_local_experts, top_k=2, weigh="close", reach=2 * self.router_jitter_noise)
 
     @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm="layer", layers=super().anatomy.layers)
-
-    def params(self) -> tuple[Param, ...]:
-        t, bias, experts = self.table(norm_bias=True), self.attention_bias, "block_sparse_moe.experts.{experts}"
-        held = ("mlp.experts", "mlp.router")
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=bias, out_bias=bias),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.experts(hf=f"{experts}.{{w1,w3}}", down=f"{experts}.w2", router="block_sparse_moe.gate", held=held),
-            tied=self.tie_word_embeddings,
-            head_bias=self.lm_head_bias,
-        )
+    def ends(self) -> Mapping[str, Any]:
+        return {**super().ends, "head_bias": self.lm_head_bias}
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -66,8 +57,7 @@ class PhimoeConfig(MixtralConfig):
         rope = rope_config.draw(rng, head, positions, cls.rope_convention, [kind])
         # Of longer sequences transformers 5.23 takes the wrong factors.
         own = {"short_mscale": 1.2, "long_mscale": 1.3, "original_max_position_embeddings": 64}
-        drawn["rope_parameters"] = rope | (own if kind == "longrope" else {})
-        drawn |= {"router_jitter_noise": rng.choice((0.4, 0.7)), "num_experts_per_tok": 2}
+        drawn |= {"rope_parameters": rope | (own if kind == "longrope" else {})}
         return {name: value for name, value in drawn.items() if name != "head_dim"}
 
 

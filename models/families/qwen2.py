@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.layer_types import WindowedConfig
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import rope, shape, tiny
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,8 @@ class Qwen2Config(WindowedConfig):
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None and layer >= self.max_window_layers
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=True),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        return t.attention(bias=True)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -53,14 +46,14 @@ class Qwen2Config(WindowedConfig):
 
 def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, **others: Any) -> dict[str, Any]:
     common = {"num_key_value_heads": kv, "vocab_size": 152064, "max_position_embeddings": 131072}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    return common | shape(hidden, mlp, layers, heads) | rope | others
+    theta = rope(1e6)
+    return common | shape(hidden, mlp, layers, heads) | theta | others
 
 
 _TIED = {"vocab_size": 151936, "tie_word_embeddings": True}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "qwen2-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    "qwen2-tiny": tiny(),
     "qwen2-0.5b": _sizes(896, 4864, 24, 14, 2, **_TIED),
     "qwen2-1.5b": _sizes(1536, 8960, 28, 12, 2, **_TIED),
     "qwen2-7b": _sizes(3584, 18944, 28, 28, 4),

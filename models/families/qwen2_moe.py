@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import MoEConfig, SparseConfig
 from megacore.models.families.qwen2 import Qwen2Config
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import rope, shape, tiny
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +18,8 @@ class Qwen2MoeConfig(SparseConfig, Qwen2Config):
     architecture: ClassVar[str] = "Qwen2MoeForCausalLM"
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen2Config.harmless
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
-    axes: ClassVar[Mapping[str, str]] = {
-        **SparseConfig.axes,
-        "experts": "num_experts",
-        "routes": "num_experts",
-        "shared_mlp": "shared_expert_intermediate_size",
-    }
+    axes: ClassVar[Mapping[str, str]] = {**SparseConfig.axes, "shared_mlp": "shared_expert_intermediate_size"}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"shared_expert_intermediate_size": (10, 13)}
 
     qkv_bias: bool = True
     moe_intermediate_size: int = 1408
@@ -40,28 +35,17 @@ class Qwen2MoeConfig(SparseConfig, Qwen2Config):
         # Of the first layers every other one, where Qwen2's are the last ones.
         return self.use_sliding_window and layer < self.max_window_layers and layer % 2 == 0
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.qkv_bias),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.feed_forward(t, t.experts() + t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        return t.attention(bias=self.qkv_bias)
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"shared_expert_intermediate_size": rng.choice((10, 13))}
+    def experts(self, t: Table) -> Rows:
+        return t.experts() + t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")
 
 
-_EACH = {"vocab_size": 151936, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+_EACH = {"vocab_size": 151936, **rope(1e6)}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "qwen2_moe-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 8},
+    "qwen2_moe-tiny": tiny(moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=8),
     "qwen1.5-moe-a2.7b": _EACH | shape(2048, 5632, 24, 16) | {"max_position_embeddings": 8192},
     "qwen2-57b-a14b": _EACH
     | shape(3584, 18944, 28, 28)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.families.qwen2 import Qwen2Config
-from megacore.parallel.weights.schema import Param
+from megacore.models.presets import rope, shape
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,26 +19,12 @@ class Qwen3Config(Qwen2Config):
 
     attention_bias: bool = False
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("attn.q_norm", "self_attn.q_norm", "head"),
-            t.norm("attn.k_norm", "self_attn.k_norm", "head"),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(),
-            tied=self.tie_word_embeddings,
-        )
+    def mixer(self, t: Table) -> Rows:
+        bias = self.attention_bias
+        return t.attention(bias=bias, out_bias=bias) + t.norms_of_heads()
 
 
-_EACH = {
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
+_EACH = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, **rope(1e6)}
 _TIED = _EACH | {"tie_word_embeddings": True}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.delta_config import DeltaConfig
+from megacore.models.presets import STATES, rope, shape, tiny
 from megacore.models.rope_config import Convention
 
 
@@ -20,31 +20,12 @@ class Qwen3_5Config(DeltaConfig):
     rope_convention: ClassVar[Convention] = Convention(
         partial_rotary_factor=0.25, ignored=frozenset({"mrope_interleaved", "mrope_section"})
     )
-
-    @classmethod
-    def base_architecture(cls) -> str:
-        return super().base_architecture().replace("Model", "TextModel")
+    of_text: ClassVar[bool] = True
 
 
-TINY = {
-    "vocab_size": 512,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-EACH = {
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
+EACH = {"vocab_size": 248320, "max_position_embeddings": 262144, **rope(1e7, partial_rotary_factor=0.25)}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_5_text-tiny": EACH | shape(64, 176, 4, 4) | TINY,
+    "qwen3_5_text-tiny": EACH | tiny(head_dim=16) | STATES,
     "qwen3.5-9b": EACH | shape(4096, 12288, 32, 16) | {"num_key_value_heads": 4},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from random import Random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig
-from megacore.models.families.qwen3_5 import EACH, TINY, Qwen3_5Config
+from megacore.models.families.qwen3_5 import EACH, Qwen3_5Config
+from megacore.models.presets import STATES
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +21,13 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
     axes: ClassVar[Mapping[str, str]] = {
         **{axis: name for axis, name in Qwen3_5Config.axes.items() if axis != "mlp"},
         "experts": "num_experts",
-        "routes": "num_experts",
         "expert_mlp": "moe_intermediate_size",
         "shared_mlp": "shared_expert_intermediate_size",
+    }
+    rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "moe_intermediate_size": (6, 11),
+        "shared_expert_intermediate_size": (10, 13),
     }
 
     moe_intermediate_size: int = 512
@@ -32,18 +35,8 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
     num_experts: int = 256
     num_experts_per_tok: int = 8
 
-    @property
-    def routing(self) -> Routing:
-        return replace(super().routing, normalised=True)
-
-    def network(self, t: Table) -> Rows:
+    def experts(self, t: Table) -> Rows:
         return t.experts() + t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        sizes = {"moe_intermediate_size": rng.choice((6, 11)), "shared_expert_intermediate_size": rng.choice((10, 13))}
-        return drawn | sizes
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
@@ -53,10 +46,9 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_moe_text-tiny": EACH
-    | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    | TINY
-    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    | {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "head_dim": 16}
+    | {"num_key_value_heads": 2, "max_position_embeddings": 512, "num_experts": 16, "num_experts_per_tok": 4}
+    | STATES
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "qwen3.5-35b-a3b": EACH | {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
 }
-
-PARAMETERS: Mapping[str, int] = {}

@@ -7,26 +7,24 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy, LayerAttention
-from megacore.models.decoder_config import shape
+from megacore.models.config import Shapes
 from megacore.models.experts_config import MoEConfig, SparseConfig
-from megacore.models.layer_types import window_problems
-from megacore.parallel.weights.schema import Param
+from megacore.models.layer_types import OneWindowConfig
+from megacore.models.presets import rope, shape
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(SparseConfig):
+class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
     family: ClassVar[str] = "qwen3_moe"
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"max_window_layers"}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     # As published files have it; transformers saves the other.
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
-    axes: ClassVar[Mapping[str, str]] = {
-        **SparseConfig.axes,
-        "experts": "num_local_experts",
-        "routes": "num_local_experts",
-    }
+    axes: ClassVar[Mapping[str, str]] = {**SparseConfig.axes, "experts": "num_local_experts"}
+    # Which no file of the family says: it is said of a part of Qwen3-VL.
+    derived: ClassVar[frozenset[str]] = frozenset({"stacked_experts"})
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -35,26 +33,28 @@ class Qwen3MoeConfig(SparseConfig):
     moe_intermediate_size: int = 768
     num_local_experts: int = 128
     num_experts_per_tok: int = 8
+    # Where a tensor has all experts of a layer: what stands first in it, "inputs" or "outputs".
+    stacked_experts: str = ""
 
-    @property
-    def anatomy(self) -> Anatomy:
-        layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
-        return self.anatomy_of(layers=layers)
+    def mixer(self, t: Table) -> Rows:
+        return super().mixer(t) + t.norms_of_heads()
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("attn.q_norm", "self_attn.q_norm", "head"),
-            t.norm("attn.k_norm", "self_attn.k_norm", "head"),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.feed_forward(t, t.experts()),
-            tied=self.tie_word_embeddings,
-        )
+    def experts(self, t: Table) -> Rows:
+        if not self.stacked_experts:
+            return t.experts()
+        stacked = t.stacked_experts(outputs_first=self.stacked_experts == "outputs")
+        return t.linear("mlp.router", "routes", "embed", "mlp.gate") + stacked
 
-    def problems(self) -> list[str]:
-        return super().problems() + window_problems(self.sliding_window)
+    @classmethod
+    def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
+        """Do as the base class; experts lie with inputs first in published files of Qwen3-VL, and not in those that
+        transformers saves, which takes what fits as it lies."""
+        made, told = super().as_held(raw, shapes)
+        embed, inner = raw.get("hidden_size"), raw.get("moe_intermediate_size")
+        down = next((shape for name, shape in shapes.items() if name.endswith("mlp.experts.down_proj")), ())
+        if made.get("stacked_experts") and down and isinstance(inner, int):
+            made["stacked_experts"] = "outputs" if embed in (inner, 2 * inner, *down[1:2]) else "inputs"
+        return made, told
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ _EACH = {
     "head_dim": 128,
     "max_position_embeddings": 40960,
     "norm_topk_prob": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    **rope(1e6),
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL
-from megacore.models.decoder_config import shape
 from megacore.models.delta_config import DeltaConfig
 from megacore.models.experts_config import SparseConfig
 from megacore.models.mtp import QWEN, MtpConfig, MtpNames
+from megacore.models.presets import STATES, rope, shape, tiny
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table
 
 
@@ -24,10 +23,9 @@ class Qwen3NextConfig(MtpConfig, SparseConfig, DeltaConfig):
     axes: ClassVar[Mapping[str, str]] = {
         **DeltaConfig.axes,
         **SparseConfig.axes,
-        "experts": "num_experts",
-        "routes": "num_experts",
         "shared_mlp": "shared_expert_intermediate_size",
     }
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"shared_expert_intermediate_size": (10, 13)}
 
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
@@ -48,30 +46,21 @@ class Qwen3NextConfig(MtpConfig, SparseConfig, DeltaConfig):
             inner, "in_proj_{qkvz,ba}", stored=f"(qkvz: {heads} + ba: state_heads ({gates.format('')}))"
         )
 
-    def network(self, t: Table) -> Rows:
-        shared = t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")
-        return self.feed_forward(t, t.experts() + shared)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"shared_expert_intermediate_size": rng.choice((10, 13))}
+    def experts(self, t: Table) -> Rows:
+        return t.experts() + t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")
 
 
 _EACH = {
     "vocab_size": 151936,
     "head_dim": 256,
     "max_position_embeddings": 262144,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    **rope(1e7, partial_rotary_factor=0.25),
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next-tiny": _EACH
-    | shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    | tiny(head_dim=16, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts_per_tok=4)
+    | STATES
+    | {"num_experts": 16},
     "qwen3-next-80b-a3b": _EACH | shape(2048, 5120, 48, 16) | {"num_key_value_heads": 2},
 }
-
-PARAMETERS: Mapping[str, int] = {}

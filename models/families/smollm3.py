@@ -8,10 +8,9 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import SLIDING, Anatomy
-from megacore.models.decoder_config import shape
 from megacore.models.layer_types import RotatingConfig, WindowedConfig
+from megacore.models.presets import rope, shape, tiny
 from megacore.models.rope_config import Convention
-from megacore.parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +38,6 @@ class SmolLM3Config(RotatingConfig, WindowedConfig):
         layers = (each if self.rotates(i) else replace(each, rope=None) for i, each in enumerate(plain.layers))
         return replace(plain, layers=tuple(layers))
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(bias=self.mlp_bias),
-            tied=self.tie_word_embeddings,
-        )
-
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
@@ -63,13 +52,10 @@ class SmolLM3Config(RotatingConfig, WindowedConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "smollm3-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None},
+    "smollm3-tiny": tiny(pad_token_id=None),
     "smollm3-3b": shape(2048, 11008, 36, 16)
     | {"vocab_size": 128256, "num_key_value_heads": 4, "max_position_embeddings": 65536}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+    | rope(5e6),
 }
 
-PARAMETERS: Mapping[str, int] = {
-    "smollm3-3b": 3_075_098_624,
-}
+PARAMETERS: Mapping[str, int] = {"smollm3-3b": 3_075_098_624}

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.experts_config import SigmoidConfig
+from megacore.models.presets import EXPERTS, tiny
 from megacore.models.rope_config import Convention
-from megacore.parallel.weights.schema import Param
+from megacore.models.weight_rows import Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,7 @@ class SolarOpenConfig(SigmoidConfig):
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
     axes: ClassVar[Mapping[str, str]] = {axis: name for axis, name in SigmoidConfig.axes.items() if axis != "mlp"}
     rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
+    out_bias: ClassVar[bool] = False
 
     intermediate_size: int = 0
     rms_norm_eps: float = 1e-5
@@ -33,21 +34,8 @@ class SolarOpenConfig(SigmoidConfig):
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 0
 
-    def params(self) -> tuple[Param, ...]:
-        t = self.table()
-        return t.model(
-            t.norm("attn_norm", "input_layernorm"),
-            t.attention(bias=self.attention_bias),
-            t.norm("mlp_norm", "post_attention_layernorm"),
-            self.experts(t),
-            tied=self.tie_word_embeddings,
-        )
+    def network(self, t: Table) -> Rows:
+        return self.experts(t)
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "solar_open-tiny": shape(64, 0, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-    | {"moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4},
-}
-
-PARAMETERS: Mapping[str, int] = {}
+PRESETS: Mapping[str, Mapping[str, Any]] = {"solar_open-tiny": tiny(0, head_dim=16) | EXPERTS}

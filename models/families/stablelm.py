@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import Anatomy
-from megacore.models.decoder_config import DecoderConfig, shape
+from megacore.models.decoder_config import DecoderConfig
+from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
+from megacore.models.weight_rows import NORMS, Rows, Table
 from megacore.parallel.weights.schema import Param
 
 
@@ -23,38 +24,31 @@ class StableLmConfig(DecoderConfig):
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.25, pairs=True)
+    norm_bias: ClassVar[bool] = True
+    out_bias: ClassVar[bool] = False
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
+    told: ClassVar[Mapping[str, str]] = {"parallel": "use_parallel_residual"}
 
     layer_norm_eps: float = 1e-5
     use_qkv_bias: bool = False
     qk_layernorm: bool = False
     use_parallel_residual: bool = False
 
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm="layer", parallel=self.use_parallel_residual)
+    def mixer(self, t: Table) -> Rows:
+        of_heads, norms = replace(t, norm_bias=False), "self_attn.{0}_layernorm.norms.{{{1}}}"
+        queries = of_heads.norm("attn.q_norm", norms.format("q", "heads"), "heads head")
+        keys = of_heads.norm("attn.k_norm", norms.format("k", "kv"), "kv head")
+        return t.attention(bias=self.use_qkv_bias) + (queries + keys if self.qk_layernorm else ())
 
     def params(self) -> tuple[Param, ...]:
-        t = self.table(norm_bias=True)
-        of_heads = replace(t, norm_bias=False)
-        return t.model(
-            t.attention(bias=self.use_qkv_bias),
-            *(
-                of_heads.norm(f"attn.{of}_norm", f"self_attn.{of}_layernorm.norms.{{{axis}}}", f"{axis} head")
-                for of, axis in (("q", "heads"), ("k", "kv"))
-                if self.qk_layernorm
-            ),
-            t.gated_mlp(),
-            t.norm("attn_norm", "input_layernorm"),
-            *([] if self.use_parallel_residual else [t.norm("mlp_norm", "post_attention_layernorm")]),
-            tied=self.tie_word_embeddings,
-        )
+        t, norms = self.table(), [*NORMS.items()][: 1 if self.use_parallel_residual else 2]
+        return t.model(self.mixer(t), self.network(t), *(t.norm(*names) for names in norms), **self.ends)
 
 
 _STABLELM2 = {"vocab_size": 100352, "max_position_embeddings": 4096}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "stablelm-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    "stablelm-tiny": tiny(),
     "stablelm-3b-4e1t": shape(2560, 6912, 32, 32) | {"vocab_size": 50304, "max_position_embeddings": 4096},
     "stablelm-2-1.6b": _STABLELM2 | shape(2048, 5632, 24, 32) | {"use_qkv_bias": True},
     "stablelm-2-12b": _STABLELM2
@@ -62,7 +56,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"num_key_value_heads": 8, "qk_layernorm": True, "use_parallel_residual": True},
 }
 
-PARAMETERS: Mapping[str, int] = {
-    "stablelm-3b-4e1t": 2_795_443_200,
-    "stablelm-2-1.6b": 1_644_515_328,
-}
+PARAMETERS: Mapping[str, int] = {"stablelm-3b-4e1t": 2_795_443_200, "stablelm-2-1.6b": 1_644_515_328}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.decoder_config import shape
 from megacore.models.latent_config import LatentConfig
+from megacore.models.presets import rope, shape, tiny_latent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,6 @@ class YoutuConfig(LatentConfig):
     tie_word_embeddings: bool = True
     rope_interleave: bool = True
 
-    @property
-    def pairs(self) -> bool:
-        return self.rope_interleave
-
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
         if values.get("initializer_range") is None and isinstance(hidden := values.get("hidden_size"), int) and hidden:
@@ -32,12 +28,8 @@ class YoutuConfig(LatentConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "youtu-tiny": shape(64, 176, 4, 4)
-    | {"vocab_size": 512, "max_position_embeddings": 1024, "q_lora_rank": 48, "kv_lora_rank": 32}
-    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
-    "youtu-llm-2b": shape(2048, 6144, 32, 16)
-    | {"vocab_size": 128256, "max_position_embeddings": 131072}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1.6e6}},
+    "youtu-tiny": tiny_latent(),
+    "youtu-llm-2b": shape(2048, 6144, 32, 16) | {"vocab_size": 128256, "max_position_embeddings": 131072} | rope(1.6e6),
 }
 
 PARAMETERS: Mapping[str, int] = {"youtu-llm-2b": 1_961_560_064}

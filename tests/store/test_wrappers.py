@@ -95,6 +95,26 @@ def test_a_model_that_sees_goes_there_and_back(name: str, part: str, tmp_path: P
     assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
 
 
+def test_experts_that_lie_with_their_inputs_first(tmp_path: Path) -> None:
+    """As Qwen publishes Qwen3-VL with experts; transformers reads both, and saves the other."""
+    theirs, ours, back = (tmp_path / folder for folder in ("hf", "ours", "back"))
+    saved("qwen3_vl_moe", theirs)
+    wanted = logits(theirs, "qwen3_vl_moe")
+    tensors = load_file(theirs / WEIGHTS)
+    turned = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(turned, theirs / WEIGHTS, {"format": "pt"})
+    assert all(map(torch.equal, logits(theirs, "qwen3_vl_moe"), wanted))
+    assert convert.main([str(theirs), str(ours), "--tp", "2", "--ep", "2"]) == 0
+    assert convert.main([str(ours), str(back), "--to", "hf"]) == 0
+    assert_same(back, theirs)
+    tokens = prompts("qwen3_vl_moe")[0]["input_ids"].numpy()
+    model = model_from(open_folder(ours), Mesh.single(), torch.float64)
+    found = model.logits(
+        microbatch_of(model, Batch(tokens, np.full_like(tokens, IGNORE), np.arange(tokens.size)[None], None))
+    )
+    assert found is not None and (found - wanted[0][0]).abs().max() <= 1e-5 * wanted[0].abs().max()
+
+
 @pytest.mark.parametrize(
     "naming", [("model.language_model.", "", "model."), ("language_model.model.", "language_model.", "")]
 )

@@ -74,7 +74,8 @@ class HuggingFace(SafetensorsFolder):
                 problems += _unnamed(files, kind)
             if kind and config:
                 tensors = {name: file for file in held for name in file.entries}
-                held_so, remark = kind.as_held(raw, tensors)
+                shapes = {name: file.entries[name].shape for name, file in tensors.items()}
+                held_so, remark = kind.as_held(raw, shapes)
                 told = (remark,) if remark else ()
                 if held_so != raw:
                     raw, config = held_so, kind.from_hugging_face(held_so)

@@ -350,7 +350,7 @@ def read_index(path: Path) -> Index:
             raise tree.error(f"has mesh={short(mesh)}, and no experts to spread over so many")
         _check_count(tree, schema, records)
         if "adapters" not in tree.tree:  # earlier releases left out layers that predict further tokens
-            raw, _ = family(raw["model_type"]).config.as_held(raw, {param.hf for param in schema.params})
+            raw, _ = family(raw["model_type"]).config.as_held(raw, {param.hf: () for param in schema.params})
         layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split, _placement(tree))
         index = Index(raw, layout, states, step, records, _adapters(tree), carried=_carried(tree, raw["model_type"]))
         _check_model(tree, index)
