@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import engine
@@ -306,7 +306,7 @@ def test_a_rope_that_the_recipe_changes_is_written_as_the_source_spells_it(
         "eos_token_id": 7,
     }
     source: Any = SimpleNamespace(raw=raw | held, config=configure({"family": "llama"} | raw | held), path="hf")
-    model = model_of(cast(Config, SimpleNamespace(model=given, scores=False)), source)
+    model = model_of(Config(model=given), source)
     assert raw_of(model, source) == raw | written
 
 
