@@ -29,6 +29,11 @@ def test_the_page_is_what_is_printed(command: ModuleType, page: str, names: list
     assert not [name for name in names if name not in printed]
 
 
+@pytest.mark.quick
+def test_the_readme_counts_the_families() -> None:
+    assert f"[{len(FAMILIES)} families](docs/zoo.md)" in (DOCS.parent / "README.md").read_text()
+
+
 def test_one_section_or_one_key(capsys: Capture) -> None:
     assert config.main(["optimizer"]) == 0
     assert "AdamW" in (said := capsys.readouterr().out) and "`optimizer.lr`" in said and "`train.steps`" not in said
