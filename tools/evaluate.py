@@ -39,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         default=[],
         metavar="PATH",
-        help="a .txt, .md, .py, .jsonl or .parquet file, a folder of them, or a token file without .bin; repeatable",
+        help="a .txt, .md, .py, .jsonl or .parquet file, a folder of them, a token file without .bin, or a data set of "
+        "the hub, OWNER/NAME@REVISION; repeatable",
+    )
+    parser.add_argument(
+        "--split", metavar="NAME", help="of folders and data sets (validation, valid, dev or test, the first there is)"
     )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="of the text in a row of .jsonl or .parquet")
     parser.add_argument(
@@ -137,6 +141,7 @@ def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> EvaluationS
         stride=arguments.stride,
         tokens=arguments.tokens,
         by_position=arguments.by_position,
+        split=arguments.split,
     )
 
 

@@ -71,6 +71,16 @@ def files_of(config: Config, corpus: CorpusConfig) -> ExampleFiles:
     return ExampleFiles(corpus.path, files, config.data.map, pairs)
 
 
+def held_out_files(path: str, split: str | None) -> Sequence[Path]:
+    """Return the files of a folder, or of a data set of the hub, that are to be evaluated on: of a split, or of the one
+    that is there to validate on. Raises InputError, StoreError: as of :func:`resolved`."""
+    plain, corpora = Config(), (CorpusConfig(path),)
+    data = replace(plain.data, validation=corpora) if split is None else replace(plain.data, train=corpora, split=split)
+    config = resolved(replace(plain, data=data))
+    (corpus,) = (*config.data.train, *config.data.validation)
+    return files_of(config, corpus).files
+
+
 def text_files_of(config: Config, corpus: CorpusConfig) -> list[Path]:
     """Return the files of a corpus of a resolved config that is streamed: of a path, those that `megacore tokenize`
     would read, in its order; of a split, those of :func:`files_of`. Raises as that does."""
@@ -172,5 +182,5 @@ def _no_split(corpus: CorpusConfig, splits: Sequence[str], names: Sequence[str])
     known = ", ".join([*map(brief, groups[:_LISTED]), *more])
     return (
         f"{corpus.path} has no split {' or '.join(splits)} among {known}: name one by data.split (or split, beside its "
-        "path), or take all by *"
+        "path; of evaluate, --split), or take all by *"
     )

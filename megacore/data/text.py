@@ -134,7 +134,7 @@ def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> Iterator[
                 continue
             if link or file is given:
                 seen.add(real)
-            yield real if link else file
+            yield without_link(file)
         if left:
             err(f"{given}: {left:,} links that lead out of it are left out, such as {example}")
         if not found:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megacore.data.chat import TrainOn
-from megacore.inference.evaluation_data import Document, DocumentFiles, is_tokens
+from megacore.inference.evaluation_data import Document, DocumentFiles, data_files, is_tokens
 from megacore.inference.loaded_model import ModelSetup
 from megacore.inference.texts import Texts
 from megacore.parallel.enum_errors import ContextExchange
@@ -51,6 +51,7 @@ class EvaluationSetup:
         stride: int | None = None,
         tokens: int = 4096,
         by_position: int | None = None,
+        split: str | None = None,
     ) -> EvaluationSetup:
         """Return what the arguments of :func:`evaluate` describe; it raises as that does."""
         folder.check_predicts()
@@ -69,6 +70,7 @@ class EvaluationSetup:
             )
         if problems:
             raise StoreError("\n".join(problems))
+        data = [file for each in data for file in data_files(each, split)]
         files = DocumentFiles(data, folder.config.vocab_size, _texts(folder, data), text_key, count)
         if next(files.documents(), None) is None:
             raise StoreError("there are no documents in the data")
@@ -141,6 +143,7 @@ def evaluate(
     stride: int | None = None,
     tokens: int = 4096,
     by_position: int | None = None,
+    split: str | None = None,
     base: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
     device: str = "auto",
@@ -156,13 +159,16 @@ def evaluate(
     Args:
         folder, base, dtype, device, mesh, etp, exchange: Those of :func:`megacore.load_model`; ranks of dp share out
             the windows.
-        data: Text files, .jsonl, .parquet, folders of them, or token files without their suffix; one or several.
+        data: Text files, .jsonl, .parquet, folders of them, token files without their suffix, or data sets of the hub
+            (``OWNER/NAME@REVISION``); one or several.
         text_key: The key of the text in a row of .jsonl or .parquet.
         count: The part of a chat that counts: what the "assistant" says, its "last" message, or "all".
         sequence_length: Tokens of a window; None for the model's positions, up to 2048.
         stride: Tokens from a window to the next; None for their length: no overlap.
         tokens: Tokens that are computed at once, at least a window.
         by_position: Also the loss of so many successive positions of the documents each, under ``by_position``.
+        split: The split of folders and data sets; None for all of a folder, and of a data set the first of
+            "validation", "valid", "dev" and "test" that is there.
 
     Raises:
         StoreError: as :func:`megacore.load_model`, or something is wrong with the data or the numbers, before the
@@ -178,6 +184,7 @@ def evaluate(
         stride=stride,
         tokens=tokens,
         by_position=by_position,
+        split=split,
     )
     with setup.load() as loaded:
         return asked.measure(loaded.model)

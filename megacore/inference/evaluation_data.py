@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data import text
+from megacore.config import CorpusConfig
+from megacore.data import data_sets, text
 from megacore.data.chat import TrainOn
 from megacore.data.formats import FORMATS, BadExample, format_of
 from megacore.data.indexed import IndexedDataset
@@ -100,6 +101,20 @@ class DocumentFiles:
                 raise InputError(str(found))
             for tokens, counted in found:
                 yield Document(self._checked(row.path, tokens), counted, None)
+
+
+def data_files(path: Path, split: str | None) -> Sequence[Path]:
+    """Return the files of a data set of the hub, which are fetched, or of a split of a folder; else the path itself.
+    Raises StoreError: there is no such data set or split."""
+    corpus = CorpusConfig(str(path))
+    if corpus.hub_name is None and split is None:
+        return [path]
+    if not corpus.is_set:
+        raise StoreError(f"{path} has no splits: they are of folders and of data sets of the hub (OWNER/NAME@REVISION)")
+    try:
+        return data_sets.held_out_files(str(path), split)
+    except InputError as error:
+        raise StoreError(str(error)) from error
 
 
 def is_tokens(path: Path) -> bool:

@@ -71,7 +71,7 @@ def test_a_split_is_fetched_and_pinned(tmp_path: Path) -> None:
         assert (path, split, names(files)) == (pinned, "train", TRAIN)
         assert sorted(world.hub.fetched) == sorted(["README.md", *TRAIN])
         assert wrong == f"{pinned} has no split dev among data/test, data/train: name one by data.split (or split, " + (
-            "beside its path), or take all by *"
+            "beside its path; of evaluate, --split), or take all by *"
         )
         assert "nor, for this user, a data set own/other on the hub" in missing and "/datasets/own/other" in missing
         second = world.hub.push("datasets/own/set", {**SET, "data/train-00000-of-00002.jsonl": LINES * 2})

@@ -298,6 +298,17 @@ def test_each_token_but_the_first_is_predicted_once(size: int, length: int, stri
     assert predicted == list(range(1, size))
 
 
+def test_of_a_folder_one_split_is_read(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "set/data").mkdir(parents=True)
+    rows(tmp_path / "set/data/train-00000-of-00001.jsonl", {"text": "The moon set"})
+    rows(tmp_path / "set/data/test-00000-of-00002.jsonl", {"text": "The sun"})
+    rows(tmp_path / "set/data/test-00001-of-00002.jsonl", {"text": "rose over"})
+    alone = rows(tmp_path / "alone.jsonl", {"text": "The sun"}, {"text": "rose over"})
+    found = data(capsys, llama, "--data", tmp_path / "set", "--split", "test")
+    assert found == data(capsys, llama, "--data", alone) and found["documents"] == 2
+    assert data(capsys, llama, "--data", tmp_path / "set")["documents"] == 3
+
+
 # -- what is wrong
 
 
@@ -324,6 +335,8 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
         (llama, good, ["--exchange", "gather"], "--exchange gather: --cp is 1, and no text is split: leave it out"),
         (llama, good, ["--cp", "3", "--exchange", "heads"], "4 heads (2 of keys) over 3 ranks of cp: choose from 1, 2"),
+        (llama, good, ["--split", "test"], "good.jsonl has no splits: they are of folders and of data sets of the hub"),
+        (llama, tmp_path, ["--split", "dev"], "has no split dev among "),
         (llama, good, ["--ep", "2"], "ep=2: the model has no experts to split, set ep=1"),
     ]
     for folder, path, arguments, says in cases:

@@ -13,6 +13,7 @@ from engine import RECIPE, write_corpus
 from hub import save
 from hub_server import TOKEN, World
 
+from megacore.data import tokenizer
 from megacore.recipe import load
 
 VOCABULARY = 43
@@ -80,3 +81,28 @@ def test_ranks_of_a_tool_ask_nobody(world: World) -> None:
         assert world.hub.fetched.count("model.safetensors") == 1
         asked = [path for how, path, _ in world.hub.asked if how == "GET" and path.endswith("/revision/main")]
         assert len(asked) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn(12, 7)
+def test_a_data_set_is_evaluated_on_as_its_file_is(world: World) -> None:
+    """Two ranks, which ask nobody; of the splits the one to validate on."""
+    model = save("llama", world.folder / "model", vocab_size=290)
+    tokenizer.train(["The sun rose."], 290, model)
+    held = "".join(json.dumps({"text": text}) + "\n" for text in ("The sun rose.", "a b c"))
+    content = {"train.jsonl": b'{"text": "no"}\n', "test.jsonl": held.encode(), "own.py": b"raise SystemExit(1)"}
+    world.hub.push("datasets/own/set", content)
+    (world.folder / "held.jsonl").write_text(held)
+    given = ["evaluate", "model", "--json", "--dtype", "float64", "--tp", "2", "--data"]
+    with world.hub.serving():
+        status, found = world.run(*given, "own/set@main")
+        assert status == 0, found
+        assert [name for name in world.hub.fetched if name.endswith(("jsonl", "py"))] == ["test.jsonl"]
+        assert "has no split dev among test, train" in world.run(*given, "own/set@main", "--split", "dev")[1]
+    assert printed(found) == printed(world.run(*given, "held.jsonl")[1]) and printed(found)["documents"] == 2
+
+
+def printed(said: str) -> dict[str, Any]:
+    """What stands between the words."""
+    found: dict[str, Any] = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    return found

@@ -452,7 +452,7 @@ CHANGES = {
     "--no-append-eod": "had --append-eod True, and this one has False",
     "tokenizer": "the digest of tokenizer.json",
     "grown": "a.jsonl has changed since the interrupted run",
-    "more": "c.txt where the input now has .*bb.txt",
+    "more": "c.jsonl.gz where the input now has .*bb.txt",
     "fewer": "empty.txt where the input now ends",
 }
 
