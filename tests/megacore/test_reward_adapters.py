@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine import Result, assert_same_files, checked, path_of, problems, same, train, trainer
@@ -20,14 +21,26 @@ from transformers import AutoModelForSequenceClassification
 
 from megacore.inference.loaded_model import load_model
 from megacore.models.config import parameters_in_words
+from megacore.parallel.weights.transfer import hugging_face, plan
 from megacore.store.conversions.convert import convert
+from megacore.store.tensor_files.stream import assemble
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training.resume import remarks
 
 __all__ = ["folder", "scored"]
 LORA = (*OURS, "lora.rank=3", "lora.alpha=9", "optimizer.lr=1e-2")
 HEAD = "base_model.model.score.weight"
+STATES = ("weights", "exp_avg")
 SAVED = ("checkpoint.at_end=true", "evaluate.every=0")
+
+
+def held(run: Path, step: int, state: str) -> dict[str, np.ndarray]:
+    """Whole tensors of a state of a run in fp64, on whatever layout it was."""
+    checkpoint = Checkpoint.open(path_of(run, step))
+    wanted = hugging_face(checkpoint.schema)
+    planned = plan(checkpoint.schema, checkpoint.stored(state), wanted)
+    read = checkpoint.read(state)
+    return {stored.name: assemble(stored, copies, read, "F64").view(np.float64) for stored, copies in planned}
 
 
 def adapters_in(run: Path, step: int, to: Path) -> dict[str, Tensor]:
@@ -40,27 +53,29 @@ def adapters_in(run: Path, step: int, to: Path) -> dict[str, Tensor]:
 
 
 @cache
-def one_process(pool: Pool, folder: Path) -> tuple[Result, Mapping[str, Tensor]]:
+def one_process(pool: Pool, folder: Path) -> tuple[Result, Mapping[str, Mapping[str, np.ndarray]]]:
     given = [*LORA, "checkpoint.at_end=true", "batch.global_size=3"]
     (found,) = pool.run(1, ranks, folder, "adapted-one", given)
     assert isinstance(found, Result)
-    return found, adapters_in(folder / "adapted-one", 2, folder / "adapted-one-peft")
+    return found, {state: held(folder / "adapted-one", 2, state) for state in STATES}
 
 
 @pytest.mark.in_turn(12)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_compute_what_one_process_computes(pool: Pool, folder: Path, layout: str) -> None:
-    """Losses, norms of gradients, and after two updates every adapter and the head."""
+    """Losses, norms of gradients, and after two updates every adapter and the head, and the mean of its gradients."""
     world, overrides = LAYOUTS[layout]
-    want, tensors = one_process(pool, folder)
+    want, states = one_process(pool, folder)
     out, given = f"adapted-{layout}", [*overrides, *LORA, "checkpoint.at_end=true", "batch.global_size=3"]
     found = pool.run(world, ranks, folder, out, given)
     for mine, wanted in zip(records_of(found[0]), records_of(want), strict=True):
         assert mine == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-    made = adapters_in(folder / out, 2, folder / f"{out}-peft")
-    assert made.keys() == tensors.keys() and HEAD in made
-    for name, tensor in made.items():
-        torch.testing.assert_close(tensor, tensors[name], rtol=1e-9, atol=1e-12, msg=name)
+    for state, tensors in states.items():
+        made = held(folder / out, 2, state)
+        assert made.keys() == tensors.keys() and HEAD in made
+        for name, tensor in made.items():
+            assert tensor.any(), (state, name)
+            np.testing.assert_allclose(tensor, tensors[name], rtol=1e-9, atol=1e-12, err_msg=f"{state} of {name}")
 
 
 # -- what a checkpoint holds
