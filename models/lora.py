@@ -210,8 +210,8 @@ def adapters(schema: Schema, lora: Lora) -> Schema:
 
 
 def in_full(schema: Schema) -> frozenset[str]:
-    """Return the weights of a model that are trained beside its adapters: a head of scores, which mostly begins as
-    random numbers, and which the peft library takes for ``modules_to_save`` in the same way."""
+    """Return the weights of a model that are trained in full beside its adapters: a head of scores, which mostly begins
+    as random numbers. The peft library saves such weights by ``modules_to_save``."""
     return frozenset({scores.WEIGHT}) & schema.by_name.keys()
 
 
