@@ -372,7 +372,8 @@ class EmaConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class LoraConfig:
-    """Low-rank adapters of the linears of the blocks, which are trained alone (see docs/lora.md); null: none."""
+    """Low-rank adapters of the linears of the blocks, which are trained alone, or with a head of scores (see
+    docs/lora.md); null: none."""
 
     rank: Annotated[Int, AT_LEAST_1] = 16
     """Their inner size."""

@@ -190,6 +190,11 @@ class ModelConfig(ABC):
         self.scoring_architecture()
         return replace(self, labels=labels)
 
+    def scoring_as(self, other: ModelConfig) -> Self:
+        """Return the model with a head of scores as another's, where that has one and this has none, whether or not
+        transformers has such a class of the family."""
+        return replace(self, labels=other.labels) if other.labels and not self.labels else self
+
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
         """Read a ``config.json``.

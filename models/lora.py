@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megacore.models import scores
 from megacore.models.names import in_block, matches, unmatched, without_block
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.pattern import FusedGroup, Node, Pattern, outermost
@@ -206,6 +207,19 @@ def adapters(schema: Schema, lora: Lora) -> Schema:
     parameters = [linear for found in chosen.values() for linear in found if linear.is_parameter]
     pairs = (pair for found in chosen.values() for pair in _pair(schema, found, parameters))
     return Schema(tuple(pairs), {**schema.sizes, RANK: lora.rank})
+
+
+def in_full(schema: Schema) -> frozenset[str]:
+    """Return the weights of a model that are trained in full beside its adapters: a head of scores, which mostly begins
+    as random numbers. The peft library saves such weights by ``modules_to_save``."""
+    return frozenset({scores.WEIGHT}) & schema.by_name.keys()
+
+
+def trained(schema: Schema, lora: Lora) -> Schema:
+    """Return the adapters of a model and what is trained beside them, under the peft library's names."""
+    found = adapters(schema, lora)
+    beside = (replace(param, hf=_PREFIX + param.hf) for param in schema.params if param.name in in_full(schema))
+    return Schema((*found.params, *beside), found.sizes)
 
 
 def adapted(schema: Schema, lora: Lora) -> Schema:

@@ -18,7 +18,7 @@ class Tuning:
     """The weights of a model that are trained.
 
     Args:
-        lora: Adapters, which are trained alone; None for none.
+        lora: Adapters, which are trained alone or with a head of scores; None for none.
         only: Patterns of the tensors that are trained; None for all.
         freeze: Patterns of the tensors that are not.
     """
@@ -32,14 +32,14 @@ class Tuning:
         return model if self.lora is None else lora.adapted(model, self.lora)
 
     def kept(self, model: Schema) -> Schema:
-        """Return what a checkpoint of the run holds: the adapters alone, where there are some."""
-        return model if self.lora is None else lora.adapters(model, self.lora)
+        """Return what a checkpoint of the run holds: of adapters these and what is trained beside them, else all."""
+        return model if self.lora is None else lora.trained(model, self.lora)
 
     def frozen(self, model: Schema) -> frozenset[str]:
         """Return the tensors of a model that are not trained, by their names."""
         if self.lora is None:
             return names.frozen(model, self.only, self.freeze)
-        return frozenset(name for name, _ in names.tensors(model))
+        return frozenset(name for name, _ in names.tensors(model)) - lora.in_full(model)
 
     def quantised(self, model: Schema) -> Mapping[str, BaseDtype]:
         """Return {weight: the format that it is held in} of what is held in fewer bits than the rest."""

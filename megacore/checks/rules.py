@@ -203,11 +203,6 @@ def _preference(facts: RuleContext) -> Iterator[str]:
         yield f"preference.gamma ({section.gamma:g}) is for preference.loss=simpo, not {section.loss}: leave it out"
     if section.scores and section.beta is not None:
         yield f"preference.beta ({section.beta:g}) is no part of preference.loss={section.loss}: leave it out"
-    if section.scores and config.lora is not None:
-        yield (
-            f"preference.loss={section.loss} trains a head that the model does not have yet, and lora trains adapters "
-            "alone: leave lora out; train.only=[score, layers.30, layers.31] trains few weights, too"
-        )
     if section.label_smoothing and section.loss not in ("dpo", "simpo"):
         yield (
             f"preference.label_smoothing ({section.label_smoothing:g}) is for preference.loss=dpo or simpo, not "

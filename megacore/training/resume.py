@@ -222,11 +222,12 @@ def _other_adapters(lora: Lora, held: Lora, base: WeightFolder, checkpoint: Chec
         ours, theirs = getattr(lora, name), getattr(held, name)
         if ours != theirs:
             yield f"lora.{name} is {ours} in the recipe and {theirs} in the checkpoint: keep it as it was"
-    ours, theirs = (lora_of.adapters(base.config.schema, each).pieces for each in (lora, held))
+    schema = base.config.scoring_as(checkpoint.config).schema
+    ours, theirs = (lora_of.adapters(schema, each).pieces for each in (lora, held))
     if ours != theirs:
         names = ", ".join(sorted({spell(piece) for piece, _ in ours.items() ^ theirs.items()}))
         yield f"lora.targets is {list(lora.targets)} and was {list(held.targets)}, which differ in {names}"
-    if base.config.schema.sizes != checkpoint.config.schema.sizes:
+    if schema.sizes != checkpoint.config.schema.sizes:
         yield f"{base.path} is a model of other sizes than that of the adapters, {checkpoint.index.adapters}"
 
 
@@ -287,14 +288,12 @@ def raw_of(model: ModelConfig, source: WeightFolder | None) -> Mapping[str, Any]
 
 def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
     """Yield the differences of the weights, which must be the same."""
-    before = source.config
-    if model.labels and not before.labels:  # the head is drawn
-        before = before.scoring(model.labels)
-        if source.index.carried is not None:
-            yield (
-                f"{source.path} is a larger model of which {model.family} is a part, and transformers has no class of "
-                "it with a head of scores: start from a text model"
-            )
+    before = source.config.scoring_as(model)
+    if before != source.config and source.index.carried is not None:  # the head is drawn
+        yield (
+            f"{source.path} is a larger model of which {model.family} is a part, and transformers has no class of "
+            "it with a head of scores: start from a text model"
+        )
     ours, theirs = model.schema, before.schema
     way_out = f"choose another checkpoint than {source.path}, or leave the recipe's model to it"
     for axis in sorted({*ours.sizes, *theirs.sizes}):
@@ -328,7 +327,7 @@ def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
         yield f"Starting from the weights of {start.source.name}."
     yield from (f"  {remark}" for remark in start.source.remarks)
     before, given = asdict(start.source.config), start.source.config.labels
-    if model.labels and not given:
+    if model.labels and not given and start.adapters is None:
         head = start.source.config.tied[1]
         yield f"  a head of scores, {WEIGHT} [{model.labels}, {model.sizes['embed']}], is drawn in place of {head}"
     for name, value in asdict(model).items():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacore.models.lora import factors, peft_problems, targets
+from megacore.models.lora import factors, in_full, peft_problems, targets
 from megacore.parallel.collectives import broadcast_
 from megacore.parallel.parameters import view
 from megacore.parallel.weights.transfer import Copy, Stored, hugging_face, native, plan, whole_name
@@ -42,7 +42,7 @@ class WeightStream:
     Args:
         contents: What a checkpoint of the run would hold.
         merged: Of a run of adapters, yield all weights with these added to them, computed on the host as in an export;
-            else the adapters alone, by the names of the peft library. Of other runs there are only weights.
+            else what is trained alone, by the names of the peft library. Of other runs there are only weights.
         everywhere: Whether all ranks get the tensors; else rank 0 does, and the others tensors on torch's meta device.
 
     Raises:
@@ -73,7 +73,8 @@ class WeightStream:
         else:
             adapters = state.layout.schema
             names = named(layout.schema, contents.raw, contents.naming)
-            weights = (each for each in names if each.param not in adapters.by_name)
+            own = adapters.by_name.keys() - in_full(adapters)
+            weights = (each for each in names if each.param not in own)
             wanted = [[each, *factors(adapters, each)] for each in weights]
         # Of ranks that hold the same, plan() takes the last.
         sources = native(layout, reversed(layout.mesh.ranks(dp=(0,), cp=(0,))))

@@ -189,7 +189,6 @@ def test_a_language_model_becomes_a_reward_model(pool: Pool, scored: Path, tmp_p
 # -- before anything starts
 
 PROBLEMS = {
-    "lora": ("lora.rank=4", "preference.loss=bradley_terry trains a head that the model does not have yet, and lora"),
     "frozen": (
         "train.only=[layers.0] checkpoint.init={language}",
         "score.weight is drawn, and train.only or train.freeze would leave it so: name score in train.only",

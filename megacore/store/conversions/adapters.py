@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from megacore.models.config import ModelConfigError
-from megacore.models.lora import Lora, factors, peft_problems, quantised, targets
+from megacore.models.lora import WEIGHT, Lora, factors, in_full, peft_problems, quantised, targets
 from megacore.models.wrappers import unwrapped
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.block_formats import BLOCK
-from megacore.parallel.weights.fingerprint import combined
+from megacore.parallel.weights.fingerprint import Logical, combined
+from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, plan
 from megacore.store.conversions.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
@@ -35,7 +36,7 @@ from megacore.store.weight_folders.audit import OnBytes, fingerprints, silent
 from megacore.store.weight_folders.compare import config_differences
 from megacore.store.weight_folders.folder import JoinedFolder, SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG
-from megacore.store.weight_folders.index import Adapters
+from megacore.store.weight_folders.index import Adapters, Index
 
 WEIGHTS = "adapter_model.safetensors"
 _ROWS = 1 << 22
@@ -57,19 +58,34 @@ _OF_TRAINING = ("drop", "initializer_range")
 def check_model(checkpoint: WeightFolder, base: WeightFolder) -> None:
     """Compare a model, but for its weights, with the one that the adapters were trained on. Raises StoreError: its
     sizes or its config differ, or the checkpoint holds a model."""
-    adapters = adapters_of(checkpoint)
-    ours, theirs = checkpoint.config.schema, base.schema
+    adapters, config = adapters_of(checkpoint), base.config.scoring_as(checkpoint.config)
+    ours, theirs = checkpoint.config.schema, config.schema
     if ours.sizes != theirs.sizes or ours.pieces != theirs.pieces:
         raise StoreError(
             f"{base.path} is a model of other sizes or weights than {adapters.base}, whose adapters these are"
         )
-    differ = config_differences(base.config, checkpoint.config)
+    differ = config_differences(config, checkpoint.config)
     if told := {name: both for name, both in differ.items() if not any(each in name for each in _OF_TRAINING)}:
         found = ", ".join(f"{name} is {now!r} and was {trained!r}" for name, (now, trained) in told.items())
         raise StoreError(
             f"the config of {base.path} is not the one that the adapters of {checkpoint.path} were trained with "
             f"({found}): give a base whose config says so"
         )
+
+
+def _with_head(base: WeightFolder, checkpoint: WeightFolder) -> Index:
+    """Return the index of a model, of one with the head of scores that is trained beside its adapters."""
+    if base.config.labels == checkpoint.config.labels:
+        return base.index
+    said = ("architectures", "id2label", "label2id")
+    return replace(base.index, raw={**base.raw, **{name: checkpoint.raw[name] for name in said}})
+
+
+def _left_as_they_are(base: WeightFolder, schema: Schema, state: str) -> Iterator[Stored]:
+    """Yield the tensors of a model that are those of one with its adapters, whose schema is given, too: all but a head
+    in whose place another is trained."""
+    names = schema.by_name.keys() - in_full(schema)
+    return (stored for stored in base.stored(state) if stored.param in names)
 
 
 def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) -> None:
@@ -98,7 +114,7 @@ class AdaptedFolder(JoinedFolder):
         """Open the two, if they belong together as far as can be known without reading the weights. Raises StoreError:
         as :func:`check_model`."""
         check_model(own, base)
-        index = replace(base.index, states=("weights",), adapters=own.index.adapters)
+        index = replace(_with_head(base, own), states=("weights",), adapters=own.index.adapters)
         return cls(own.path, index, own, base=base)
 
     @property
@@ -112,6 +128,14 @@ class AdaptedFolder(JoinedFolder):
     @property
     def joined(self) -> Sequence[WeightFolder]:
         return self.folders
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        if state in self.states:
+            yield from self.own.stored(state)
+            yield from _left_as_they_are(self.base, self.schema, state)
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        return {**self.base.fingerprints(state), **self.own.fingerprints(state)}
 
     def companions(self) -> Mapping[str, Companion]:
         """Return the companions of the adapters, whose run may have had a chat template of its own; else the base's."""
@@ -149,9 +173,10 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     for problem in peft_problems(checkpoint.config.family, chosen, whole):
         raise StoreError(f"{checkpoint.path}: {problem}: merge the adapters by --to hf --base {adapters.base}")
     parameters = sorted(linear.hf_name for linear in chosen if linear.is_parameter)
+    beside = sorted(name.removesuffix(WEIGHT) for name in in_full(checkpoint.config.schema))
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if checkpoint.config.labels else "CAUSAL_LM",
         **_base(adapters.base),
         "r": adapters.lora.rank,
         "lora_alpha": adapters.lora.alpha,
@@ -159,6 +184,7 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
         "use_rslora": adapters.lora.rslora,
         "target_modules": sorted({linear.hf_name for linear in linears}),
         **({"target_parameters": parameters} if parameters else {}),
+        **({"modules_to_save": beside} if beside else {}),
         "fan_in_fan_out": True in transposed,
         "bias": "none",
         "init_lora_weights": True,
@@ -193,7 +219,9 @@ def merged(
     """Return a Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
     Raises StoreError: the checkpoint holds no adapters, or those of a model of another shape or config."""
     check_model(checkpoint, base)
-    return to_hugging_face(MergedFolder(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
+    return to_hugging_face(
+        MergedFolder(base.path, _with_head(base, checkpoint), checkpoint, dtype, base=base), max_shard_bytes, dtype
+    )
 
 
 def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: OnBytes = silent) -> None:
@@ -230,20 +258,31 @@ class MergedFolder(WeightFolder):
         return self.adapters.companions()
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
-        return self.base.stored(state)
+        """Yield the model's tensors, of which the adapters' folder has some in its place: what is trained in full."""
+        yield from _left_as_they_are(self.base, self.schema, state)
+        yield from (stored for stored in self.adapters.stored(state) if self._is_own(stored))
 
     @cached_property
     def _quantised(self) -> Mapping[str, BaseDtype]:
         return quantised(self.base.schema, adapters_of(self.adapters).lora)
 
     def dtype(self, state: str, stored: Stored) -> str:
-        held = self.base.dtype(state, stored)
+        held = (self.adapters if self._is_own(stored) else self.base).dtype(state, stored)
         return self.wanted or held if self._is_changed(stored) else held
 
     def read(self, state: str = "weights") -> Read:
         """Return a function that reads tensors; merged ones are kept a while, as blocks are asked for one by one."""
-        plain = self.base.read(state)
-        return lambda stored, view=None: self._merged(stored) if self._is_changed(stored) else plain(stored, view)
+        plain, own = self.base.read(state), self.adapters.read(state)
+
+        def read(stored: Stored, view: Piece | None = None) -> tuple[str, np.ndarray]:
+            if self._is_changed(stored):
+                return self._merged(stored)
+            return own(stored, view) if self._is_own(stored) else plain(stored, view)
+
+        return read
+
+    def _is_own(self, stored: Stored) -> bool:
+        return stored.param in in_full(self.config.schema)
 
     def _merged(self, stored: Stored) -> tuple[str, np.ndarray]:
         return self.dtype("weights", stored), self._computed.get(stored.name, partial(self._merge, stored))
