@@ -17,7 +17,12 @@ class Dots1Config(SigmoidConfig, WindowedConfig):
     family: ClassVar[str] = "dots1"
     architecture: ClassVar[str] = "Dots1ForCausalLM"
     # What the class does not read: it says what all models of the family are.
-    harmless: ClassVar[frozenset[str]] = SigmoidConfig.harmless | {"scoring_func", "topk_method", "use_sliding_window"}
+    harmless: ClassVar[frozenset[str]] = SigmoidConfig.harmless | {
+        "moe_layer_freq",
+        "scoring_func",
+        "topk_method",
+        "use_sliding_window",
+    }
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {"max_window_layers": (0, 1, 3)}
 

@@ -19,6 +19,7 @@ class Exaone4Config(PatternedConfig):
     family: ClassVar[str] = "exaone4"
     architecture: ClassVar[str] = "Exaone4ForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
+    harmless: ClassVar[frozenset[str]] = PatternedConfig.harmless | {"reorder_and_qk_norm"}
     pattern: ClassVar[int] = 4
     parts: ClassVar[Mapping[str, str]] = BRANCHES | OUT_NORMS
 

@@ -24,6 +24,7 @@ class PhimoeConfig(MixtralConfig):
     family: ClassVar[str] = "phimoe"
     architecture: ClassVar[str] = "PhimoeForCausalLM"
     harmless: ClassVar[frozenset[str]] = MixtralConfig.harmless | {
+        "hidden_dropout",
         "input_jitter_noise",
         "original_max_position_embeddings",
     }

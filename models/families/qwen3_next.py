@@ -19,6 +19,7 @@ class Qwen3NextConfig(MtpConfig, SparseConfig, DeltaConfig):
     family: ClassVar[str] = "qwen3_next"
     architecture: ClassVar[str] = "Qwen3NextForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = DeltaConfig.defaults
+    harmless: ClassVar[frozenset[str]] = SparseConfig.harmless | {"use_sliding_window"}
     mtp_names: ClassVar[MtpNames] = QWEN
     axes: ClassVar[Mapping[str, str]] = {
         **DeltaConfig.axes,

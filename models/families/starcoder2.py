@@ -17,6 +17,16 @@ class Starcoder2Config(OneWindowConfig):
     family: ClassVar[str] = "starcoder2"
     architecture: ClassVar[str] = "Starcoder2ForCausalLM"
     eps: ClassVar[str] = "norm_epsilon"
+    # Of the published files, from GPT-BigCode's, and not read by transformers' class.
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "activation_function",
+            "attention_softmax_in_fp32",
+            "layer_norm_epsilon",
+            "scale_attention_softmax_in_fp32",
+            "scale_attn_weights",
+        }
+    )
     fixed: ClassVar[Mapping[str, Any]] = {"norm_type": "layer_norm", "mlp_type": "default"}
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}

@@ -291,6 +291,8 @@ class Gradients:
         bucket.take(pending)
         if bucket.summed == bucket.rounds and not bucket.late:
             self._sums.append(bucket.start_all_reduce())
+        while self._sent != self.dtype and len(self._sums) > REDUCE_SCATTERS:  # each holds what it is rounded to
+            self._sums.popleft().wait()
 
     def _watch(self, chunk: nn.Module, units: Sequence[FSDPUnit]) -> None:
         """Watch when a backward of a chunk begins and ends."""

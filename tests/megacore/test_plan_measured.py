@@ -597,6 +597,13 @@ def test_rounded_gradients_save_what_is_planned(pool: Pool, shard: ZeroShard) ->
         assert planned[0] - planned[1] > 0.2 * planned[0]
 
 
+def test_rounded_gradients_are_held_few_at_a_time(pool: Pool) -> None:
+    """Two messages under way, and the next: of many small buckets little, where nothing is split too."""
+    rounded = Case(MeshShape(dp=2), vocab=64, length=8, micro=1, compress="bf16", bucket_bytes=1 << 16)
+    for whole, half in pool.run(2, measure, [replace(rounded, compress="none"), rounded], True):
+        assert half.peak - whole.peak <= 2 * 3 * SIZES["embed"] * 2 * SIZES["mlp"]
+
+
 def sent_by_update(cases: list[Case]) -> list[int]:
     found = []
     for case in cases:
