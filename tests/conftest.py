@@ -53,6 +53,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, MOST_WORKERS)
 
 
+_LEFT_OUT = pytest.StashKey[int]()
+"""The number of cases that are left out."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Mark the cases whose turn it is not as of the grid, if no test is named by itself. Where the grid is left out,
@@ -66,7 +70,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
             call.marks.append(pytest.mark.grid.mark)
     if not _takes_the_grid(config):
         # Of none pytest would make a test without parameters.
-        calls[:] = [call for call in calls if all(mark.name != "grid" for mark in call.marks)] or calls[:1]
+        taken = [call for call in calls if all(mark.name != "grid" for mark in call.marks)] or calls[:1]
+        config.stash[_LEFT_OUT] = config.stash.get(_LEFT_OUT, 0) + len(calls) - len(taken)
+        calls[:] = taken
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -79,6 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("grid")]
         items[:] = [item for item in items if not item.get_closest_marker("grid")]
         config.hook.pytest_deselected(items=left_out)
+        config.stash[_LEFT_OUT] = config.stash.get(_LEFT_OUT, 0) + len(left_out)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    count = config.stash.get(_LEFT_OUT, 0)
+    return [f"{count:,} cases are of the grid or of other days; FILE::TEST runs all cases of a test"] if count else []
 
 
 def _takes_the_grid(config: pytest.Config) -> bool:
