@@ -108,6 +108,7 @@ FAULTS = {
 
 
 @pytest.mark.in_turn(5)
+@pytest.mark.in_turn(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("every", [0, 1, 12])
 @pytest.mark.parametrize("rates", FAULTS)

@@ -62,6 +62,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MEMORY", 2**28)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("how", "says"),
     [

@@ -64,6 +64,7 @@ def test_each_number_comes_once(most: int) -> None:
         assert (np.bincount(whole(count, keys(count))) == 1).all()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("count", [3, 7, 16, 100])
 def test_every_place_is_as_likely(count: int) -> None:
     draws = 4000

@@ -397,6 +397,7 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_a_row_that_is_no_pair_is_named(folder: Path, tmp_path: Path, name: str) -> None:
     row, message = BAD_ROWS[name]

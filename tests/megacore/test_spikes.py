@@ -59,6 +59,7 @@ def test_no_alarm_in_ten_thousand_steps(kind: str, size: float) -> None:
 
 
 @pytest.mark.in_turn(2)
+@pytest.mark.in_turn(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["cosine", "wsd", "linear", "constant"])
 def test_a_schedule_is_no_spike(name: str) -> None:
@@ -73,6 +74,7 @@ def test_a_schedule_is_no_spike(name: str) -> None:
     assert alarms(loss, sudden, rates) == [] and len(alarms(loss, sudden)) > 1
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("at", [400, 900, 1999])
 @pytest.mark.parametrize(("kind", "size", "factor"), [("normal", 0.02, 2.0), ("student", 0.01, 2.0)])

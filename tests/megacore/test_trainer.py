@@ -109,6 +109,7 @@ LATER = "is not finite on rank 3 ("
 FOUR = ["mesh.tp=2", "mesh.pp=2"]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("world", "overrides", "bad", "before", "words"),
     [

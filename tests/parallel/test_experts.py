@@ -128,6 +128,7 @@ def joined(ranks: list[dict[str, Tensor]], inner: int = 1) -> dict[str, Tensor]:
 SHAPES = [(MeshShape(), False), (MeshShape(ep=2), False), (MeshShape(ep=2, tp=2), False), (MeshShape(tp=2), True)]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize(
     ("shape", "features"), [*SHAPES, (MeshShape(ep=2, tp=2), True)], ids=["1", "ep2", "ep4", "etp2", "ep2-etp2"]

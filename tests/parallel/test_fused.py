@@ -137,6 +137,7 @@ def test_gated_far_from_zero(name: str) -> None:
     assert gate_up.grad is not None and gate_up.grad.isfinite().all()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv", "head", "turning"),
     [(1, 1, 1, 2, 2), (5, 4, 2, 16, 16), (3, 14, 3, 10, 10), (2, 20, 20, 6, 6), (5, 4, 2, 16, 4), (3, 14, 3, 10, 8)],
@@ -225,6 +226,7 @@ def plain(
     return loss, objective.gradient_(logits, labels, log_sum, dy)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("vocab", "ranks", "smoothing", "z_loss", "finish"), LOSSES)
 def test_cross_entropy(vocab: int, ranks: int, smoothing: float, z_loss: float, finish: Finish) -> None:
     tokens = 4 if vocab < 100 else 2

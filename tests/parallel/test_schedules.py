@@ -52,6 +52,7 @@ def parse(text: str) -> tuple[Action, ...]:
 # -- exhaustive
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", STAGES)
 def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, stages: int) -> None:
@@ -92,6 +93,7 @@ def test_microbatches_ascend_within_a_chunk_so_that_gradients_add_up_in_one_orde
                         assert order == sorted(order)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
 @pytest.mark.parametrize("stages", STAGES)
 def test_fifo_channels_deliver_in_the_order_of_use(name: str, stages: int) -> None:

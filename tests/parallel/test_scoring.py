@@ -297,6 +297,7 @@ def test_a_softcap_is_not_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- under the compiler
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dropout", [0.0, 1e-30])
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_in_one_graph(way: str, dropout: float) -> None:

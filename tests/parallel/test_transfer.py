@@ -212,6 +212,7 @@ def test_a_missing_rank_is_an_error() -> None:
 # -- there and back
 
 
+@pytest.mark.in_turn(2)
 @settings(max_examples=12)
 @given(st.data())
 @pytest.mark.parametrize(("family", "tied"), rotated([True, False], few=12))

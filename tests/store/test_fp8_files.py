@@ -77,6 +77,7 @@ def test_each_of_the_256_numbers_is_the_one_that_torch_reads() -> None:
     )
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("family", BLOCKS)
 def test_a_folder_is_read_as_what_it_stands_for(
     family: str, tmp_path: Path, pool: Pool, capsys: pytest.CaptureFixture[str]

@@ -298,6 +298,7 @@ def test_the_command_that_makes_safetensors(tmp_path: Path, monkeypatch: pytest.
     assert_holds(tmp_path / "my model's-safetensors", weights(theirs))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("family", "value"), rotated([None, True, -1, 0, 2**63, 1.5, "x", [], [1], {}, {"a": 1}, {"rope_type": 3}], few=4)
 )

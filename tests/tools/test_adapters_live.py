@@ -133,7 +133,6 @@ def assert_said(found: Said, wanted: Said, tolerance: float) -> None:
 
 
 @pytest.mark.in_turn(20)
-@pytest.mark.quick
 @pytest.mark.parametrize("family", LORAS)
 def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: Path, not_durable: None) -> None:
     made = make(tmp_path, family)

@@ -59,6 +59,7 @@ def elements(checkpoint: Checkpoint) -> int:
 # -- what is the same
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("family", "layout"),
     rotated(["--tp 1 --pp 1", "--tp 2 --pp 2", "--tp 4 --pp 3", "--tp 2 --pp 1 --chunks 2"], few=8),
@@ -218,6 +219,7 @@ WORLDS = {
 CP = {"--pp 2": 2}
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("family", "layout"), rotated(WORLDS, few=18))
 def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> None:
     world = WORLDS[layout]
