@@ -32,12 +32,14 @@ from megacore.parallel.enum_errors import (
     OptimizerName,
     OptimizerOffload,
     PipelineSchedule,
+    Placement,
     Precision,
     PreferenceLoss,
     Recompute,
     ZeroShard,
 )
 from megacore.parallel.import_path import is_import_path
+from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import MeshShape, read_layers
 from megacore.parallel.weights.schema import Schema, Split, split_of
 from megacore.recipe_yaml import write_yaml
@@ -153,6 +155,11 @@ class PipelineConfig:
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed by themselves, not with input gradients."""
         return self.schedule in SPLIT_BACKWARD
+
+    @property
+    def placement(self) -> Placement:
+        """The way in which chunks go through the stages."""
+        return placement_of(self.schedule)
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -181,7 +181,7 @@ def live(run: Run, device: torch.device, folder: Path) -> tuple[Model, TrainStep
         model.compile()
     offload = Offload(folder if run.states == "file" else None, 1 << 20) if run.states else None
     gradients = Gradients(model.parameters, model.chunks, torch.promote_types(run.dtype, torch.float32))
-    if run.dtype.itemsize < 4 and device.type == "cuda":  # as the trainer does it
+    if gradients.widens:
         model.hand_weight_gradients(gradients.receive)
     optimizer = Optimizer(gradients, lr=LR, clip=0.5, offload=offload)
     scaling = Scaling(2.0**10) if run.dtype == torch.float16 else UNSCALED

@@ -128,7 +128,7 @@ def live(shape: Shape, device: torch.device, way: Way) -> tuple[Model, TrainStep
     if way.compiled:
         model.compile()
     gradients = Gradients(model.parameters, model.chunks, torch.float32 if way.masters else torch.bfloat16)
-    if way.masters and device.type == "cuda":  # as the trainer does it
+    if gradients.widens:
         model.hand_weight_gradients(gradients.receive)
     optimizer = Optimizer(gradients, lr=LR, betas=BETAS, weight_decay=DECAY, master_weights=way.masters)
     return model, TrainStep(mesh, Pipeline(mesh, model.chunks, torch.bfloat16), gradients, optimizer)

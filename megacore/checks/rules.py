@@ -135,7 +135,7 @@ def _chunks(facts: RuleContext) -> Iterator[str]:
             f"pipeline.schedule {pipeline.schedule} runs one chunk per stage, not pipeline.chunks={pipeline.chunks}: "
             f"set pipeline.schedule={other}, or pipeline.chunks=1"
         )
-    if pipeline.schedule == "zb-v" and pipeline.chunks != 2:
+    if pipeline.placement == "v" and pipeline.chunks != 2:
         yield (
             f"pipeline.schedule {pipeline.schedule} runs two chunks per stage, there and back, not pipeline.chunks="
             f"{pipeline.chunks}: set pipeline.chunks=2, or pipeline.schedule=zb-interleaved"

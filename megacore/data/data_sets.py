@@ -72,9 +72,14 @@ def files_of(config: Config, corpus: CorpusConfig) -> ExampleFiles:
 
 
 def held_out_files(path: str, split: str | None) -> Sequence[Path]:
-    """Return the files of a folder, or of a data set of the hub, that are to be evaluated on: of a split, or of the one
-    that is there to validate on. Raises InputError, StoreError: as of :func:`resolved`."""
+    """Return the files to evaluate on: of a data set of the hub those of a split, or of the one that is there to
+    validate on; of a folder those of a split; else the path itself. Raises InputError: it has no splits; and, as
+    :func:`resolved`, StoreError."""
     plain, corpora = Config(), (CorpusConfig(path),)
+    if corpora[0].hub_name is None and split is None:
+        return [Path(path)]
+    if not corpora[0].is_set:
+        raise InputError(f"{path} has no splits: they are of folders and of data sets of the hub (OWNER/NAME@REVISION)")
     data = replace(plain.data, validation=corpora) if split is None else replace(plain.data, train=corpora, split=split)
     config = resolved(replace(plain, data=data))
     (corpus,) = (*config.data.train, *config.data.validation)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megacore.config import CorpusConfig
 from megacore.data import data_sets, text
 from megacore.data.chat import TrainOn
 from megacore.data.formats import FORMATS, BadExample, format_of
@@ -104,13 +103,8 @@ class DocumentFiles:
 
 
 def data_files(path: Path, split: str | None) -> Sequence[Path]:
-    """Return the files of a data set of the hub, which are fetched, or of a split of a folder; else the path itself.
-    Raises StoreError: there is no such data set or split."""
-    corpus = CorpusConfig(str(path))
-    if corpus.hub_name is None and split is None:
-        return [path]
-    if not corpus.is_set:
-        raise StoreError(f"{path} has no splits: they are of folders and of data sets of the hub (OWNER/NAME@REVISION)")
+    """Return the files that a path, or the name of a data set of the hub, stands for. Raises StoreError: there is no
+    such data set or split."""
     try:
         return data_sets.held_out_files(str(path), split)
     except InputError as error:

@@ -282,8 +282,11 @@ class _Sharing:
         if setting.compress != "none":
             sent = (1 + REDUCE_SCATTERS) * setting.sent_gradient
         if rung < 2:
-            before = 0 if setting.compress == "none" else sum(part.trained for part in shares) // most
-            rounded = most * min(1 + REDUCE_SCATTERS, before) * setting.sent_gradient  # the last one is after the peak
+            if setting.compress == "none":
+                return cls()
+            data = setting.layout.mesh.dp * setting.layout.mesh.cp
+            buckets = sum(part.trained for part in shares if data * part.model_replicas > 1) // most
+            rounded = most * min(1 + REDUCE_SCATTERS, buckets) * setting.sent_gradient  # the last one is after the peak
             return cls(block=rounded, embedding=rounded)
         first, last = act.embedding, act.head
         head, embedding = last.learning * widths.gradient, first.learning * widths.gradient

@@ -10,7 +10,6 @@ from megacore.config import Config, ContextConfig, ZeroConfig
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
-from megacore.parallel.virtual_stages import placement_of
 from megacore.planning.fit import Candidate
 from megacore.planning.setting import Setting, Widths
 
@@ -28,7 +27,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
             config.pipeline.layers_per_stage,
             tuning,
             config.mesh.split,
-            placement_of(config.pipeline.schedule),
+            config.pipeline.placement,
         ),
         widths=Widths.of(
             config.train.precision,

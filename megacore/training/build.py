@@ -28,7 +28,6 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.preference import TOLD, PairLoss, Preference
 from megacore.parallel.token_loss import loss_of
-from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import Layout
 from megacore.recipe import ConfigError
 from megacore.store.conversions.adapters import check_fingerprint
@@ -85,8 +84,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     config, start, schema = setup.config, setup.start, setup.model.schema
     _agree(control, setup, kernels.chosen(mesh.device, config.train.compile, DTYPES[config.train.precision]))
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
-    placement = placement_of(config.pipeline.schedule)
-    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split, placement)
+    split, placement = config.mesh.split, config.pipeline.placement
+    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, split, placement)
     model = _model(setup, layout, mesh, control)
     gradients = _gradients(config, model)
     offload = _offload(config)
@@ -183,7 +182,7 @@ def _gradients(config: Config, model: Model) -> Gradients:
         compress=config.zero.compress,
     )
     late = config.pipeline.splits_backward
-    if late or (wide and model.parameters.mesh.device.type == "cuda"):  # whose products add in fp32; a CPU's would not
+    if late or gradients.widens:
         model.hand_weight_gradients(gradients.receive, late)
     return gradients
 

@@ -225,8 +225,8 @@ def _other_adapters(lora: Lora, held: Lora, base: WeightFolder, checkpoint: Chec
     schema = base.config.scoring_as(checkpoint.config).schema
     ours, theirs = (lora_of.adapters(schema, each).pieces for each in (lora, held))
     if ours != theirs:
-        names = ", ".join(sorted({spell(piece) for piece, _ in ours.items() ^ theirs.items()}))
-        yield f"lora.targets is {list(lora.targets)} and was {list(held.targets)}, which differ in {names}"
+        differ = ", ".join(sorted({spell(piece) for piece, _ in ours.items() ^ theirs.items()}))
+        yield f"lora.targets is {list(lora.targets)} and was {list(held.targets)}, which differ in {differ}"
     if schema.sizes != checkpoint.config.schema.sizes:
         yield f"{base.path} is a model of other sizes than that of the adapters, {checkpoint.index.adapters}"
 

@@ -141,6 +141,13 @@ class Gradients:
         self._sink: Callable[[Tensor, Tensor], object] | None = None
         self._waiting: _Waiting | None = None
 
+    @property
+    def widens(self) -> bool:
+        """Whether products of linears are to add weight gradients to these sums themselves: where the sums are wider
+        than the weights, on a GPU; a CPU's products would be rounded before."""
+        wider = self.dtype.itemsize > self.parameters.dtype.itemsize
+        return wider and self._mesh.device.type == "cuda"
+
     # -- sums
 
     def begin(self, microbatches: int) -> None:
