@@ -346,8 +346,9 @@ def test_exchanges_round_as_one_call_of_the_kernel_does(pool: Pool, cp: int) -> 
                 float((each.double() - right).norm()) for each in (torch.cat(parts)[order], call, right.bfloat16())
             )
             # On a CPU without instructions for bf16 a call rounds no more than its result. Parts are rounded before
-            # they are summed, and once more: the root of two of that.
-            assert mine < max(1.2 * one_call, 1.03 * 2**0.5 * rounded_once), (way, name, mine / one_call)
+            # they are summed, and once more: the root of two of that, and more where parts of gradients cancel.
+            twice = (1.03 if name == "y" else 1.1) * 2**0.5 * rounded_once
+            assert mine < max(1.2 * one_call, twice), (way, name, mine / one_call)
 
 
 # -- the order of things
