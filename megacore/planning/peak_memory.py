@@ -264,9 +264,8 @@ def _lazy(shares: Sequence[ParameterShare], setting: Setting) -> bool:
 class _Sharing:
     """The buffers of split gradients and parameters while they are whole (`gradients.zero`): at the head, in the block
     that follows it, in the block that a backward begins with elsewhere, in the others, in that it ends with, and at the
-    embedding. Of
-    those in a block, the bucket that fills, which input gradients alone have none of, and the parameters, which weight
-    gradients alone have none of."""
+    embedding. Of those in a block, the bucket that fills, which input gradients alone have none of, and the parameters,
+    which weight gradients alone have none of."""
 
     head: int = 0
     after_head: int = 0
@@ -300,11 +299,11 @@ class _Sharing:
             return cls(0, rounded + larger, rounded, rounded, rounded, rounded)
         backwards = setting.microbatches * setting.layout.chunks
         alone = [part for part in shares if sharing(part, setting) == 1 and "layer" in part.param.named_axes]
-        unit = filling = own = 0
+        unit = filling = filled = 0  # filled: with what is summed in its place
         if rung == 2:
             shared = sum(part.trained for part in shares) - sum(part.trained for part in alone)
-            own = min(most, sum(part.trained for part in alone))
             filling = min(most, shared)
+            filled = filling + min(most, sum(part.trained for part in alone))
             rounds = -(-shared // most) if shared else 0
         else:
             rounds = sum(len(blocks) for blocks in act.of_stage(stage, act.chunks))
@@ -313,7 +312,7 @@ class _Sharing:
                 own = sum(part.trained // part.tensors for part in here)
                 sizes = (setting.bytes_of(part.param, part.elements) // part.tensors for part in here)
                 unit = max(unit, block.size - (0 if setting.offload_parameters else sum(sizes)))
-                filling = max(filling, block.learning - own)
+                filling, filled = max(filling, block.learning - own), max(filled, block.learning)
         # An end of the model is one message, however large; what is tied goes with the embedding.
         ends = [end.learning if rung == 3 or end.learning > filling else 0 for end in (last, first)]
         from_head, from_embedding = (under_way(end) * (data > 1) for end in ends)
@@ -327,7 +326,7 @@ class _Sharing:
 
         before = rounds * (backwards - 1)
         within = rounds - 1 if rung == 2 else 0
-        filled = filling * (widths.gradient + sent) + own * widths.gradient
+        filled = filled * widths.gradient + filling * sent
         head, embedding = (max(end.learning, filling * (rung == 2)) * widths.gradient for end in (last, first))
         return cls(
             last.size + unit + head * (last.learning > 0) + beside(from_embedding, blocks=before),
