@@ -104,7 +104,8 @@ class Anatomy:
     Args:
         layers: The attention of each layer.
         ropes: The rotary embeddings by name.
-        rotary_head: Size of the part of a head that they are of; None: a whole head.
+        rotary_heads: Sizes of the heads, or of parts of them, that ropes are of, by the ropes' names, where they are not
+            those of all layers.
         norm: Root mean square norms, or layer norms.
         norm_eps: Added to the mean square or the variance.
         latent_norm_eps: The same of the norms of latents.
@@ -137,7 +138,7 @@ class Anatomy:
 
     layers: tuple[LayerAttention, ...]
     ropes: Mapping[str, Rope] = field(default_factory=dict)
-    rotary_head: int | None = None
+    rotary_heads: Mapping[str, int] = field(default_factory=dict)
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
     latent_norm_eps: float = 1e-6

@@ -84,12 +84,14 @@ class MultiHeadAttention(Attention):
 
     Args:
         parameters, name, rope, scoring: Those of :class:`Attention`; the prefix is also that of ``.qkv``.
-        norms: The norms of queries and of keys, [tokens, heads, head] -> same; None: there are none.
+        norms: The norms of queries, of keys and, where they have one, of values, [tokens, heads, head] -> same; None:
+            there are none.
         limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
         norms_after_rope: Whether those norms are of heads that have rotated.
         encoding: That of :class:`Attention`.
 
-    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids.
+    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids; where
+    it has no piece ``v``, keys before their norm are the values, too.
     """
 
     def __init__(
@@ -104,13 +106,15 @@ class MultiHeadAttention(Attention):
         encoding: Encoding | None = None,
     ) -> None:
         shard = parameters.shards[f"{name}.qkv.weight"]
-        rows, head = shard.shape[0], shard.sizes["head"]
-        kv = shard.piece("v").numel // shard.sizes["embed"] // head
-        gated = not {"q.gate", "gate"}.isdisjoint(shard.param.sentence.labels)
-        heads = (rows // head - 2 * kv) // (1 + gated)
+        sentence = shard.param.sentence
+        of_values = "v" if "v" in sentence.labels else "k"
+        rows, head = shard.shape[0], shard.sizes["local_head" if "local_head" in sentence.axes else "head"]
+        kv = shard.piece(of_values).numel // shard.sizes["embed"] // head
+        gated = not {"q.gate", "gate"}.isdisjoint(sentence.labels)
+        heads = (rows // head - kv * (1 + (of_values == "v"))) // (1 + gated)
         sizes = {"heads": heads, "kv": kv, "head": head, "value": head}
         super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding)
-        self.gated = gated
+        self.gated, self.own_values = gated, of_values == "v"
         self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")
         self.norms = None if norms is None else nn.ModuleList(norms)
@@ -118,10 +122,14 @@ class MultiHeadAttention(Attention):
 
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
         qkv = self.qkv(x)
-        if self.norms is None and self.limit is None and rotation is not None and not self.gated:
+        plain = self.norms is None and self.limit is None and self.own_values and not self.gated
+        if plain and rotation is not None:
             return *self._split_and_rotate(qkv, *rotation, self.heads, self.kv), None
-        gates = self.heads * self.gated
-        q, gate, k, v = qkv.unflatten(-1, (-1, self.value)).split([self.heads, gates, self.kv, self.kv], 1)
+        sizes = self.heads, self.heads * self.gated, self.kv, self.kv * self.own_values
+        q, gate, k, v = qkv.unflatten(-1, (-1, self.value)).split(sizes, 1)
+        v = v if self.own_values else k
+        if self.norms is not None and len(self.norms) > 2:
+            v = self.norms[2](v)
         if not self.norms_after_rope:
             q, k = self._normalised(q, k)
         if self.limit is not None:
@@ -135,5 +143,4 @@ class MultiHeadAttention(Attention):
     def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.norms is None:
             return q, k
-        of_queries, of_keys = self.norms
-        return of_queries(q), of_keys(k)
+        return self.norms[0](q), self.norms[1](k)

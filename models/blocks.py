@@ -44,6 +44,7 @@ class Block(nn.Module):
             ``attn_out_norm`` and ``mlp_out_norm``.
         scale: Factor of what a branch adds to x.
         dropout: Probability of dropping an element of what a branch adds.
+        factor: [1], by which x is multiplied in the end; None: it is not.
 
     Attributes:
         mlp_tokens: The number of this rank's tokens whose feed-forward activations are there at a time; None for all.
@@ -57,8 +58,10 @@ class Block(nn.Module):
         *,
         scale: float = 1.0,
         dropout: float = 0.0,
+        factor: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
+        self.factor = factor
         self.attn_norm, self.attn = norms.get("attn_norm", nn.Identity()), attn
         self.attn_out_norm = norms.get("attn_out_norm", nn.Identity())
         self.mlp_norm, self.mlp = norms.get("mlp_norm", nn.Identity()), mlp
@@ -67,6 +70,11 @@ class Block(nn.Module):
         self.mlp_tokens: int | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = self.branches(x, context)
+        return x if self.factor is None else x * self.factor.to(x.dtype)
+
+    def branches(self, x: Tensor, context: Context) -> Tensor:
+        """x: [tokens/tp, embed] -> same, with what the branches add."""
         attn, mlp = self.attn, self.mlp
         if attn is not None:
             x = self._add(x, self.attn_out_norm(attn(self.attn_norm(x), context)))
@@ -91,7 +99,7 @@ class ParallelBlock(Block):
     Where there is no ``mlp_norm``, both are given what ``attn_norm`` gives.
     """
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def branches(self, x: Tensor, context: Context) -> Tensor:
         attn, mlp = self.attn, self.mlp
         assert attn is not None and mlp is not None  # which stand side by side
         y = self.attn_norm(x)

@@ -52,7 +52,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             SideBySide(mixing) if len(mixing) > 1 else mixing[0] if mixing else None,
             scaled(anatomy, "mlp", feed(anatomy, p, layer, name)) if feeds else None,
         )
-        return kind(*branches, norms, scale=anatomy.branch_scale, dropout=anatomy.branch_dropout)
+        how = {"scale": anatomy.branch_scale, "dropout": anatomy.branch_dropout}
+        return kind(*branches, norms, factor=p.get(f"{name}.factor"), **how)
 
     def embedding() -> nn.Module:
         plain = embedded()
@@ -110,11 +111,13 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         embedding=embedding,
         block=block,
         head=head,
-        rotaries={name: Rotary(rope, anatomy.rotary_head or sizes["head"]) for name, rope in anatomy.ropes.items()},
+        rotaries={
+            name: Rotary(rope, anatomy.rotary_heads.get(name, sizes["head"])) for name, rope in anatomy.ropes.items()
+        },
     )
 
 
-MIXERS = ("attn", "delta", "ssm", "short")
+MIXERS = ("attn", "attn.local", "delta", "ssm", "short")
 """The names that what mixes tokens has in a block: those that a layer has stand side by side."""
 
 
@@ -162,8 +165,9 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     if f"{name}.kv_a.weight" in parameters:
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
         return LatentAttention(parameters, name, own.rope, scoring, of_latent)
+    normed = ["q_norm", "k_norm", *(["v_norm"] if "attn.v_norm" in anatomy.plain_norms else [])]
     norms = (
-        [norm(anatomy, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
+        [norm(anatomy, parameters, f"{name}.{each}") for each in normed]
         if f"{name}.q_norm.weight" in parameters or ("attn.q_norm" in anatomy.plain_norms and own.plain_norms)
         else None
     )

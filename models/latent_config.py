@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from megacore.models import rope_config
-from megacore.models.anatomy import Anatomy
+from megacore.models.anatomy import ROPE, Anatomy
 from megacore.models.config import positive
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.rope_config import YarnRope
@@ -49,7 +49,7 @@ class LatentConfig(DecoderConfig):
         return True
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(rotary_head=self.qk_rope_head_dim, attention_scale=_scale(self), **own)
+        return super().anatomy_of(rotary_heads={ROPE: self.qk_rope_head_dim}, attention_scale=_scale(self), **own)
 
     def mixer(self, t: Table) -> Rows:
         latent, bias = self.q_lora_rank is not None, self.attention_bias

@@ -11,6 +11,7 @@ from megacore.models import rope_config
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.rope_config import DefaultRope, Kinds, Rope
+from megacore.models.weight_rows import Rows, Table, in_layers, local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +28,26 @@ class LocalRopeConfig(WindowedConfig):
         """The rope of each kind of layer."""
         return {FULL: self.rope_parameters, SLIDING: self.local_rope}
 
+    @property
+    def rotary_heads(self) -> dict[str, int]:
+        """The size of the heads of each kind of layer."""
+        return dict.fromkeys(self.ropes, self.head_dim)
+
     def anatomy_of(self, **own: Any) -> Anatomy:
         layers = by_kind(self.kinds, self.sliding_window, {kind: kind for kind in self.ropes})
-        return super().anatomy_of(**({"layers": layers, "ropes": self.ropes} | own))
+        by_rope = {"layers": layers, "ropes": self.ropes, "rotary_heads": self.rotary_heads}
+        return super().anatomy_of(**(by_rope | own))
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         head_dim = drawn.get("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
-        return drawn | {"rope_parameters": rope_config.draw_by_kind(rng, head_dim, positions, cls.rope_kinds)}
+        heads = dict.fromkeys(cls.rope_kinds, head_dim)
+        return drawn | {"rope_parameters": rope_config.draw_by_kind(rng, heads, positions, cls.rope_kinds)}
 
     def rope_problems(self) -> list[str]:
-        return [f"{kind}: {each}" for kind, rope in self.ropes.items() for each in rope.problems(self.head_dim)]
+        heads = self.rotary_heads
+        return [f"{kind}: {each}" for kind, rope in self.ropes.items() for each in rope.problems(heads[kind])]
 
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,3 +75,43 @@ class LocalRopeConfig(WindowedConfig):
     def _write(self) -> dict[str, Any]:
         plain = {name: value for name, value in super()._write().items() if name != "local_rope"}
         return plain | rope_config.by_kind_to_hugging_face(self.ropes, self.rope_kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalHeadsConfig(LocalRopeConfig):
+    """Heads of layers with windows have sizes of their own, the axes ``local_heads``, ``local_kv`` and ``local_head``:
+    ``heads``, ``kv`` and ``head`` are of the others."""
+
+    @property
+    def rotary_heads(self) -> dict[str, int]:
+        return {kind: self.sizes[axis] for kind, axis in _HEADS.items()}
+
+    def attention(self, t: Table, kind: str) -> Rows:
+        """Return the rows of the attention of layers of a kind, as if there were no other."""
+        return super().mixer(t)
+
+    def mixer(self, t: Table) -> Rows:
+        of_full, of_local = (self.attention(t, kind) for kind in (FULL, SLIDING))
+        return in_layers(self.layers_of(FULL), of_full) + in_layers(self.layers_of(SLIDING), local(of_local))
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        heads = {kind: drawn[cls.axes[axis]] for kind, axis in _HEADS.items()}
+        ropes = rope_config.draw_by_kind(rng, heads, positions, cls.rope_kinds, _STEADY)
+        return drawn | {"rope_parameters": ropes}
+
+    def problems(self) -> list[str]:
+        found, sizes = super().problems(), self.sizes
+        of_kinds = {FULL: (sizes["heads"], sizes["kv"]), SLIDING: (sizes["local_heads"], sizes["local_kv"])}
+        return found or [
+            f"{kind}: {heads} heads are no multiple of {kv} heads of keys"
+            for kind, (heads, kv) in of_kinds.items()
+            if heads % kv
+        ]
+
+
+_HEADS = {FULL: "head", SLIDING: "local_head"}
+# transformers computes the frequencies of other types anew, and forgets which heads they are of; or has no place for all
+# that they say.
+_STEADY = ("default", "linear", "llama3", "proportional")

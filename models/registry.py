@@ -40,6 +40,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma": "megacore.models.families.gemma.GemmaConfig",
     "gemma2": "megacore.models.families.gemma2.Gemma2Config",
     "gemma3_text": "megacore.models.families.gemma3.Gemma3Config",
+    "gemma4_text": "megacore.models.families.gemma4.Gemma4Config",
     "glm": "megacore.models.families.glm.GlmConfig",
     "glm4": "megacore.models.families.glm4.Glm4Config",
     "glm4_moe": "megacore.models.families.glm4_moe.Glm4MoeConfig",

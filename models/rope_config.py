@@ -359,6 +359,8 @@ def to_hugging_face(
     check_choice("spelling", spelling, get_args(Spelling))
     values = {name: getattr(rope, name) for name in convention.stored(type(rope))}
     stored = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
+    if isinstance(rope, ProportionalRope) and rope.factor == 1:
+        del stored["factor"]  # of which files say nothing
     top: dict[str, Any] = {}
     if convention.original_max_position_embeddings is not None and _ORIGINAL in stored:
         top = {_ORIGINAL: stored[_ORIGINAL]}  # there transformers would take the class's default for it
@@ -443,14 +445,16 @@ def draw(
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": original,
         },
-        "proportional": {"partial_rotary_factor": 0.5, "factor": 1.0},
+        "proportional": {"partial_rotary_factor": 0.5},
     }
     return {"rope_type": rope_type, "rope_theta": rng.choice((10.0, 1e4)), **own.get(rope_type, {}), **part}
 
 
-def draw_by_kind(rng: Random, head_dim: int, positions: int, kinds: Kinds) -> dict[str, Any]:
-    """Return a config.json's ``rope_parameters`` at random, nested by kind of layer."""
-    nested = {kind: draw(rng, head_dim, positions, convention) for kind, convention in kinds.items()}
+def draw_by_kind(
+    rng: Random, heads: Mapping[str, int], positions: int, kinds: Kinds, rope_types: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return a config.json's ``rope_parameters`` at random, nested by kind of layer, for ``heads`` of these sizes."""
+    nested = {kind: draw(rng, heads[kind], positions, each, rope_types) for kind, each in kinds.items()}
     for drawn in nested.values():
         drawn.pop("truncate", None)  # transformers 5.23 does not look for it in there
     return nested
@@ -480,7 +484,9 @@ def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Con
     beside = {name: key for name, key in convention.beside.items() if name in _BESIDE or base.get(key) is not None}
     scalings = [fields[key] for key in get_args(Spelling) if key in fields]
     if "rope_type" in given or (scalings and not any(scalings)):
-        held = {name: value for name, value in held.items() if name in beside}
+        # A part that the class's own type says goes with it.
+        gone = convention.parameters.keys() - {"rope_theta"}
+        held = {name: value for name, value in held.items() if name in beside and name not in gone}
     named = {name for name, key in convention.beside.items() if key in fields}
     rope = {name: value for name, value in held.items() if name not in named} | given
     rope.setdefault("rope_type", "default")

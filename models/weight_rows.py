@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,9 @@ STATE_VALUES = "state_heads each state_value"
 STATE_QKV = f"q: state_heads state_key + k: state_heads state_key + v: {STATE_VALUES}"
 # What a state space layer makes of a token: each group of b and c is of several heads of x.
 STATE_XBC = "x: state_heads state_value + b: state_groups state_key + c: state_groups state_key"
+
+_OF_HEADS = re.compile(r"\b(heads|kv|head)\b(?!:)")
+"""The axes of attention."""
 
 Rows = tuple[Param, ...]
 
@@ -414,6 +418,19 @@ class Table:
             *([] if tied else [Param("head.weight", "vocab embed", f"{head}.weight", at="last", std=self.std)]),
             *([Param("head.bias", "vocab", f"{head}.bias", at="last")] if head_bias else []),
         )
+
+
+def local(rows: Rows) -> Rows:
+    """Return rows of attention as they are of layers whose heads have sizes of their own, ``attn.local``."""
+    return tuple(
+        replace(
+            row,
+            name=row.name.replace(".attn.", ".attn.local."),
+            pattern=_OF_HEADS.sub(r"local_\1", row.pattern),
+            hf_pattern=_OF_HEADS.sub(r"local_\1", row.hf_pattern),
+        )
+        for row in rows
+    )
 
 
 def in_layers(layers: Collection[int], rows: Rows) -> Rows:

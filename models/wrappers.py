@@ -139,6 +139,7 @@ _SMOL = Wrapper(
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(("gemma3_text",)),
+    "gemma4": Wrapper(("gemma4_text",), others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")),
     "glm4v": Wrapper(
         ("glm4",),
         "glm4v_text",

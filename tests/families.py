@@ -70,6 +70,7 @@ SMALL: dict[str, Any] = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 6,
     "n_groups": 2,
+    "hidden_size_per_layer_input": 0,
     "ssm_state_size": 6,
     "moe_shared_expert_intermediate_size": 12,
 }

@@ -93,6 +93,11 @@ def _patches() -> Mapping[str, Any]:
     return {"pixel_values": pixels(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
 
 
+def _places() -> Mapping[str, Any]:
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)
+    return {"pixel_values": pixels(1, 16, 48), "image_position_ids": places[None]}
+
+
 _INDEX = {"image_token_index": IMAGE}
 _QWEN = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
 _GLM = {
@@ -110,6 +115,16 @@ _FIVE = {**_INDEX, "image_grid_pinpoints": [[32, 32]]}
 
 SEEING: Mapping[str, Seeing] = {
     "gemma3": Seeing({"sliding_window": 8}, VIT, 1, _square, {**_INDEX, "mm_tokens_per_image": 1}),
+    "gemma4": Seeing(
+        {
+            **{"sliding_window": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"hidden_size_per_layer_input": 0, "pad_token_id": 0},
+        },
+        {**VIT, "patch_size": 4, "head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2},
+        4,
+        _places,
+        {"image_token_id": 70},  # beyond the text's: transformers takes another embedding for it in any prompt
+    ),
     "glm4v": Seeing({"rope_parameters": SECTIONS}, {**QWEN_VIT, "image_size": 16}, 4, _patches, _GLM),
     "glm4v_moe": Seeing(
         {**EXPERTS, "rope_parameters": GLM_ROPE, "n_routed_experts": 4, "first_k_dense_replace": 1},
@@ -207,8 +222,9 @@ def loaded(path: Path) -> PreTrainedModel:
 def prompts(name: str) -> list[Mapping[str, Any]]:
     """One of text, and one with an image."""
     of, text = SEEING[name], torch.arange(20)[None] % 58
-    tokens = torch.tensor([[1, 2, 3, *[IMAGE] * of.tokens, 4, 5, 6, 7]])
-    kinds = {"mm_token_type_ids": (tokens == IMAGE).int()} if of.image is _patches else {}
+    image = of.whole.get("image_token_id", IMAGE)
+    tokens = torch.tensor([[1, 2, 3, *[image] * of.tokens, 4, 5, 6, 7]])
+    kinds = {"mm_token_type_ids": (tokens == image).int()} if of.image is _patches else {}
     return [{"input_ids": text}, {"input_ids": tokens, **of.image(), **kinds}]
 
 

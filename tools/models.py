@@ -38,7 +38,7 @@ NOT_CARRIED = {
     "sliding layers whose heads have other sizes": "mimo_v2_flash",
     "text that looks at tokens after it": "paligemma",
     "tensors that published files have otherwise than what transformers saves": "olmo_hybrid",
-    "a text family that is not here": "gemma3n, gemma4",
+    "a text family that is not here": "gemma3n",
 }
 """{what is not there yet: the model types of transformers that need it}."""
 
@@ -136,6 +136,10 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "norms of queries and keys" + (" over all heads" if len(axes.dims) == 1 < len(axes.axes) else "")
     if biases := [linear for linear in ("attn.qkv", "attn.out", "mlp.up", "mlp.down") if f"{linear}.bias" in names]:
         yield f"biases ({', '.join(biases)})"
+    if (own := names.get("attn.local.qkv.weight")) is not None:
+        yield f"heads of other sizes in {len(own.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
+    if qkv is not None and {*qkv.sentence.labels} == {"q", "k"}:
+        yield "keys as values"
     if "attn.kv_a.weight" in names:
         yield "latent attention"
     if "attn.sinks" in names:

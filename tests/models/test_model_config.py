@@ -57,6 +57,7 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
 # Where the defaults of a class are no model.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "glm4_moe": {"hidden_size": 6144},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
@@ -160,6 +161,8 @@ def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, times:
     config = family(name).config
     saved = getattr(config, "saved", {})
     defaulted = {saved.get(f.name, f.name) for f in fields(config) if f.default is not MISSING and f.compare}
+    if "per_layer_config" in taken:  # which transformers makes of them, and saves
+        defaulted -= {"global_head_dim", "num_global_key_value_heads"}
     assert defaulted - getattr(config, "derived", frozenset()) - config.fixed.keys() - {FIELD, "labels"} <= taken
 
 
@@ -421,9 +424,11 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     of_heads = [n for n in names if re.search(r"(attn|delta|ssm)\.", n) and not n.endswith("_a_norm.weight")]
     alone = [n for n in names if n.endswith("norm.weight") and n not in of_heads]
     tokens = sum(config.schema.numel(names[n]) for n in alone)
-    normed = names.get("layers.{layer}.attn.q_norm.weight")
-    heads = sizes["head"] * (sizes["heads"] + sizes.get("kv", sizes["heads"]))
-    heads *= 0 if normed is None else len(normed.values("layer", sizes))
+    heads = 0
+    for kind, axis in (("attn", ""), ("attn.local", "local_")):
+        if (normed := names.get(f"layers.{{layer}}.{kind}.q_norm.weight")) is not None:
+            of_kind = sizes[f"{axis}heads"] + sizes.get(f"{axis}kv", sizes[f"{axis}heads"])
+            heads += sizes[f"{axis}head"] * of_kind * len(normed.values("layer", sizes))
     mixed = {n.split(".")[2]: p for n, p in names.items() if re.search(r"(delta|ssm|short)\.conv\.weight", n)}
     with_state = [layer for param in mixed.values() for layer in param.values("layer", sizes)]
     values = len(with_state) * math.prod(sizes.get(axis, 1) for axis in ("state_heads", "each", "state_value"))
@@ -441,4 +446,7 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     for mixer, products in (("delta", 3), ("ssm", 2)):
         linears += length * 6 * products * values * sizes.get("state_key", 1) * (mixer in mixed)
     linears += length * sum(6 * config.schema.numel(param) for param in mixed.values())
+    if (of_local := names.get("layers.{layer}.attn.local.out.weight")) is not None:
+        own = (config.anatomy.layers[layer].window for layer in of_local.values("layer", sizes))
+        linears += 12 * sizes["local_heads"] * sizes["local_head"] * sum(looked_at(length, window) for window in own)
     assert flops_per_token(config, length) * length == linears + each * causal
