@@ -104,8 +104,8 @@ class Anatomy:
     Args:
         layers: The attention of each layer.
         ropes: The rotary embeddings by name.
-        rotary_heads: Sizes of the heads, or of parts of them, that ropes are of, by the ropes' names, where they are not
-            those of all layers.
+        rotary_heads: {a rope: the size of the heads, or of the part of them, that it is of}, where that is not the
+            whole of every layer's.
         norm: Root mean square norms, or layer norms.
         norm_eps: Added to the mean square or the variance.
         latent_norm_eps: The same of the norms of latents.

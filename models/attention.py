@@ -90,8 +90,8 @@ class MultiHeadAttention(Attention):
         norms_after_rope: Whether those norms are of heads that have rotated.
         encoding: That of :class:`Attention`.
 
-    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids; where
-    it has no piece ``v``, keys before their norm are the values, too.
+    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids.
+    Where it has none ``v``, the keys before their norm are the values, too.
     """
 
     def __init__(

@@ -194,13 +194,15 @@ def encode(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> E
 def feed(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> nn.Module:
     """Return the feed-forward network of a layer, ``<block>.mlp``, or its experts where it has a router."""
     from megacore.models.blocks import FeedForward
-    from megacore.models.moe import MixtureOfExperts
+    from megacore.models.moe import NORMED, MixtureOfExperts
 
     name = f"{block}.mlp"
     if f"{name}.router.weight" not in parameters:
         return FeedForward(parameters, name, anatomy.activation, anatomy.factors.get("mlp", Factors()).inner)
     assert anatomy.routing is not None  # whose table declares routers
-    return MixtureOfExperts(parameters, name, layer, anatomy.routing, anatomy.activation)
+    normed = (each for each in NORMED if f"{name}.{each}_norm.weight" in parameters)
+    norms = {each: norm(anatomy, parameters, f"{name}.{each}_norm") for each in normed}
+    return MixtureOfExperts(parameters, name, layer, anatomy.routing, anatomy.activation, norms)
 
 
 def norm(anatomy: Anatomy, parameters: Parameters, name: str, eps: float | None = None) -> nn.Module:

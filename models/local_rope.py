@@ -112,6 +112,6 @@ class LocalHeadsConfig(LocalRopeConfig):
 
 
 _HEADS = {FULL: "head", SLIDING: "local_head"}
-# transformers computes the frequencies of other types anew, and forgets which heads they are of; or has no place for all
-# that they say.
+# Of the others, transformers computes frequencies anew and forgets the size of the heads, or has no place for all that
+# they say.
 _STEADY = ("default", "linear", "llama3", "proportional")

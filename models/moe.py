@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,9 @@ from megacore.parallel.layers.router import Router
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.routing import Routing
 
+NORMED = ("router", "experts", "experts_out", "shared", "shared_out")
+"""What may have norms of its own: what a part is given, or what it gives."""
+
 
 class MixtureOfExperts(nn.Module):
     """Each token goes to a few of many feed-forward networks (Shazeer et al. 2017, arXiv 1701.06538), and to a shared
@@ -28,16 +33,25 @@ class MixtureOfExperts(nn.Module):
         layer: The layer.
         routing: The rule by which experts are chosen and weighed.
         activation: That of all networks, as of :func:`models.blocks.activation_after`.
+        norms: Those that there are, of :data:`NORMED`.
     """
 
-    def __init__(self, parameters: Parameters, name: str, layer: int, routing: Routing, activation: str) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        layer: int,
+        routing: Routing,
+        activation: str,
+        norms: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
+        self.norms = nn.ModuleDict({each: norms.get(each, nn.Identity()) for each in NORMED})
         self.layer, self.scales_inputs = layer, routing.scales_inputs
         self.balance: Balance | None = None
         p, mesh = parameters, parameters.mesh
-        self.router = Router(
-            p[f"{name}.router.weight"], routing, p.get(f"{name}.router.bias"), p.get(f"{name}.router.correction")
-        )
+        others = (p.get(f"{name}.router.{each}") for each in ("bias", "correction", "scale"))
+        self.router = Router(p[f"{name}.router.weight"], routing, *others)
         split = p.layout.split
         self.experts = Experts(
             p[f"{name}.experts.up.weight"],
@@ -55,20 +69,21 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         attach = None if self.balance is None else partial(self.balance.attach, self.layer, context.routed)
-        chosen, weights = self.router(x, attach)
+        chosen, weights = self.router(self.norms["router"](x), attach)
         beside = self.shared and partial(self._beside, x, context)
+        x = self.norms["experts"](x)
         if self.scales_inputs:  # then what a token gives each of its experts is a token of its own
             x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
             ones = torch.ones_like(weights).reshape(-1, 1)
             y: Tensor = self.experts(x, chosen.reshape(-1, 1), ones, known=context.counts)
-            y = y.unflatten(0, chosen.shape).sum(1)
+            y = self.norms["experts_out"](y.unflatten(0, chosen.shape).sum(1))
             return y if beside is None else y + beside()
-        y = self.experts(x, chosen, weights, beside, context.counts)
+        y = self.experts(x, chosen, weights, beside, context.counts, self.norms["experts_out"])
         return y
 
     def _beside(self, x: Tensor, context: Context) -> Tensor:
         assert self.shared is not None
-        y: Tensor = self.shared(x, context)
+        y: Tensor = self.norms["shared_out"](self.shared(self.norms["shared"](x), context))
         if self.shared_gate is None:
             return y
         return y * kernels.linear(x, self.shared_gate).sigmoid()

@@ -16,6 +16,7 @@ class Routing:
     Args:
         experts: The number of experts of a layer.
         top_k: The number of them that a token is sent to.
+        logit_factor: The factor of the logits.
         score: The function that makes scores of logits, over all experts.
         weigh: Whether weights are the scores of ``all`` experts at those that are chosen, or the softmax of the logits
             of the ``chosen`` ones alone, or of each one among those not chosen before it that are ``close`` to it (Liu
@@ -32,6 +33,7 @@ class Routing:
 
     experts: int
     top_k: int
+    logit_factor: float = 1.0
     score: Literal["softmax", "sigmoid"] = "softmax"
     weigh: Literal["all", "chosen", "close"] = "all"
     reach: float = 0.0

@@ -117,8 +117,12 @@ SEEING: Mapping[str, Seeing] = {
     "gemma3": Seeing({"sliding_window": 8}, VIT, 1, _square, {**_INDEX, "mm_tokens_per_image": 1}),
     "gemma4": Seeing(
         {
-            **{"sliding_window": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-            **{"hidden_size_per_layer_input": 0, "pad_token_id": 0},
+            "sliding_window": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "pad_token_id": 0,
         },
         {**VIT, "patch_size": 4, "head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2},
         4,

@@ -81,6 +81,7 @@ class Experts(nn.Module):
         weights: Tensor,
         beside: Callable[[], Tensor] | None = None,
         known: MutableMapping[nn.Module, Counts] | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor:
         """Send, multiply and sum.
 
@@ -89,6 +90,7 @@ class Experts(nn.Module):
             beside: Computed while rows travel, [n, embed], and added to what comes out.
             known: The counts of rows of these tokens, which are kept there: where tokens are computed again, nobody
                 asks for them again.
+            norm: The norm of what the experts give, before anything is added.
         """
         known = {} if known is None else known
         dispatch = Dispatch.of(
@@ -100,6 +102,7 @@ class Experts(nn.Module):
             coming = dispatch.start(x)
         other = None if beside is None else beside()
         y = self.outputs(self.activation(self.hidden(x, dispatch, coming)), weights, dispatch)
+        y = y if norm is None else norm(y)
         return y if other is None else y + other
 
     def _handing(self, weight: nn.Parameter) -> Hand | None:

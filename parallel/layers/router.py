@@ -29,6 +29,7 @@ class Router(nn.Module):
         bias: [routes], added to the logits.
         correction: [routes] or [1, routes], added to the scores by which experts are chosen, not to those that weigh
             them; it gets no gradient.
+        scale: [routes], by which the weights are multiplied in the end, each expert's by its own.
     """
 
     def __init__(
@@ -37,12 +38,16 @@ class Router(nn.Module):
         routing: Routing,
         bias: nn.Parameter | None = None,
         correction: nn.Parameter | None = None,
+        scale: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.correction, self.routing = weight, bias, correction, routing
+        self.scale = scale
 
     def forward(self, x: Tensor, attach: Attach | None = None) -> tuple[Tensor, Tensor]:
         logits = self.logits(x)
+        if self.routing.logit_factor != 1:
+            logits = logits * self.routing.logit_factor
         with torch.no_grad():
             chosen = self.choose(logits)
         if attach is not None:
@@ -83,7 +88,8 @@ class Router(nn.Module):
             weights = scores_of(logits, routing).gather(-1, chosen)
         if routing.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
-        return weights if routing.factor == 1 else weights * routing.factor
+        weights = weights if routing.factor == 1 else weights * routing.factor
+        return weights if self.scale is None else weights * wide(self.scale)[chosen]
 
 
 def among_close(logits: Tensor, chosen: Tensor, reach: float) -> Tensor:

@@ -409,6 +409,25 @@ REFUSED: list[tuple[str, Fields, str]] = [
         for name in GEMMAS
     ),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 would change the maths"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8 would change the maths"),
+    ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 would change the maths"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only 'vision'"),
+    ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "only the layers of full_attention may have another"),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"2": {"sliding_window": 8}}},
+        "only the layers of full_attention may have an",
+    ),
+    (
+        "gemma4_text",
+        {"enable_moe_block": True, "top_k_experts": 2, "num_experts": None},
+        "num_experts is 0: it must be",
+    ),
+    (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "per_layer_config": {"2": {"num_key_value_heads": 3}}},
+        "4 heads are no m",
+    ),
     *(
         ("gemma3_text", {"sliding_window_pattern": pattern}, f"sliding_window_pattern is {pattern!r}: it must be a")
         for pattern in (0, 2.5, "6")
