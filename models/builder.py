@@ -52,8 +52,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             SideBySide(mixing) if len(mixing) > 1 else mixing[0] if mixing else None,
             scaled(anatomy, "mlp", feed(anatomy, p, layer, name)) if feeds else None,
         )
-        how = {"scale": anatomy.branch_scale, "dropout": anatomy.branch_dropout}
-        return kind(*branches, norms, factor=p.get(f"{name}.factor"), **how)
+        scale, factor = anatomy.branch_scale, p.get(f"{name}.factor")
+        return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor)
 
     def embedding() -> nn.Module:
         plain = embedded()

@@ -485,7 +485,7 @@ def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Con
     scalings = [fields[key] for key in get_args(Spelling) if key in fields]
     if "rope_type" in given or (scalings and not any(scalings)):
         # A part that the class's own type says goes with it.
-        gone = convention.parameters.keys() - {"rope_theta"}
+        gone = convention.parameters.keys() & {"partial_rotary_factor"}
         held = {name: value for name, value in held.items() if name in beside and name not in gone}
     named = {name for name, key in convention.beside.items() if key in fields}
     rope = {name: value for name, value in held.items() if name not in named} | given

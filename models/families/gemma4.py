@@ -15,7 +15,7 @@ from megacore.models.layer_types import WindowedConfig
 from megacore.models.local_rope import LocalHeadsConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention, Kinds
-from megacore.models.weight_rows import Rows, Table
+from megacore.models.weight_rows import QKV, Rows, Table
 from megacore.parallel import limits
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
@@ -98,8 +98,10 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
 
     def attention(self, t: Table, kind: str) -> Rows:
         bias, alone = self.attention_bias, self.attention_k_eq_v and kind == FULL
-        how = {"here": "(q: heads head + k: kv head)", "hf": "self_attn.{q,k}_proj"} if alone else {}
-        return t.attention(bias=bias, out_bias=bias, **how) + t.norms_of_heads()
+        here, hf = (
+            ("(q: heads head + k: kv head)", "self_attn.{q,k}_proj") if alone else (QKV, "self_attn.{q,k,v}_proj")
+        )
+        return t.attention(bias=bias, out_bias=bias, here=here, hf=hf) + t.norms_of_heads()
 
     def network(self, t: Table) -> Rows:
         if not self.enable_moe_block:
@@ -152,7 +154,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
             return values, problems
         # What transformers saves in place of the sizes of layers that see all, where they are others.
         each = {str(layer).lstrip("0") or "0": own for layer, own in said.items()} if isinstance(said, Mapping) else {}
-        own = next(iter(each.values()), {})
+        own: Any = next(iter(each.values()), {})
         full = [str(layer) for layer, kind in enumerate(kinds if isinstance(kinds, tuple) else ()) if kind == FULL]
         known = {"head_dim"} | ({"num_key_value_heads"} if values.get("attention_k_eq_v") else set())
         alike = each == (dict.fromkeys(full, own) if own else {})
