@@ -90,7 +90,9 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
     if labels == ("",):
         return [(a, b, slice(None))]
     shared, features = "kv" if "kv" in sizes else "heads", "shared_mlp" if ".shared." in name else "mlp"
-    axes = [("heads", "head"), (shared, "head"), (features,), ("state_heads", "state_key"), ("state_heads", "each")]
+    local = "local_" * (".local." in name)
+    heads, shared, head = (f"{local}{axis}" for axis in ("heads", shared, "head"))
+    axes = [(heads, head), (shared, head), (features,), ("state_heads", "state_key"), ("state_heads", "each")]
     q, kv, mlp, key, each = (math.prod(sizes.get(axis, 0) for axis in of) for of in axes)
     if ".delta." in name:
         value = each * sizes["state_value"]

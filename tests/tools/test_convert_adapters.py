@@ -118,7 +118,7 @@ def theirs(model: torch.nn.Module) -> Tensor:
 
 def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[str], Tensor] | None:
     """The names of A and B, and B A, of what transformers stacks or holds in no linear: of an expert, of a router."""
-    if found := re.fullmatch(r"(model\.layers\.\d+\.\w+\.experts)\.(gate_up_proj|down_proj)", name):
+    if found := re.fullmatch(r"(model\.layers\.\d+(?:\.\w+)?\.experts)\.(gate_up_proj|down_proj)", name):
         # gpt-oss, whose weights are [experts, in, out]; Llama 4's are, too, and nothing tells peft.
         turned = "eio" if ".mlp." in name else "eoi"
         nested = ".base_layer" if found[2] == "gate_up_proj" else ""
