@@ -247,6 +247,7 @@ SPREAD = {
     "llama": ContextParallel(4, "ring", "documents"),
     "gpt2": ContextParallel(2, "gather", "rows"),
     "gemma2": ContextParallel(4, "gather", "auto"),
+    "gemma4_text": ContextParallel(4, "ring", "documents"),
     "gpt_oss": ContextParallel(4, "ring", "rows", 2),
     "deepseek_v3": ContextParallel(2, "ring", "documents"),
     "qwen3_moe": ContextParallel(4, "heads", "rows", 4),

@@ -111,6 +111,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("mixtral", MeshShape(pp=2, ep=2)),
         ("gpt_oss", MeshShape(cp=2, tp=2)),
         ("gemma2", MeshShape(cp=4)),
+        ("gemma4_text", MeshShape(cp=2, tp=2)),
         ("qwen3_5_text", MeshShape(cp=2, tp=2)),
         ("lfm2", MeshShape(cp=4)),
         ("bamba", MeshShape(cp=2, tp=2)),
