@@ -315,17 +315,17 @@ def _cut(value: Tensor, layers: bool) -> _Parts:
 
 
 def _flat(value: Tensor) -> _Parts:
-    """In two blocks of the second dimension, and one for each layer: each flat and cut at a third of it."""
-    second = 2 if value.ndim > 1 else 1
-    blocks = (len(value), second, *[1] * (value.ndim - 2))[: value.ndim]
+    """In two blocks of the last dimension, and one for each layer: each flat, and cut at a third of it."""
     parts: dict[tuple[int, ...], Tensor] = {}
+    blocks = 2 if value.ndim > 1 else 1
     for layer, of in enumerate(value):
-        for block, elements in enumerate(of.chunk(second) if value.ndim > 1 else [of]):
+        for block, elements in enumerate(of.chunk(blocks, -1) if blocks == 2 else [of]):
+            at = (layer, *[0] * (value.ndim - 2), block)[: value.ndim]
             third = elements.numel() // 3
-            at = (layer, block, *[0] * (value.ndim - 2))[: value.ndim]
             for begin, part in zip((0, third), elements.flatten().tensor_split([third]), strict=True):
-                parts[(*at, begin)] = part.reshape(*[1] * value.ndim, -1).contiguous()
-    return _Parts((*blocks, value.numel() // len(value) // second), parts)
+                parts[(*at, begin)] = part.reshape(*[1] * value.ndim, -1)
+    grid = (len(value), *[1] * (value.ndim - 2), blocks)[: value.ndim]
+    return _Parts((*grid, value.numel() // len(value) // blocks), parts)
 
 
 MIXTRAL = {**engine.LLAMA, "family": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 4}

@@ -157,7 +157,10 @@ class DistributedFiles:
     def number(self, name: str) -> Any:
         """Return what a name holds that is no tensor, or a tensor of one number. Raises StoreError: it is damaged, or
         more than plain values."""
-        (part,) = self.tensors[name].parts if name in self.tensors else (self.values[name],)
+        parts = self.tensors[name].parts if name in self.tensors else (self.values[name],)
+        if len(parts) != 1:
+            raise StoreError(f"{self.path}: {short(name)} has {len(parts)} parts, and is no number")
+        (part,) = parts
         with self._opened(part) as file:
             where = f"{self.path / part.file}: {short(name)}"
             saved = self._saved(file, where, part)

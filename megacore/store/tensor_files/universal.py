@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megacore.store.io.files import open_file
-from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.distributed import DistributedFiles, PartedTensor, StoredPart
 from megacore.store.tensor_files.tensors import os_errors
 from megacore.store.tensor_files.torch_files import SavedTensor, numbers_of, read_saved
@@ -26,7 +25,7 @@ class UniversalFiles(DistributedFiles):
 
     @classmethod
     def open(cls, path: Path) -> UniversalFiles:
-        """Read what the files say that they hold. Raises StoreError: one is damaged, or there is no weight."""
+        """Read what the files say that they hold. Raises StoreError: one is damaged."""
         tensors, values, sizes = dict[str, PartedTensor](), dict[str, StoredPart](), dict[str, int]()
         for name, file in _files(path):
             with os_errors(path / file), open_file(path / file, path) as opened:
@@ -38,15 +37,16 @@ class UniversalFiles(DistributedFiles):
                 tensors[name] = PartedTensor(saved.dtype, saved.shape, (part,))
             else:
                 values[name] = part
-        if not tensors:
-            raise StoreError(
-                f"{path / ZERO} has no weight: it is what DeepSpeed's ds_to_universal.py makes, copied whole"
-            )
         updates = None if any(name.endswith(_STATES["step"]) for name in (*tensors, *values)) else _updates(path)
         return cls(path, tensors, values, sizes, "a universal checkpoint of DeepSpeed", updates, flat=True)
 
     def _saved(self, file: BinaryIO, where: str, part: StoredPart) -> Any:
         return _saved(file, where, part)
+
+
+def is_universal(path: Path) -> bool:
+    """Return whether a folder is a universal checkpoint."""
+    return any(path.glob(f"{ZERO}/*/fp32.pt"))
 
 
 def _files(path: Path) -> Iterator[tuple[str, str]]:
@@ -71,6 +71,5 @@ def _updates(path: Path) -> frozenset[Any]:
     if not where.exists():
         return frozenset()
     with os_errors(where), open_file(where, path) as file:
-        return frozenset(
-            numbers_of(read_saved(file, where, 0, file.seek(0, 2), any_names=True), ("step",), file, where)
-        )
+        common = read_saved(file, where, 0, file.seek(0, 2), any_names=True)
+        return frozenset(numbers_of(common, ("step",), file, where))

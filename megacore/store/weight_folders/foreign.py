@@ -29,7 +29,7 @@ from megacore.store.tensor_files.companions import COMPANIONS, Companion, compan
 from megacore.store.tensor_files.distributed import METADATA, DistributedFiles, Origin, PartedFile
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.tensor_files.megatron import COMMON, open_megatron
-from megacore.store.tensor_files.universal import ZERO, UniversalFiles
+from megacore.store.tensor_files.universal import UniversalFiles, is_universal
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.foreign_names import TrainerNaming, anchors, placed
 from megacore.store.weight_folders.hugging_face import CONFIG, read_config, unusable
@@ -128,7 +128,7 @@ class ForeignFolder(SafetensorsFolder):
 
 def is_foreign(path: Path) -> bool:
     """Return whether a folder is a checkpoint of another trainer that :class:`ForeignFolder` may open."""
-    return not isinstance(path, ObjectPath) and ((path / METADATA).is_file() or (path / ZERO).is_dir())
+    return not isinstance(path, ObjectPath) and ((path / METADATA).is_file() or is_universal(path))
 
 
 def _source(path: Path) -> DistributedFiles:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megacore.models.config import ModelConfig
@@ -201,27 +201,32 @@ def _placed(
     stored = Pattern.parse(row.stored or pattern)
     labels = stored.labels if row.stored else tensor.labels
     index = {axis: start for axis, (start, _) in tensor.box.items() if axis not in tensor.pattern.axes}
-    named = [axis for axis in index if f".{{{axis}}}" in row.name]
-    for stacked in itertools.chain.from_iterable(itertools.combinations(named, n) for n in range(len(named) + 1)):
-        name = row.name
-        for axis in stacked:
-            name = name.replace(f".{{{axis}}}", "")
-        name = name.format(**index)
-        if name in shapes and set(labels) >= set(tensor.labels):
-            break
-    else:
+    there = _there(row.name, index, shapes)
+    if there is None or not set(labels) >= set(tensor.labels):
         return None
-    # The vocabulary is filled up there to what can be split.
-    rows = max([sizes.get("vocab", 0), *shapes[name][:1]]) if row.stored == "vocab embed" else 0
-    held = {**sizes, "vocab": rows} if rows else sizes
+    name, stacked = there
+    held = dict(sizes)
+    if row.stored.startswith("vocab "):  # which is filled up there to what can be split
+        held["vocab"] = max([sizes["vocab"], *shapes[name][:1]])
     pieces = dict(zip(labels, stored.pieces(held), strict=True))
-    put = dict(zip(tensor.labels, Pattern.parse(pattern).pieces(sizes), strict=True))
     views = tuple(
-        (pieces[label].box({axis: (0, sizes[axis]) for axis in pieces[label].axes}), view)
-        for label, view in put.items()
+        (pieces[label].box({axis: (0, sizes[axis]) for axis in pieces[label].axes}), filled)
+        for label, filled in zip(tensor.labels, Pattern.parse(pattern).pieces(sizes), strict=True)
     )
     origin = Origin(name, tuple(index[axis] for axis in stacked), views)
     return Placed(origin, tensor.shape, (*(sizes[axis] for axis in stacked), *stored.shape(held)))
+
+
+def _there(template: str, index: Mapping[str, int], names: Collection[str]) -> tuple[str, tuple[str, ...]] | None:
+    """Return (the name that is there of a row's, the axes that do not stand in it); None where none is."""
+    named = [axis for axis in index if f".{{{axis}}}" in template]
+    for stacked in itertools.chain.from_iterable(itertools.combinations(named, n) for n in range(len(named) + 1)):
+        name = template
+        for axis in stacked:
+            name = name.replace(f".{{{axis}}}", "")
+        if (name := name.format(**index)) in names:
+            return name, stacked
+    return None
 
 
 def _sizes(config: ModelConfig) -> Sizes:
