@@ -506,6 +506,7 @@ def test_universal_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert folder.index.step == 5 and folder.states == ("weights", *_KINDS)
     for state, tensors in zip(folder.states, held, strict=True):
         _assert_bits(folder, state, tensors)
+    assert not any("filled up" in remark for remark in folder.remarks)
     made = convert(path, tmp_path / "ours", tp=2)
     assert made.tensors and not (tmp_path / "ran").exists()
     shutil.rmtree(path / "zero/model.norm.weight")

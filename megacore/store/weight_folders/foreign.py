@@ -343,7 +343,8 @@ def _remarks(
 ) -> Iterator[str]:
     source, trainer = names.source, names.naming.trainer if names.naming else "Hugging Face"
     yield f"{source.kind}, whose tensors have the names of {trainer}"
-    for name in dict.fromkeys(weights.origins[hf].name for hf in config.tied if hf in weights.origins):
+    held = {hf: weights.origins[hf] for hf in config.tied if hf in weights.origins}
+    for name in dict.fromkeys(origin.name for origin in held.values() if origin.views):
         if (rows := source.tensors[name].shape[0]) > config.sizes["vocab"]:
             yield f"{short(name)} is filled up to {rows:,} tokens: those beyond {config.sizes['vocab']:,} are left out"
     if steps is not None:
