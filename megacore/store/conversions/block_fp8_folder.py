@@ -61,8 +61,8 @@ def in_block_fp8(plan: FolderPlan) -> FolderPlan:
         return {name: json.dumps(tree, indent=2).encode() + b"\n" for name, tree in made.items()}
 
     part = plan.states["weights"]
-    files = tuple(_Fp8File(file.path, file.tensors, file.read, narrow) for file in part.files)
-    return _Fp8Plan(
+    files = tuple(_NarrowFile(file.path, file.tensors, file.read, narrow) for file in part.files)
+    return _NarrowPlan(
         "a Hugging Face folder in fp8",
         plan.schema,
         {"weights": replace(part, files=files)},
@@ -73,7 +73,7 @@ def in_block_fp8(plan: FolderPlan) -> FolderPlan:
 
 
 @dataclass(frozen=True)
-class _Fp8File(File):
+class _NarrowFile(File):
     """A file some of whose tensors are ``narrow``: rounded to fp8, with a scale for each block beside them."""
 
     narrow: frozenset[str]
@@ -106,14 +106,14 @@ class _Fp8File(File):
             raise StoreError(f"{tensor.stored.name}: {error}") from error
 
 
-class _Fp8Plan(FolderPlan):
+class _NarrowPlan(FolderPlan):
     """A plan whose tensors are computed one by one, each thread in the memory of one."""
 
     def fill(self, folder: Path, jobs: int, progress: Callable[[int], object]) -> dict[str, Fingerprints]:
-        return {file.path: _write(file, folder, jobs, progress) for file in self.files if isinstance(file, _Fp8File)}
+        return {file.path: _write(file, folder, jobs, progress) for file in self.files if isinstance(file, _NarrowFile)}
 
 
-def _write(file: _Fp8File, folder: Path, jobs: int, progress: Callable[[int], object]) -> Fingerprints:
+def _write(file: _NarrowFile, folder: Path, jobs: int, progress: Callable[[int], object]) -> Fingerprints:
     with TensorWriter.create(folder / file.path, file.headers, METADATA) as writer, ThreadPoolExecutor(jobs) as pool:
 
         def write(tensor: Tensor) -> dict[str, int]:
