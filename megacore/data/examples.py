@@ -321,47 +321,33 @@ class _ExampleBuilder:
 
     def add(self, examples: Sequence[Tokens], kind: str) -> None:
         """Keep each example of a row up to its last token that counts, or drop it."""
-        before = self.facts.examples
         self.facts += Facts(split=int(len(examples) > 1), formats={kind: 1})
-        for tokens in examples:
-            self._add(tokens, self.facts.examples > before)
+        goes_on, room = False, self.task.length + 1
+        for ids, counted in map(_until_counted, examples):
+            kept = _until_counted((ids[:room], counted[:room]))
+            goes_on |= self._keep([kept], ids.size > room, goes_on)
 
     def add_pair(self, pair: Sequence[Tokens], kind: str) -> None:
         """Keep a pair, or drop it. What does not fit into a row is cut at the ends of both answers, but no answer to
         less than half of the row."""
-        sizes, room = [len(ids) for ids, _ in pair], self.task.length + 1
         self.facts += Facts(formats={kind: 1})
-        cut = int(sum(sizes) > room)
-        if cut:
-            limits = [max(room // 2, room - other) for other in reversed(sizes)]
-            pair = [(ids[:limit], counted[:limit]) for (ids, counted), limit in zip(pair, limits, strict=True)]
-        if cut and (self.task.chat.too_long == "drop" or not all(counted.any() for _, counted in pair)):
+        sizes, room = [len(ids) for ids, _ in pair], self.task.length + 1
+        limits = [max(room // 2, room - other) for other in reversed(sizes)]
+        kept = [(ids[:limit], counted[:limit]) for (ids, counted), limit in zip(pair, limits, strict=True)]
+        self._keep(kept, sum(sizes) > room)
+
+    def _keep(self, documents: Sequence[Tokens], cut: bool, goes_on: bool = False) -> bool:
+        """Keep an example -> whether it was kept: one that was cut may be unwanted, or have nothing that counts."""
+        if cut and (self.task.chat.too_long == "drop" or not all(counted.any() for _, counted in documents)):
             self.facts += Facts(dropped=1)
-            return
-        for number, document in enumerate(pair):
-            self._keep(*document, goes_on=number > 0)
-        self.facts += Facts(1, cut=cut)
-
-    def _add(self, tokens: Tokens, goes_on: bool) -> None:
-        ids, counted = _until_counted(tokens)
-        limit, cut = self.task.length + 1, 0
-        if ids.size > limit:
-            if self.task.chat.too_long == "drop":
-                self.facts += Facts(dropped=1)
-                return
-            ids, counted = _until_counted((ids[:limit], counted[:limit]))
-            if not ids.size:
-                self.facts += Facts(dropped=1)
-                return
-            cut = 1
-        self._keep(ids, counted, goes_on)
-        self.facts += Facts(1, cut=cut)
-
-    def _keep(self, ids: Integers, counted: npt.NDArray[np.bool_], goes_on: bool) -> None:
-        self.tokens.append(ids)
-        runs = np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size)
-        self.runs.append(np.concatenate([np.zeros(2 * goes_on, np.int64), runs]))
-        self.facts += Facts(0, ids.size, int(counted.sum()), vocabulary=int(ids.max()) + 1)
+            return False
+        for number, (ids, counted) in enumerate(documents):
+            self.tokens.append(ids)
+            runs = np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size)
+            self.runs.append(np.concatenate([np.zeros(2 * (goes_on or number > 0), np.int64), runs]))
+            self.facts += Facts(0, ids.size, int(counted.sum()), vocabulary=int(ids.max()) + 1)
+        self.facts += Facts(1, cut=int(cut))
+        return True
 
 
 def _until_counted(tokens: Tokens) -> Tokens:
@@ -380,7 +366,7 @@ def encode_examples(task: ExampleTask) -> EncodedExamples:
     rows = (row for piece in task.pieces for row in recognized(text.rows(piece), task.source.keys, pairs))
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
         records = [each for each in group if isinstance(each, Record)]
-        encoded = iter(tokenizer.pairs(records) if pairs else tokenizer.examples(records, task.chat.train_on))
+        encoded = iter(tokenizer.examples(records, None if pairs else task.chat.train_on))
         for row in group:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):

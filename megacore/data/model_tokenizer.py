@@ -136,36 +136,30 @@ class ModelTokenizer:
         counted[:1] = False
         return np.array(ids, np.int64), counted
 
-    def examples(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[list[Tokens] | str]:
-        """Return the tokens of the examples that each row makes, or why there are none.
+    def rows(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn | None) -> list[list[Tokens] | str]:
+        """Return the tokens of the examples that each row makes, or why there are none; where ``train_on`` is None, of
+        what was chosen and of what was rejected.
+
+        These two begin with the prompt. What counts begins where the tokens of the first of them differ from those of
+        the prompt alone: an answer's first characters may be one token with the prompt's last.
 
         NoTemplateError if it takes a chat template, and there is none.
         """
         made: list[list[Passage] | str] = []
         for row in rows:
             try:
-                made.append(passages(row, lambda: self.template, train_on))
+                made.append(
+                    of_pair(row, lambda: self.template)
+                    if train_on is None
+                    else passages(row, lambda: self.template, train_on)
+                )
             except BadExample as error:
                 made.append(str(error))
         encoded = iter(self.encode([each for found in made if isinstance(found, list) for each in found]))
-        return [[next(encoded) for _ in found] if isinstance(found, list) else found for found in made]
-
-    def pairs(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Tokens] | str]:
-        """Return the tokens of what was chosen and of what was rejected in each row, or why there are none.
-
-        Both begin with the prompt. What counts begins where the tokens of the first of them differ from those of the
-        prompt alone: an answer's first characters may be one token with the prompt's last.
-
-        NoTemplateError if it takes a chat template, and there is none.
-        """
-        made: list[list[Passage] | str] = []
-        for row in rows:
-            try:
-                made.append(of_pair(row, lambda: self.template))
-            except BadExample as error:
-                made.append(str(error))
-        encoded = iter(self.encode([each for found in made if isinstance(found, list) for each in found]))
-        return [found if isinstance(found, str) else _behind(*(next(encoded)[0] for _ in found)) for found in made]
+        tokens = [[next(encoded) for _ in found] if isinstance(found, list) else found for found in made]
+        if train_on is not None:
+            return tokens
+        return [found if isinstance(found, str) else _behind(*(ids for ids, _ in found)) for found in tokens]
 
 
 def _behind(prompt: npt.NDArray[np.int64], *texts: npt.NDArray[np.int64]) -> list[Tokens]:
@@ -194,20 +188,14 @@ class GuardedTokenizer:
         except GuardError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
 
-    def examples(self, rows: Sequence[Record], train_on: TrainOn) -> list[list[Tokens] | Fault]:
-        """Return the tokens of the examples that each row makes, or why there are none.
+    def examples(self, rows: Sequence[Record], train_on: TrainOn | None) -> list[list[Tokens] | Fault]:
+        """Return the tokens of the examples that each row makes, or why there are none; where ``train_on`` is None, of
+        the two documents of a pair.
 
         InputError if the tokenizer or its template take too much for them; NoTemplateError as of ModelTokenizer.
         """
-        return self._ask("examples", rows, train_on)
-
-    def pairs(self, rows: Sequence[Record]) -> list[list[Tokens] | Fault]:
-        """Return the tokens of the two documents of each row, or why there are none; raises as :meth:`examples`."""
-        return self._ask("pairs", rows)
-
-    def _ask(self, method: str, rows: Sequence[Record], *arguments: object) -> list[list[Tokens] | Fault]:
         try:
-            found = self._guard.call(method, [row.values for row in rows], *arguments)
+            found = self._guard.call("rows", [row.values for row in rows], train_on)
         except GuardError as error:
             more = f", or on one of the {len(rows) - 1:,} after it" if len(rows) > 1 else ""
             reason = f"the model's tokenizer or chat template fails on it{more}: {error}"
