@@ -63,11 +63,7 @@ def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on:
 
 def of_pair(row: Mapping[str, Any], template: Callable[[], Template]) -> list[Passage]:
     """Return the prompt of a row of preferences, and the prompt with each of its answers; what of them counts is told
-    by their tokens.
-
-    Raises:
-        BadExample: it is no pair.
-    """
+    by their tokens. Raises BadExample: it is no pair."""
     prompt, *answered = preference(row)
     return [_written(prompt, True, template), *(_written(each, False, template) for each in answered)]
 

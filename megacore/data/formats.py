@@ -121,10 +121,7 @@ class Example:
 def renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
     """Return a row, and the turns in it, under the keys that are read here: `names` is {one of these: the row's}.
 
-    What has none of the row's keys is as it was.
-
-    Raises:
-        BadExample: it has some of them alone.
+    What has none of the row's keys is as it was. Raises BadExample: it has some of them alone.
     """
     if not names:
         return row
@@ -149,11 +146,7 @@ def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 
 def format_of(row: Mapping[str, Any]) -> Format:
-    """Return the format of a row.
-
-    Raises:
-        BadExample: it has none; the message names the nearest.
-    """
+    """Return the format of a row. Raises BadExample: it has none; the message names the nearest."""
     found = next((each for each in FORMATS if all(row.get(key) is not None for key in each.needs)), None)
     if found is None:
         raise BadExample(_unknown(tuple(key[:_LONG] for key, value in row.items() if value is not None)[:_LOOKED_AT]))
@@ -161,11 +154,7 @@ def format_of(row: Mapping[str, Any]) -> Format:
 
 
 def example(row: Mapping[str, Any]) -> Example:
-    """Return what a row holds.
-
-    Raises:
-        BadExample: it is no example.
-    """
+    """Return what a row holds. Raises BadExample: it is no example."""
     kind = format_of(row)
     if kind.refused:
         raise BadExample(f"has {' and '.join(map(repr, kind.needs))}, {kind.refused}")
@@ -204,10 +193,8 @@ def check_preference(row: Mapping[str, Any]) -> None:
 def preference(row: Mapping[str, Any]) -> list[Example]:
     """Return the prompt of a pair, the prompt with what was chosen, and the prompt with what was rejected.
 
-    Where the row has no prompt, it is what both begin with: messages, or characters.
-
-    Raises:
-        BadExample: the row is no pair.
+    Where the row has no prompt, it is what both begin with: messages, or characters. Raises BadExample: the row is no
+    pair.
     """
     check_preference(row)
     present = _read(row, PREFERENCES)

@@ -410,11 +410,7 @@ class StreamedTexts:
     """The samples of files of texts, see the module. What is tokenized is read in order: it can go back to where a
     state was asked for lately, or to its beginning.
 
-    InputError as of :attr:`TextFiles.end`.
-
-    Args:
-        every: Samples of a global batch.
-        workers: The number of processes.
+    InputError as of :attr:`TextFiles.end`. ``every``: samples of a global batch; ``workers``: the number of processes.
     """
 
     def __init__(self, texts: TextFiles, length: int, every: int, workers: int) -> None:

@@ -43,14 +43,9 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What llama.cpp makes of a family.
-
-    Args:
-        name: What it calls it.
-        pairs: Whether dimensions that turn together lie beside each other.
-        norm_offset: What its norms have in their weights, and Hugging Face's add to them.
-        wants: {field: its one value that is computed there}.
-    """
+    """What llama.cpp makes of a family. ``pairs``: whether dimensions that turn together
+    lie beside each other; ``norm_offset``: what its norms have in their weights, and Hugging Face's add to them;
+    ``wants``: {field: its one value that is computed there}."""
 
     name: str
     pairs: bool = False
@@ -80,18 +75,9 @@ _WORDS: Mapping[tuple[str, ...], str] = {
 
 
 def to_gguf(source: WeightFolder, target: Path, dtype: str | None, dry_run: bool, progress: Progress) -> MadeFolder:
-    """Write a model as one file -> what was made.
-
-    Args:
-        source: The model.
-        target: The file, which is not there yet.
-        dtype: That of matrices: one of torch's, or "q8_0"; None for the source's. Rows that are no whole blocks of
-            q8_0 are in fp16.
-
-    Raises:
-        StoreError: llama.cpp computes something else of it, its tokenizer has no name there, the library is missing,
-            the file is there, or there is no room.
-    """
+    """Write a model as one file -> what was made. ``dtype``: that of matrices: one of torch's, or "q8_0"; None for the
+    source's. Rows that are no whole blocks of q8_0 are in fp16. Raises StoreError: llama.cpp computes something else of
+    it, its tokenizer has no name there, the library is missing, the file is there, or there is no room."""
     family = source.config.family
     if family not in ARCHITECTURES:
         raise StoreError(f"{source.path} is a {family}: GGUF is written of {', '.join(sorted(ARCHITECTURES))}")

@@ -35,12 +35,9 @@ _HIDDEN = re.compile(r"\bmlp\b(?!:)")
 
 @dataclass(frozen=True)
 class UpcycledFolder(WeightFolder):
-    """The weights of a dense model as those of one with experts.
-
-    Args:
-        seed: The seed of the rows of routers, which are those of a new model of this seed.
-        wanted: The dtype of what is drawn or scaled; None for that of the dense weights.
-    """
+    """The weights of a dense model as those of one with experts. ``seed``: the seed of the rows of routers, which are
+    those of a new model of this seed; ``wanted``: the dtype of what is drawn or scaled; None for that of the dense
+    weights."""
 
     dense: SafetensorsFolder = field(kw_only=True)
     way: Upcycling = field(kw_only=True)

@@ -29,13 +29,10 @@ _SHARED = re.compile("([0-9a-f]{2})/\\1[0-9a-f]{62}")
 
 def open_file(path: Path, root: Path | None = None) -> BufferedReader:
     """Open a regular file for reading. Raises OSError: it is not there or no file, or its links lead out, so that
-    whoever made the folder would have us read what is not theirs.
-
-    Args:
-        root: The folder of whoever made it, which its links may not leave; None where the user has
-            named the file. The hub's cache counts as one: there, files in ``snapshots/REVISION`` are links to those in
-            ``blobs`` of the repository, which may be links to those that all repositories share.
-    """
+    whoever made the folder would have us read what is not theirs. ``root``: the folder of whoever made it, which its
+    links may not leave; None where the user has named the file. The hub's cache counts as one: there, files in
+    ``snapshots/REVISION`` are links to those in ``blobs`` of the repository, which may be links to those that all
+    repositories share."""
     if isinstance(path, ObjectPath):
         return path.open()
     real = Path(os.path.realpath(path))

@@ -40,14 +40,9 @@ class TensorInFile:
 
 @dataclass(frozen=True)
 class Account:
-    """The account of the tensors of a folder.
-
-    Args:
-        ignored: Names on the family's list of tensors that hold no weights.
-        others: Names of tensors that the model leaves out.
-        carried: Names of tensors of other parts of what it is wrapped in.
-        naming: How the model's tensors are named there.
-    """
+    """The account of the tensors of a folder. ``ignored``: names on the family's list of tensors that hold no weights;
+    ``others``: names of tensors that the model leaves out; ``carried``: names of tensors of other parts of what it is
+    wrapped in; ``naming``: how the model's tensors are named there."""
 
     weights: Mapping[str, TensorInFile]
     ignored: tuple[str, ...] = ()

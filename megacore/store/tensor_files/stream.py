@@ -196,13 +196,10 @@ def fill(block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, made: n
 def assemble(
     stored: Stored, copies: Sequence[Copy], read: Read, dtype: str, found: dict[str, int] | None = None
 ) -> np.ndarray:
-    """Assemble one whole target tensor, as unsigned integers in its stored shape; padding is zero.
-
-    Args:
-        found: Is given {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so
-            that they compare with those of when the source was written. Where the dtype stays, they are taken from what
-            was made: from the bits that are used.
-    """
+    """Assemble one whole target tensor, as unsigned integers in its stored shape; padding is zero. ``found``: is given
+    {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so that they compare
+    with those of when the source was written. Where the dtype stays, they are taken from what was made: from the bits
+    that are used."""
     made = np.zeros(stored.shape, DTYPES[dtype])
     for block in blocks(copies, BLOCK_BYTES // made.itemsize):
         part = made.reshape(-1)[block.start : block.start + block.numel]

@@ -65,12 +65,8 @@ def named(schema: Schema, raw: Mapping[str, Any], naming: Naming | None = None) 
 
 
 def export_files(tensors: Iterable[Stored], dtypes: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:
-    """Return the weight files, in the order of the family's table.
-
-    Args:
-        dtypes: {Hugging Face's tensor name: safetensors dtype}.
-        max_shard_bytes: The most that the tensors of a file take; a larger tensor has a file of its own.
-    """
+    """Return the weight files, in the order of the family's table. ``dtypes``: {Hugging Face's tensor name: safetensors
+    dtype}; ``max_shard_bytes``: the most that the tensors of a file take; a larger tensor has a file of its own."""
     shards: list[list[Stored]] = []
     room = 0
     for stored in tensors:

@@ -110,13 +110,8 @@ class FileRecord:
 @dataclass(frozen=True)
 class Carried:
     """The larger model that the weights are a part of, one that also sees, and its other tensors, which are carried
-    byte by byte.
-
-    Args:
-        config: All fields of its ``config.json``.
-        naming: How the tensors of the part are named in it.
-        files: The files that have the others, as in :class:`Index`.
-    """
+    byte by byte. ``config``: all fields of its ``config.json``; ``naming``: how the tensors of the part are named in
+    it; ``files``: the files that have the others, as in :class:`Index`."""
 
     config: Mapping[str, Any]
     naming: Naming
