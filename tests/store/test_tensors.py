@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import struct
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ import torch
 from whole import write_tensor
 
 from megacore.parallel import limits
-from megacore.store.io.direct import DirectFile
 from megacore.store.io.strict_json import StoreError
-from megacore.store.tensor_files import tensors
 from megacore.store.tensor_files.tensors import DTYPES, TensorFile, TensorWriter, file_size, os_errors
 
 TORCH = {
@@ -367,29 +364,3 @@ def test_a_disk_that_fails_at_the_end(tmp_path, monkeypatch):
         writer.close()
     with pytest.raises(StoreError, match="closed file"):  # and not another file that has its number by now
         write_tensor(writer, "a", np.zeros(4, "<u4"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sync_file_range is Linux's")
-def test_write_back_starts_at_once(tmp_path):
-    call = tensors._sync_file_range()
-    assert call is not None and tensors._sync_file_range() is call
-    with (tmp_path / "f").open("wb") as file:
-        file.write(b"1" * 100)
-        file.flush()
-        # Whole, these are fine; their lower 32 bits are negative.
-        assert call(file.fileno(), 2**31, 2**31, tensors.SYNC_FILE_RANGE_WRITE) == 0
-        assert call(file.fileno(), -1, 1, tensors.SYNC_FILE_RANGE_WRITE) == -1
-
-
-def test_write_back_of_large_pieces(tmp_path, monkeypatch):
-    """Where there is no way around the cache."""
-    calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(DirectFile, "open", lambda path: None)
-    monkeypatch.setattr(tensors, "_sync_file_range", lambda: lambda *given: calls.append(given))
-    large = np.zeros(tensors.WRITE_BACK // 4, "<u4")
-    with TensorWriter.create(tmp_path / "f", [("a", "F32", (large.size + 1,))]) as writer:
-        write_tensor(writer, "a", large[1:])
-        write_tensor(writer, "a", large, 1)
-    assert [given[1:] for given in calls] == [(writer.entries["a"].start + 4, large.nbytes, 2)]
-    monkeypatch.setattr(tensors, "_sync_file_range", lambda: None)  # as elsewhere
-    write(tmp_path / "g", {"a": ("F32", large)})

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -80,17 +80,8 @@ def write(
     jobs: int = 2,
     progress: Callable[[int], object] = lambda written: None,
 ) -> dict[str, Fingerprints]:
-    """Fill the files and make them durable.
-
-    Args:
-        progress: Is told the bytes of each block when it is filled.
-
-    Returns:
-        The fingerprints of what each file holds, padding left out.
-
-    Raises:
-        StoreError: a file cannot be written.
-    """
+    """Fill the files and make them durable -> the fingerprints of what each holds, padding left out. ``progress``: is
+    told the bytes of each block when it is filled. Raises StoreError: a file cannot be written."""
     tasks, lock = _tasks(folder, files), threading.Lock()
     failed = threading.Event()
     results: dict[str, Fingerprints] = {}
@@ -111,10 +102,14 @@ def write(
                         return
                     name, dtype = tensor.stored.name, DTYPES[tensor.dtype]
                     memory = window.take(writer.put, writer.offset(name, block.start), block.numel * dtype.itemsize)
-                    opened.add(name, fill(block, tensor, opened.file.read, schema, memory.view(dtype)))
+                    found = fill(block, tensor, opened.file.read, schema, memory.view(dtype))
+                    with lock:
+                        add_to(opened.fingerprints[name], found)
                     progress(memory.size)
                 window.flush()
-                if opened.end_of_run():
+                with lock:
+                    opened.runs -= 1
+                if not opened.runs:
                     unfinished.pop(opened.file.path).close()
                     results[opened.file.path] = opened.fingerprints
             except BaseException:
@@ -127,9 +122,8 @@ def write(
             try:
                 for worker in workers:
                     worker.result()
-            except BaseException:  # an interrupt too: nobody shall wait for what is thrown away
+            finally:  # after an interrupt too: nobody shall wait for what is thrown away
                 failed.set()
-                raise
     except BaseException:
         for writer in unfinished.values():
             writer.abandon()
@@ -144,21 +138,7 @@ class _Open:
     file: File
     writer: TensorWriter
     fingerprints: Fingerprints
-    lock: threading.Lock = field(default_factory=threading.Lock)
     runs: int = 1
-
-    def add(self, name: str, fingerprints: Mapping[str, int]) -> None:
-        with self.lock:
-            add_to(self.fingerprints[name], fingerprints)
-
-    def begin_run(self) -> None:
-        with self.lock:
-            self.runs += 1
-
-    def end_of_run(self) -> bool:
-        with self.lock:
-            self.runs -= 1
-            return not self.runs
 
 
 _Task = tuple[_Open, Sequence[tuple[Tensor, TargetChunk]]]
@@ -178,7 +158,7 @@ def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
             for block in blocks(tensor.copies, BLOCK_BYTES // DTYPES[tensor.dtype].itemsize)
         )
         while run := list(itertools.islice(chunks, _RUN)):
-            opened.begin_run()
+            opened.runs += 1
             yield opened, run
         yield opened, ()  # the file's own count: it is closed by whoever ends last
 

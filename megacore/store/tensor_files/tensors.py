@@ -16,10 +16,10 @@ import mmap
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -312,20 +312,14 @@ class TensorWriter:
         return entry.start + start * DTYPES[entry.dtype].itemsize
 
     def put(self, data: Bytes, offset: int) -> None:
-        """Write bytes to a place in the file, from any thread; what is not there yet is when it is closed.
-
-        Large pieces start on their way to the disk at once, so that :meth:`close` finds little left to wait for.
-        """
+        """Write bytes to a place in the file, from any thread; what is not there yet is when it is closed."""
         with os_errors(self.path, self.size):
-            file = self._file.fileno()
             first, last = self._direct.write(data, offset) if self._direct else (0, 0)
-            if first < last:
-                ends = (data[:first], offset), (data[last:], offset + last)
-                self._ends.extend((end.tobytes(), at) for end, at in ends if end.size)
+            if first == last:
+                _write_all(self._file.fileno(), data.data, offset)
                 return
-            _write_all(file, data.data, offset)
-        if data.size >= WRITE_BACK and (start_write_back := _sync_file_range()):
-            start_write_back(file, offset, data.size, SYNC_FILE_RANGE_WRITE)
+            ends = (data[:first], offset), (data[last:], offset + last)
+            self._ends.extend((end.tobytes(), at) for end, at in ends if end.size)
 
     def close(self) -> None:
         """Close the file, all of which is on the disk afterwards."""
@@ -411,24 +405,3 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
-
-
-SYNC_FILE_RANGE_WRITE = 2
-WRITE_BACK = 2**20  # bytes; below, the call costs more than it gains (0.2 ms, and 0.007 for a small write without it)
-
-
-@cache
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return Linux's call that starts to write a file's bytes back and does not wait. Only a hint: errors are fsync's
-    to tell.
-
-    Two threads had 1 GiB on the disk in 0.47 s with it, in 0.57 to 0.76 without.
-    """
-    import ctypes
-
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is None:
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    return function
