@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isqrt
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ are not all as frequent; with 12, nothing was found."""
 
 _MASK = (1 << 64) - 1
 
-Words = TypeVar("Words", int, npt.NDArray[np.uint64])
+Words = TypeVar("Words", int, npt.NDArray[Any])
 
 
 class Permutation:

@@ -23,7 +23,7 @@ from megacore.parallel.weights.block_formats import BLOCK_BYTES
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard, least_layers
 from megacore.parallel.weights.schema import SPLIT, Param, Schema, Split
-from megacore.parallel.weights.transfer import Stored, native
+from megacore.parallel.weights.transfer import Cut, Stored, native
 from megacore.store.io.strict_json import StoreError, read_json, short
 
 INDEX = "index.json"
@@ -90,21 +90,13 @@ class Adapters:
 
 
 @dataclass(frozen=True)
-class Range:
-    """A tensor of which a file holds the part from ``start`` to ``stop`` of an axis."""
-
-    axis: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class FileRecord:
-    """Bytes of a file, {tensor: {label: fingerprint}} of what it holds, and of which of them it is only a range."""
+    """Bytes of a file, {tensor: {label: fingerprint}} of what it holds, and {tensor: (axis, start, stop)} of those of
+    which it is only a range."""
 
     size: int
     fingerprints: Mapping[str, Mapping[str, int]]
-    ranges: Mapping[str, Range] = field(default_factory=dict)
+    ranges: Mapping[str, Cut] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,7 +202,7 @@ class Index:
                 for name in shards if part is None or record is None else record.fingerprints:
                     cut = record and record.ranges.get(name)
                     whole = replace(shards[name], where=where)
-                    yield whole.along(cut.axis, cut.start, cut.stop) if cut else whole
+                    yield whole.along(*cut) if cut else whole
 
     def to_json(self) -> bytes:
         schema, mesh = self.layout.schema, self.layout.mesh
@@ -249,7 +241,7 @@ def _of_files(files: Mapping[str, FileRecord]) -> dict[str, Any]:
     return {
         name: {
             "bytes": record.size,
-            **({"ranges": {of: list(astuple(cut)) for of, cut in record.ranges.items()}} if record.ranges else {}),
+            **({"ranges": dict(record.ranges)} if record.ranges else {}),
             "fingerprints": {
                 tensor: {label: f"{value:016x}" for label, value in of.items()}
                 for tensor, of in record.fingerprints.items()
@@ -260,11 +252,8 @@ def _of_files(files: Mapping[str, FileRecord]) -> dict[str, Any]:
 
 
 def _of_carried(carried: Carried) -> dict[str, Any]:
-    return {
-        "config": dict(carried.config),
-        "naming": list(astuple(carried.naming)),
-        "files": _of_files(carried.files),
-    }
+    naming = list(astuple(carried.naming))
+    return {"config": dict(carried.config), "naming": naming, "files": _of_files(carried.files)}
 
 
 def _spelled(adapters: Adapters) -> dict[str, Any]:
@@ -368,7 +357,7 @@ def _check_files(tree: _Tree, index: Index, version: int) -> None:
             wanted |= {file_name(state, place, part if count > 1 else None) for part in range(max(1, count))}
     if wanted != set(index.files):
         raise tree.error(f"names the files {short(sorted(index.files))} instead of {short(sorted(wanted))}")
-    cut, alike = {tensor for record in index.files.values() for tensor in record.ranges}, dict[object, list[Range]]()
+    cut, alike = {tensor for record in index.files.values() for tensor in record.ranges}, dict[object, list[Cut]]()
     if cut and version == 1:
         raise tree.error(f"has ranges of {short(sorted(cut))}, which version 1 does not know")
     for (state, place), parts in index.parts.items() if version > 1 else ():
@@ -383,9 +372,9 @@ def _check_files(tree: _Tree, index: Index, version: int) -> None:
 
 def _tiled(
     tree: _Tree, place: str, shards: Iterable[Stored], records: Sequence[FileRecord]
-) -> Iterator[tuple[Stored, list[Range]]]:
+) -> Iterator[tuple[Stored, list[Cut]]]:
     """Yield each tensor of a place, and in which ranges its files hold it: none where one has all of it."""
-    listed: dict[str, list[Range | None]] = {}
+    listed: dict[str, list[Cut | None]] = {}
     for record in records:
         for name in record.fingerprints:
             listed.setdefault(name, []).append(record.ranges.get(name))
@@ -393,22 +382,21 @@ def _tiled(
         if stored.name not in listed:
             raise tree.error(f"lists no {stored.name} in the files of {place}")
         found = listed.pop(stored.name)
-        ranges = sorted((each for each in found if each is not None), key=lambda each: each.start)
+        ranges = sorted((each for each in found if each is not None), key=lambda each: each[1])
         if found != [None] and (len(ranges) < len(found) or not _tile(stored, ranges)):
-            said = ", ".join("all" if each is None else f"{each.axis} {each.start}:{each.stop}" for each in found[:9])
+            said = ", ".join("all" if each is None else "{} {}:{}".format(*each) for each in found[:9])
             raise tree.error(f"lists {said} of {stored.name} in the files of {place}, which are not all of it once")
         yield stored, ranges
     if listed:
         raise tree.error(f"lists {short(sorted(listed))} in the files of {place}, which do not belong there")
 
 
-def _tile(stored: Stored, ranges: Sequence[Range]) -> bool:
-    axis = ranges[0].axis
-    if any(axis not in stored.pattern.piece_axes(label) for label in stored.labels):
+def _tile(stored: Stored, ranges: Sequence[Cut]) -> bool:
+    axes, starts, stops = zip(*ranges, strict=True)
+    if {*axes} != {axes[0]} or any(axes[0] not in stored.pattern.piece_axes(label) for label in stored.labels):
         return False
-    first, last = stored.box[axis]
-    ends = [first, *(each.stop for each in ranges)]
-    return {each.axis for each in ranges} == {axis} and [*(each.start for each in ranges), last] == ends
+    first, last = stored.box[axes[0]]
+    return (*starts, last) == (first, *stops)
 
 
 def _adapters(tree: _Tree) -> Adapters | None:
@@ -468,19 +456,16 @@ def _record(tree: _Tree) -> FileRecord:
         if not all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in values):
             raise found.error(f"of {tensor!r} are {short(of)}, not 16 hexadecimal digits for each piece")
     made = {tensor: {label: int(v, 16) for label, v in of.items()} for tensor, of in found.tree.items()}
-    cut = tree.child("ranges") if "ranges" in tree.tree else None
-    ranges = {} if cut is None else {tensor: _range(cut, tensor) for tensor in cut.tree}
-    if cut is not None and (strange := sorted(ranges.keys() - made.keys())):
+    cut, ranges = tree.child("ranges") if "ranges" in tree.tree else _Tree(tree.path, "ranges", {}), dict[str, Cut]()
+    for tensor, value in cut.tree.items():
+        match value:
+            case [str(axis), int(start), int(stop)] if 0 <= start < stop and bool not in map(type, (start, stop)):
+                ranges[tensor] = axis, start, stop
+            case _:
+                raise cut.error(f"has {short(value)} for {tensor!r}, which is not [axis, start, stop]")
+    if strange := sorted(ranges.keys() - made.keys()):
         raise cut.error(f"are of {short(strange)}, which have no fingerprints")
     return FileRecord(tree.get("bytes", int), made, ranges)
-
-
-def _range(tree: _Tree, tensor: str) -> Range:
-    match tree.tree[tensor]:
-        case [str(axis), int(start), int(stop)] if 0 <= start < stop and bool not in map(type, (start, stop)):
-            return Range(axis, start, stop)
-        case other:
-            raise tree.error(f"has {short(other)} for {tensor!r}, which is not [axis, start, stop]")
 
 
 def _runs(layers: Sequence[int]) -> str:
