@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from megacore.store.io.files import append, open_file
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.publish import sync
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -48,15 +49,6 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 def _new(path: Path) -> BufferedWriter:
     path.unlink(missing_ok=True)  # of a process that was killed, and had the number of this one
     return open(path, "xb")
-
-
-def sync(path: Path) -> None:
-    """Put the file or folder on the disk as it is now, whatever happens then."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -191,27 +183,21 @@ def _copy(path: Path, file: IO[bytes]) -> None:
 
 
 class IndexedWriter(GrowingPair):
-    """Streams documents to `PREFIX.bin` and `PREFIX.idx`; both appear when the context ends without an exception.
+    """Streams documents to `PREFIX.bin` and `PREFIX.idx`, and leaves neither where it fails. An index that was there is
+    gone before other data are."""
 
-    An existing pair is replaced. An index never stands beside another pair's data, whenever the process dies.
-    """
-
-    def __init__(self, prefix: str | Path, vocabulary: int) -> None:
-        self._final = _pair(prefix)
-        self._index = self._final[0].with_name(f".{self._final[0].name}.{os.getpid()}.partial.idx")
-        super().__init__(self._index.with_suffix(""), vocabulary)
+    def __enter__(self) -> Self:
+        self._index = self.paths[0].with_suffix(".idx")
+        self._index.unlink(missing_ok=True)
+        return super().__enter__()
 
     def __exit__(self, *raised: object) -> None:
-        data, index = self._final
         try:
             if not any(raised):
-                self.write_index(self._index)  # and all is written to the file of tokens
-                index.unlink(missing_ok=True)
-                publish(self.paths[0], data)
-                publish(self._index, index)
+                self.write_index(self._index)
         finally:
             self.close()
-            for path in (*self.paths, self._index):
+            for path in self.paths if any(raised) else self.paths[1:]:
                 path.unlink(missing_ok=True)
 
 

@@ -28,14 +28,14 @@ import numpy as np
 from megacore.data import text
 from megacore.data.corpus import CORPUS, Tally, fits
 from megacore.data.grouping import grouped
-from megacore.data.indexed import Extent, GrowingPair, IndexedDataset, publish, sync
+from megacore.data.indexed import Extent, GrowingPair, IndexedDataset, publish
 from megacore.data.permutation import ROUNDS, Permutation
 from megacore.data.samples import Purpose, draw
 from megacore.data.text import FileRange, InputError
 from megacore.data.tokenizer import FILES
 from megacore.store.io.files import open_file, replacing
 from megacore.store.io.strict_json import StoreError, read_json
-from megacore.store.tensor_files.publish import PARTIAL, discard, empty, make_and_hold, replace_file
+from megacore.store.tensor_files.publish import PARTIAL, discard, empty, make_and_hold, replace_file, sync
 
 PROGRESS, LISTED = "progress.json", "files.jsonl"
 PART = "part.json"

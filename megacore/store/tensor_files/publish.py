@@ -75,13 +75,13 @@ class Publication:
         with os_errors(self.target):
             self.folder.chmod(_usual_mode(self.folder))
             for folder, _, _ in os.walk(self.folder, topdown=False):
-                _sync(Path(folder))
+                sync(Path(folder))
             _refuse_taken(self.target)
             os.rename(self.folder, self.target)
             # Last: without its lock, a folder of this name would be another writer's to empty.
             (self.target / LOCK).unlink()
-            _sync(self.target)
-            _sync(self.target.parent)
+            sync(self.target)
+            sync(self.target.parent)
         self._lock.close()
 
     def sizes(self) -> dict[str, int]:
@@ -212,11 +212,12 @@ def _make_folders(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
-        _sync(path.parent)
+        sync(path.parent)
 
 
-def _sync(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put a file or folder on the disk as it is now, whatever happens then."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     except OSError as error:
