@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import islice
@@ -229,11 +229,11 @@ class Preparation:
         with publish(target) as made, self.model.folder() as folder:
             facts, parts = Facts(), (part for piece in pieces for part in text.blocks(piece))
             groups = grouped(parts, lambda part: part.work)
-            tasks = (ExampleTask(group, folder, self.chat, self.length, self.source) for group in groups)
+            encoder = partial(encode_examples, folder, self.chat, self.length, self.source)
             name = f"prepare {Path(self.source.name).name}"
             with (
                 IndexedWriter(made / NAME, self.model.vocabulary) as writer,
-                closing(with_progress(encode_examples, tasks, workers, size, name)) as results,
+                closing(with_progress(encoder, groups, workers, size, name)) as results,
             ):
                 for result in results:
                     facts += result.facts
@@ -280,17 +280,6 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class ExampleTask:
-    """Pieces of a source to prepare by the tokenizer in a folder."""
-
-    pieces: list[FileRange]
-    folder: Path
-    chat: ChatConfig
-    length: int
-    source: ExampleFiles
-
-
-@dataclass(frozen=True)
 class EncodedExamples(EncodedPieces):
     """tokens [of all examples]; runs: lengths of their sequences, by turns uncounted and counted, [of all examples];
     sequences: the number that each example has."""
@@ -309,9 +298,11 @@ class EncodedExamples(EncodedPieces):
 
 @dataclass
 class _ExampleBuilder:
-    """The examples that a worker has made so far of a task."""
+    """The examples that a worker has made so far of some pieces; ``room``: the most tokens of one, or of a pair;
+    ``drops``: whether longer ones are dropped."""
 
-    task: ExampleTask
+    room: int
+    drops: bool
     tokens: list[Integers] = field(default_factory=list)
     runs: list[npt.NDArray[np.int64]] = field(default_factory=list)
     facts: Facts = Facts()
@@ -322,23 +313,23 @@ class _ExampleBuilder:
     def add(self, examples: Sequence[Tokens], kind: str) -> None:
         """Keep each example of a row up to its last token that counts, or drop it."""
         self.facts += Facts(split=int(len(examples) > 1), formats={kind: 1})
-        goes_on, room = False, self.task.length + 1
+        goes_on = False
         for ids, counted in map(_until_counted, examples):
-            kept = _until_counted((ids[:room], counted[:room]))
-            goes_on |= self._keep([kept], ids.size > room, goes_on)
+            kept = _until_counted((ids[: self.room], counted[: self.room]))
+            goes_on |= self._keep([kept], ids.size > self.room, goes_on)
 
     def add_pair(self, pair: Sequence[Tokens], kind: str) -> None:
         """Keep a pair, or drop it. What does not fit into a row is cut at the ends of both answers, but no answer to
         less than half of the row."""
         self.facts += Facts(formats={kind: 1})
-        sizes, room = [len(ids) for ids, _ in pair], self.task.length + 1
-        limits = [max(room // 2, room - other) for other in reversed(sizes)]
+        sizes = [len(ids) for ids, _ in pair]
+        limits = [max(self.room // 2, self.room - other) for other in reversed(sizes)]
         kept = [(ids[:limit], counted[:limit]) for (ids, counted), limit in zip(pair, limits, strict=True)]
-        self._keep(kept, sum(sizes) > room)
+        self._keep(kept, sum(sizes) > self.room)
 
     def _keep(self, documents: Sequence[Tokens], cut: bool, goes_on: bool = False) -> bool:
         """Keep an example -> whether it was kept: one that was cut may be unwanted, or have nothing that counts."""
-        if cut and (self.task.chat.too_long == "drop" or not all(counted.any() for _, counted in documents)):
+        if cut and (self.drops or not all(counted.any() for _, counted in documents)):
             self.facts += Facts(dropped=1)
             return False
         for number, (ids, counted) in enumerate(documents):
@@ -359,14 +350,15 @@ def _until_counted(tokens: Tokens) -> Tokens:
 _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
-def encode_examples(task: ExampleTask) -> EncodedExamples:
-    """Encode one task in this process."""
-    tokenizer, made = _load(task.folder), _ExampleBuilder(task)
-    pairs = task.source.pairs
-    rows = (row for piece in task.pieces for row in recognized(text.rows(piece), task.source.keys, pairs))
+def encode_examples(
+    folder: Path, chat: ChatConfig, length: int, source: ExampleFiles, pieces: list[FileRange]
+) -> EncodedExamples:
+    """Encode pieces of a source in this process by the tokenizer in a folder."""
+    tokenizer, made, pairs = _load(folder), _ExampleBuilder(length + 1, chat.too_long == "drop"), source.pairs
+    rows = (row for piece in pieces for row in recognized(text.rows(piece), source.keys, pairs))
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
         records = [each for each in group if isinstance(each, Record)]
-        encoded = iter(tokenizer.examples(records, None if pairs else task.chat.train_on))
+        encoded = iter(tokenizer.examples(records, None if pairs else chat.train_on))
         for row in group:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):
@@ -380,7 +372,7 @@ def encode_examples(task: ExampleTask) -> EncodedExamples:
             else:
                 made.skip(row.fault("the loss would count none of its tokens"))
     return EncodedExamples(
-        sum(piece.size for piece in task.pieces),
+        sum(piece.size for piece in pieces),
         np.concatenate([np.empty(0, np.int64), *made.tokens]),
         np.concatenate([np.empty(0, np.int64), *made.runs]),
         np.array([runs.size for runs in made.runs], np.int64),

@@ -21,8 +21,7 @@ from io import FileIO
 from pathlib import Path
 from typing import ClassVar
 
-from megacore.store.io.file_lock import flock, hold, is_at
-from megacore.store.io.files import open_file, replacing
+from megacore.store.io.files import flock, hold, is_at, open_file, replacing
 from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.tensors import free_bytes, os_errors
