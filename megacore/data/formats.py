@@ -163,7 +163,9 @@ def example(row: Mapping[str, Any]) -> Example:
     if not kind.turns:
         return Example(_listed(present, kind), tools)
     if all(isinstance(present.get(key), list) for key in ("prompt", "completion")) and kind.turns[0][0] == UNTRAINED:
-        return Example(_answered(present), _tools(present.get("tools")))
+        before, after = (_messages(present[key], key) for key in ("prompt", "completion"))
+        asked = [{**each, WEIGHT: 0} if each["role"] == "assistant" else each for each in before]  # not learned
+        return Example([*asked, *after], _tools(present.get("tools")))
     turns = [(role, _joined(present, keys, kind)) for role, keys in kind.turns]
     if kind.turns[-1][0] == TRAINED:
         return Example(parts=[(text, role == TRAINED) for role, text in turns])
@@ -256,12 +258,6 @@ def _listed(present: Mapping[str, Any], kind: Format) -> list[Message]:
     if messages[0]["role"] == "system":
         raise BadExample(f"has 'system' beside {kind.needs[0]!r} that begin with one of their own: leave one out")
     return [{"role": "system", "content": text_of(present["system"], "system")}, *messages]
-
-
-def _answered(present: Mapping[str, Any]) -> list[Message]:
-    """Return a prompt and its completion that are messages themselves: what is in the prompt is not learned."""
-    before, after = (_messages(present[key], key) for key in ("prompt", "completion"))
-    return [*({**each, WEIGHT: 0} if each["role"] == "assistant" else each for each in before), *after]
 
 
 # -- what is none

@@ -202,14 +202,11 @@ class Stage:
                     f"{made.get(key)!r}: {BEGIN_ANEW}"
                 )
 
-    def paths(self) -> Iterator[Path]:
-        return (Path(path) for path, _, _ in self._listed())
-
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[FileRange]:
         """Yield those of the listed files that begin in bytes [start, stop) of all of them."""
         at = 0
-        for path in self.paths():
-            for piece in text.cut(path):
+        for path, _, _ in self._listed():
+            for piece in text.cut(Path(path)):
                 if start <= at and (stop is None or at < stop):
                     yield piece
                 at += piece.size

@@ -132,9 +132,12 @@ class TextFiles:
         epoch = start.epoch
         while True:
             count = 0
-            order = self._order(stream, epoch)
+            order: Sequence[int] | Permutation = range(len(self.files))
+            if self.seed is not None:
+                keys = draw(ROUNDS, self.seed, Purpose.TEXT_FILES, epoch, (stream, 0))
+                order = Permutation(len(self.files), keys.tolist())
             for at in range(start.file if epoch == start.epoch else 0, len(self.files)):
-                number = at if order is None else order[at]
+                number = order[at]
                 pieces = text.cut(self.files[number])
                 for piece in range((stream - number) % self.streams, len(pieces), self.streams):
                     here = (epoch, at, piece)
@@ -142,7 +145,10 @@ class TextFiles:
                         continue
                     first = start.part if here == start[:3] else 0
                     for part, found in enumerate(_parts(pieces[piece], self.key, first), first):
-                        chosen = self._shuffled(len(found), epoch, number, piece, part)
+                        within = (piece << 32 | part, number)
+                        chosen: Sequence[int] = range(len(found))
+                        if self.seed is not None:
+                            chosen = shuffled(len(found), self.seed, Purpose.TEXTS, epoch, within).tolist()
                         begin = start.document if (*here, part) == start[:4] else 0
                         for document in range(begin, len(found)):
                             yield Place(*here, part, document), found[chosen[document]]
@@ -179,17 +185,6 @@ class TextFiles:
             if name in self.model.files and name != tokenizer.TEMPLATE:
                 hasher.update(self.model.files[name].read())
         return hasher.hexdigest()
-
-    def _order(self, stream: int, epoch: int) -> Permutation | None:
-        if self.seed is None:
-            return None
-        keys = draw(ROUNDS, self.seed, Purpose.TEXT_FILES, epoch, (stream, 0))
-        return Permutation(len(self.files), keys.tolist())
-
-    def _shuffled(self, count: int, epoch: int, file: int, piece: int, part: int) -> Sequence[int]:
-        if self.seed is None:
-            return range(count)
-        return shuffled(count, self.seed, Purpose.TEXTS, epoch, (piece << 32 | part, file)).tolist()
 
     def _without_text(self, stream: int) -> str:
         least = f" of {self.least} tokens" if self.least else ""

@@ -28,6 +28,7 @@ from megacore.store.tensor_files.publish import write_file
 END = "<|endoftext|>"
 LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times the memory of its text
 TEMPLATE = "chat_template.jinja"
+_VOCABULARIES = ("tokenizer.model", "tekken", "vocab", "merges")  # beginnings of the names of files of tokens
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -212,7 +213,7 @@ def fetch(source: str, folder: Path) -> None:
             if name in found:
                 copy_companion(found[name], folder / name)
         return
-    if not any(map(_has_vocabulary, found)):
+    if not any(name.startswith(_VOCABULARIES) or "tiktoken" in name for name in found):
         raise InputError(
             f"there is no tokenizer in {source}: name a folder with a tokenizer.json, or with the files that another "
             "kind of tokenizer has (tokenizer.model, vocab.json and merges.txt)"
@@ -237,11 +238,6 @@ def opened(source: str) -> Path:
             "Face hub (gpt2, OWNER/NAME, OWNER/NAME@REVISION)"
         )
     return hub.fetch(name, [*TEXT, "config.json"])
-
-
-def _has_vocabulary(name: str) -> bool:
-    """Return whether a companion of a model has tokens, as each kind of tokenizer names it."""
-    return name.startswith(("tokenizer.model", "tekken", "vocab", "merges")) or "tiktoken" in name
 
 
 def _save(source: Path, folder: Path) -> None:

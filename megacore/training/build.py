@@ -108,11 +108,11 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
 
 
 def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:
-    vocabulary = setup.model.vocab_size
-    found = setup.corpora.batches(
-        source, setup.config, mesh.data_rank, mesh.shape.data, vocabulary, model.context, mesh.place.cp
-    )
-    return replace(found, ahead=setup.model.mtp_layers if setup.config.mtp_factor(setup.model.schema) else 0)
+    config, vocabulary = setup.config, setup.model.vocab_size
+    sizes = config.batch.global_size, config.batch.micro_size, mesh.data_rank, mesh.shape.data
+    ahead = setup.model.mtp_layers if config.mtp_factor(setup.model.schema) else 0
+    how = setup.corpora.separate, vocabulary, model.context, mesh.place.cp
+    return Batches(source, *sizes, *how, ahead=ahead, scores=config.scores)
 
 
 def _callbacks(
