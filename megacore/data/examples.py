@@ -240,17 +240,14 @@ class Preparation:
                     _check_ids(facts.vocabulary, self.model.vocabulary, self.source.name)
                     for example in result.examples():
                         writer.write(*example)
-            self._refuse(facts)
+            if facts.skipped and self.chat.bad_lines == "stop":
+                raise InputError(_bad_lines(self.source.name, facts))
+            if not facts.examples:
+                raise InputError(
+                    f"{self.source.name} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} "
+                    f"dropped as they are too long for data.sequence_length={self.length}"
+                )
             write_file(made / FACTS, (json.dumps(asdict(facts), indent=2) + "\n").encode())
-
-    def _refuse(self, facts: Facts) -> None:
-        if facts.skipped and self.chat.bad_lines == "stop":
-            raise InputError(_bad_lines(self.source.name, facts))
-        if not facts.examples:
-            raise InputError(
-                f"{self.source.name} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} "
-                f"dropped as they are too long for data.sequence_length={self.length}"
-            )
 
 
 def _version(file: Path) -> list[object]:

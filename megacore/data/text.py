@@ -204,7 +204,9 @@ def blocks(piece: FileRange) -> Iterator[FileRange]:
         return
     lines, held, done = list[tuple[int, bytes]](), 0, 0
     with _open(piece.path) as (raw, file), _damage_in_words(piece.path):
-        for at, line in _elements(piece.path, file) if _is_array(piece.path, file) else _lines(piece, file):
+        # A file that is named as JSON may have an array, rather than an object on each line.
+        begins = file.peek().removeprefix(b"\xef\xbb\xbf").lstrip() if ".json" in piece.path.suffixes else b""
+        for at, line in _elements(piece.path, file) if begins.startswith(b"[") else _lines(piece, file):
             lines.append((at, line))
             held += len(line)
             if held >= LINES:
@@ -275,12 +277,11 @@ def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault
 
 
 def _all_lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
-    if piece.path.suffix not in STREAMED:
-        with _open(piece.path) as (_, file):
-            yield from _lines(piece, file)
+    if piece.path.suffix in STREAMED:
+        yield from (each for block in blocks(piece) for each in block.lines)
         return
-    for block in blocks(piece):
-        yield from block.lines
+    with _open(piece.path) as (_, file):
+        yield from _lines(piece, file)
 
 
 def _table_rows(piece: FileRange, column: str | None) -> Iterator[Record]:
@@ -431,11 +432,6 @@ def _lines(piece: FileRange, file: io.BufferedReader) -> Iterator[tuple[int, byt
         inside = not line.endswith(b"\n")
         if at > most:
             raise InputError(_too_much(piece.path))
-
-
-def _is_array(path: Path, file: io.BufferedReader) -> bool:
-    """Return whether a file that is named as JSON has an array, rather than an object on each line."""
-    return ".json" in path.suffixes and file.peek().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def _elements(path: Path, file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:

@@ -20,7 +20,7 @@ from whole import write_tensor
 
 from megacore.parallel import limits
 from megacore.store.io.strict_json import StoreError
-from megacore.store.tensor_files.tensors import DTYPES, TensorFile, TensorWriter, file_size, os_errors
+from megacore.store.tensor_files.tensors import DTYPES, TensorFile, TensorWriter, lay_out, os_errors
 
 TORCH = {
     "BOOL": torch.bool,
@@ -241,7 +241,7 @@ def test_wider_dtypes_first_and_all_aligned(tmp_path):
 def test_file_size(tmp_path, names, metadata):
     declared = [(name, MIXED[name][0], MIXED[name][1].shape) for name in names]
     with TensorWriter.create(tmp_path / "f", declared, metadata) as writer:
-        assert writer.size == file_size(declared, metadata) == (tmp_path / "f").stat().st_size
+        assert writer.size == lay_out(declared, metadata or {})[2] == (tmp_path / "f").stat().st_size
         assert writer.entries == TensorFile.open(tmp_path / "f").entries
 
 
@@ -315,7 +315,7 @@ def refuse(code: int):
 def test_a_full_disk(tmp_path, monkeypatch, code):
     declared = [("a", "F32", (1000,))]
     monkeypatch.setattr(os, "posix_fallocate", refuse(code))
-    with pytest.raises(StoreError, match=rf"needs {file_size(declared)} bytes and \d+ are free in {tmp_path}"):
+    with pytest.raises(StoreError, match=rf"needs {lay_out(declared, {})[2]} bytes and \d+ are free in {tmp_path}"):
         TensorWriter.create(tmp_path / "f", declared)
     assert not (tmp_path / "f").exists()
 

@@ -78,7 +78,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
     weights = {name: held[name] for name in expected if name in held}
     missing = [name for name in expected if name not in held]
     unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)] + outside
-    problems += _absent(config, missing, unexpected) + _shapes(expected, weights) + _dtypes(weights)
+    problems += _absent(config, missing, unexpected) + alike(_unfit(expected, weights))
     return Account(weights, ignored, tuple(others), tuple(carried), naming, problems)
 
 
@@ -223,21 +223,13 @@ def _nearest(names: list[str], missing: list[str]) -> list[str]:
     return [f"{name} (is it {near[0]}?)" if near else name for name, near in found]
 
 
-def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]) -> list[str]:
-    return alike(
-        (f"shape {list(held.entry.shape)} instead of {list(expected[name].shape)}", held.name)
-        for name, held in weights.items()
-        if held.entry.shape != expected[name].shape
-    )
-
-
-def _dtypes(weights: Mapping[str, TensorInFile]) -> list[str]:
+def _unfit(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]) -> Iterator[tuple[str, str]]:
     floats = f"{', '.join(FLOATS)} (a quantised model? Take the one it was made from)"
-    return alike(
-        (f"dtype {held.entry.dtype} is not one of {floats}", held.name)
-        for held in weights.values()
-        if held.entry.dtype not in FLOATS
-    )
+    for name, held in weights.items():
+        if held.entry.shape != expected[name].shape:
+            yield f"shape {list(held.entry.shape)} instead of {list(expected[name].shape)}", held.name
+        if held.entry.dtype not in FLOATS:
+            yield f"dtype {held.entry.dtype} is not one of {floats}", held.name
 
 
 def alike(found: Iterable[tuple[str, str]]) -> list[str]:

@@ -256,17 +256,10 @@ def make_and_hold(folder: Path) -> FileIO:
 
 def _is_ours(folder: Path) -> bool:
     """Return whether this is a real folder, not a link, that is this user's, that nobody else may write to, and that is
-    empty or has
-    the lock: nothing else is ever emptied or published.
-
-    FileNotFoundError if it is not there.
-    """
+    empty or has the lock: nothing else is ever emptied or published. Raises FileNotFoundError: it is not there."""
     status = folder.lstat()
-    if (
-        not stat.S_ISDIR(status.st_mode)
-        or status.st_uid != os.geteuid()
-        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    ):
+    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not mine or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
     names = os.listdir(folder)
     return not names or LOCK in names

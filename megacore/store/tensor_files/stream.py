@@ -22,7 +22,7 @@ from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Copy, Stored, TargetChunk, blocks, strided
 from megacore.store.io.direct import WriteWindow
 from megacore.store.tensor_files.dtypes import as_dtype
-from megacore.store.tensor_files.tensors import DTYPES, TensorWriter, file_size, os_errors
+from megacore.store.tensor_files.tensors import DTYPES, TensorWriter, lay_out, os_errors
 
 
 class Read(Protocol):
@@ -70,7 +70,7 @@ class File:
     @property
     def size(self) -> int:
         """Bytes it will have."""
-        return file_size(self.headers, METADATA)
+        return lay_out(self.headers, METADATA)[2]
 
 
 def write(
@@ -170,7 +170,11 @@ def fill(block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, made: n
     for copy in block.copies:
         held, bits = read(copy.source, copy.source_view)
         strided(made, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, tensor.dtype)
-    return _fingerprints(block, made, schema)
+    fingerprints: dict[str, int] = {}
+    for copy in block.copies:
+        axes = schema[copy.target.param].sentence.piece_axes(copy.label)
+        add_to(fingerprints, {copy.label: of_copy(copy, copy.target_view, made, axes)})
+    return fingerprints
 
 
 def assemble(
@@ -190,14 +194,6 @@ def assemble(
                 view, seen = (copy.target_view, part) if held == dtype else (copy.source_view, bits)
                 add_to(found, {copy.label: of_copy(copy, view, seen, copy.source.pieces[copy.label].axes)})
     return made
-
-
-def _fingerprints(block: TargetChunk, bits: np.ndarray, schema: Schema) -> dict[str, int]:
-    fingerprints: dict[str, int] = {}
-    for copy in block.copies:
-        axes = schema[copy.target.param].sentence.piece_axes(copy.label)
-        add_to(fingerprints, {copy.label: of_copy(copy, copy.target_view, bits, axes)})
-    return fingerprints
 
 
 def add_to(found: dict[str, int], more: Mapping[str, int]) -> None:

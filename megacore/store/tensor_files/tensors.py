@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -67,11 +66,6 @@ OTHERS: Mapping[bytes, str] = {
 
 
 # -- errors
-
-
-def _listed(path: Path, problems: list[str]) -> NoReturn:
-    rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-    raise StoreError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
 
 
 @contextmanager
@@ -141,7 +135,9 @@ class TensorFile:
             file.seek(0)
             start = LENGTH.size + _header_length(path, file.read(64), size)
             file.seek(LENGTH.size)
-            header = _parse(path, file.read(start - LENGTH.size))
+            header = parse_json(file.read(start - LENGTH.size), f"{path}: the header")
+        if not isinstance(header, dict):
+            raise StoreError(f"{path}: the header is {short(header)}, not tensors by name")
         metadata = header.pop(METADATA, {})
         problems = [] if _is_strings(metadata) else [f"{METADATA} is {short(metadata)}, not strings by name"]
         entries = {}
@@ -151,7 +147,8 @@ class TensorFile:
             except StoreError as error:
                 problems.append(f"tensor {short(name)} {error}")
         if problems or (problems := list(_gaps(entries, start, size))):
-            _listed(path, problems)
+            rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            raise StoreError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
         return cls(path, entries, metadata, size, root)
 
     def array(self, name: str, view: Piece | None = None) -> Bits:
@@ -210,13 +207,6 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
             f"{path}: claims a header of {length} bytes, and only {size - LENGTH.size} follow: it is truncated"
         )
     return int(length)
-
-
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    header = parse_json(raw, f"{path}: the header")
-    if not isinstance(header, dict):
-        raise StoreError(f"{path}: the header is {short(header)}, not tensors by name")
-    return header
 
 
 def _is_strings(metadata: object) -> bool:
@@ -340,18 +330,11 @@ class TensorWriter:
     def __enter__(self) -> TensorWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
             self.abandon()
-
-
-def file_size(tensors: Iterable[Declared], metadata: Mapping[str, str] | None = None) -> int:
-    """Return the bytes of the file that :meth:`TensorWriter.create` makes of the same arguments."""
-    return lay_out(tensors, metadata or {})[2]
 
 
 def lay_out(tensors: Iterable[Declared], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry], int]:

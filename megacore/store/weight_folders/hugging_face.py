@@ -65,13 +65,13 @@ class HuggingFace(SafetensorsFolder):
         problems: list[str] = []
         raw, kind, config, wrapper, fp8 = read_config(path, ignored_fields, problems)
         files = _files(path, problems)
-        found, held, told = Account({}), files.files if files else (), tuple[str, ...]()
+        found, held, told = Account({}), files[0] if files else (), tuple[str, ...]()
         if files and fp8:
             held, damaged = decoded(held, fp8)
             problems += damaged
         if files:
             if kind:
-                problems += _unnamed(files, kind)
+                problems += _unnamed(*files, kind)
             if kind and config:
                 tensors = {name: file for file in held for name in file.entries}
                 shapes = {name: file.entries[name].shape for name, file in tensors.items()}
@@ -138,7 +138,9 @@ def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
     read_config(folder, ignored_fields, problems)
     if problems:
         raise unusable(pinned, problems)
-    weights = [WEIGHTS] if (folder / WEIGHTS).exists() else _named_weights(folder)
+    weights = [WEIGHTS] if (folder / WEIGHTS).exists() else []
+    if not weights and (folder / INDEX).exists():
+        weights = sorted({*_weight_map(_object(folder, INDEX)).values()})
     if weights and all((folder / file).exists() for file in weights):
         return folder
     sizes = hub.files_of(pinned)
@@ -152,10 +154,6 @@ def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
     return hub.fetch(pinned, [glob.escape(file) for file in weights], shown=True)
 
 
-def _named_weights(folder: Path) -> list[str]:
-    return sorted({*_weight_map(_object(folder, INDEX)).values()}) if (folder / INDEX).exists() else []
-
-
 def _not_there(files: Sequence[str]) -> str:
     return f"{INDEX} names files that are not there: {', '.join(map(printable, files))}"
 
@@ -163,14 +161,6 @@ def _not_there(files: Sequence[str]) -> str:
 def unusable(source: Path | HubName, problems: Sequence[str]) -> StoreError:
     """Return the error of a folder that has problems."""
     return StoreError("\n- ".join([f"{source} cannot be used:", *problems]))
-
-
-@dataclass(frozen=True)
-class _WeightFiles:
-    """The weight files, and which of them the index names for each tensor (None: there is no index)."""
-
-    files: tuple[TensorFile, ...]
-    named: Mapping[str, TensorFile] | None
 
 
 def read_config(
@@ -230,14 +220,13 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
-    """Open the weight files; None if some cannot be opened.
-
-    Where there are both a single file and an index, the single file counts, as for transformers.
-    """
+def _files(folder: Path, problems: list[str]) -> tuple[tuple[TensorFile, ...], Mapping[str, TensorFile] | None] | None:
+    """Open the weight files -> they, and which of them the index names for each tensor (None: there is no index). None
+    if some cannot be opened. Where there are both a single file and an index, the single file counts, as for
+    transformers."""
     if os.path.lexists(folder / WEIGHTS):
         opened = _open(folder, [WEIGHTS], problems)
-        return _WeightFiles(opened, None) if opened else None
+        return (opened, None) if opened else None
     if not os.path.lexists(folder / INDEX):
         problems.append(_no_weights(str(folder), [file.name for file in folder.iterdir()]))
         return None
@@ -254,7 +243,7 @@ def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
     if len(opened) < len(names):
         return None
     by_name = dict(zip(names, opened, strict=True))
-    return _WeightFiles(opened, {tensor: by_name[name] for tensor, name in named.items()})
+    return opened, {tensor: by_name[name] for tensor, name in named.items()}
 
 
 def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFile, ...]:
@@ -286,18 +275,18 @@ def _is_inside(name: object) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _unnamed(files: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
+def _unnamed(files: Sequence[TensorFile], named: Mapping[str, TensorFile] | None, kind: type[ModelConfig]) -> list[str]:
     """Return the problems of an index that disagrees with its files."""
-    if files.named is None:
+    if named is None:
         return []
     problems = []
     holders: dict[str, list[str]] = {}
-    for file in files.files:
+    for file in files:
         for name in file.entries:
             holders.setdefault(name, []).append(file.path.name)
     ignorable = ignorable_by(kind)
     absent: dict[str, list[str]] = {}
-    for name, file in files.named.items():
+    for name, file in named.items():
         if name not in file.entries:
             absent.setdefault(file.path.name, []).append(name)
     for path, names in absent.items():
@@ -308,7 +297,7 @@ def _unnamed(files: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
     if twice:
         paths = sorted({path for name in twice for path in holders[name]})
         problems.append(f"tensors lie in several files ({', '.join(paths)}): {', '.join(summary(twice))}")
-    unnamed = [name for name in holders if name not in files.named and not ignorable(name)]
+    unnamed = [name for name in holders if name not in named and not ignorable(name)]
     if unnamed:
         paths = sorted({path for name in unnamed for path in holders[name]})
         problems.append(f"{INDEX} does not name tensors of {', '.join(paths)}: {', '.join(summary(unnamed))}")
