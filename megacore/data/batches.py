@@ -100,11 +100,8 @@ class Batch:
 
 
 def collate(samples: list[Sample], separate_documents: bool = False, scores: bool = False) -> Batch:
-    """Collate samples of [length + 1] tokens into a batch of [samples, length].
-
-    With separate documents positions restart at each, and a document's last token has no label; but with ``scores`` it
-    alone has one, 0.
-    """
+    """Collate samples of [length + 1] tokens into a batch of [samples, length]. With separate documents positions
+    restart at each, and a document's last token has no label; but with ``scores`` it alone has one, 0."""
     tokens = np.stack([sample.tokens for sample in samples])
     counted = np.stack([sample.counted for sample in samples])
     inputs, labels = tokens[:, :-1].copy(), np.where(counted[:, 1:], tokens[:, 1:], IGNORE)
@@ -245,10 +242,7 @@ class Batches:
 
 class Prefetch(Generic[Item]):
     """The items of an iterator, prepared by a thread that keeps at most `depth` ready and makes one more; what it
-    raises, `next` raises.
-
-    Close it, or leave its `with` block, to end the thread.
-    """
+    raises, `next` raises. Close it, or leave its `with` block, to end the thread."""
 
     def __init__(self, items: Iterator[Item], depth: int = DEPTH) -> None:
         self._items, self._thread = items, ThreadPoolExecutor(1, "prefetch")

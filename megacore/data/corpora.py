@@ -36,10 +36,8 @@ Split = Callable[[float, str], tuple[Source, Source | None]]
 
 @dataclass(frozen=True)
 class Corpora:
-    """The samples to train on, and those held out (None without any); each endless, in a fixed order.
-
-    separate: whether documents are kept apart. remarks: lines for the user about the data. corpora: those to train on.
-    """
+    """The samples to train on, and those held out (None without any); each endless, in a fixed order. separate: whether
+    documents are kept apart. remarks: lines for the user about the data. corpora: those to train on."""
 
     train: Source
     validation: Source | None

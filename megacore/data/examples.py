@@ -44,12 +44,9 @@ LOOKED_AT, LOOKED_AT_BYTES = 1000, 2**26  # of the beginning of files, before a 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about prepared examples.
-
-    tokens: the number of all, `counted` of which the loss counts. split: chats that are several examples. cut,
-    dropped: examples that were too long. skipped: lines that hold none, the first of them in words. vocabulary: 1 + the
-    largest id. formats: {a format: the number of rows of it}.
-    """
+    """The facts about prepared examples. tokens: the number of all, `counted` of which the loss counts. split: chats
+    that are several examples. cut, dropped: examples that were too long. skipped: lines that hold none, the first of
+    them in words. vocabulary: 1 + the largest id. formats: {a format: the number of rows of it}."""
 
     examples: int = 0
     tokens: int = 0
@@ -74,12 +71,9 @@ _SUMS = ("examples", "tokens", "counted", "split", "cut", "dropped", "skipped")
 
 
 class Examples:
-    """Prepared examples in a folder, or pairs of documents.
-
-    `lengths`: tokens of each, [count]. `chats`: which of the rows that hold examples each is of, [count], from 0 on.
-    `reference`: of pairs, the log-probabilities of their answers by the reference, fp64 [count, 2]: NaN until they are
-    known.
-    """
+    """Prepared examples in a folder, or pairs of documents. `lengths`: tokens of each, [count]. `chats`: which of the
+    rows that hold examples each is of, [count], from 0 on. `reference`: of pairs, the log-probabilities of their
+    answers by the reference, fp64 [count, 2]: NaN until they are known."""
 
     def __init__(self, folder: Path, pairs: bool = False) -> None:
         self.folder, self.documents = folder, 2 if pairs else 1
@@ -184,10 +178,8 @@ def _bad_lines(name: str, facts: Facts, where: str = "") -> str:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Files of examples, the rules by which they are prepared, and the folder that holds what is made of them.
-
-    Examples have up to `length` + 1 tokens: the last one is predicted alone.
-    """
+    """Files of examples, the rules by which they are prepared, and the folder that holds what is made of them. Examples
+    have up to `length` + 1 tokens: the last one is predicted alone."""
 
     source: ExampleFiles
     folder: Path

@@ -119,10 +119,8 @@ class Example:
 
 
 def renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row, and the turns in it, under the keys that are read here: `names` is {one of these: the row's}.
-
-    What has none of the row's keys is as it was. Raises BadExample: it has some of them alone.
-    """
+    """Return a row, and the turns in it, under the keys that are read here: `names` is {one of these: the row's}. What
+    has none of the row's keys is as it was. Raises BadExample: it has some of them alone."""
     if not names:
         return row
     outer = {ours: theirs for ours, theirs in names.items() if ours not in IN_TURNS}
@@ -193,11 +191,8 @@ def check_preference(row: Mapping[str, Any]) -> None:
 
 
 def preference(row: Mapping[str, Any]) -> list[Example]:
-    """Return the prompt of a pair, the prompt with what was chosen, and the prompt with what was rejected.
-
-    Where the row has no prompt, it is what both begin with: messages, or characters. Raises BadExample: the row is no
-    pair.
-    """
+    """Return the prompt of a pair, the prompt with what was chosen, and the prompt with what was rejected. Where the
+    row has no prompt, it is what both begin with: messages, or characters. Raises BadExample: the row is no pair."""
     check_preference(row)
     present = _read(row, PREFERENCES)
     prompt, *answers = (present.get(key) for key in ("prompt", *PREFERENCES.needs))

@@ -73,11 +73,9 @@ class Extent:
 
 
 class GrowingPair:
-    """`PREFIX.bin` while it grows; `PREFIX.lengths` and `PREFIX.bounds` beside it are what its index is made of.
-
-    Memory does not grow with it. It goes on from an extent that it had: what was written after that is cut off.
-    StoreError if less is there, OSError if one of the names is taken by what is not ours to write to.
-    """
+    """`PREFIX.bin` while it grows; `PREFIX.lengths` and `PREFIX.bounds` beside it are what its index is made of. Memory
+    does not grow with it. It goes on from an extent that it had: what was written after that is cut off. StoreError if
+    less is there, OSError if one of the names is taken by what is not ours to write to."""
 
     def __init__(self, prefix: str | Path, vocabulary: int, extent: Extent | None = None) -> None:
         self.vocabulary = vocabulary

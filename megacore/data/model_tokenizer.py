@@ -36,10 +36,8 @@ class ModelFiles:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Make a temporary folder that transformers loads the tokenizer from, and nothing else.
-
-        InputError if there is none among the files.
-        """
+        """Make a temporary folder that transformers loads the tokenizer from, and nothing else. InputError if there is
+        none among the files."""
         if not any(name.startswith(("tokenizer", "vocab", "tekken")) for name in self.files):
             raise InputError(
                 "examples and streams need the model's tokenizer, and none is there: start from a folder that has it "
@@ -105,11 +103,9 @@ class ModelTokenizer:
         return texts[0], spans[0] if spans else []
 
     def encode(self, passages: Sequence[Passage]) -> list[Tokens]:
-        """Return the tokens of each passage. A bare text begins and ends as the tokenizer would have it.
-
-        A text is encoded as a whole. A token counts where it holds a character that does; the first, which nothing
-        predicts, never.
-        """
+        """Return the tokens of each passage. A bare text begins and ends as the tokenizer would have it. A text is
+        encoded as a whole. A token counts where it holds a character that does; the first, which nothing predicts,
+        never."""
         found: list[Tokens | None] = [None] * len(passages)
         for templated in (True, False):
             chosen = [index for index, each in enumerate(passages) if each.templated == templated]
@@ -190,10 +186,8 @@ class GuardedTokenizer:
 
     def examples(self, rows: Sequence[Record], train_on: TrainOn | None) -> list[list[Tokens] | Fault]:
         """Return the tokens of the examples that each row makes, or why there are none; where ``train_on`` is None, of
-        the two documents of a pair.
-
-        InputError if the tokenizer or its template take too much for them; NoTemplateError as of ModelTokenizer.
-        """
+        the two documents of a pair. InputError if the tokenizer or its template take too much for them; NoTemplateError
+        as of ModelTokenizer."""
         try:
             found = self._guard.call("rows", [row.values for row in rows], train_on)
         except GuardError as error:
@@ -208,11 +202,8 @@ class GuardedTokenizer:
 
 def counts(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
     """Return whether each token [n] counts: whether one of its characters [start, stop), [n, 2], is in one of the
-    spans.
-
-    Some tokenizers leave blanks out of a token's characters. A token of blanks then has none, and is given those
-    between the token before it and its end. Where there are none either, it counts within a span, not at its ends.
-    """
+    spans. Some tokenizers leave blanks out of a token's characters. A token of blanks then has none, and is given those
+    between the token before it and its end. Where there are none either, it counts within a span, not at its ends."""
     start, stop = offsets.T
     before = np.maximum.accumulate(np.concatenate([np.zeros(1, np.int64), stop]))[:-1]
     start = np.where(start == stop, before, start)

@@ -160,10 +160,8 @@ class Runs:
 
 
 def of_least(known: Iterable[tuple[npt.NDArray[np.int64], Integers]], least: int, name: str) -> npt.NDArray[np.int64]:
-    """Return those of some documents that have `least` tokens: int64 [kept], in their order.
-
-    known: documents [n] and their lengths [n], a part of them at a time. ValueError if there is none.
-    """
+    """Return those of some documents that have `least` tokens: int64 [kept], in their order. known: documents [n] and
+    their lengths [n], a part of them at a time. ValueError if there is none."""
     kept, count, longest = [np.empty(0, np.int64)], 0, 0
     for documents, lengths in known:
         kept.append(documents[lengths >= least])
@@ -208,11 +206,9 @@ def parts(
     least: int = 0,
     shuffle: bool = True,
 ) -> tuple[Samples, Samples | None]:
-    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0.
-
-    Documents of fewer than `least` tokens are left out of both. The side of the others does not depend on it, so that
-    a corpus which is named twice, with two values of it, holds the same ones out.
-    """
+    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0. Documents
+    of fewer than `least` tokens are left out of both. The side of the others does not depend on it, so that a corpus
+    which is named twice, with two values of it, holds the same ones out."""
     train, held_out = split_runs(dataset.documents, fraction, seed)
 
     def part(runs: Runs, name: str) -> Samples:

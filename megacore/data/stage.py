@@ -156,10 +156,8 @@ class Stage:
                     out.rmdir()
 
     def list_files(self, inputs: Sequence[Path], exclude: Sequence[str]) -> int:
-        """List the files of the input, or compare them with those listed before -> bytes of their pieces.
-
-        InputError names the first one that has changed.
-        """
+        """List the files of the input, or compare them with those listed before -> bytes of their pieces. InputError
+        names the first one that has changed."""
         listed = self.folder / LISTED
         files, total = text.find_files(inputs, exclude), 0
         if self.progress is None:
@@ -250,10 +248,8 @@ class Stage:
         self.keep(replace(progress, outputs=outputs))
 
     def publish(self, replaced: Sequence[str]) -> None:
-        """Move the outputs to their places, the index last, and remove what they replace and the folder's rest.
-
-        If it is interrupted, a resume goes on with it: nothing but what is not moved yet is replaced.
-        """
+        """Move the outputs to their places, the index last, and remove what they replace and the folder's rest. If it
+        is interrupted, a resume goes on with it: nothing but what is not moved yet is replaced."""
         assert self.progress is not None
         outputs = [name for name in self.progress.outputs if (self.folder / name).exists()]
         for name in replaced:

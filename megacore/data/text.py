@@ -195,10 +195,7 @@ def cut(path: Path) -> list[FileRange]:
 
 def blocks(piece: FileRange) -> Iterator[FileRange]:
     """Yield a piece in parts that are small: the lines or elements of a streamed file, some at a time, else the piece
-    itself.
-
-    InputError as of :func:`rows`.
-    """
+    itself. InputError as of :func:`rows`."""
     if piece.path.suffix not in STREAMED or piece.lines:
         yield piece
         return
@@ -263,10 +260,8 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
 
 def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault]:
     """Yield the objects that the lines of a piece of a .jsonl file, the elements of a .json file or the rows of a table
-    hold; or why that is nothing. Of a table, all columns are read, or one.
-
-    Empty lines are passed over. InputError if a compressed file or an array is damaged, or a table has no such column.
-    """
+    hold; or why that is nothing. Of a table, all columns are read, or one. Empty lines are passed over. InputError if a
+    compressed file or an array is damaged, or a table has no such column."""
     if piece.path.suffix in (".parquet", ".arrow"):
         yield from _table_rows(piece, column)
         return
@@ -354,9 +349,7 @@ def _messages(ipc: Any, source: Any, stop: int) -> Iterator[tuple[int, Any]]:
 
 def _is_compressed(message: bytes) -> bool:
     """Return whether a batch says that its values are to be unpacked: pyarrow would, into whatever memory they ask for.
-
-    The message is a flatbuffer that pyarrow has checked. Its field 2 is the batch, whose field 3 is the compression.
-    """
+    The message is a flatbuffer that pyarrow has checked. Its field 2 is the batch, whose field 3 is the compression."""
 
     def field(table: int, number: int) -> int:
         (back,) = struct.unpack_from("<i", message, table)
@@ -412,10 +405,7 @@ def _whole(path: Path) -> str | Fault:
 
 def _lines(piece: FileRange, file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
     """Yield the beginning of each line, and the line; of one that is longer than `limits.LINE`, a byte more than that.
-    Empty lines are left out.
-
-    InputError if a compressed file unpacks to more than text does.
-    """
+    Empty lines are left out. InputError if a compressed file unpacks to more than text does."""
     # Not in one go: a line may be as long as the file, and have no end in many of its pieces.
     most = _unpacked(piece.path) if piece.path.suffix in PACKED else sys.maxsize
     at = max(piece.start - 1, 0)
@@ -436,9 +426,8 @@ def _lines(piece: FileRange, file: io.BufferedReader) -> Iterator[tuple[int, byt
 
 def _elements(path: Path, file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
     """Yield the beginning of each element of a JSON array, and the element: no more is held than the longest of them.
-
-    InputError if it is no array, an element is longer than `limits.LINE`, or the file unpacks to more than text does.
-    """
+    InputError if it is no array, an element is longer than `limits.LINE`, or the file unpacks to more than text
+    does."""
     scan = json.JSONDecoder().raw_decode
     most = _unpacked(path) if path.suffix in PACKED else sys.maxsize
     text, begin, at, mark = "", 0, 0, "["  # text begins at byte `begin`; its characters are bytes

@@ -80,11 +80,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The files of a corpus, and how they become streams.
-
-    key: of the text in rows. seed: that of the order; None: the order of the files. skip: whether a document that
-    cannot be read is left out. least: tokens, below which one is left out.
-    """
+    """The files of a corpus, and how they become streams. key: of the text in rows. seed: that of the order; None: the
+    order of the files. skip: whether a document that cannot be read is left out. least: tokens, below which one is left
+    out."""
 
     name: str
     files: tuple[Path, ...]
@@ -330,7 +328,6 @@ State = tuple[int, ...]
 @dataclass
 class _StreamReader:
     """A stream as this rank reads it: from the beginning of sample `number` on, which is at token `at` of those held.
-
     tokens [held]; starts int64 [documents], where in them documents begin; places int64 [documents, 5]. recent: states
     of the samples that were taken last. last: the sample that was."""
 
@@ -397,10 +394,8 @@ class _StreamReader:
 
 class StreamedTexts:
     """The samples of files of texts, see the module. What is tokenized is read in order: it can go back to where a
-    state was asked for lately, or to its beginning.
-
-    InputError as of :attr:`TextFiles.end`. ``every``: samples of a global batch; ``workers``: the number of processes.
-    """
+    state was asked for lately, or to its beginning. InputError as of :attr:`TextFiles.end`. ``every``: samples of a
+    global batch; ``workers``: the number of processes."""
 
     def __init__(self, texts: TextFiles, length: int, every: int, workers: int) -> None:
         self.length, self.name, self.end, self._texts = length, texts.name, texts.end, texts

@@ -43,11 +43,8 @@ FILES = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """vocabulary: 1 + the largest id. end: the id that ends a document, if there is one.
-
-    `encode` adds no special tokens, and text that spells one is text. It is done by another process, see
-    `megacore.data.guard`.
-    """
+    """vocabulary: 1 + the largest id. end: the id that ends a document, if there is one. `encode` adds no special
+    tokens, and text that spells one is text. It is done by another process, see `megacore.data.guard`."""
 
     vocabulary: int
     end: int | None
@@ -55,10 +52,7 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[Integers]:
         """Return the ids of each text, int32. One longer than LONGEST is encoded in parts that end with lines where
-        they can.
-
-        InputError if the tokenizer fails.
-        """
+        they can. InputError if the tokenizer fails."""
         parts = [parts_of(text) for text in texts]
         # Many parts take time and memory too.
         batches = fitting((part for text in parts for part in text), len, LONGEST)
@@ -247,10 +241,8 @@ def _save(source: Path, folder: Path) -> None:
 
 
 def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) and saves it as a Hugging Face tokenizer.
-
-    The same texts give the same bytes. The vocabulary is smaller than asked for where the texts have too few pairs.
-    """
+    """Train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) and saves it as a Hugging Face tokenizer. The
+    same texts give the same bytes. The vocabulary is smaller than asked for where the texts have too few pairs."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

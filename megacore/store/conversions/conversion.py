@@ -202,11 +202,9 @@ def tensors(
 
 
 def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[File]) -> Mapping[Logical, int]:
-    """Return the source's fingerprints of a state, as far as it knows them and if no number changes on the way.
-
-    Less those of pieces that another release stored with another axis last: fingerprints take the elements along it
-    together.
-    """
+    """Return the source's fingerprints of a state, as far as it knows them and if no number changes on the way. Less
+    those of pieces that another release stored with another axis last: fingerprints take the elements along it
+    together."""
     known = dict(source.fingerprints(state))
     if not known:
         return known

@@ -53,11 +53,9 @@ class Account:
 
 
 def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapper | None = None) -> Account:
-    """Account for all tensors that lie in ``files`` (by tensor) for a model of this configuration.
-
-    The tensors of what the model leaves out, and of other parts of what it is wrapped in, are listed, and any that is
-    of no part is a problem.
-    """
+    """Account for all tensors that lie in ``files`` (by tensor) for a model of this configuration. The tensors of what
+    the model leaves out, and of other parts of what it is wrapped in, are listed, and any that is of no part is a
+    problem."""
     too_few = _absurd(config, len(files))
     if too_few:
         return Account({}, problems=[too_few])

@@ -44,11 +44,9 @@ class Publication:
 
     @classmethod
     def begin(cls, target: str | Path, needed_bytes: int = 0) -> Publication:
-        """Make and hold the partial folder, empty; a leftover of the same name is removed first.
-
-        StoreError if the target is there already and is no empty folder, if someone else is writing it, or if its disk
-        has no room for `needed_bytes`.
-        """
+        """Make and hold the partial folder, empty; a leftover of the same name is removed first. StoreError if the
+        target is there already and is no empty folder, if someone else is writing it, or if its disk has no room for
+        `needed_bytes`."""
         folder = partial(target)
         target = _resolved(target)
         with os_errors(target):
@@ -296,10 +294,8 @@ def empty(folder: Path) -> None:
 
 
 def discard(folder: Path, lock: FileIO) -> None:
-    """Remove a folder whose lock was held, if it still is, and let go of the lock.
-
-    It loses its name first: what another process that still writes there would make anew would be in the way for ever.
-    """
+    """Remove a folder whose lock was held, if it still is, and let go of the lock. It loses its name first: what
+    another process that still writes there would make anew would be in the way for ever."""
     with lock:
         if is_at(lock, folder / LOCK):
             if not folder.match(_DOOMED.format("*", "*")):

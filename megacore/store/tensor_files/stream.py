@@ -26,10 +26,8 @@ from megacore.store.tensor_files.tensors import DTYPES, TensorWriter, lay_out, o
 
 
 class Read(Protocol):
-    """A function of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape).
-
-    Where only a view of it is asked for, the rest may be anything.
-    """
+    """A function of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape). Where only
+    a view of it is asked for, the rest may be anything."""
 
     def __call__(self, stored: Stored, view: Piece | None = None, /) -> tuple[str, np.ndarray]: ...
 

@@ -125,10 +125,8 @@ class TensorFile:
 
     @classmethod
     def open(cls, path: str | Path, root: Path | None = None) -> Self:
-        """Read and check the header, and nothing else; StoreError names all that is wrong with it.
-
-        Its links may not leave `root`, see :func:`~megacore.store.io.files.open_file`.
-        """
+        """Read and check the header, and nothing else; StoreError names all that is wrong with it. Its links may not
+        leave `root`, see :func:`~megacore.store.io.files.open_file`."""
         path = place(path)
         with os_errors(path), open_file(path, root) as file:
             size = file.seek(0, os.SEEK_END)
@@ -276,9 +274,7 @@ class TensorWriter:
         cls, path: str | Path, tensors: Iterable[Declared], metadata: Mapping[str, str] | None = None
     ) -> TensorWriter:
         """Allocate the whole file, zeros, and write its header; wider dtypes come first, so that all are aligned.
-
-        StoreError if the file exists, the tensors cannot be declared, or the disk has no room for all of it.
-        """
+        StoreError if the file exists, the tensors cannot be declared, or the disk has no room for all of it."""
         path = Path(path)
         with os_errors(path):
             header, entries, size = lay_out(tensors, metadata or {})

@@ -58,11 +58,8 @@ class Differences:
 
 
 def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differences:
-    """Compare two folders without holding either.
-
-    The fingerprints of checkpoints are those of their indexes, so their tensors are not read. Raises StoreError:
-    replicas in a checkpoint differ.
-    """
+    """Compare two folders without holding either. The fingerprints of checkpoints are those of their indexes, so their
+    tensors are not read. Raises StoreError: replicas in a checkpoint differ."""
     one, other = folders
     alone = {each: which for which in (0, 1) for each in folders[which].states if each not in folders[1 - which].states}
     told = alone if one.format == other.format else {}

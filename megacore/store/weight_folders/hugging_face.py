@@ -123,12 +123,9 @@ class HuggingFace(SafetensorsFolder):
 
 
 def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
-    """Bring a model of the hub onto this machine -> its folder in the hub's cache, whose name is the commit.
-
-    These are the files that a folder is read from, and no others: the config first, which may say that the model cannot
-    be used, and the weights in one format. Raises StoreError: it cannot be fetched, or is no model that can be read
-    here.
-    """
+    """Bring a model of the hub onto this machine -> its folder in the hub's cache, whose name is the commit. These are
+    the files that a folder is read from, and no others: the config first, which may say that the model cannot be used,
+    and the weights in one format. Raises StoreError: it cannot be fetched, or is no model that can be read here."""
     folder = hub.fetch(name, [CONFIG, INDEX, ADAPTER, *COMPANIONS])
     pinned = name.at(folder)
     if not (folder / CONFIG).exists():
@@ -166,11 +163,9 @@ def unusable(source: Path | HubName, problems: Sequence[str]) -> StoreError:
 def read_config(
     folder: Path, ignored_fields: Sequence[str], problems: list[str], name: str = CONFIG
 ) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None, BlockFp8 | None]:
-    """Return what can be made out of ``config.json``.
-
-    These are its fields, its family's kind of config, what they mean, what they are wrapped in, and how weights lie.
-    What is wrong with it joins the problems. ``name``: that of the file.
-    """
+    """Return what can be made out of ``config.json``. These are its fields, its family's kind of config, what they
+    mean, what they are wrapped in, and how weights lie. What is wrong with it joins the problems. ``name``: that of the
+    file."""
     raw: dict[str, Any] = {}
     kind, wrapper, fp8 = None, None, None
     try:

@@ -53,8 +53,7 @@ def parse_size(text: str) -> int:
 def named(schema: Schema, raw: Mapping[str, Any], naming: Naming | None = None) -> list[Stored]:
     """Return the tensors by the names that the class gives them which ``config.json`` names: those of a base model that
     was saved by itself lack their prefix. One whose head is another tensor is not such a model. ``naming``: that of the
-    larger model that they are a part of.
-    """
+    larger model that they are a part of."""
     kind, stored = family(raw["model_type"]).config, list(hugging_face(schema, copies=True))
     if naming is not None:
         return [replace(each, name=naming.outside(each.name)) for each in stored]
@@ -96,8 +95,7 @@ def texts(
 
 def config_json(raw: Mapping[str, Any]) -> bytes:
     """Return a ``config.json`` with all fields of ``raw`` but the names of code, and a class to load where none is
-    named.
-    """
+    named."""
     kind = family(raw["model_type"]).config
     raw = {key: value for key, value in raw.items() if key not in CODE}
     return _json({**kind.as_written(raw), "architectures": raw.get("architectures") or [kind.architecture]})
