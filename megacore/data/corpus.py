@@ -107,12 +107,9 @@ class Tally:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults = [*self.faults, *other.faults][:LISTED]
 
-    def json(self) -> dict[str, Any]:
-        return {**vars(self), "counts": self.counts.tolist()}
-
     @classmethod
     def of(cls, json: Any) -> Tally:
-        """Return the tally that :meth:`json` has written; StoreError if it has not."""
+        """Return the tally that stands in a file; StoreError if it is none."""
         if not fits(cls, json):
             raise StoreError("its tally has other fields, or values of other types")
         return cls(**json | {"counts": np.array(json["counts"], np.int64)})

@@ -31,14 +31,14 @@ Result = TypeVar("Result")
 Encoded = TypeVar("Encoded", bound="EncodedPieces")
 
 
-@dataclass(frozen=True)
+@dataclass
 class EncodedPieces:
     """The result of pieces of so many bytes."""
 
     size: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class EncodedDocuments(EncodedPieces):
     """tokens [of all documents], lengths int64 [documents]; empty: documents without text; pieces: their number."""
 

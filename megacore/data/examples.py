@@ -268,33 +268,22 @@ def _lock(path: Path) -> Iterator[None]:
 # -- a worker's part
 
 
-@dataclass(frozen=True)
-class EncodedExamples(EncodedPieces):
-    """tokens [of all examples]; runs: lengths of their sequences, by turns uncounted and counted, [of all examples];
-    sequences: the number that each example has."""
-
-    tokens: Integers
-    runs: npt.NDArray[np.int64]
-    sequences: npt.NDArray[np.int64]
-    facts: Facts
-
-    def examples(self) -> Iterator[list[Integers]]:
-        """Yield the sequences of each."""
-        parts = np.split(self.tokens, np.cumsum(self.runs))
-        for stop, count in zip(np.cumsum(self.sequences).tolist(), self.sequences.tolist(), strict=True):
-            yield parts[stop - count : stop]
-
-
 @dataclass
-class _ExampleBuilder:
-    """The examples that a worker has made so far of some pieces; ``room``: the most tokens of one, or of a pair;
-    ``drops``: whether longer ones are dropped."""
+class EncodedExamples(EncodedPieces):
+    """The examples that a worker has made so far of some pieces: the tokens of each, and the lengths of its sequences,
+    by turns uncounted and counted. ``room``: the most tokens of one, or of a pair; ``drops``: whether longer ones are
+    dropped."""
 
     room: int
     drops: bool
     tokens: list[Integers] = field(default_factory=list)
     runs: list[npt.NDArray[np.int64]] = field(default_factory=list)
     facts: Facts = Facts()
+
+    def examples(self) -> Iterator[list[Integers]]:
+        """Yield the sequences of each."""
+        for tokens, runs in zip(self.tokens, self.runs, strict=True):
+            yield np.split(tokens, np.cumsum(runs)[:-1])
 
     def skip(self, fault: Fault) -> None:
         self.facts = _with_fault(self.facts, fault)
@@ -343,7 +332,8 @@ def encode_examples(
     folder: Path, chat: ChatConfig, length: int, source: ExampleFiles, pieces: list[FileRange]
 ) -> EncodedExamples:
     """Encode pieces of a source in this process by the tokenizer in a folder."""
-    tokenizer, made, pairs = _load(folder), _ExampleBuilder(length + 1, chat.too_long == "drop"), source.pairs
+    tokenizer, pairs = _load(folder), source.pairs
+    made = EncodedExamples(sum(piece.size for piece in pieces), length + 1, chat.too_long == "drop")
     rows = (row for piece in pieces for row in recognized(text.rows(piece), source.keys, pairs))
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
         records = [each for each in group if isinstance(each, Record)]
@@ -360,10 +350,4 @@ def encode_examples(
                 made.add(kept, str(format_of(row.values)))
             else:
                 made.skip(row.fault("the loss would count none of its tokens"))
-    return EncodedExamples(
-        sum(piece.size for piece in pieces),
-        np.concatenate([np.empty(0, np.int64), *made.tokens]),
-        np.concatenate([np.empty(0, np.int64), *made.runs]),
-        np.array([runs.size for runs in made.runs], np.int64),
-        made.facts,
-    )
+    return made

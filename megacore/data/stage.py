@@ -92,7 +92,7 @@ class StageProgress:
     outputs: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
-        replace_file(path, (json.dumps({**asdict(self), "tally": self.tally.json()}) + "\n").encode())
+        replace_file(path, (json.dumps(asdict(self), default=np.ndarray.tolist) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> StageProgress:

@@ -213,6 +213,8 @@ class SafetensorsFolder(WeightFolder):
         return self.index.files[file].fingerprints[name]
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        if not any(of for record in self.index.files.values() for of in record.fingerprints.values()):
+            return {}  # the format keeps none
         try:
             return add_up(self.layout.schema, ((stored, self.written(state, stored)) for stored in self.stored(state)))
         except ValueError as error:
@@ -259,10 +261,6 @@ class CarriedFolder(SafetensorsFolder):
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         return self.holders[stored.name], stored.name
-
-    def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        known = all(of for record in self.index.files.values() for of in record.fingerprints.values())
-        return super().fingerprints(state) if known else {}
 
 
 @dataclass(frozen=True)

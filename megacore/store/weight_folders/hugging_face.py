@@ -20,7 +20,6 @@ from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import FAMILIES, family
 from megacore.models.wrappers import Wrapper, unwrapped
 from megacore.parallel.enum_errors import nearest
-from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, hugging_face
 from megacore.say import err
@@ -114,9 +113,6 @@ class HuggingFace(SafetensorsFolder):
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         return self.weights[stored.name]
-
-    def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        return {}  # the format keeps none
 
     def companions(self) -> Mapping[str, Companion]:
         return companions(self.path, self.path)
