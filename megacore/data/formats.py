@@ -33,16 +33,10 @@ _RATED = "which are ratings, and there is no training on them here"
 
 @dataclass(frozen=True)
 class Format:
-    """A format of rows.
-
-    Args:
-        needs: The keys that it is recognised by.
-        turns: (role, keys) of each turn: what the keys say, with a blank line between them; one that says nothing is
-            left out. Without any, the first key holds a list of messages.
-        also: Keys that may be there too.
-        not_read: {a key that says more of the text than would be read: the way out}.
-        refused: Why it is not trained on; empty if it is.
-    """
+    """A format of rows. ``needs``: the keys that it is recognised by; ``turns``: (role, keys) of each turn: what the
+    keys say, with a blank line between them; one that says nothing is left out. Without any, the first key holds a list
+    of messages. ``also``: keys that may be there too; ``not_read``: (a key that says more of the text than would be
+    read, the way out) of each; ``refused``: why it is not trained on; empty if it is."""
 
     name: str
     needs: tuple[str, ...]

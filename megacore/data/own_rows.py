@@ -30,7 +30,6 @@ class OwnRows(Protocol):
 
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
         """Return the samples of this part, and those of a fraction that is held out, None where that is 0."""
-        ...
 
 
 def opened(config: Config, corpus: CorpusConfig) -> OwnRows:

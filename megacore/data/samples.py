@@ -82,20 +82,16 @@ class OrderedSource(Source, Protocol):
     @property
     def skipped(self) -> int:
         """The number of documents that were left out here because they could not be read."""
-        ...
 
     def state(self, index: int, whole: bool = True) -> dict[str, Any] | None:
         """Return a state from which sample ``index`` can be reached; None where it has none. Where ranks read different
         parts, of what this one reads; ``whole``: of all that is known here."""
-        ...
 
     def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return one state of those of all ranks."""
-        ...
 
     def resume(self, **state: Any) -> None:
         """Know a state. ValueError if it is none of this stream."""
-        ...
 
 
 @runtime_checkable

@@ -80,15 +80,13 @@ class Fault:
     row: int | None = None
 
     def __str__(self) -> str:
-        if self.row is not None:
-            return limits.cut(f"{self.path}, row {self.row}: {self.reason}")
-        if self.line_at is None:
-            return limits.cut(f"{self.path}: {self.reason}")
-        with _open(self.path) as (_, file):
-            line = 1 + sum(
-                file.read(min(2**20, self.line_at - at)).count(b"\n") for at in range(0, self.line_at, 2**20)
-            )
-        return limits.cut(f"{self.path}, line {line}: {self.reason}")
+        where = "" if self.row is None else f", row {self.row}"
+        if self.line_at is not None:
+            with _open(self.path) as (_, file):
+                sizes = (min(2**20, self.line_at - at) for at in range(0, self.line_at, 2**20))
+                before = sum(file.read(size).count(b"\n") for size in sizes)
+            where = f", line {1 + before}"
+        return limits.cut(f"{self.path}{where}: {self.reason}")
 
 
 @dataclass(frozen=True)

@@ -100,16 +100,9 @@ class MadeFile:
 
 @dataclass(frozen=True)
 class MadeFolder:
-    """A folder that was made, or with ``dry_run`` is yet to be.
-
-    Args:
-        path: Where it is.
-        written: Whether it was made.
-        kind: What it is, in words.
-        parameters: Parameters of what it holds.
-        bytes: Bytes of all files but the small ones of JSON.
-        files: Its files of tensors.
-    """
+    """A folder that was made, or with ``dry_run`` is yet to be; ``written`` says which. ``kind``: what it is, in words;
+    ``parameters``: those of what it holds; ``bytes``: those of all files but the small ones of JSON; ``files``: its
+    files of tensors."""
 
     path: Path
     written: bool

@@ -31,14 +31,10 @@ from megacore.store.weight_folders.index import FileRecord, Index
 class WeightFolder(ABC):
     """The weights of a model, or adapters of one, and what goes with them. Tensors are read when they are asked for.
 
-    Args:
-        trainer: The state of a training run, None where it is of none.
-        base: The folder of the model that adapters are read with.
-        ignored: Tensors that hold no weights, by the names they have.
-        others: Tensors that the model leaves out, likewise.
-        fp8: How the weights lie that are read in a wider dtype; None: all are read as they lie.
-        told: What else is to be said of how it is read.
-        hub: The name of the hub, with its commit, that the folder was fetched by.
+    ``trainer``: the state of a training run, None where it is of none; ``base``: the folder of the model that adapters
+    are read with; ``ignored``: tensors that hold no weights, by the names they have; ``others``: those that the model
+    leaves out; ``fp8``: how the weights lie that are read in a wider dtype, None: all are read as they lie; ``told``:
+    what else is to be said of how it is read; ``hub``: the name of the hub, with its commit, that it was fetched by.
     """
 
     path: Path

@@ -114,15 +114,12 @@ class Carried:
 class Index:
     """The index of a folder: a checkpoint's ``index.json``, or what a Hugging Face folder's files come to.
 
-    Args:
-        raw: All fields of the Hugging Face ``config.json`` that the model came from or would have.
-        states: Those of :data:`STATES` that are there.
-        step: The training step, None for converted weights.
-        files: The files by path within the folder; Hugging Face's have no fingerprints.
-        adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
-        frozen: Tensors that were not trained: they have weights alone, as buffers do, which are not listed.
-        muon: Whether the matrices of blocks have been updated as wholes: of them there is the first moment alone.
-        carried: What the weights are a part of, where they are one.
+    ``raw``: all fields of the Hugging Face ``config.json`` that the model came from or would have; ``states``: those of
+    :data:`STATES` that are there; ``step``: the training step, None for converted weights; ``files``: those by path
+    within the folder, Hugging Face's have no fingerprints; ``adapters``: of what, if it holds adapters and not the
+    model that ``raw`` describes; ``frozen``: tensors that were not trained: they have weights alone, as buffers do,
+    which are not listed; ``muon``: whether the matrices of blocks have been updated as wholes: of them there is the
+    first moment alone; ``carried``: what the weights are a part of, where they are one.
     """
 
     raw: Mapping[str, Any]
