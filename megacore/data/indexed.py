@@ -322,15 +322,9 @@ class IndexedDataset:
         """Return one sequence, [lengths[sequence]] in the file's dtype: a view of the file."""
         return np.frombuffer(self._bytes, self.dtype, int(self.lengths[sequence]), int(self.pointers[sequence]))
 
-    def document(self, document: int, start: int = 0, stop: int | None = None) -> Integers:
-        """Return the tokens [start, stop) of one document, counted over its sequences; a view where one holds them."""
-        parts = []
-        for sequence in range(int(self.bounds[document]), int(self.bounds[document + 1])):
-            length = int(self.lengths[sequence])
-            end = length if stop is None else min(stop, length)
-            if start < end:
-                parts.append(self.sequence(sequence)[start:end])
-            start, stop = max(start - length, 0), None if stop is None else max(stop - length, 0)
+    def document(self, document: int) -> Integers:
+        """Return the tokens of one document, over its sequences; a view where one holds them."""
+        parts = [self.sequence(each) for each in range(int(self.bounds[document]), int(self.bounds[document + 1]))]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
     def document_lengths(self, first: int = 0, stop: int | None = None) -> Integers:

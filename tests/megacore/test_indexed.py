@@ -83,8 +83,8 @@ documents = st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(documents, st.data())
-def test_any_documents_come_back(tmp_path, documents, data):
+@given(documents)
+def test_any_documents_come_back(tmp_path, documents):
     write(tmp_path / "a", documents)
     dataset = IndexedDataset(tmp_path / "a")
     flat = [[token for sequence in document for token in sequence] for document in documents]
@@ -92,10 +92,6 @@ def test_any_documents_come_back(tmp_path, documents, data):
     assert dataset.document_lengths().tolist() == [len(document) for document in flat]
     lengths = [dataset.document_lengths(first, first + 2).tolist() for first in range(dataset.documents - 1)]
     assert lengths == [[len(each) for each in flat[first : first + 2]] for first in range(dataset.documents - 1)]
-    for i, document in enumerate(flat):
-        start = data.draw(st.integers(0, len(document)))
-        stop = data.draw(st.integers(start, len(document) + 2))
-        assert dataset.document(i, start, stop).tolist() == document[start:stop]
 
 
 BAD = {

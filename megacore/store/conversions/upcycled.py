@@ -90,16 +90,15 @@ class UpcycledFolder(WeightFolder):
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         """Return those of the weights that stay as they are."""
-        dense = self.dense.layout.schema
-        kept = {whole_name(dense, stored) for stored in self.dense.stored() if not stored.param.startswith(DENSE)}
-        return {piece: value for piece, value in self.dense.fingerprints(state).items() if piece[0] in kept}
+        known = self.dense.fingerprints(state)
+        return {piece: value for piece, value in known.items() if piece[0] not in self.replaced}
 
     def widens(self, dtype: str) -> bool:
         """Return whether a dtype has more bits than all that is scaled."""
         dense = (stored for stored in self.dense.stored() if stored.param == DENSE + DOWN)
         return all(DTYPES[self.dense.dtype("weights", each)].itemsize < DTYPES[dtype].itemsize for each in dense)
 
-    @property
+    @cached_property
     def replaced(self) -> set[str]:
         """The whole names of the dense weights that stand for experts', of which no fingerprint is compared."""
         dense = self.dense.layout.schema

@@ -71,7 +71,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
         outside = [name for name, found in inside.items() if found is None]
         part = {found: part[name] for name, found in inside.items() if found is not None}
     held, problems = _with_prefix(config, part, lambda name: name in expected or ignorable(name))
-    problems += _tie(config, held) + _copies(config, held)
+    problems += _spares(config, held)
     ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))
     weights = {name: held[name] for name in expected if name in held}
     missing = [name for name in expected if name not in held]
@@ -160,31 +160,28 @@ def _with_prefix(
     return held, [f"some names start with {prefix!r} and some lack it: {names}"]
 
 
-def _tie(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
-    """Leave one tensor that is embedding and head under the embedding's name."""
+def _spares(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
+    """Leave out what is stored again: a head that is the embedding, and what layers that predict further tokens have of
+    the model's own. Where the embedding is not there, the head stands for it."""
     embedding, head = config.tied
-    if not config.tie_word_embeddings or head not in held:
-        return []
-    spare = held.pop(head)
-    kept = held.setdefault(embedding, spare)
-    if kept is spare or _equal(kept, spare):
-        return []
-    return [
-        f"{kept} and {spare} differ, though tie_word_embeddings says that they are one: if they are two, let "
-        "config.json say tie_word_embeddings=false; else remove one of them"
-    ]
-
-
-def _copies(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
-    """Leave out what is stored again for layers that predict further tokens, and is the model's own."""
+    tied = (
+        "though tie_word_embeddings says that they are one: if they are two, let config.json say "
+        "tie_word_embeddings=false; else remove one of them"
+    )
+    own = (
+        "and layers that predict further tokens have the model's own: to read it without these layers, let config.json "
+        "say num_nextn_predict_layers=0"
+    )
+    spares = [(head, embedding, tied)] if config.tie_word_embeddings else []
+    spares += [(name, param.hf, own) for param in config.schema.params for name in param.hf_copies]
     problems = []
-    for param in config.schema.params:
-        for spare, kept in ((held.pop(name, None), held.get(param.hf)) for name in param.hf_copies):
-            if spare and kept and not _equal(kept, spare):
-                problems.append(
-                    f"{kept} and {spare} differ, and layers that predict further tokens have the model's own: to read "
-                    "it without these layers, let config.json say num_nextn_predict_layers=0"
-                )
+    for name, kept_as, way_out in spares:
+        spare = held.pop(name, None)
+        kept = held.get(kept_as)
+        if spare and kept and not _equal(kept, spare):
+            problems.append(f"{kept} and {spare} differ, {way_out}")
+        elif spare and name == head:
+            held.setdefault(embedding, spare)
     return problems
 
 

@@ -275,7 +275,10 @@ class _Tree:
     def error(self, reason: str) -> StoreError:
         return StoreError(f"{self.path}: {self.where} {reason}: this is not a checkpoint of ours, or it is damaged")
 
-    def get(self, key: str, *kinds: type) -> Any:
+    def get(self, key: str, *kinds: type, default: object = None) -> Any:
+        """Return the value of a field. Without a default, it must be there."""
+        if key not in self.tree and default is not None:
+            return default
         if key not in self.tree:
             raise self.error(f"has no {key!r}")
         value = self.tree[key]
@@ -284,8 +287,8 @@ class _Tree:
             raise self.error(f"has {key}={short(value)}, which is not of type {wanted}")
         return value
 
-    def child(self, key: str) -> _Tree:
-        return _Tree(self.path, key, self.get(key, dict))
+    def child(self, key: str, default: object = None) -> _Tree:
+        return _Tree(self.path, key, self.get(key, dict, default=default))
 
     def numbers(self) -> dict[str, int]:
         """Return the fields, all of which must be positive whole numbers."""
@@ -332,10 +335,16 @@ def read_index(path: Path) -> Index:
         _check_count(tree, schema, records)
         if "adapters" not in tree.tree:  # earlier releases left out layers that predict further tokens
             raw, _ = family(raw["model_type"]).config.as_held(raw, {param.hf: () for param in schema.params})
-        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split, _placement(tree))
+        placement, optimizer = tree.get("placement", str, default="loop"), tree.get("optimizer", str, default="muon")
+        if placement not in (known_placements := get_args(Placement)):
+            known = " or ".join(known_placements)
+            raise tree.error(f"has placement={short(placement)}, and virtual stages are placed as {known}")
+        if optimizer != "muon":  # where none is named, it was AdamW, or there was none
+            raise tree.error(f"has optimizer={short(optimizer)}, of which only muon is known")
+        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split, cast(Placement, placement))
         index = Index(raw, layout, states, step, records, _adapters(tree), carried=_carried(tree, raw["model_type"]))
         _check_model(tree, index)
-        index = replace(index, frozen=_frozen(tree, index.schema), muon=_muon(tree))
+        index = replace(index, frozen=_frozen(tree, index.schema), muon="optimizer" in tree.tree)
     except StoreError:
         raise
     except (ModelConfigError, ValueError, KeyError) as error:
@@ -431,19 +440,11 @@ def _carried(tree: _Tree, family: str) -> Carried | None:
 
 
 def _frozen(tree: _Tree, schema: Schema) -> frozenset[str]:
-    named = tree.get("frozen", list) if "frozen" in tree.tree else []
+    named = tree.get("frozen", list, default=[])
     known = {name for name, _ in names.tensors(schema)}
     if strange := [name for name in named if not isinstance(name, str) or name not in known]:
         raise tree.error(f"has frozen={short(strange)}, which are no tensors of it")
     return frozenset(named)
-
-
-def _muon(tree: _Tree) -> bool:
-    """Return whether the optimizer was Muon; where none is named, it was AdamW, or there was none."""
-    name = tree.get("optimizer", str) if "optimizer" in tree.tree else "muon"
-    if name != "muon":
-        raise tree.error(f"has optimizer={short(name)}, of which only muon is known")
-    return "optimizer" in tree.tree
 
 
 def _record(tree: _Tree) -> FileRecord:
@@ -453,7 +454,7 @@ def _record(tree: _Tree) -> FileRecord:
         if not all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in values):
             raise found.error(f"of {tensor!r} are {short(of)}, not 16 hexadecimal digits for each piece")
     made = {tensor: {label: int(v, 16) for label, v in of.items()} for tensor, of in found.tree.items()}
-    cut, ranges = tree.child("ranges") if "ranges" in tree.tree else _Tree(tree.path, "ranges", {}), dict[str, Cut]()
+    cut, ranges = tree.child("ranges", default={}), dict[str, Cut]()
     for tensor, value in cut.tree.items():
         match value:
             case [str(axis), int(start), int(stop)] if 0 <= start < stop and bool not in map(type, (start, stop)):
@@ -482,13 +483,6 @@ def _layers(tree: _Tree, version: int) -> tuple[int, ...] | None:
     if any(a > b for a, b in ends) or any(b >= a for (_, b), (a, _) in itertools.pairwise(ends)):
         raise tree.error(f"has layers={short(text)}, which do not ascend")
     return tuple(n for a, b in ends for n in range(a, b + 1))
-
-
-def _placement(tree: _Tree) -> Placement:
-    known = get_args(Placement)
-    if (said := tree.tree.get("placement", "loop")) not in known:
-        raise tree.error(f"has placement={short(said)}, and virtual stages are placed as {' or '.join(known)}")
-    return cast(Placement, said)
 
 
 def _split(tree: _Tree, version: int) -> Split:
