@@ -254,7 +254,11 @@ class Prefetch(Generic[Item]):
     def __next__(self) -> Item:
         if not self._coming:
             raise StopIteration
-        item = self._coming.popleft().result()
+        try:
+            item = self._coming.popleft().result()
+        except BaseException:
+            self.close()
+            raise
         self._coming.append(self._thread.submit(next, self._items))
         return item
 
