@@ -122,7 +122,7 @@ class DocumentFiles:
         for row in (row for piece in pieces for row in text.rows(piece)):
             if isinstance(row, Fault):
                 raise InputError(str(row))
-            (found,) = tokenizer.pairs([row]) if count is None else tokenizer.examples([row], count)
+            (found,) = tokenizer.examples([row], count)
             if isinstance(found, Fault):
                 raise InputError(str(found))
             yield [Document(self._checked(row.path, tokens), counted, None) for tokens, counted in found]

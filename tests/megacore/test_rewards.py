@@ -25,6 +25,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from megacore.data.batches import Batches
 from megacore.inference.evaluation import evaluate
 from megacore.inference.loaded_model import generate, load_model
 from megacore.store.conversions.convert import convert
@@ -94,7 +95,10 @@ def test_the_last_token_of_a_full_row_is_scored(scored: Path, tmp_path: Path) ->
     length = max(sizes) - 1
     recipe = str(scored / "recipe.yaml")
     setup, _ = checked(recipe, [*started(scored), f"out={tmp_path}", f"data.sequence_length={length}"])
-    batches = setup.corpora.batches(setup.corpora.train, setup.config, 0, 1)
+    batch = setup.config.batch
+    batches = Batches(
+        setup.corpora.train, batch.global_size, batch.micro_size, 0, 1, setup.corpora.separate, scores=True
+    )
     rows = [
         batches.microbatches_from(row)
         for row in range(rows_of(scored, *started(scored), f"data.sequence_length={length}"))

@@ -7,7 +7,7 @@ streams it into a folder that appears under its name only when all of it is ther
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -155,7 +155,7 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     if source.carried is not None:
         own = [*source.carried.stored()]
         made |= {t.stored.name: t for t in tensors(source.carried.schema, source.carried, "weights", own, None)}
-        targets, source = [*targets, *own], WholeFolder(source.path, source.index, source, source.carried)
+        targets, source = [*targets, *own], WholeFolder(source.path, source.index, joined=(source, source.carried))
         schema = source.schema
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
     shards = hugging_face_files.export_files(targets, dtypes, max_shard_bytes)
@@ -169,22 +169,16 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
 
 @dataclass(frozen=True)
 class WholeFolder(JoinedFolder):
-    """A text model and what is carried with it."""
-
-    text: WeightFolder
-    beside: WeightFolder
-
-    @property
-    def joined(self) -> Sequence[WeightFolder]:
-        return self.text, self.beside
+    """A text model and what is carried with it, in this order."""
 
     @cached_property
     def schema(self) -> Schema:
-        params = (param for folder in self.joined for param in folder.schema.params)
-        return Schema(tuple(params), {**self.text.schema.sizes, **self.beside.schema.sizes})
+        schemas = [folder.schema for folder in self.joined]
+        params = tuple(param for schema in schemas for param in schema.params)
+        return Schema(params, {axis: size for schema in schemas for axis, size in schema.sizes.items()})
 
     def companions(self) -> Mapping[str, Companion]:
-        return self.text.companions()
+        return self.joined[0].companions()
 
 
 def carried_files(carried: WeightFolder) -> StateFiles:
@@ -213,11 +207,9 @@ def tensors(
 
 
 def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[File]) -> Mapping[Logical, int]:
-    """Return the source's fingerprints of a state, as far as it knows them and if no number changes on the way.
-
-    Less those of pieces that another release stored with another axis last: fingerprints take the elements along it
-    together.
-    """
+    """Return the source's fingerprints of a state, as far as it knows them and if no number changes on the way. Less
+    those of pieces that another release stored with another axis last: fingerprints take the elements along it
+    together."""
     known = dict(source.fingerprints(state))
     if not known:
         return known

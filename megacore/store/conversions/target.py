@@ -52,22 +52,14 @@ class FolderTarget:
 
     @property
     def stored_dtype(self) -> str | None:
-        """The name in safetensors files of the dtype that is asked for.
-
-        Raises:
-            StoreError: there is no such dtype.
-        """
+        """The name in safetensors files of the dtype that is asked for. Raises StoreError: there is no such dtype."""
         known = [*FLOATS.values(), *[NARROW] * (self.to == "hf")]
         if self.dtype not in (None, *known):
             raise StoreError(f"`dtype={self.dtype}`: choose from {', '.join(known)}")
         return next((name for name, kind in FLOATS.items() if kind == self.dtype), None)
 
     def layout(self, config: ModelConfig) -> Layout:
-        """Return the layout that is asked for, of a model.
-
-        Raises:
-            StoreError: all reasons why it cannot be split so.
-        """
+        """Return the layout that is asked for, of a model. Raises StoreError: all reasons why it cannot be split so."""
         if low := below_1(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, chunks=self.chunks):
             raise StoreError("\n".join(low))
         mesh = MeshShape(pp=self.pp, ep=self.ep, tp=self.tp)
@@ -87,14 +79,8 @@ class FolderTarget:
             )
 
     def planned(self, source: WeightFolder, of_hugging_face: Callable[[int], FolderPlan] | None = None) -> FolderPlan:
-        """Return the plan of what a source becomes.
-
-        Args:
-            of_hugging_face: Plans what is asked for beside a checkpoint, given the most bytes of a file.
-
-        Raises:
-            StoreError: it cannot be planned, or arguments are of another format.
-        """
+        """Return the plan of what a source becomes. ``of_hugging_face``: plans what is asked for beside a checkpoint,
+        given the most bytes of a file. Raises StoreError: it cannot be planned, or arguments are of another format."""
         if self.to == "megacore":
             if self.max_shard_size is not None:
                 raise StoreError(
@@ -119,16 +105,9 @@ class MadeFile:
 
 @dataclass(frozen=True)
 class MadeFolder:
-    """A folder that was made, or with ``dry_run`` is yet to be.
-
-    Args:
-        path: Where it is.
-        written: Whether it was made.
-        kind: What it is, in words.
-        parameters: Parameters of what it holds.
-        bytes: Bytes of all files but the small ones of JSON.
-        files: Its files of tensors.
-    """
+    """A folder that was made, or with ``dry_run`` is yet to be; ``written`` says which. ``kind``: what it is, in words;
+    ``parameters``: those of what it holds; ``bytes``: those of all files but the small ones of JSON; ``files``: its
+    files of tensors."""
 
     path: Path
     written: bool
