@@ -25,6 +25,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from megacore.inference.evaluation import evaluate
 from megacore.inference.loaded_model import generate, load_model
 from megacore.store.conversions.convert import convert
 from megacore.store.io.strict_json import StoreError
@@ -182,6 +183,17 @@ def test_a_language_model_becomes_a_reward_model(pool: Pool, scored: Path, tmp_p
         for (prompt, *ends), want in zip(pairs, rewards, strict=True):
             for end, score in zip(ends, want, strict=True):
                 assert model.logits(prompt + end)[-1].tolist() == pytest.approx([score.item()], rel=1e-5, abs=1e-5)
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats()))
+    found, margins = (
+        evaluate(tmp_path / "hf", tmp_path / "held_out.jsonl", dtype="float64"),
+        rewards[:, 0] - rewards[:, 1],
+    )
+    assert found == {
+        "pairs": COUNT,
+        "too_long": 0,
+        "accuracy": pytest.approx((margins > 0).double().mean().item()),
+        "margin": pytest.approx(margins.mean().item(), rel=1e-5),
+    }
     with pytest.raises(StoreError, match="is a LlamaForSequenceClassification, whose head scores a sequence and"):
         generate(tmp_path / "hf", ["a"])
 

@@ -83,14 +83,19 @@ class FolderPlan:
         copied = sum(companion.size for companion in self.companions.values())
         return copied + sum(part.size for part in self.states.values())
 
+    def fill(self, folder: Path, jobs: int, progress: Callable[[int], object]) -> dict[str, Fingerprints]:
+        """Write the files of all states -> the fingerprints of each."""
+        found: dict[str, Fingerprints] = {}
+        for schema, parts in itertools.groupby(self.states.values(), key=lambda part: part.schema):
+            files = itertools.chain.from_iterable(part.files for part in parts)
+            found |= write(folder, files, schema, jobs, progress)
+        return found
+
     def write(self, target: Path, jobs: int, progress: Callable[[int], object] = lambda written: None) -> None:
         """Make the folder. Raises StoreError: it exists, there is no room, or what was written is not what the source
         was or is not what we would read; nothing is left."""
         with publish(target, self.size) as folder:
-            fingerprints: dict[str, Fingerprints] = {}
-            for schema, parts in itertools.groupby(self.states.values(), key=lambda part: part.schema):
-                files = itertools.chain.from_iterable(part.files for part in parts)
-                fingerprints |= write(folder, files, schema, jobs, progress)
+            fingerprints = self.fill(folder, jobs, progress)
             for state, part in self.states.items():
                 part.compare(state, fingerprints)
             for name, companion in self.companions.items():

@@ -14,12 +14,15 @@ from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
 from megacore.parallel.weights.layout import Layout, MeshShape, layers_problems, mesh_problems
 from megacore.parallel.weights.schema import split_of
+from megacore.store.conversions.block_fp8_folder import in_block_fp8
 from megacore.store.conversions.conversion import FolderPlan, to_checkpoint, to_hugging_face
 from megacore.store.io.errors import StoreError, below_1
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
 
+NARROW = "fp8"
+"""The dtype of matrices in e4m3, a scale for each block, as folders alone have it."""
 MOST_JOBS = 64
 """Threads that a disk may still thank for."""
 
@@ -54,8 +57,9 @@ class FolderTarget:
         Raises:
             StoreError: there is no such dtype.
         """
-        if self.dtype not in (None, *FLOATS.values()):
-            raise StoreError(f"`dtype={self.dtype}`: choose from {', '.join(FLOATS.values())}")
+        known = [*FLOATS.values(), *[NARROW] * (self.to == "hf")]
+        if self.dtype not in (None, *known):
+            raise StoreError(f"`dtype={self.dtype}`: choose from {', '.join(known)}")
         return next((name for name, kind in FLOATS.items() if kind == self.dtype), None)
 
     def layout(self, config: ModelConfig) -> Layout:
@@ -100,7 +104,8 @@ class FolderTarget:
         self.refuse_layout("a Hugging Face folder")
         size = parse_size(self.max_shard_size or SHARD_SIZE)
         dtype = self.stored_dtype
-        return to_hugging_face(source, size, dtype) if of_hugging_face is None else of_hugging_face(size)
+        plan = to_hugging_face(source, size, dtype) if of_hugging_face is None else of_hugging_face(size)
+        return in_block_fp8(plan) if self.dtype == NARROW else plan
 
 
 @dataclass(frozen=True)
