@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -11,7 +12,7 @@ from megacore.models import rope_config
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.rope_config import DefaultRope, Kinds, Rope
-from megacore.models.weight_rows import Rows, Table, in_layers, local
+from megacore.models.weight_rows import Rows, Table, in_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,13 @@ class LocalHeadsConfig(LocalRopeConfig):
     def rotary_heads(self) -> dict[str, int]:
         return {kind: self.sizes[axis] for kind, axis in _HEADS.items()}
 
+    @abstractmethod
     def attention(self, t: Table, kind: str) -> Rows:
-        """Return the rows of the attention of layers of a kind, as if there were no other."""
-        return super().mixer(t)
+        """Return the rows of the attention of layers of a kind: ``attn``, or ``local_attn``."""
 
     def mixer(self, t: Table) -> Rows:
-        of_full, of_local = (self.attention(t, kind) for kind in (FULL, SLIDING))
-        return in_layers(self.layers_of(FULL), of_full) + in_layers(self.layers_of(SLIDING), local(of_local))
+        full, sliding = (in_layers(self.layers_of(kind), self.attention(t, kind)) for kind in (FULL, SLIDING))
+        return full + sliding
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -22,9 +21,6 @@ STATE_VALUES = "state_heads each state_value"
 STATE_QKV = f"q: state_heads state_key + k: state_heads state_key + v: {STATE_VALUES}"
 # What a state space layer makes of a token: each group of b and c is of several heads of x.
 STATE_XBC = "x: state_heads state_value + b: state_groups state_key + c: state_groups state_key"
-
-_OF_HEADS = re.compile(r"\b(heads|kv|head)\b(?!:)")
-"""The axes of attention."""
 
 Rows = tuple[Param, ...]
 
@@ -163,6 +159,8 @@ class Table:
         pairs: Pairs | None = None,
         here: str = QKV,
         stored: str = "",
+        name: str = "attn",
+        heads: str = HEADS,
     ) -> Rows:
         """Return queries, keys, values and what comes out, as LLaMA's ``self_attn`` has them.
 
@@ -171,13 +169,15 @@ class Table:
             hf, out: Hugging Face's names.
             pairs: The pairs that turn together in heads, where neighbours do on disk.
             here, stored: The sentences of queries, keys and values, ours and Hugging Face's, where that differs.
+            name: Ours.
+            heads: The sentence of what heads give.
         """
         if pairs is not None:
             here, stored = _QKV.format(pairs.here), _QKV.format(pairs.stored)
         of_weight = stored and f"{stored} embed"
         return (
-            *self.linear("attn.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
-            *self.linear("attn.out", "embed", HEADS, out, bias=out_bias, ends=True),
+            *self.linear(f"{name}.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
+            *self.linear(f"{name}.out", "embed", heads, out, bias=out_bias, ends=True),
         )
 
     def gated_attention(self, *, bias: bool = False) -> Rows:
@@ -418,19 +418,6 @@ class Table:
             *([] if tied else [Param("head.weight", "vocab embed", f"{head}.weight", at="last", std=self.std)]),
             *([Param("head.bias", "vocab", f"{head}.bias", at="last")] if head_bias else []),
         )
-
-
-def local(rows: Rows) -> Rows:
-    """Return rows of attention as they are of layers whose heads have sizes of their own, ``attn.local``."""
-    return tuple(
-        replace(
-            row,
-            name=row.name.replace(".attn.", ".attn.local."),
-            pattern=_OF_HEADS.sub(r"local_\1", row.pattern),
-            hf_pattern=_OF_HEADS.sub(r"local_\1", row.hf_pattern),
-        )
-        for row in rows
-    )
 
 
 def in_layers(layers: Collection[int], rows: Rows) -> Rows:

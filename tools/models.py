@@ -136,7 +136,7 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "norms of queries and keys" + (" over all heads" if len(axes.dims) == 1 < len(axes.axes) else "")
     if biases := [linear for linear in ("attn.qkv", "attn.out", "mlp.up", "mlp.down") if f"{linear}.bias" in names]:
         yield f"biases ({', '.join(biases)})"
-    if (own := names.get("attn.local.qkv.weight")) is not None:
+    if (own := names.get("local_attn.qkv.weight")) is not None:
         yield f"heads of other sizes in {len(own.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
     if qkv is not None and {*qkv.sentence.labels} == {"q", "k"}:
         yield "keys as values"

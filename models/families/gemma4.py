@@ -15,7 +15,7 @@ from megacore.models.layer_types import WindowedConfig
 from megacore.models.local_rope import LocalHeadsConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention, Kinds
-from megacore.models.weight_rows import QKV, Rows, Table
+from megacore.models.weight_rows import Rows, Table
 from megacore.parallel import limits
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
@@ -97,11 +97,18 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         return (layer + 1) % 6 > 0
 
     def attention(self, t: Table, kind: str) -> Rows:
-        bias, alone = self.attention_bias, self.attention_k_eq_v and kind == FULL
-        here, hf = (
-            ("(q: heads head + k: kv head)", "self_attn.{q,k}_proj") if alone else (QKV, "self_attn.{q,k,v}_proj")
+        bias, local = self.attention_bias, "local_" if kind == SLIDING else ""
+        name, head, kv = f"{local}attn", f"{local}head", f"{local}kv {local}head"
+        pieces = {"q": f"{local}heads {head}", "k": kv, "v": kv}
+        if self.attention_k_eq_v and kind == FULL:
+            del pieces["v"]
+        here = " + ".join(f"{piece}: {axes}" for piece, axes in pieces.items())
+        hf = f"self_attn.{{{','.join(pieces)}}}_proj"
+        return (
+            *t.attention(name=name, here=f"({here})", hf=hf, heads=f"({pieces['q']})", bias=bias, out_bias=bias),
+            *t.norm(f"{name}.q_norm", "self_attn.q_norm", head),
+            *t.norm(f"{name}.k_norm", "self_attn.k_norm", head),
         )
-        return t.attention(bias=bias, out_bias=bias, here=here, hf=hf) + t.norms_of_heads()
 
     def network(self, t: Table) -> Rows:
         if not self.enable_moe_block:

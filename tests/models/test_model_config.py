@@ -425,7 +425,7 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     alone = [n for n in names if n.endswith("norm.weight") and n not in of_heads]
     tokens = sum(config.schema.numel(names[n]) for n in alone)
     heads = 0
-    for kind, axis in (("attn", ""), ("attn.local", "local_")):
+    for kind, axis in (("attn", ""), ("local_attn", "local_")):
         if (normed := names.get(f"layers.{{layer}}.{kind}.q_norm.weight")) is not None:
             of_kind = sizes[f"{axis}heads"] + sizes.get(f"{axis}kv", sizes[f"{axis}heads"])
             heads += sizes[f"{axis}head"] * of_kind * len(normed.values("layer", sizes))
@@ -446,7 +446,7 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     for mixer, products in (("delta", 3), ("ssm", 2)):
         linears += length * 6 * products * values * sizes.get("state_key", 1) * (mixer in mixed)
     linears += length * sum(6 * config.schema.numel(param) for param in mixed.values())
-    if (of_local := names.get("layers.{layer}.attn.local.out.weight")) is not None:
+    if (of_local := names.get("layers.{layer}.local_attn.out.weight")) is not None:
         own = (config.anatomy.layers[layer].window for layer in of_local.values("layer", sizes))
         linears += 12 * sizes["local_heads"] * sizes["local_head"] * sum(looked_at(length, window) for window in own)
     assert flops_per_token(config, length) * length == linears + each * causal

@@ -90,7 +90,7 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
     if labels == ("",):
         return [(a, b, slice(None))]
     shared, features = "kv" if "kv" in sizes else "heads", "shared_mlp" if ".shared." in name else "mlp"
-    local = "local_" * (".local." in name)
+    local = "local_" * (".local_attn." in name)
     heads, shared, head = (f"{local}{axis}" for axis in ("heads", shared, "head"))
     axes = [(heads, head), (shared, head), (features,), ("state_heads", "state_key"), ("state_heads", "each")]
     q, kv, mlp, key, each = (math.prod(sizes.get(axis, 0) for axis in of) for of in axes)
