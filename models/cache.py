@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.models.attention import Attention
-from megacore.models.context import MaskedAttention
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.delta_rule import Enter
 from megacore.parallel.kernels.scoring import Scoring, attend, attend_partly
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.layers.states import States
+from megacore.parallel.layers.whole_attention import MaskedAttention
 from megacore.parallel.mesh import Group
 
 _FREE = torch.iinfo(torch.int64).max

@@ -295,6 +295,22 @@ class Table:
             *self.linear("attn.out", "embed", "(heads value)", "self_attn.o_proj", bias=bias, ends=True),
         )
 
+    def indexer(self, *, pairs: bool) -> Rows:
+        """Return the indexer of a latent attention, as DeepSeek-V3.2's ``self_attn.indexer`` has it; ``pairs`` is that
+        of :meth:`latent_attention`."""
+        head, stored = (f"(turn: {turning} + still: index_rest)" for turning in ("two half", "half two"))
+        stored, theirs = stored if pairs else "", "self_attn.indexer"
+        of_queries = stored and f"(index_heads {stored}) q_latent"
+        norm = replace(self, norm_bias=True).norm(
+            "attn.index.k_norm", f"{theirs}.k_norm", head, stored=stored, mean=1.0
+        )
+        return (
+            *self.linear("attn.index.q", f"(index_heads {head})", "q_latent", f"{theirs}.wq_b", stored=of_queries),
+            *self.linear("attn.index.k", head, "embed", f"{theirs}.wk", stored=stored and f"{stored} embed"),
+            *norm,
+            *self.linear("attn.index.weights", "index_heads", "embed", f"{theirs}.weights_proj"),
+        )
+
     def gated_mlp(self, up: str = "mlp.{gate,up}_proj", down: str = "mlp.down_proj", *, bias: bool = False) -> Rows:
         """Return a gated feed-forward network, as LLaMA's ``mlp`` has it, or of other names."""
         return (

@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.models.attention import MultiHeadAttention
 from megacore.models.cache import Cache, Decode, Prefill
-from megacore.models.context import Context, DocumentAttention
+from megacore.models.context import Context
 from megacore.parallel import kernels
 from megacore.parallel.kernels import bands, flash
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.scoring import Scoring, attend
+from megacore.parallel.layers.whole_attention import DocumentAttention
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.weights.layout import Layout, MeshShape
