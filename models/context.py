@@ -25,7 +25,6 @@ class Context:
         routed: The tokens that this rank routes to experts.
         states: What layers with a state are handed where a span of tokens begins.
         indexed: The attention to tokens that indexers choose, where there are some.
-        chosen: {layer: the tokens that its indexer chose}, where layers behind it look at them, too.
         counts: {experts: how many rows they have}, kept for when a block is computed again.
     """
 
@@ -35,5 +34,4 @@ class Context:
     routed: RoutedTokens = field(default_factory=RoutedTokens)
     states: States | None = None
     indexed: IndexedTokens | None = None
-    chosen: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[nn.Module, Counts] = field(default_factory=dict)

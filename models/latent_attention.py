@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,7 @@ from megacore.models.context import Context
 from megacore.parallel.alignment import Alignment
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.scoring import Scoring
-from megacore.parallel.layers.indexed import Index, Indexer, divergences, of_all
-from megacore.parallel.layers.norm import LayerNorm
+from megacore.parallel.layers.indexed import Index, Indexer
 from megacore.parallel.parameters import Parameters
 
 
@@ -61,8 +61,8 @@ class LatentAttention(Attention):
         self.kv_b = column(parameters, f"{name}.kv_b")
         self.latent, self.rotary, self.rest = sizes["kv_latent"], rotary, rest
         self.group = parameters.mesh.tp
-        self.layer, self.looks = layer, looks
-        self.indexer = indexer(parameters, f"{name}.index") if f"{name}.index.q.weight" in parameters else None
+        self.layer, self.looks, index = layer, looks, f"{name}.index"
+        self.indexer = Indexer.of(parameters, index) if f"{index}.q.weight" in parameters else None
         self.alignment: Alignment | None = None
 
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
@@ -74,11 +74,7 @@ class LatentAttention(Attention):
         if rotation is not None:
             q, turning = self._rotate(q, *rotation), self._rotate(turning, *rotation)
         still, v = (each.unflatten(-1, (self.heads, -1)) for each in (still, v))
-        index = None
-        if self.indexer is not None:
-            assert rotation is not None  # all layers with indexers rotate
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.alignment is not None):
-                index = self.indexer(x, of_queries, rotation)
+        index = None if self.indexer is None else self.indexer(x, of_queries, rotation, self.alignment is not None)
         return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v, None, index
 
     def attend(
@@ -86,29 +82,6 @@ class LatentAttention(Attention):
     ) -> Tensor:
         if self.looks.top is None:
             return super().attend(q, k, v, index, scoring, context)
-        tokens, kept, chooser, scores = context.indexed, context.chosen, self.looks.chooser, None
-        assert tokens is not None  # a decoder with indexers has them
-        if index is None:
-            assert chooser is not None  # whose indexer is another layer's
-            chosen = kept[chooser]
-        else:
-            own, scores = tokens.choose(self.name, index, self.looks.top, self._learns(index, context))
-            chosen = of_all(own, self.group)
-            if chooser is not None:
-                kept[chooser] = chosen
-        y, weights = tokens.attend(self.name, q, k, v, chosen, scoring, scores is not None)
-        if scores is None or weights is None or self.alignment is None:
-            return y
-        return self.alignment.attach(self.layer, context.routed, y, divergences(scores, weights, own, self.group))
-
-    def _learns(self, index: Index, context: Context) -> bool:
-        """Return whether the indexer is told in a step how far it is from the attention."""
-        return self.alignment is not None and context.routed.microbatch is not None and index.q.requires_grad
-
-
-def indexer(parameters: Parameters, name: str) -> Indexer:
-    """Return the indexer of ``name.q``, ``.k``, ``.k_norm`` and ``.weights``."""
-    p, heads = parameters, parameters.shards[f"{name}.weights.weight"].sizes["index_heads"]
-    q, k, weights = (replicated(p, f"{name}.{each}") for each in ("q", "k", "weights"))
-    norm = LayerNorm.of(p[f"{name}.k_norm.weight"], p[f"{name}.k_norm.bias"], 1e-6, p.mesh)
-    return Indexer(q, k, norm, weights, heads, p.mesh.tp, p.mesh.device)
+        assert context.indexed is not None  # that of a decoder with indexers
+        learn = None if self.alignment is None else partial(self.alignment.attach, self.layer, context.routed)
+        return context.indexed(self.name, q, k, v, scoring, index, self.looks.top, self.looks.chooser, learn)

@@ -298,16 +298,13 @@ class Table:
     def indexer(self, *, pairs: bool) -> Rows:
         """Return the indexer of a latent attention, as DeepSeek-V3.2's ``self_attn.indexer`` has it; ``pairs`` is that
         of :meth:`latent_attention`."""
-        head, stored = (f"(turn: {turning} + still: index_rest)" for turning in ("two half", "half two"))
-        stored, theirs = stored if pairs else "", "self_attn.indexer"
-        of_queries = stored and f"(index_heads {stored}) q_latent"
-        norm = replace(self, norm_bias=True).norm(
-            "attn.index.k_norm", f"{theirs}.k_norm", head, stored=stored, mean=1.0
-        )
+        head, theirs = "(turn: two half + still: index_rest)", "self_attn.indexer"
+        stored = "(turn: half two + still: index_rest)" if pairs else ""
+        queries, of_queries, of_keys = f"(index_heads {head})", f"(index_heads {stored}) q_latent", f"{stored} embed"
         return (
-            *self.linear("attn.index.q", f"(index_heads {head})", "q_latent", f"{theirs}.wq_b", stored=of_queries),
-            *self.linear("attn.index.k", head, "embed", f"{theirs}.wk", stored=stored and f"{stored} embed"),
-            *norm,
+            *self.linear("attn.index.q", queries, "q_latent", f"{theirs}.wq_b", stored=stored and of_queries),
+            *self.linear("attn.index.k", head, "embed", f"{theirs}.wk", stored=stored and of_keys),
+            *replace(self, norm_bias=True).norm("attn.index.k_norm", f"{theirs}.k_norm", head, stored=stored, mean=1.0),
             *self.linear("attn.index.weights", "index_heads", "embed", f"{theirs}.weights_proj"),
         )
 

@@ -62,7 +62,8 @@ class Alignment:
         """Return the mean divergence of the last step in each layer of a model of so many, fp64 [layers] on the host, 0
         where there is no indexer; all ranks call this, and wait for the step."""
         table = self.values.new_zeros(layers)
-        table[list(self.layers)] = self.values
+        for layer, value in zip(self.layers, self.values, strict=True):
+            table[layer] = value
         return all_reduce_(table, self.mesh.world).cpu()
 
 

@@ -3,6 +3,7 @@ chooses."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -15,7 +16,7 @@ from megacore.models.families.deepseek_v2 import DeepseekConfig
 from megacore.models.families.deepseek_v3 import PRESETS as OF_V3
 from megacore.models.families.deepseek_v3 import DeepseekV3Config
 from megacore.models.presets import EXPERTS, tiny_latent
-from megacore.models.weight_rows import Rows, Table
+from megacore.models.weight_rows import Rows, Table, in_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,19 @@ class DeepseekV32Config(DeepseekConfig, TypedLayersConfig):
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, "index_rest": self.index_head_dim - self.qk_rope_head_dim}
 
+    @property
+    def choosers(self) -> Sequence[int]:
+        """The layer whose indexer chooses the tokens that a layer sees, for each layer."""
+        return range(self.num_hidden_layers)
+
     def mixer(self, t: Table) -> Rows:
-        return super().mixer(t) + t.indexer(pairs=self.index_pairs)
+        own, rows = {*self.choosers}, t.indexer(pairs=self.index_pairs)
+        return super().mixer(t) + (rows if len(own) == self.num_hidden_layers else in_layers(own, rows))
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        layers = (LayerAttention(top=self.index_topk),) * self.num_hidden_layers
-        return super().anatomy_of(**{"layers": layers, **own})
+        several = {layer for layer, count in Counter(self.choosers).items() if count > 1}
+        layers = (LayerAttention(top=self.index_topk, chooser=c if c in several else None) for c in self.choosers)
+        return super().anatomy_of(layers=tuple(layers), **own)
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
@@ -69,12 +77,10 @@ class DeepseekV32Config(DeepseekConfig, TypedLayersConfig):
         return found
 
 
-_INDEX = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 4}
+TINY = EXPERTS | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 4, "first_k_dense_replace": 1}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v32-tiny": tiny_latent(96, num_key_value_heads=4, first_k_dense_replace=1, n_group=4, topk_group=2)
-    | EXPERTS
-    | _INDEX,
+    "deepseek_v32-tiny": tiny_latent(96, n_group=4, topk_group=2) | TINY,
     "deepseek-v3.2": OF_V3["deepseek-v3"],
 }
 

@@ -1,5 +1,5 @@
-"""Attention to a few tokens that a small scorer chooses, the lightning indexer of DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv
-2512.02556, section 2.1), in torch's operators: blocks of queries, each beside the keys that some of them may look at.
+"""Attention to a few tokens that a small scorer chooses, the lightning indexer of DeepSeek-V3.2 (DeepSeek-AI 2025,
+arXiv 2512.02556, section 2.1), in torch's operators: blocks of queries, each beside the keys that some may look at.
 
 The score of a key is a sum over the heads of the indexer, sum of w_h relu(q_h k), and a token looks at those of its
 document up to itself whose scores are the highest; of equal ones at the earlier. It is a sort, not ``torch.topk``,

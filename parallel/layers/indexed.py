@@ -11,8 +11,8 @@ divergence between the softmax of its scores and the attention's weights, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -24,7 +24,13 @@ from megacore.parallel.collectives import all_gather, start_all_gather, start_re
 from megacore.parallel.context_split import ContextSplit
 from megacore.parallel.kernels.indexed import Reaches
 from megacore.parallel.kernels.scoring import Scoring
-from megacore.parallel.mesh import Group
+from megacore.parallel.layers.linear import ReplicatedLinear
+from megacore.parallel.layers.norm import LayerNorm
+from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.parameters import Parameters
+
+Learn = Callable[[Tensor, Tensor], Tensor]
+"""(what attention makes of the tokens, divergences [n]) -> the first, where the gradient of the second enters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,49 +41,59 @@ class Index:
         q: [n, heads, head].
         k: [t, head].
         weights: [n, heads], of the heads.
-        start: The first of the n tokens among the t.
+        group: The ranks of tp, each of which has n of the t tokens.
     """
 
     q: Tensor
     k: Tensor
     weights: Tensor
-    start: int = 0
+    group: Group
 
 
 class Indexer(nn.Module):
-    """(x: [tokens/tp, embed], latent: [tokens/tp, q_latent], cos, sin: [tokens, turning/2]) -> :class:`Index`.
+    """What makes of this rank's tokens what they choose by.
 
-    It sends no gradient into what it is given.
+    Each rank of tp has all of it, and its own tokens (law 4 of ``docs/meshes.md`` sums the gradients).
 
     Args:
-        q: Makes the queries of all heads of the latent: q_latent -> heads * head.
+        q: Makes the queries of all heads of the latent of the attention's queries: q_latent -> heads * head.
         k, k_norm: Make the keys: embed -> head.
         weights: Makes the weights of the heads: embed -> heads.
         heads: How many there are.
-        group: The ranks of tp, of which each has the whole indexer and its own tokens.
-        device: The device.
+        mesh: The live mesh.
     """
 
     def __init__(
-        self,
-        q: nn.Module,
-        k: nn.Module,
-        k_norm: nn.Module,
-        weights: nn.Module,
-        heads: int,
-        group: Group,
-        device: torch.device,
+        self, q: nn.Module, k: nn.Module, k_norm: nn.Module, weights: nn.Module, heads: int, mesh: Mesh
     ) -> None:
         super().__init__()
-        self.q, self.k, self.k_norm, self.weights, self.heads, self.group = q, k, k_norm, weights, heads, group
-        self._rotate = kernels.rotate(device)
+        self.q, self.k, self.k_norm, self.weights = q, k, k_norm, weights
+        self.heads, self.group, self._rotate = heads, mesh.tp, kernels.rotate(mesh.device)
 
-    def forward(self, x: Tensor, latent: Tensor, rotation: tuple[Tensor, Tensor]) -> Index:
-        x, latent = x.detach(), latent.detach()
-        own = [each.chunk(self.group.size)[self.group.index] for each in rotation]
-        q = self._rotate(self.q(latent).unflatten(-1, (self.heads, -1)), *own)
-        k = self._rotate(self.k_norm(self.k(x)).unsqueeze(1), *own).squeeze(1)
-        return Index(q, all_gather(k, self.group), self.weights(x), len(x) * self.group.index)
+    @classmethod
+    def of(cls, parameters: Parameters, name: str) -> Self:
+        """Return the indexer of ``name.q``, ``.k``, ``.k_norm`` and ``.weights``."""
+        p, mesh = parameters, parameters.mesh
+        q, k, weights = (ReplicatedLinear.of(p[f"{name}.{each}.weight"], None, mesh) for each in ("q", "k", "weights"))
+        norm = LayerNorm.of(p[f"{name}.k_norm.weight"], p[f"{name}.k_norm.bias"], _EPS, mesh)
+        return cls(q, k, norm, weights, p.shards[f"{name}.weights.weight"].sizes["index_heads"], mesh)
+
+    def forward(self, x: Tensor, latent: Tensor, rotation: tuple[Tensor, Tensor] | None, learns: bool) -> Index:
+        """x: [tokens/tp, embed], latent: [tokens/tp, q_latent], cos, sin: [tokens, turning/2] -> an index.
+
+        What it is given gets no gradient from it; where it does not learn, neither do its weights.
+        """
+        assert rotation is not None  # all layers with indexers rotate
+        group, x, latent = self.group, x.detach(), latent.detach()
+        own = [each.chunk(group.size)[group.index] for each in rotation]
+        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            q = self._rotate(self.q(latent).unflatten(-1, (self.heads, -1)), *own)
+            k = self._rotate(self.k_norm(self.k(x)).unsqueeze(1), *own).squeeze(1)
+            return Index(q, all_gather(k, group), self.weights(x), group)
+
+
+_EPS = 1e-6
+"""That of the norm of an indexer's keys in all models."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +105,14 @@ class IndexedTokens:
         reaches: The keys that each may look at, in the order of the documents.
         order: Where the keys of that order are among those that the ranks of cp gather; None: as they are.
         group: The ranks of cp.
+        shared: {layer: what its indexer chose}, where layers behind it look at that, too; kept for when a block is
+            computed again.
     """
 
     reaches: Reaches
     order: Tensor | None
     group: Group
+    shared: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, documents: Sequence[int], split: ContextSplit | None, group: Group, device: torch.device) -> Self:
@@ -106,35 +125,55 @@ class IndexedTokens:
         own, order = ranks[group.index], torch.from_numpy(np.concatenate(ranks).argsort())
         return cls(Reaches(first[own], last[own], device), order.to(device), group)
 
-    def choose(self, name: str, index: Index, top: int, scored: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the keys that each of the index's n tokens looks at, int32 [n, top or fewer], and where they are to be
-        ``scored`` their scores, [n, top or fewer], through which its gradient goes; -1 in the places of those that
-        there are not. ``name`` is the attention that asks."""
-        keys, reaches = self._every(index.k), self.reaches.of(index.start, len(index.q))
-        with torch.no_grad():
-            chosen = kernels.choose_indexed(index.q, keys, index.weights, reaches, top)
-        return chosen, kernels.scores_of_chosen(index.q, keys, index.weights, chosen) if scored else None
+    def __call__(
+        self,
+        name: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scoring: Scoring,
+        index: Index | None,
+        top: int,
+        chooser: int | None,
+        learn: Learn | None,
+    ) -> Tensor:
+        """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value] -> [t, heads, value].
 
-    def attend(
-        self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring, weighed: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value], chosen: [t, top] -> [t, heads, value], and where
-        they are to be ``weighed`` the weights of what was chosen, of this rank's heads together: [t, top]."""
-        k, v = self._every(k), self._every(v)
-        y = kernels.indexed_attention(q, k, v, chosen, self.reaches, scoring)
-        return y, kernels.indexed_weights(q, k, chosen, self.reaches, scoring) if weighed else None
+        Args:
+            name: The attention that asks.
+            q, k, v: Those of this rank's heads.
+            scoring: The rule by which scores become weights.
+            index: What the layer's own indexer makes of the tokens; None: it looks at what ``chooser`` chose.
+            top: The number of tokens that each looks at.
+            chooser: The layer whose choice several look at; None: this one alone looks at its own.
+            learn: What lets the divergences enter that the indexer learns from; None: it does not learn.
+        """
+        own = None if index is None else self.choose(name, index, top)
+        if index is None or own is None:
+            assert chooser is not None  # a layer before it
+            return self.attend(name, q, k, v, self.shared[chooser], scoring)
+        chosen = start_all_gather(own, index.group).wait()
+        if chooser is not None:
+            self.shared[chooser] = chosen
+        y = self.attend(name, q, k, v, chosen, scoring)
+        if learn is None or not index.q.requires_grad:
+            return y
+        scores = kernels.scores_of_chosen(index.q, self._every(index.k), index.weights, own)
+        weights = kernels.indexed_weights(q, self._every(k.detach()), chosen, self.reaches, scoring)
+        # A rank has some of the heads of all tokens, and is to have all heads of its own.
+        return learn(y, kernels.divergence(scores, start_reduce_scatter(weights, index.group).wait(), own))
+
+    def choose(self, name: str, index: Index, top: int) -> Tensor:
+        """Return the keys that each of the index's n tokens looks at, int32 [n, top or fewer]; -1 where there are no
+        more."""
+        reaches = self.reaches.of(index.group.index * len(index.q), len(index.q))
+        with torch.no_grad():
+            return kernels.choose_indexed(index.q, self._every(index.k), index.weights, reaches, top)
+
+    def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
+        """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value], chosen: [t, top] -> [t, heads, value]."""
+        return kernels.indexed_attention(q, self._every(k), self._every(v), chosen, self.reaches, scoring)
 
     def _every(self, x: Tensor) -> Tensor:
         """x: [t, ...] -> those of all tokens of the microbatch, in the order of its documents."""
         return x if self.order is None else all_gather(x, self.group).index_select(0, self.order)
-
-
-def of_all(chosen: Tensor, group: Group) -> Tensor:
-    """chosen: [n, top] of each rank of tp -> [t, top] of all of them."""
-    return start_all_gather(chosen, group).wait()
-
-
-def divergences(scores: Tensor, weights: Tensor, chosen: Tensor, group: Group) -> Tensor:
-    """scores, chosen: [n, top] of this rank's own tokens, weights: [t, top] of its own heads -> [n]: the divergence of
-    each token, of the heads of all ranks of tp together."""
-    return kernels.divergence(scores, start_reduce_scatter(weights, group).wait(), chosen)
