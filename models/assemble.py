@@ -24,7 +24,7 @@ from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.layers.fp8 import Fp8
-from megacore.parallel.layers.indexed import IndexedTokens
+from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.linear import hand_to, multiply_by
 from megacore.parallel.layers.product import SymmetricMemory
 from megacore.parallel.memory.recompute import Activations, runner
@@ -177,7 +177,7 @@ class Model:
             kernels.cpu_has_bf16()  # the compiler finds the answer, and cannot look for it
         # How many pieces there are is known where it runs; as a decorator there it would import the compiler.
         Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
-        IndexedTokens.__call__ = torch.compiler.disable(IndexedTokens.__call__)  # type: ignore[method-assign]
+        Indexed.__call__ = torch.compiler.disable(Indexed.__call__)  # type: ignore[method-assign]
         for chunk in self.chunks:
             for block in chunk.blocks:
                 for module in block.modules():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.layers.experts import Counts
-from megacore.parallel.layers.indexed import IndexedTokens
+from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.states import States
 from megacore.parallel.layers.whole_attention import MaskedAttention
 
@@ -33,5 +33,5 @@ class Context:
     rotations: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     routed: RoutedTokens = field(default_factory=RoutedTokens)
     states: States | None = None
-    indexed: IndexedTokens | None = None
+    indexed: Indexed | None = None
     counts: dict[nn.Module, Counts] = field(default_factory=dict)

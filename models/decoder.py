@@ -24,7 +24,7 @@ from megacore.parallel.layers.context_attention import ContextAttention
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
 from megacore.parallel.layers.experts import Experts
 from megacore.parallel.layers.head_loss import head_loss, head_losses
-from megacore.parallel.layers.indexed import IndexedTokens, Indexer
+from megacore.parallel.layers.indexed import Indexed, IndexedTokens, Indexer
 from megacore.parallel.layers.linear import column_linear
 from megacore.parallel.layers.loss import Finish, Objective
 from megacore.parallel.layers.product import DENSE, Product
@@ -92,7 +92,7 @@ class Microbatch:
     lengths: tuple[int, ...] | None = None
     attention: MaskedAttention | None = None
     states: States | None = None
-    indexed: IndexedTokens | None = None
+    indexed: Indexed | None = None
     wanted: Tensor | None = None
     padding: Tensor | None = None
     number: int | None = None

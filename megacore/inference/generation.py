@@ -18,10 +18,18 @@ from torch import Tensor
 from megacore.inference.sampling import Choice
 from megacore.models.assemble import Model
 from megacore.models.attention import Attention
-from megacore.models.cache import Cache, Decode, DecodeStates, Prefill, PrefillStates
 from megacore.models.decoder import Microbatch
 from megacore.parallel.collectives import all_reduce_, broadcast_
 from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.layers.cache import (
+    Cache,
+    Decode,
+    DecodeIndexed,
+    DecodeStates,
+    Prefill,
+    PrefillIndexed,
+    PrefillStates,
+)
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import Coordinates
 
@@ -135,10 +143,12 @@ def prefill(model: Model, prompts: Sequence[Sequence[int]], longest: Sequence[in
         split=split if cp > 1 else None,
     )
     decoder = model.chunks[0]
+    attention = Prefill.of(cache, decoder.attention(step, context))
     step = replace(
         step,
-        attention=Prefill.of(cache, decoder.attention(step, context)),
+        attention=attention,
         states=PrefillStates.of(cache, decoder.states(step, whole=True)),
+        indexed=PrefillIndexed({}, attention, decoder.indexed(step)),
     )
     logits = model.logits(step)
     # A rank that does not hold the last token of a prompt has computed the logits of another one.
@@ -164,7 +174,8 @@ def _decode_step(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Micr
     step = _microbatch(model, [s.last for s in alive], at, documents, lengths)
     wanted = torch.arange(len(alive), device=mesh.device)
     states = DecodeStates.of(cache, len(alive), documents, mesh.device)
-    return replace(step, attention=Decode.of(cache, at, mesh.device), states=states, wanted=wanted)
+    attention = Decode.of(cache, at, mesh.device)
+    return replace(step, attention=attention, states=states, indexed=DecodeIndexed({}, attention), wanted=wanted)
 
 
 def _padded(documents: list[int], tokens: int, ranks: int) -> list[int]:

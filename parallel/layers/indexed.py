@@ -11,8 +11,9 @@ divergence between the softmax of its scores and the attention's weights, and th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -97,33 +98,15 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class IndexedTokens:
-    """The attention of this rank's t tokens to those that indexers choose among the ones before them in their
-    documents.
+class Indexed(ABC):
+    """The attention of a rank's t tokens to those that indexers choose.
 
     Args:
-        reaches: The keys that each may look at, in the order of the documents.
-        order: Where the keys of that order are among those that the ranks of cp gather; None: as they are.
-        group: The ranks of cp.
         shared: {layer: what its indexer chose}, where layers behind it look at that, too; kept for when a block is
             computed again.
     """
 
-    reaches: Reaches
-    order: Tensor | None
-    group: Group
-    shared: dict[int, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, documents: Sequence[int], split: ContextSplit | None, group: Group, device: torch.device) -> Self:
-        """Make it of the lengths of all documents of a microbatch, and of its split over cp, where it has one."""
-        first = np.repeat(np.cumsum([0, *documents])[:-1], documents)
-        last = np.arange(len(first))
-        if split is None:
-            return cls(Reaches(first, last, device), None, group)
-        ranks = [split.indices(rank) for rank in range(group.size)]
-        own, order = ranks[group.index], torch.from_numpy(np.concatenate(ranks).argsort())
-        return cls(Reaches(first[own], last[own], device), order.to(device), group)
+    shared: dict[int, Tensor]
 
     def __call__(
         self,
@@ -148,31 +131,70 @@ class IndexedTokens:
             chooser: The layer whose choice several look at; None: this one alone looks at its own.
             learn: What lets the divergences enter that the indexer learns from; None: it does not learn.
         """
-        own = None if index is None else self.choose(name, index, top)
-        if index is None or own is None:
+        if index is None:
             assert chooser is not None  # a layer before it
             return self.attend(name, q, k, v, self.shared[chooser], scoring)
+        own = self.choose(name, index, top)
         chosen = start_all_gather(own, index.group).wait()
         if chooser is not None:
             self.shared[chooser] = chosen
         y = self.attend(name, q, k, v, chosen, scoring)
         if learn is None or not index.q.requires_grad:
             return y
-        scores = kernels.scores_of_chosen(index.q, self._every(index.k), index.weights, own)
-        weights = kernels.indexed_weights(q, self._every(k.detach()), chosen, self.reaches, scoring)
-        # A rank has some of the heads of all tokens, and is to have all heads of its own.
-        return learn(y, kernels.divergence(scores, start_reduce_scatter(weights, index.group).wait(), own))
+        return learn(y, self.divergences(index, own, q, k, chosen, scoring))
 
+    @abstractmethod
     def choose(self, name: str, index: Index, top: int) -> Tensor:
         """Return the keys that each of the index's n tokens looks at, int32 [n, top or fewer]; -1 where there are no
         more."""
+
+    @abstractmethod
+    def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
+        """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value], chosen: [t, top] -> [t, heads, value]."""
+
+    def divergences(self, index: Index, own: Tensor, q: Tensor, k: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
+        """Return how far each of the index's n tokens is from what the attention makes of its choice: [n]."""
+        raise NotImplementedError("indexers learn in training alone")
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedTokens(Indexed):
+    """That of tokens to the ones before them in their documents.
+
+    Args:
+        reaches: The keys that each may look at, in the order of the documents.
+        order: Where the keys of that order are among those that the ranks of cp gather; None: as they are.
+        group: The ranks of cp.
+    """
+
+    reaches: Reaches
+    order: Tensor | None
+    group: Group
+
+    @classmethod
+    def of(cls, documents: Sequence[int], split: ContextSplit | None, group: Group, device: torch.device) -> Self:
+        """Make it of the lengths of all documents of a microbatch, and of its split over cp, where it has one."""
+        first = np.repeat(np.cumsum([0, *documents])[:-1], documents)
+        last = np.arange(len(first))
+        if split is None:
+            return cls({}, Reaches(first, last, device), None, group)
+        ranks = [split.indices(rank) for rank in range(group.size)]
+        own, order = ranks[group.index], torch.from_numpy(np.concatenate(ranks).argsort())
+        return cls({}, Reaches(first[own], last[own], device), order.to(device), group)
+
+    def choose(self, name: str, index: Index, top: int) -> Tensor:
         reaches = self.reaches.of(index.group.index * len(index.q), len(index.q))
         with torch.no_grad():
             return kernels.choose_indexed(index.q, self._every(index.k), index.weights, reaches, top)
 
     def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
-        """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value], chosen: [t, top] -> [t, heads, value]."""
         return kernels.indexed_attention(q, self._every(k), self._every(v), chosen, self.reaches, scoring)
+
+    def divergences(self, index: Index, own: Tensor, q: Tensor, k: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
+        scores = kernels.scores_of_chosen(index.q, self._every(index.k), index.weights, own)
+        weights = kernels.indexed_weights(q, self._every(k.detach()), chosen, self.reaches, scoring)
+        # A rank has some of the heads of all tokens, and is to have all heads of its own.
+        return kernels.divergence(scores, start_reduce_scatter(weights, index.group).wait(), own)
 
     def _every(self, x: Tensor) -> Tensor:
         """x: [t, ...] -> those of all tokens of the microbatch, in the order of its documents."""
