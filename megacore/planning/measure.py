@@ -87,7 +87,10 @@ class FakeModel:
             layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some=some)
         with self._without_numbers():
             losses = Losses(mtp=float(tuning.predicts(config.schema)))
-            model = Model.create(config, layout, self._mesh, self._dtype, losses, tuning=tuning)
+            model = Model.create(config, layout, self._mesh, self._dtype, losses, tuning=tuning, index=1.0)
+            if model.alignment is not None:
+                one = torch.ones((), dtype=torch.float64, device=self._mesh.device)
+                model.alignment.begin(one, one)
         (self._chunk,) = model.chunks
         self._handed: deque[WeightGradient] = deque()
         if late:  # by a pipeline, of which the embedding is in another chunk, whatever it shares with the head
