@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.models.context import Context
+from megacore.models.latent_attention import LatentAttention
 from megacore.models.rope import Rotary
 from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.collectives import all_gather
@@ -24,7 +25,7 @@ from megacore.parallel.layers.context_attention import ContextAttention
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
 from megacore.parallel.layers.experts import Experts
 from megacore.parallel.layers.head_loss import head_loss, head_losses
-from megacore.parallel.layers.indexed import Indexed, IndexedTokens, Indexer
+from megacore.parallel.layers.indexed import Indexed, IndexedTokens
 from megacore.parallel.layers.linear import column_linear
 from megacore.parallel.layers.loss import Finish, Objective
 from megacore.parallel.layers.product import DENSE, Product
@@ -390,7 +391,7 @@ class Decoder(nn.Module):
 
     @cached_property
     def _indexes(self) -> bool:
-        return any(isinstance(module, Indexer) for module in self.modules())
+        return any(isinstance(module, LatentAttention) and module.looks.top for module in self.modules())
 
     @classmethod
     def chunk(

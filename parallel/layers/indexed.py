@@ -132,7 +132,11 @@ class Indexed(ABC):
             learn: What lets the divergences enter that the indexer learns from; None: it does not learn.
         """
         if index is None:
-            assert chooser is not None  # a layer before it
+            if chooser not in self.shared:
+                raise ValueError(
+                    f"{name} looks at what the indexer of layer {chooser} chooses, which is in another part of the "
+                    "pipeline: keep both in one part (pipeline.layers_per_stage), or choose mesh.pp=1"
+                )
             return self.attend(name, q, k, v, self.shared[chooser], scoring)
         own = self.choose(name, index, top)
         chosen = start_all_gather(own, index.group).wait()

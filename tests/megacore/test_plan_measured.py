@@ -47,8 +47,8 @@ from megacore.planning.setting import SHARDS, Setting, Widths
 from megacore.planning.traffic import traffic
 from megacore.store.weight_folders.index import MASTER
 from megacore.training.optimizer import Optimizer
-from megacore.training.states.muon import Muon
 from megacore.training.scaler import UNSCALED
+from megacore.training.states.muon import Muon
 from megacore.training.step import TrainStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
