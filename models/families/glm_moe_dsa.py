@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from megacore.models.families.deepseek_v32 import TINY, DeepseekV32Config
 from megacore.models.layer_types import kind_problems
 from megacore.models.presets import rope, shape, tiny_latent
+from megacore.parallel import limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +34,22 @@ class GlmMoeDsaConfig(DeepseekV32Config):
     n_group: int = 1
     topk_group: int = 1
     index_n_heads: int = 32
-    # "full" layers have an indexer, "shared" ones see what that of the last full one chooses; None: all are full.
+    # "full" layers have an indexer, "shared" ones see what that of the last full one chooses. None becomes all full.
     indexer_types: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.indexer_types is None and self.num_hidden_layers <= limits.LAYERS:
+            object.__setattr__(self, "indexer_types", ("full",) * self.num_hidden_layers)
+        super().__post_init__()
 
     @property
     def choosers(self) -> Sequence[int]:
-        kinds = self.indexer_types or ("full",) * self.num_hidden_layers
-        return [*accumulate((layer if kind == "full" else 0 for layer, kind in enumerate(kinds)), max)]
+        kinds = enumerate(self.indexer_types or ())
+        return [*accumulate((layer if kind == "full" else 0 for layer, kind in kinds), max)]
 
     def problems(self) -> list[str]:
         found, kinds = super().problems(), self.indexer_types
-        if kinds is None:
+        if kinds is None:  # there are too many layers
             return found
         found += kind_problems("indexer_types", kinds, self.num_hidden_layers, ("full", "shared"))
         if "full" not in kinds[:1] or (self.mtp_layers and kinds[-1] != "full"):
