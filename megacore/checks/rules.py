@@ -252,16 +252,18 @@ def _indexers(facts: RuleContext) -> Iterator[str]:
 
 def _choices(facts: RuleContext) -> Iterator[str]:
     pipeline, pp = facts.config.pipeline, facts.config.mesh.pp
-    given, virtual = pipeline.layers_per_stage, pp * pipeline.chunks
-    if given is None and virtual > facts.sizes["layer"]:
-        return  # said already
+    index = facts.model.schema.by_name.get("layers.{layer}.attn.index.q.weight")
+    given, virtual, layers = pipeline.layers_per_stage, pp * pipeline.chunks, facts.sizes["layer"]
+    if index is None or index.layers is None or (given is None and virtual > layers):
+        return  # each layer has its own, or it is said already
     counts = given or default_layers(facts.model, virtual, bare_ends=pipeline.chunks > 1)
-    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    for layer, looks in enumerate(facts.model.anatomy.layers[: len(stages)]):
-        if looks.chooser is not None and stages[looks.chooser] != stages[layer]:
+    parts = [part for part, count in enumerate(counts) for _ in range(count)]
+    for layer in range(min(layers, len(parts))):
+        chooser = max(each for each in index.layers if each <= layer)
+        if parts[chooser] != parts[layer]:
             yield (
                 f"mesh.pp ({pp}), pipeline.chunks ({pipeline.chunks}): layer {layer} looks at what the indexer of "
-                f"layer {looks.chooser} chooses, which is in another part of the pipeline: keep both in one part with "
+                f"layer {chooser} chooses, which is in another part of the pipeline: keep both in one part with "
                 "pipeline.layers_per_stage, or set mesh.pp=1 and pipeline.chunks=1"
             )
             return

@@ -4,7 +4,7 @@ indexer of one chooses (arXiv 2603.12201)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -18,13 +18,7 @@ from megacore.parallel import limits
 class GlmMoeDsaConfig(DeepseekV32Config):
     family: ClassVar[str] = "glm_moe_dsa"
     architecture: ClassVar[str] = "GlmMoeDsaForCausalLM"
-    # Of which indexer_types follow where they are not said.
-    fixed: ClassVar[Mapping[str, Any]] = {
-        **DeepseekV32Config.fixed,
-        "indexer_rope_interleave": True,
-        "index_topk_freq": 1,
-    }
-    harmless: ClassVar[frozenset[str]] = DeepseekV32Config.harmless | {"index_skip_topk_offset"}
+    fixed: ClassVar[Mapping[str, Any]] = {**DeepseekV32Config.fixed, "indexer_rope_interleave": True}
     index_pairs: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
@@ -34,12 +28,17 @@ class GlmMoeDsaConfig(DeepseekV32Config):
     n_group: int = 1
     topk_group: int = 1
     index_n_heads: int = 32
-    # "full" layers have an indexer, "shared" ones see what that of the last full one chooses. None becomes all full.
+    # "full" layers have an indexer, "shared" ones see what that of the last full one chooses. None becomes what the
+    # two others say: of so many layers one is full, behind the first ones.
     indexer_types: tuple[str, ...] | None = None
+    index_topk_freq: int = field(default=1, compare=False)
+    index_skip_topk_offset: int = field(default=2, compare=False)
 
     def __post_init__(self) -> None:
         if self.indexer_types is None and self.num_hidden_layers <= limits.LAYERS:
-            object.__setattr__(self, "indexer_types", ("full",) * self.num_hidden_layers)
+            behind = (max(layer - self.index_skip_topk_offset + 1, 0) for layer in range(self.num_hidden_layers))
+            kinds = ("shared" if layer % max(self.index_topk_freq, 1) else "full" for layer in behind)
+            object.__setattr__(self, "indexer_types", tuple(kinds))
         super().__post_init__()
 
     @property

@@ -117,7 +117,7 @@ def best_of(scores: Tensor, seen: Tensor, top: int) -> Tensor:
 def scores_of_chosen(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Return the scores of what was chosen: [n, top], for the gradient's sake; those of -1 mean nothing. Autograd keeps
     the inputs alone."""
-    found = []
+    found = list[Tensor]()
     for start in range(0, len(q), _BLOCK):
         rows = slice(start, start + _BLOCK)
         formula = partial(_scores_of_chosen, chosen=chosen[rows].clamp(min=0).long())
@@ -132,7 +132,7 @@ def _scores_of_chosen(q: Tensor, k: Tensor, weights: Tensor, *, chosen: Tensor) 
 def attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, reaches: Reaches, scoring: Scoring) -> Tensor:
     """q: [n, heads, head], k: [m, kv, head], v: [m, kv, value], chosen: [n, top] -> [n, heads, value]; softmax in fp32
     (fp64 for fp64)."""
-    found = []
+    found = list[Tensor]()
     for block in reaches.blocks():
         given = q[block.queries], k[block.keys], v[block.keys]
         formula = partial(_attend, seen=block.sees(chosen), scoring=scoring)

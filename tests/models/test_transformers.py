@@ -150,8 +150,13 @@ def test_granite_without_experts() -> None:
 
 
 def test_layers_that_share_an_indexer() -> None:
-    kinds = ["full", "shared", "full", "shared", "shared"]
+    """As a pattern says it, or every so many layers, one before the last of the first ones."""
     base = drawn("glm_moe_dsa", 3, positions=32, index_topk=3)
+    every = {"index_topk_freq": 3, "index_skip_topk_offset": 2}
+    config = configure(base | every)
+    assert config.to_hugging_face()["indexer_types"] == ["full", "full", "shared", "shared", "full"]
+    assert of_transformers(base | every).indexer_types == config.to_hugging_face()["indexer_types"]
+    kinds = ["full", "shared", "full", "shared", "shared"]
     same_numbers("glm_moe_dsa", of_transformers(base | {"indexer_types": kinds}), 0)
 
 
