@@ -12,10 +12,10 @@ from megacore.models.context import Context
 from megacore.models.positions import Encoding
 from megacore.parallel import kernels
 from megacore.parallel.kernels.scoring import Scoring
-from megacore.parallel.layers.indexed import Index
+from megacore.parallel.layers.indexed import IndexVectors
 from megacore.parallel.parameters import Parameters
 
-Projected = tuple[Tensor, Tensor, Tensor, Tensor | None, Index | None]
+Projected = tuple[Tensor, Tensor, Tensor, Tensor | None, IndexVectors | None]
 
 
 class Attention(nn.Module):
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return y
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, index: Index | None, scoring: Scoring, context: Context
+        self, q: Tensor, k: Tensor, v: Tensor, index: IndexVectors | None, scoring: Scoring, context: Context
     ) -> Tensor:
         """-> [tokens, heads, value], what the heads make of the tokens that they look at."""
         return context.attention(self.name, q, k, v, scoring)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.models.context import Context
-from megacore.models.latent_attention import LatentAttention
 from megacore.models.rope import Rotary
 from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.collectives import all_gather
@@ -389,10 +388,6 @@ class Decoder(nn.Module):
         """Asked for when the chunk is complete, adapters and all."""
         return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
 
-    @cached_property
-    def _indexes(self) -> bool:
-        return any(isinstance(module, LatentAttention) and module.looks.top for module in self.modules())
-
     @classmethod
     def chunk(
         cls,
@@ -472,14 +467,15 @@ class Decoder(nn.Module):
         """Return what the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
         attention, states = microbatch.attention or self.attention(microbatch), microbatch.states
-        indexed = (microbatch.indexed or self.indexed(microbatch)) if self._indexes else None
+        indexed = microbatch.indexed or self.indexed(microbatch)
         states = states or self.states(microbatch)
         return Context(attention, microbatch.positions, rotations, self._routed(microbatch), states, indexed)
 
     def indexed(self, microbatch: Microbatch) -> IndexedTokens:
         """Return how the tokens of sequences and documents look at those that indexers choose."""
         rows = (microbatch.sequence_length,) * microbatch.sequences
-        return IndexedTokens.of(microbatch.documents or rows, microbatch.split, self._mesh.cp, microbatch.tokens.device)
+        documents, split = microbatch.documents or rows, microbatch.split
+        return IndexedTokens({}, documents, split, self._mesh.cp, microbatch.tokens.device)
 
     def states(self, microbatch: Microbatch, whole: bool = False) -> States:
         """Return what layers with a state are handed where documents begin, or parts of them; ``whole`` is that of

@@ -15,7 +15,7 @@ from megacore.models.context import Context
 from megacore.parallel.alignment import Alignment
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.scoring import Scoring
-from megacore.parallel.layers.indexed import Index, Indexer
+from megacore.parallel.layers.indexed import Indexer, IndexVectors
 from megacore.parallel.parameters import Parameters
 
 
@@ -78,7 +78,7 @@ class LatentAttention(Attention):
         return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v, None, index
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, index: Index | None, scoring: Scoring, context: Context
+        self, q: Tensor, k: Tensor, v: Tensor, index: IndexVectors | None, scoring: Scoring, context: Context
     ) -> Tensor:
         if self.looks.top is None:
             return super().attend(q, k, v, index, scoring, context)

@@ -54,7 +54,7 @@ class Alignment:
         """
         if tokens.padding is not None:
             divergences = divergences.masked_fill(tokens.padding, 0)
-        entered: Tensor = _Enter.apply(y, divergences.sum(), self, self.layers.index(layer))
+        entered: Tensor = _EnterDivergence.apply(y, divergences.sum(), self, self.layers.index(layer))
         return entered
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class Alignment:
         return all_reduce_(table, self.mesh.world).cpu()
 
 
-class _Enter(torch.autograd.Function):
+class _EnterDivergence(torch.autograd.Function):
     """y -> the same, where the gradient of a divergence enters."""
 
     @staticmethod

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from megacore.models.assemble import Model
 from megacore.models.blocks import CHEAP
 from megacore.models.config import ModelConfig, looks
-from megacore.models.context import Context
+from megacore.models.context import Context, MaskedAttention
 from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
 from megacore.models.latent_attention import LatentAttention
 from megacore.models.moe import MixtureOfExperts
@@ -40,7 +40,6 @@ from megacore.models.tuning import Tuning
 from megacore.parallel.kernels import flash, grouped, norm
 from megacore.parallel.kernels.grouped import HostCounts
 from megacore.parallel.kernels.scoring import Scoring
-from megacore.parallel.layers.whole_attention import MaskedAttention
 from megacore.parallel.memory.recompute import Activations, Recompute, Runner, runner
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.parameters import WeightGradient

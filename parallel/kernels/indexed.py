@@ -44,13 +44,13 @@ class Reaches:
         chosen = slice(start, start + count)
         return replace(self, first=self.first[chosen], last=self.last[chosen])
 
-    def blocks(self) -> Iterator[_Block]:
+    def blocks(self) -> Iterator[_QueryBlock]:
         """Yield the blocks of the queries."""
         for start in range(0, len(self.first), _BLOCK):
             queries = slice(start, start + _BLOCK)
             keys = slice(int(self.first[queries].min()), int(self.last[queries].max()) + 1)
             first, last = (each[queries] for each in self._there)
-            yield _Block(queries, keys, first, last)
+            yield _QueryBlock(queries, keys, first, last)
 
     @cached_property
     def _there(self) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class Reaches:
 
 
 @dataclass(frozen=True, eq=False)
-class _Block:
+class _QueryBlock:
     """Some queries, the keys that at least one of them looks at, and the first and the last key of each: [n]."""
 
     queries: slice

@@ -23,7 +23,7 @@ from megacore.parallel.kernels import indexed
 from megacore.parallel.kernels.delta_rule import Enter
 from megacore.parallel.kernels.scoring import Scoring, attend, attend_partly
 from megacore.parallel.kernels.spans import Spans
-from megacore.parallel.layers.indexed import Index, Indexed
+from megacore.parallel.layers.indexed import Indexed, IndexVectors
 from megacore.parallel.layers.states import States
 from megacore.parallel.layers.whole_attention import MaskedAttention
 from megacore.parallel.mesh import Group
@@ -311,7 +311,7 @@ class PrefillIndexed(Indexed):
     prefill: Prefill
     whole: Indexed
 
-    def choose(self, name: str, index: Index, top: int) -> Tensor:
+    def choose(self, name: str, index: IndexVectors, top: int) -> Tensor:
         cache, rows = self.prefill.cache, self.prefill.rows
         kept = index.k.new_zeros(*cache.positions.shape, index.k.shape[1])
         kept[rows, self.prefill.slots] = index.k[: len(rows)]
@@ -334,7 +334,7 @@ class DecodeIndexed(Indexed):
 
     decode: Decode
 
-    def choose(self, name: str, index: Index, top: int) -> Tensor:
+    def choose(self, name: str, index: IndexVectors, top: int) -> Tensor:
         cache, n, count = self.decode.cache, len(self.decode.at), len(index.q)
         cache.index[name][self.decode.rows, self.decode.slots] = index.k[self.decode.kept]
         own = slice(index.group.index * count, min(n, (index.group.index + 1) * count))

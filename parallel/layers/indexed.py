@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -35,7 +36,7 @@ Learn = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
+class IndexVectors:
     """What an indexer makes of tokens: the queries and weights of n of this rank's, the keys of all t of them.
 
     Args:
@@ -79,7 +80,7 @@ class Indexer(nn.Module):
         norm = LayerNorm.of(p[f"{name}.k_norm.weight"], p[f"{name}.k_norm.bias"], _EPS, mesh)
         return cls(q, k, norm, weights, p.shards[f"{name}.weights.weight"].sizes["index_heads"], mesh)
 
-    def forward(self, x: Tensor, latent: Tensor, rotation: tuple[Tensor, Tensor] | None, learns: bool) -> Index:
+    def forward(self, x: Tensor, latent: Tensor, rotation: tuple[Tensor, Tensor] | None, learns: bool) -> IndexVectors:
         """x: [tokens/tp, embed], latent: [tokens/tp, q_latent], cos, sin: [tokens, turning/2] -> an index.
 
         What it is given gets no gradient from it; where it does not learn, neither do its weights.
@@ -90,7 +91,7 @@ class Indexer(nn.Module):
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             q = self._rotate(self.q(latent).unflatten(-1, (self.heads, -1)), *own)
             k = self._rotate(self.k_norm(self.k(x)).unsqueeze(1), *own).squeeze(1)
-            return Index(q, all_gather(k, group), self.weights(x), group)
+            return IndexVectors(q, all_gather(k, group), self.weights(x), group)
 
 
 _EPS = 1e-6
@@ -115,7 +116,7 @@ class Indexed(ABC):
         k: Tensor,
         v: Tensor,
         scoring: Scoring,
-        index: Index | None,
+        index: IndexVectors | None,
         top: int,
         chooser: int | None,
         learn: Learn | None,
@@ -148,7 +149,7 @@ class Indexed(ABC):
         return learn(y, self.divergences(index, own, q, k, chosen, scoring))
 
     @abstractmethod
-    def choose(self, name: str, index: Index, top: int) -> Tensor:
+    def choose(self, name: str, index: IndexVectors, top: int) -> Tensor:
         """Return the keys that each of the index's n tokens looks at, int32 [n, top or fewer]; -1 where there are no
         more."""
 
@@ -156,7 +157,9 @@ class Indexed(ABC):
     def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
         """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value], chosen: [t, top] -> [t, heads, value]."""
 
-    def divergences(self, index: Index, own: Tensor, q: Tensor, k: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
+    def divergences(
+        self, index: IndexVectors, own: Tensor, q: Tensor, k: Tensor, chosen: Tensor, scoring: Scoring
+    ) -> Tensor:
         """Return how far each of the index's n tokens is from what the attention makes of its choice: [n]."""
         raise NotImplementedError("indexers learn in training alone")
 
@@ -166,27 +169,27 @@ class IndexedTokens(Indexed):
     """That of tokens to the ones before them in their documents.
 
     Args:
-        reaches: The keys that each may look at, in the order of the documents.
-        order: Where the keys of that order are among those that the ranks of cp gather; None: as they are.
+        documents: The lengths of all documents of the microbatch.
+        split: Its split over cp, where it has one.
         group: The ranks of cp.
+        device: Where the tokens are.
     """
 
-    reaches: Reaches
-    order: Tensor | None
+    documents: Sequence[int]
+    split: ContextSplit | None
     group: Group
+    device: torch.device
 
-    @classmethod
-    def of(cls, documents: Sequence[int], split: ContextSplit | None, group: Group, device: torch.device) -> Self:
-        """Make it of the lengths of all documents of a microbatch, and of its split over cp, where it has one."""
-        first = np.repeat(np.cumsum([0, *documents])[:-1], documents)
-        last = np.arange(len(first))
-        if split is None:
-            return cls({}, Reaches(first, last, device), None, group)
-        ranks = [split.indices(rank) for rank in range(group.size)]
-        own, order = ranks[group.index], torch.from_numpy(np.concatenate(ranks).argsort())
-        return cls({}, Reaches(first[own], last[own], device), order.to(device), group)
+    @cached_property
+    def _keys(self) -> tuple[Reaches, Tensor | None]:
+        """Only who asks has them made."""
+        return keys_of(self.documents, self.split, self.group, self.device)
 
-    def choose(self, name: str, index: Index, top: int) -> Tensor:
+    @property
+    def reaches(self) -> Reaches:
+        return self._keys[0]
+
+    def choose(self, name: str, index: IndexVectors, top: int) -> Tensor:
         reaches = self.reaches.of(index.group.index * len(index.q), len(index.q))
         with torch.no_grad():
             return kernels.choose_indexed(index.q, self._every(index.k), index.weights, reaches, top)
@@ -194,7 +197,9 @@ class IndexedTokens(Indexed):
     def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
         return kernels.indexed_attention(q, self._every(k), self._every(v), chosen, self.reaches, scoring)
 
-    def divergences(self, index: Index, own: Tensor, q: Tensor, k: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
+    def divergences(
+        self, index: IndexVectors, own: Tensor, q: Tensor, k: Tensor, chosen: Tensor, scoring: Scoring
+    ) -> Tensor:
         scores = kernels.scores_of_chosen(index.q, self._every(index.k), index.weights, own)
         weights = kernels.indexed_weights(q, self._every(k.detach()), chosen, self.reaches, scoring)
         # A rank has some of the heads of all tokens, and is to have all heads of its own.
@@ -202,4 +207,21 @@ class IndexedTokens(Indexed):
 
     def _every(self, x: Tensor) -> Tensor:
         """x: [t, ...] -> those of all tokens of the microbatch, in the order of its documents."""
-        return x if self.order is None else all_gather(x, self.group).index_select(0, self.order)
+        order = self._keys[1]
+        return x if order is None else all_gather(x, self.group).index_select(0, order)
+
+
+def keys_of(
+    documents: Sequence[int], split: ContextSplit | None, group: Group, device: torch.device
+) -> tuple[Reaches, Tensor | None]:
+    """Return the keys that each of this rank's tokens may look at, in the order of the documents, and where the keys of
+    that order are among those that the ranks of cp gather; None: as they are."""
+    first = np.repeat(np.cumsum([0, *documents])[:-1], documents)
+    last = np.arange(len(first))
+    if split is None:
+        return Reaches(first, last, device), None
+    ranks = [split.indices(rank) for rank in range(group.size)]
+    own, order = ranks[group.index], torch.from_numpy(np.concatenate(ranks).argsort())
+    if device.type == "cuda":
+        order = order.pin_memory()
+    return Reaches(first[own], last[own], device), order.to(device, non_blocking=True)

@@ -16,7 +16,7 @@ from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.kernels.indexed import Reaches, choose
-from megacore.parallel.layers.indexed import Index, Indexed
+from megacore.parallel.layers.indexed import Indexed, IndexVectors
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
 
@@ -102,7 +102,7 @@ def test_indexers_learn_the_attention_of_what_they_choose(monkeypatch: pytest.Mo
         assert alone is None or (beside is not None and torch.equal(alone, beside))
 
 
-def divergence(q: Tensor, k: Tensor, scoring: Any, index: Index) -> Tensor:
+def divergence(q: Tensor, k: Tensor, scoring: Any, index: IndexVectors) -> Tensor:
     """[t]: KL(p || softmax of the chosen scores), p the attention of all heads over its sum."""
     scores = scored(index.q, index.k, index.weights).masked_fill(~visible(), -torch.inf)
     chosen = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
