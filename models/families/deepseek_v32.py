@@ -84,4 +84,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3.2": OF_V3["deepseek-v3"],
 }
 
-PARAMETERS: Mapping[str, int] = {}
+PARAMETERS: Mapping[str, int] = {"deepseek-v3.2": 671_877_929_216}

@@ -508,7 +508,11 @@ OF_CONTEXT = [
     Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
 ]
 INDEXED = Case(family="deepseek_v32", vocab=64, length=512, fields=(("index_topk", 16),))
-INDEXED_OF_TWO = [replace(INDEXED, mesh=MeshShape(cp=2)), replace(INDEXED, mesh=MeshShape(tp=2), recompute="full")]
+INDEXED_OF_TWO = [
+    replace(INDEXED, mesh=MeshShape(cp=2)),
+    replace(INDEXED, mesh=MeshShape(tp=2), recompute="full"),
+    replace(INDEXED, mesh=MeshShape(tp=2), family="glm_moe_dsa", fields=(*INDEXED.fields, ("index_topk_freq", 3))),
+]
 OF_CONTEXT_OF_FOUR = [
     Case(MeshShape(cp=2, tp=2), vocab=64, length=1024),
     replace(IN_TWO, mesh=MeshShape(cp=4), length=4096, micro=1, recompute="full"),
