@@ -96,7 +96,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     loss = () if config.preference is None else (TOLD,)
     loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients, loss)
-    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance, model.alignment)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
     batches = _batches(setup, setup.corpora.train, mesh, model)
@@ -155,7 +155,17 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     coefficients = Coefficients(experts.sequence_balance, experts.batch_balance, experts.z_loss, experts.bias_rate)
     context = config.context.over(mesh.shape.cp, setup.model.drops_attention)
     model = Model.create(
-        setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning, coefficients, context
+        setup.model,
+        layout,
+        mesh,
+        dtype,
+        losses,
+        activations,
+        hollow,
+        config.tuning,
+        coefficients,
+        context,
+        config.loss.indexer,
     )
     kernels.take_flash_attention(mesh.device, model.drops_attention)
     if config.train.precision == "fp8":

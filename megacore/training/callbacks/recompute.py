@@ -17,7 +17,7 @@ from megacore.corruption import Corrupted, at_fault
 from megacore.models.decoder import Microbatch
 from megacore.places import listed
 from megacore.training.callbacks.replicas import checksum
-from megacore.training.step import PHASES, counted_and_routed, counted_tokens
+from megacore.training.step import PHASES, counted_tokens
 from megacore.training.trainer import Callback, Trainer
 
 
@@ -104,12 +104,10 @@ def computed(run: Trainer, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     def add(parameter: Tensor, gradient: Tensor) -> None:
         total.add_(checksum(gradient) * (2 * numbers[parameter] + 1))
 
-    if step.balance is None:
+    if step.balance is None and step.alignment is None:
         tokens = counted_tokens([microbatch], step.mesh)
     else:
-        tokens, sequences, routed = counted_and_routed([microbatch], step.mesh)
-        step.balance.begin(1, sequences, routed, step.scaler.scale)
-        microbatch = replace(microbatch, number=0)
+        tokens, (microbatch,) = step.begin([microbatch])
     with step.gradients.handed_to(add):
         loss = step.pipeline.train([microbatch], step.scaler.scale / tokens, lambda kind: run.enter(PHASES[kind]))
     return loss.flatten()[0], total
