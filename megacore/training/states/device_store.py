@@ -120,7 +120,7 @@ class DeviceStore:
                 matrices,
             )
         )
-        self._of = {id(target.part): target for target in self.targets}
+        self._of = {target.part: target for target in self.targets}
         self._ema = rule.ema
         self._averages = {} if rule.ema is None else {t.part: t.tensor.clone() for t in self.targets}
 
@@ -151,7 +151,7 @@ class DeviceStore:
             first = kernels.step_of(self.adamw) <= 1
             for part, average in self._averages.items():
                 goes = go.to(average.dtype)
-                average.lerp_(self._of[id(part)].tensor, torch.where(first, goes, goes * (1 - self._ema)))
+                average.lerp_(self._of[part].tensor, torch.where(first, goes, goes * (1 - self._ema)))
         masters = [target for target in self.targets if target.master]
         if masters:
             torch._foreach_copy_([t.part.data for t in masters], [t.tensor for t in masters])
@@ -160,7 +160,7 @@ class DeviceStore:
 
     def of(self, part: OwnedShard, state: str) -> Tensor:
         """Return the state of a part: a moment, empty if it has none, or what is updated in place of its values."""
-        target = self._of[id(part)]
+        target = self._of[part]
         if state == MASTER:
             return target.tensor
         if state == EMA:
