@@ -43,7 +43,7 @@ from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
 from megacore.store.weight_folders.index import MOMENTS
 from megacore.training.optimizer import Optimizer
-from megacore.training.save import Contents, Retention, Saver, TrainingState
+from megacore.training.save import Contents, Retention, Saver
 from megacore.training.states.device_store import DeviceStore
 from megacore.training.step import TrainStep
 
@@ -143,7 +143,7 @@ class Megacore:
     def __init__(self, run: Run, background: bool) -> None:
         self.background = background
         self.control = Control.create(run.mesh)
-        self.contents = Contents(TrainingState(run.model.parameters, run.train.optimizer), run.shape.raw, {})
+        self.contents = Contents(run.model.parameters, run.train.optimizer, run.model.parameters.layout, run.shape.raw)
         self.saver: Saver | None = None
         self.made = Path()
 

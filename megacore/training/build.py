@@ -58,7 +58,7 @@ from megacore.training.lr import learning_rate
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
-from megacore.training.save import NAMES, Contents, Retention, Saver, TrainingState
+from megacore.training.save import NAMES, Contents, Retention, Saver
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
@@ -90,9 +90,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     gradients = _gradients(config, model)
     offload = _offload(config)
     optimizer = _optimizer(config, gradients, offload, control)
-    folder = offload.folder if offload else None
-    state = TrainingState(model.parameters, optimizer, folder, replace(layout, schema=config.tuning.kept(schema)))
-    contents = _contents(setup, state, _adapters(config, start, control))
+    contents = _contents(setup, model, optimizer, offload, _adapters(config, start, control))
     loss = () if config.preference is None else (TOLD,)
     loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients, loss)
@@ -222,17 +220,30 @@ def _muon(config: Config) -> Muon | None:
     return Muon(section.momentum, section.nesterov, section.steps, section.scale == "original", ratio)
 
 
-def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> Contents:
+def _contents(
+    setup: Setup, model: Model, optimizer: Optimizer, offload: Offload | None, adapters: Adapters | None
+) -> Contents:
     """Return all that checkpoints hold."""
-    config, start = setup.config, setup.start
+    config, start, parameters = setup.config, setup.start, model.parameters
     raw = raw_of(setup.model, start.source)
     if start.source is None and (end := end_of_text(config, setup.corpora.corpora)) is not None:
         raw = {**raw, "eos_token_id": end}
     frozen = config.tuning.frozen(setup.model.schema) if adapters is None else frozenset[str]()
     named, whole = with_dtype(raw, NAMES[DTYPES[config.train.precision]]), config.optimizer.name == "muon"
     carried = None if start.source is None else start.source.index.carried
-    source, naming = start.source if adapters is None else None, None if carried is None else carried.naming
-    return Contents(state, named, setup.companions, adapters, frozen, whole, source, naming)
+    return Contents(
+        parameters,
+        optimizer,
+        replace(parameters.layout, schema=config.tuning.kept(setup.model.schema)),
+        named,
+        setup.companions,
+        adapters,
+        frozen,
+        whole,
+        source=start.source if adapters is None else None,
+        naming=None if carried is None else carried.naming,
+        folder=offload.folder if offload else None,
+    )
 
 
 def _saver(config: Config, contents: Contents, control: Control) -> Saver:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -76,18 +76,34 @@ class SaveError(RuntimeError):
 @dataclass(frozen=True)
 class Contents:
     """All that a checkpoint of a run holds, as this rank has it: its tensors, the fields of the model's Hugging Face
-    config, {name: file} of what travels with the model, fields of
-    :class:`~megacore.store.weight_folders.index.Index`, the folder whose carried tensors it carries on, and how the
-    weights are named where they are a part of a larger model."""
+    config, {name: file} of what travels with the model, and fields of
+    :class:`~megacore.store.weight_folders.index.Index`.
 
-    state: TrainingState
+    Args:
+        layout: The layout of what is saved, which may be a part of the weights.
+        source: The folder whose carried tensors it carries on.
+        naming: How the weights are named where they are a part of a larger model.
+        folder: The folder of files that copies lie in while they are saved; None for host memory.
+    """
+
+    parameters: Parameters
+    optimizer: Optimizer
+    layout: Layout
     raw: Mapping[str, Any]
-    companions: Mapping[str, Companion]
+    companions: Mapping[str, Companion] = field(default_factory=dict)
     adapters: Adapters | None = None
     frozen: frozenset[str] = frozenset()
     muon: bool = False
     source: WeightFolder | None = None
     naming: Naming | None = None
+    folder: Path | None = None
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, Mapping[str, torch.dtype]]:
+        """{state: {name: dtype}} of the tensors of this rank that are saved."""
+        shards = self.layout.shards(self.parameters.mesh.place)
+        there = {WEIGHTS: {each.name: self.parameters[each.name].dtype for each in shards}, **self.optimizer.states()}
+        return {state: there[state] for state in STATES if state in there}
 
 
 @dataclass(frozen=True)
@@ -100,36 +116,6 @@ class Retention:
     every: int
     best: bool = False
     ahead: bool = False
-
-
-class TrainingState:
-    """The tensors of this rank that a checkpoint holds, by state and name.
-
-    Args:
-        folder: The folder of files that copies lie in while they are saved; None for host memory.
-        layout: The layout of what is saved, where that is not all of the weights.
-    """
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        optimizer: Optimizer,
-        folder: Path | None = None,
-        layout: Layout | None = None,
-    ) -> None:
-        self.parameters, self.optimizer, self.folder = parameters, optimizer, folder
-        self.layout = layout or parameters.layout
-        weights = {shard.name: parameters[shard.name].dtype for shard in self.layout.shards(parameters.mesh.place)}
-        there = {WEIGHTS: weights, **optimizer.states()}
-        self.dtypes: dict[str, Mapping[str, torch.dtype]] = {state: there[state] for state in STATES if state in there}
-
-    def read_into(self, state: str, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
-        """Copy a tensor, or what is taken of it; all ranks do so for all states and names in one order, with None where
-        it is not wanted."""
-        if state == WEIGHTS:
-            self.optimizer.read_weight(name, host, take)
-        else:
-            self.optimizer.read_into(state, name, host, take)
 
 
 def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -155,17 +141,18 @@ class Snapshot:
         written: The files.
         copied_s: The seconds that the device took for the last copy of them.
         cpu_s: The seconds of CPU time that it then took to write them.
+        is_beside: Whether a device copies beside its steps.
     """
 
-    def __init__(self, state: TrainingState) -> None:
-        parameters = state.parameters
-        self.state, self.schema, mesh = state, state.layout.schema, parameters.mesh
-        disk, place = on_disk(state.layout), replace(mesh.place, dp=0, cp=0)
-        self._held = {stored.name: stored for stored in native(state.layout, [mesh.rank])}
+    def __init__(self, contents: Contents) -> None:
+        layout, mesh = contents.layout, contents.parameters.mesh
+        self._contents, self._schema = contents, layout.schema
+        disk, place = on_disk(layout), replace(mesh.place, dp=0, cp=0)
+        self._held = {stored.name: stored for stored in native(layout, [mesh.rank])}
         kept = list(native(disk, [disk.mesh.rank(place)]))
         held = {
             name: found
-            for name, dtypes in state.dtypes.items()
+            for name, dtypes in contents.dtypes.items()
             # None where nothing of this rank is trained, or all of it is another's to write.
             if (found := [(stored, dtypes[stored.name].itemsize) for stored in kept if stored.name in dtypes])
         }
@@ -180,7 +167,8 @@ class Snapshot:
             torch.cuda.Event(enable_timing=True) if on_device else None for _ in range(2)
         )
         # What is split is put together by messages, in whose queues those of the next step would wait for the copies.
-        self._beside = torch.cuda.Stream(self._device) if on_device and not state.optimizer.is_split else None
+        self.is_beside = on_device and not contents.optimizer.is_split
+        self._stream = torch.cuda.Stream(self._device) if self.is_beside else None
 
     def take(self) -> None:
         """Copy what is to be written. On a GPU the host does not wait: a stream beside that of the steps copies, and
@@ -189,27 +177,25 @@ class Snapshot:
             self._take()
             return
         self._copy_begins.record()
-        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._copy_begins.wait()
             self._take()
             self._copy_ends.record()
-        self.state.optimizer.change_after(self._copy_ends)
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether a device copies beside its steps."""
-        return self._beside is not None
+        self._contents.optimizer.change_after(self._copy_ends)
 
     def _take(self) -> None:
+        """Copy: all ranks do so for all states and names in one order, for some hold a part of what others want."""
+        optimizer = self._contents.optimizer
         wanted = {
             (each.state, tensor.stored.name): (each.host[tensor.stored.name], tensor.stored)
             for each in self.written
             for tensor in each.file.tensors
         }
-        for state, dtypes in self.state.dtypes.items():
+        for state, dtypes in self._contents.dtypes.items():
+            read = optimizer.read_weight if state == WEIGHTS else partial(optimizer.read_into, state)
             for name in dtypes:
                 host, stored = wanted.get((state, name), (None, self._held[name]))
-                self.state.read_into(state, name, host, _slice(self._held[name], stored))
+                read(name, host, _slice(self._held[name], stored))
 
     def write(self, folder: Path) -> list[Wrote]:
         """Write what was taken."""
@@ -223,7 +209,7 @@ class Snapshot:
         def note(written: int) -> None:
             spent[threading.get_ident()] = time.thread_time()
 
-        fingerprints = _write(folder, files, self.schema, note)
+        fingerprints = _write(folder, files, self._schema, note)
         self.cpu_s = sum(spent.values())
         return [
             (file.path, file.size, fingerprints[file.path], {name: astuple(cut) for name, cut in each.ranges.items()})
@@ -231,14 +217,14 @@ class Snapshot:
         ]
 
     def _written(self, part: FileContents, path: str, on_device: bool) -> _Written:
-        dtypes = self.state.dtypes[part.state]
-        host = _copies({s.name: (s.shape, dtypes[s.name]) for s in part.tensors}, on_device, self.state.folder)
+        dtypes = self._contents.dtypes[part.state]
+        host = _copies({s.name: (s.shape, dtypes[s.name]) for s in part.tensors}, on_device, self._contents.folder)
 
         def read(stored: Stored, view: Piece | None = None) -> tuple[str, Any]:
             copy = host[stored.name]
             return NAMES[copy.dtype], copy.view(getattr(torch, f"uint{8 * copy.itemsize}")).numpy()
 
-        planned = plan(self.schema, part.tensors, part.tensors)
+        planned = plan(self._schema, part.tensors, part.tensors)
         file = File(path, tuple(Written(s, NAMES[dtypes[s.name]], copies) for s, copies in planned), read)
         cuts = {stored.name: self._held[stored.name].cut(stored) for stored in part.tensors}
         ranges = {name: Range(*cut) for name, cut in cuts.items() if cut is not None}
@@ -334,7 +320,7 @@ class Saver:
         send: Callable[[Path], object] | None = None,
     ) -> None:
         self.folder, self._contents = folder, contents
-        layout, dtypes = on_disk(contents.state.layout), tuple(contents.state.dtypes)
+        layout, dtypes = on_disk(contents.layout), tuple(contents.dtypes)
         self.index = Index(contents.raw, layout, dtypes, None, {}, contents.adapters, contents.frozen, contents.muon)
         self._control, self._kept, self._several, self._send = control, kept, node is not None, send
         rank, world = control.mesh.rank, control.mesh.shape.world
@@ -416,7 +402,7 @@ class Saver:
 
     def _reserved(self) -> Snapshot:
         try:
-            return Snapshot(self._contents.state)
+            return Snapshot(self._contents)
         except RuntimeError as error:  # of torch, where there is no memory that a GPU can copy to
             raise StoreError(str(error)) from error
 
@@ -498,7 +484,7 @@ class Saver:
         index = self.index
         places = [index.layout.mesh.place(rank) for rank in range(index.layout.mesh.world)]
         size = 0
-        for state, dtypes in self._contents.state.dtypes.items():
+        for state, dtypes in self._contents.dtypes.items():
             shards = (shard for place in places for shard in index.layout.shards(place) if index.has(state, shard.name))
             # Where this rank has none of a state, it is as wide as it can be on others.
             size += sum(shard.numel for shard in shards) * next((dtype.itemsize for dtype in dtypes.values()), 8)
