@@ -6,9 +6,12 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megacore.incidents import Incident
+
+if TYPE_CHECKING:
+    from megacore.recovery.hang_report import HangReport
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,6 @@ class Node:
         return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
-class RankWatch(Protocol):
-    """The part of an agent that tells where ranks stand."""
-
-    def poll(self, ranks: Mapping[int, int]) -> None: ...
-
-    def show(self) -> None: ...
-
-    def brief(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Job:
     """The program that an agent runs on the ranks of its node.
@@ -73,6 +66,6 @@ class Job:
         before."""
         return list(self.given)
 
-    def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> RankWatch | None:
+    def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> HangReport | None:
         """Return what tells where the ranks of this machine stand; folder: the agent's, report: takes incidents."""
         return None

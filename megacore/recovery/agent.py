@@ -37,12 +37,13 @@ from torch.distributed.elastic.agent.server import (
 from megacore import exits, rank
 from megacore.background import unnamed_main
 from megacore.incidents import Action, Incident, IncidentWriter, Kind
-from megacore.launcher.node import Job, RankWatch
+from megacore.launcher.node import Job
 from megacore.launcher.signals import ENDS
 from megacore.outcome import PAUSE, RankOutcome, rank_file
 from megacore.recipe import ConfigError
 from megacore.recovery.beats import read
 from megacore.recovery.gpus import GpuErrors
+from megacore.recovery.hang_report import HangReport
 from megacore.recovery.rendezvous import OneNode, RunEndedError
 from megacore.say import brief, err
 
@@ -106,7 +107,7 @@ class Agent(SimpleElasticAgent):
         self._job, self._meeting, self._folder, self._arrived = job, meeting, folder, arrived
         self._status = exits.DONE
         self._ranks = dict[int, RankProcess]()
-        self._watch: RankWatch | None = None
+        self._watch: HangReport | None = None
         self._launch = uuid.uuid4().hex[:8]
         self._incidents = IncidentWriter(job.out, err) if job.out else None
         self._node, self._nodes = 0, 0

@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from megacore.background import in_background
+from megacore.background import Result, in_background
 from megacore.incidents import Incident
 from megacore.outcome import rank_file
 from megacore.parallel.weights.layout import MeshShape
@@ -130,7 +131,7 @@ class HangReport:
             self._looks = 0
             if self._told:
                 self._told = False
-                self._in_background(lambda: _is_done_in_time(now_of(self.out, self.node).unlink))
+                self._in_background(lambda: _in_time(now_of(self.out, self.node).unlink, WRITE_S))
         still = min((stood for _, stood in self._seen.values()), default=0.0)
         bound = bound_s(self._readings.values(), self.timeout_s)
         if still >= bound * 2**self._looks and not (self._looking is not None and self._looking.is_alive()):
@@ -208,23 +209,25 @@ class HangReport:
             self._say(stands, text, seen, stacks)
 
     def _say(self, stands: Sequence[int], text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> None:
-        gpus = {rank: _gpu_in_time(sorted(seen).index(rank)) for rank in stands[:NAMED] if seen[rank].is_gpu}
-        text = "; ".join([text, *(f"rank {rank} has {gpu}" for rank, gpu in gpus.items() if gpu)])
+        for rank in (each for each in stands[:NAMED] if seen[each].is_gpu):
+            if gpu := _in_time(partial(gpu_in_words, sorted(seen).index(rank)), STACKS_S):
+                text = f"{text}; rank {rank} has {gpu}"
         text = f"no step for {min(each.stood for each in seen.values()):.0f} s: {text}"
         now, step = now_of(self.out, self.node), min(each.reading.step for each in seen.values())
         path = now.with_name(f"{time.strftime('%Y-%m-%dT%H-%M-%S')}{now.stem.removeprefix('now')}.txt")
         self._told = True
 
-        def write() -> None:
+        def write() -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(now, durable=False) as file:
                 file.write(json.dumps({"at": time.time(), "step": step, "text": text}).encode())
             with path.open("x") as report:
                 report.write(self._full(text, seen, stacks))
+            return path
 
-        more = f"; {path} has the stacks of all" if _is_done_in_time(write) else ""
-        rank = stands[0] if len(stands) == 1 else None
-        self._found.append(Incident("stands_still", detail=text, rank=rank, host=self.node, step=step))
+        more = f"; {path} has the stacks of all" if _in_time(write, WRITE_S) else ""
+        one = stands[0] if len(stands) == 1 else None
+        self._found.append(Incident("stands_still", detail=text, rank=one, host=self.node, step=step))
         err(f"\n{text[0].upper()}{text[1:]}{more}")
 
     def _full(self, text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> str:
@@ -272,16 +275,11 @@ class HangReport:
         return {rank: files[rank].read_text()[before[rank] :] for rank in before if sizes[rank] > before[rank]}, answers
 
 
-def _is_done_in_time(write: Callable[[], object]) -> bool:
-    """Write something in a thread that is left behind where the disk does not answer -> whether it is written."""
-    writing = in_background(write, "hang-report-file")
-    return bool(wait([writing], WRITE_S).done) and writing.exception() is None
-
-
-def _gpu_in_time(number: int) -> str:
-    """Return the state of a GPU of this machine, and nothing where its driver does not answer."""
-    asking = in_background(lambda: gpu_in_words(number), "hang-report-gpu")
-    return asking.result() if wait([asking], STACKS_S).done and asking.exception() is None else ""
+def _in_time(ask: Callable[[], Result], seconds: float) -> Result | None:
+    """Return what a function does in a thread that is left behind where a disk or a driver does not answer; None there,
+    and where it fails."""
+    answer = in_background(ask, "hang-report")
+    return answer.result() if wait([answer], seconds).done and answer.exception() is None else None
 
 
 def _told(reading: Reading) -> Place:

@@ -28,7 +28,6 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO, KEPT_IN_MEMORY
 from megacore.config import Config
 from megacore.control import Control
-from megacore.parallel.mesh import Group
 from megacore.recovery import partners
 from megacore.recovery.partners import HeldFiles, Machines, SpreadCheckpoint, TensorTypes
 from megacore.resources import free_memory
@@ -145,8 +144,6 @@ class MemoryCheckpoints(Callback):
         self._data: Sequence[str] = ()
         self._held: FileIO | None = None
         self._saver: Saver | None = None
-        self._partners: Group | None = None
-        self._machines: Sequence[range] = ()
         self._costs = deque[float](maxlen=2)
         self._asked = self._began_at = self._blocked_s = self._step_s = self._last = self._due = 0.0
         self._looked = self._is_next = self._failing = self._ended = False
@@ -258,16 +255,13 @@ class MemoryCheckpoints(Callback):
     def on_start(self, run: Trainer) -> None:
         if self.folder is None:
             return
-        control, world = run.control, run.mesh.shape.world
-        several = self._node < world
-        saver = Saver(
-            self.folder,
-            run.contents,
-            control,
-            Retention(KEPT_IN_MEMORY, 0, ahead=True),
-            self._node if several else None,
-            self._send if several else None,
-        )
+        control, world, send = run.control, run.mesh.shape.world, None
+        there = partners.machines(world, self._node)
+        if len(there) > 1:
+            group = run.mesh.host_group(partners.partners(there))
+            send = partial(partners.exchange, group=group, there=there)
+        kept = Retention(KEPT_IN_MEMORY, 0, ahead=True)
+        saver = Saver(self.folder, run.contents, control, kept, self._node if send else None, send)
         try:
             room = self._lack(saver.bytes, saver.carried_bytes, world) if self._is_first(control) else None
             lacks = control.exchange(room)
@@ -277,9 +271,6 @@ class MemoryCheckpoints(Callback):
         except SaveError as error:
             run.tell(f"{_NONE}: {error}")
             return
-        if several:
-            self._machines = partners.machines(world, self._node)
-            self._partners = run.mesh.host_group(partners.partners(self._machines))
         self._saver, self._last = saver, self._clock()
 
     def _lack(self, whole: int, carried: int, world: int) -> str | None:
@@ -374,12 +365,6 @@ class MemoryCheckpoints(Callback):
         if not self._failing:
             run.tell(f"{error}\nThe run goes on; memory is tried again in {RETRY_S / 60:g} minutes")
         self._failing, self._began_at = True, 0.0
-
-    def _send(self, path: Path) -> None:
-        """Send what this rank has written of a checkpoint to its partner, and keep what another one sends."""
-        assert self._saver is not None and self._partners is not None
-        own = [each.file.path for each in self._saver.reserve().written]
-        partners.exchange(path, own, self._partners, self._machines)
 
     def _reckon(self, run: Trainer, saver: Saver) -> None:
         """Reckon what a checkpoint has cost, and when the next one may begin."""

@@ -307,7 +307,8 @@ class Saver:
     Args:
         node: The number of successive ranks that share the folder, where it is in the memory of each machine: the first
             of them publishes what they have written, with the index of all files. None for a folder of all ranks.
-        send: Sends what this rank has written of a checkpoint elsewhere, once that is published; all ranks do so.
+        send: Sends the files that this rank has written of a checkpoint elsewhere, once that is published; all ranks do
+            so.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class Saver:
         control: Control,
         kept: Retention,
         node: int | None = None,
-        send: Callable[[Path], object] | None = None,
+        send: Callable[[Path, Sequence[str]], object] | None = None,
     ) -> None:
         self.folder, self._contents = folder, contents
         layout, dtypes = on_disk(contents.layout), tuple(contents.dtypes)
@@ -447,8 +448,9 @@ class Saver:
             written = self._control.exchange(result) if self._several else self._control.gather(result)
             saving.begin("publish", (lambda: self._publish(saving, written)) if saving.publication else None)
         elif not busy and saving.stage == "publish" and self._send is not None:
-            self.published, path, send = saving.step, checkpoints.path_of(self.folder, saving.step), self._send
-            saving.begin("send", lambda: send(path))
+            self.published, path = saving.step, checkpoints.path_of(self.folder, saving.step)
+            own = [each.file.path for each in self.reserve().written]
+            saving.begin("send", partial(self._send, path, own))
         elif not busy:
             self._saving, self._failing_since, self.published = None, None, saving.step
 
