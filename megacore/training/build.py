@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from megacore import checkpoints
 from megacore.config import Config
-from megacore.control import Control
+from megacore.control import Control, Made
 from megacore.data.batches import Batches
 from megacore.data.corpora import end_of_text, packed_of
 from megacore.data.samples import Source
@@ -159,7 +159,7 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     if config.train.precision == "fp8":
         model.use_fp8()
     if config.train.async_tp:
-        _overlap(model, control)
+        _on_all(control, "train.async_tp", lambda: _overlap(model))
     if config.train.compile:
         model.compile()
     return model
@@ -186,30 +186,22 @@ def _gradients(config: Config, model: Model) -> Gradients:
 
 
 def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, control: Control) -> Optimizer:
-    """Build the optimizer.
-
-    Raises:
-        ConfigError: on all ranks, where one of them cannot offload.
-    """
     section = config.optimizer
-    try:
-        return control.attempt(
-            lambda: Optimizer(
-                gradients,
-                lr=section.lr,
-                betas=section.betas,
-                eps=section.eps,
-                weight_decay=section.weight_decay,
-                clip=section.clip,
-                master_weights=section.master_weights,
-                moments=torch.bfloat16 if section.moments == "bf16" else None,
-                muon=_muon(config),
-                ema=config.ema.decay,
-                offload=offload,
-            )
-        )
-    except StoreError as error:
-        raise ConfigError([f"memory.offload_folder: {error}"]) from error
+    make = partial(
+        Optimizer,
+        gradients,
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        clip=section.clip,
+        master_weights=section.master_weights,
+        moments=torch.bfloat16 if section.moments == "bf16" else None,
+        muon=_muon(config),
+        ema=config.ema.decay,
+        offload=offload,
+    )
+    return _on_all(control, "memory.offload_folder", make)
 
 
 def _muon(config: Config) -> Muon | None:
@@ -255,19 +247,19 @@ def _saver(config: Config, contents: Contents, control: Control) -> Saver:
     return saver
 
 
-def _overlap(model: Model, control: Control) -> None:
-    """Raise ConfigError on all ranks where one of them cannot do it."""
-
-    def use() -> None:
-        try:
-            model.use_async_tp()
-        except ValueError as error:
-            raise StoreError(str(error)) from error
-
+def _on_all(control: Control, key: str, make: Callable[[], Made]) -> Made:
+    """Make something on all ranks, or raise ConfigError on all: the recipe's key asks for what one of them cannot."""
     try:
-        control.attempt(use)
+        return control.attempt(make)
     except StoreError as error:
-        raise ConfigError([f"train.async_tp: {error}: set it to false"]) from error
+        raise ConfigError([f"{key}: {error}"]) from error
+
+
+def _overlap(model: Model) -> None:
+    try:
+        model.use_async_tp()
+    except ValueError as error:
+        raise StoreError(f"{error}: set it to false") from error
 
 
 def _scaling(config: Config) -> Scaling:

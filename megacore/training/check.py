@@ -11,7 +11,7 @@ from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
 from megacore.checks.machine import readable, surroundings, without_a_model
 from megacore.checks.rules import problems, too_few_steps
-from megacore.config import Config, CorpusConfig
+from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.data_sets import resolved
 from megacore.data.model_tokenizer import ModelFiles
@@ -108,7 +108,8 @@ def check(
         found += _steps_done(config, start)
     if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
-    if readable(config) and not (found and any(map(_is_elsewhere, config.data.train + config.data.validation))):
+    is_elsewhere = any(each.hub_name is not None for each in config.data.train + config.data.validation)
+    if readable(config) and not (found and is_elsewhere):
         try:
             config = resolved(config, data_as_begun(config))
             found += [] if checked or another_looks else [f"data: {problem}" for problem in Corpora.look(config)]
@@ -160,10 +161,6 @@ def _steps_done(config: Config, start: Start) -> Iterator[str]:
             f"{key} ({come}) is below the {done} steps that are done: the run goes on to {key} in all, choose more "
             f"than {done}{'' if epochs is None else ' steps'}, or begin another run by checkpoint.init"
         )
-
-
-def _is_elsewhere(corpus: CorpusConfig) -> bool:
-    return corpus.hub_name is not None
 
 
 def _missing_code(config: Config) -> Iterator[str]:

@@ -116,7 +116,7 @@ class RepeatSteps(BadSteps):
         self._set_limits(run)
 
     def _set_limits(self, run: Trainer) -> None:
-        limits = self._spikes.limits if self._spikes is not None else {}
+        limits = self._spikes.seen.limits if self._spikes is not None else {}
         most = [limits.get("loss", math.inf), limits.get("grad_norm", math.inf)]
         self._limits = torch.tensor(most, dtype=torch.float64, device=run.mesh.device)
 
