@@ -128,10 +128,8 @@ def _dry_run(command: str, recipe: str, overrides: list[str]) -> int:
 def _checked(
     command: str, recipe: str, overrides: list[str], prepared: Path | None = None
 ) -> tuple[TrainingJob, Setup]:
-    """Return the run that a command describes, with nothing wrong that can be known before it starts.
-
-    Args:
-        prepared: The folder that has prepared examples, where nothing will be started.
+    """Return the run that a command describes, with nothing wrong that can be known before it starts; ``prepared``: as
+    of :func:`~megacore.training.check.check`.
 
     Raises:
         ConfigError: all that is wrong.

@@ -15,12 +15,8 @@ from megacore.rank import LAUNCHER
 
 
 def prepare(modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Start the process that ranks are forked from, unless it lives; it imports modules while others do other things.
-
-    Args:
-        modules: The modules that it imports; a rank imports none of them again.
-        environment: More variables for it: what libraries read when they are loaded holds for all ranks.
-    """
+    """Start the process that ranks are forked from, unless it lives; it imports modules, which no rank imports again,
+    while others do other things. What libraries read of its environment when they are loaded holds for all ranks."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["megacore.launcher.forked", *modules])
     with _with({**environment, LAUNCHER: str(os.getpid())}), unnamed_main():
         resource_tracker.ensure_running()

@@ -16,13 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Node:
-    """The processes of this machine among those of all.
-
-    Args:
-        index: The number of this one.
-        master: (host of node 0, port) where there are several.
-        least: The least number of machines that the run goes on with.
-    """
+    """The processes of this machine, which is number ``index`` of all; ``master`` is (host of node 0, port) where there
+    are several, and ``least`` the least number of them that the run goes on with."""
 
     processes: int
     nodes: int = 1

@@ -86,11 +86,7 @@ class RankProcess:
 
 
 class Agent(SimpleElasticAgent):
-    """The agent of this node.
-
-    Args:
-        arrived: The signals that have arrived, to which later ones are added.
-    """
+    """The agent of this node; to ``arrived`` the signals are added that reach it."""
 
     def __init__(self, job: Job, meeting: OneNode, folder: Path, arrived: list[int]) -> None:
         spec = WorkerSpec(

@@ -65,11 +65,8 @@ class GroupLog(NamedTuple):
 
 
 def answer(folder: Path, device: Callable[[], Place | None] = lambda: None) -> None:
-    """Start the thread of this rank that answers its agent; none where one runs, or the path is too long for a socket.
-
-    Args:
-        device: Returns the place that the device has come to, where that is known. It is a part of the answer.
-    """
+    """Start the thread of this rank that answers its agent, also with the place that the device has come to, where that
+    is known; none where one runs, or the path is too long for a socket."""
     with suppress(OSError):
         asked, answered = (rank_file(folder, kind, os.getpid()) for kind in _FILES)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -91,10 +91,7 @@ class HangReport:
     """Looks at the ranks of one agent; :meth:`poll` is called from its loop, and never waits.
 
     Seconds count in which this process was awake as well: what stops the whole machine, or starves it, is no hang.
-
-    Args:
-        out: The run's folder; reports go to ``hangs`` in it.
-        report: Is given the incidents, by :meth:`poll`.
+    Reports go to ``hangs`` in the run's folder, and :meth:`poll` gives incidents to ``report``.
     """
 
     out: Path

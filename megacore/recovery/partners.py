@@ -210,11 +210,8 @@ def whole(told: Sequence[Sequence[HeldFiles]]) -> list[tuple[int, list[HeldFiles
 
 
 class Machines:
-    """The machines of a run, each with files of its own, which the first rank of one sends to that of another.
-
-    Args:
-        node: The number of successive ranks that share a machine.
-    """
+    """The machines of a run, of ``node`` successive ranks each, and each with files of its own, which the first rank of
+    one sends to that of another."""
 
     def __init__(self, control: Control, node: int) -> None:
         self._control = control
@@ -226,10 +223,8 @@ class Machines:
         return self._control.mesh.host_group([tuple(ranks[0] for ranks in self.ranks)])
 
     def bring(self, folder: Path, there: Sequence[Mapping[str, int]], wanted: Sequence[Collection[str]]) -> None:
-        """Bring to each machine the files that it lacks, from one that has them; all ranks call this.
-
-        Args:
-            there: {file: bytes} of those that each has.
+        """Bring to each machine the files that it lacks, from one that has them: {file: bytes} of those that are there.
+        All ranks call this.
 
         Raises:
             StoreError: a machine has no room, say; on all ranks.
@@ -272,12 +267,8 @@ class Machines:
 
 @dataclass(frozen=True)
 class SpreadCheckpoint(Checkpoint):
-    """A checkpoint of which each machine has some of the files. A slice is read where it lies; a file that lies on none
-    of the machines that are to read it is brought to them.
-
-    Args:
-        held: {tensor file: what is in it} of each machine.
-    """
+    """A checkpoint of which each machine has some of the files: ``held``, {tensor file: what is in it} of each. A slice
+    is read where it lies; a file that lies on none of the machines that are to read it is brought to them."""
 
     held: Sequence[Mapping[str, TensorTypes]]
     machines: Machines

@@ -143,12 +143,8 @@ class OneNode(RendezvousHandler):
 
 
 class SeveralNodes(OneNode):
-    """The rounds of a run on several nodes.
-
-    Args:
-        node: This machine among those of the run; the first one hosts the store.
-        patience_s: Seconds that are waited for enough of them.
-        heed: Is called while it is waited, and raises :class:`RunEndedError` where a signal asks for the end.
+    """The rounds of a run on several nodes, of which the first one hosts the store. While ``patience_s`` are waited for
+    enough of them, ``heed`` is called, and raises :class:`RunEndedError` where a signal asks for the end.
 
     Raises:
         ConfigError: the store cannot be hosted.
@@ -332,11 +328,7 @@ class SeveralNodes(OneNode):
 
 
 class SignedBackend(C10dRendezvousBackend):
-    """torch's state of one round, signed.
-
-    Args:
-        goes_on: Raises where it is not to be joined any more.
-    """
+    """torch's state of one round, signed; ``goes_on`` raises where it is not to be joined any more."""
 
     def __init__(self, store: Store, name: str, secret: bytes, goes_on: Callable[[], None] = lambda: None) -> None:
         super().__init__(store, name)

@@ -187,11 +187,8 @@ class WallClock:
 
     @classmethod
     def of(cls, records: Sequence[Record], after: int, began: float) -> WallClock:
-        """Return the clock of a run that goes on after a step.
-
-        Args:
-            records: All that it has written so far, those of later steps too: their time has passed.
-        """
+        """Return the clock of a run that goes on after a step, by all records that it has written so far: the time of
+        later steps has passed too."""
         useful, before, since, step = 0.0, 0.0, began, after
         for record in records:
             at, wall, goodput, passed = (record.get(key) for key in ("step", "wall_seconds", "goodput", "time"))
@@ -220,10 +217,7 @@ class WallClock:
 
 class Log:
     """All sinks of a run; only rank 0 has one. Records are added: of a step that stands twice, for a run has gone back,
-    the last one counts (:func:`standing`).
-
-    Args:
-        began: The time when the launch of the run began, in seconds since 1970; None for now.
+    the last one counts (:func:`standing`). ``began`` is when the launch did, in seconds since 1970; None for now.
     """
 
     def __init__(

@@ -121,10 +121,7 @@ def _noted(config: Config, section: str, key: str) -> Any:
 
 
 def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = False) -> Start:
-    """Open what the run is to start from.
-
-    Args:
-        checked: Whether another process checks the tensor files of checkpoints.
+    """Open what the run is to start from; ``checked``: whether another process checks the tensor files of checkpoints.
 
     Raises:
         StoreError: it cannot be used, or the run has been trained on samples that are to be left out.

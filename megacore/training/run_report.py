@@ -74,12 +74,8 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What the folder of a run tells.
-
-    Args:
-        name: The last part of the folder's path, or more of it where several runs are called so.
-        traced: The newest step that all ranks have recorded, if there is one.
-    """
+    """What the folder of a run tells: ``name`` is the last part of its path, or more where several runs are called so,
+    ``traced`` the newest step that all ranks have recorded."""
 
     name: str
     out: Path

@@ -137,11 +137,8 @@ class _Written:
 class Snapshot:
     """This rank's share of a checkpoint's files, and host memory for it that is kept from save to save.
 
-    Attributes:
-        written: The files.
-        copied_s: The seconds that the device took for the last copy of them.
-        cpu_s: The seconds of CPU time that it then took to write them.
-        is_beside: Whether a device copies beside its steps.
+    The device took ``copied_s`` for the last copy of them, beside its steps where that ``is_beside``, and to write them
+    then took ``cpu_s`` of CPU time.
     """
 
     def __init__(self, contents: Contents) -> None:

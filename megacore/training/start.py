@@ -58,10 +58,8 @@ def newest(setup: Setup, given: Sequence[Callback], control: Control) -> Setup:
 
 
 def instead_of(setup: Setup, used: Setup, error: DamageError, control: Control) -> Setup:
-    """Return a run that starts from something else than what has turned out to be damaged while it was loaded.
-
-    Args:
-        used: The one whose start is damaged, of :func:`newest`.
+    """Return a run that starts from something else than the start of ``used``, which has turned out to be damaged while
+    it was loaded.
 
     Raises:
         DamageError: there is nothing else.

@@ -81,11 +81,7 @@ class StepResult:
 
 
 class RepeatSteps(BadSteps):
-    """Repeats each bad step once, and each that spikes if ``recovery.spikes`` says so.
-
-    Args:
-        spikes: The limits that a spike is above; None where those are not repeated.
-    """
+    """Repeats each bad step once, and each that spikes if ``recovery.spikes`` says so; ``spikes`` knows the limits."""
 
     def __init__(self, checkpoints: Checkpoints, spikes: TellSpikes | None) -> None:
         super().__init__(allowed=0)

@@ -134,12 +134,9 @@ class DeviceStore:
         kernels.set_updates(self.adamw, count)
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
-        """Update the values of all parts from their gradients, which count no more then.
-
-        Args:
-            go: A bool scalar on the device; where it is false nothing changes.
-            divisor: An fp32 scalar on the device that the update divides gradients by where it reads them; or None.
-        """
+        """Update the values of all parts from their gradients, which count no more then, but nothing where ``go``, a
+        bool scalar on the device, is false; it divides gradients by ``divisor``, an fp32 scalar there, as it reads
+        them."""
         for target in self._by_adamw:
             target.tensor.grad = target.part.gradient
         for group in self.adamw.param_groups:

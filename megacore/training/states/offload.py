@@ -28,13 +28,8 @@ from megacore.training.states.windows import ALIGNED, BUFFERS, Segment, WindowSt
 
 @dataclass(frozen=True)
 class Offload:
-    """The place of offloaded states.
-
-    Args:
-        folder: The folder of a file for them, on a disk of this machine; None for host memory.
-        buffer_bytes: The size of the host memory that they and gradients pass through; those that stay there come on
-            top.
-    """
+    """The place of offloaded states: a file in a folder, on a disk of this machine, or host memory. They and gradients
+    pass through ``buffer_bytes`` of that; states that stay there come on top."""
 
     folder: Path | None = None
     buffer_bytes: int = 512 << 20
