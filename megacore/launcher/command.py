@@ -76,10 +76,7 @@ class TrainingJob(Job):
 
     def arguments(self, nodes: int, again: bool) -> list[str]:
         """Return the arguments of a rank; one that was started before goes on from the newest of its own checkpoints.
-
-        Raises:
-            ConfigError: the recipe cannot be read any more.
-        """
+        Raises ConfigError: the recipe cannot be read any more."""
         from megacore.training.resume import overrides_of_restart  # imports much
 
         recipe, *overrides = [*self.given, *self.layouts.get(nodes, ())]
@@ -109,11 +106,7 @@ def run(command: str, given: Sequence[str]) -> int:
 
 
 def _dry_run(command: str, recipe: str, overrides: list[str]) -> int:
-    """Check a run and say what it would do -> exit status.
-
-    Raises:
-        ConfigError: all that is wrong.
-    """
+    """Check a run and say what it would do -> exit status. Raises ConfigError: all that is wrong."""
     try:
         with temporary_folder() as folder:
             job, setup = _checked(command, recipe, overrides, folder)
@@ -129,11 +122,7 @@ def _checked(
     command: str, recipe: str, overrides: list[str], prepared: Path | None = None
 ) -> tuple[TrainingJob, Setup]:
     """Return the run that a command describes, with nothing wrong that can be known before it starts; ``prepared``: as
-    of :func:`~megacore.training.check.check`.
-
-    Raises:
-        ConfigError: all that is wrong.
-    """
+    of :func:`~megacore.training.check.check`. Raises ConfigError: all that is wrong."""
     if _number("RESTART_COUNT", 0, 0):
         from megacore.training.resume import overrides_of_restart
 
@@ -188,11 +177,7 @@ def _checked(
 
 
 def _launched(job: TrainingJob, arrived: list[int]) -> int:
-    """Run the ranks of this machine -> exit status.
-
-    Raises:
-        ConfigError: the nodes cannot meet.
-    """
+    """Run the ranks of this machine -> exit status. Raises ConfigError: the nodes cannot meet."""
     from megacore.recovery.agent import Agent, heed
     from megacore.recovery.rendezvous import OneNode, SeveralNodes, secret_of
 
@@ -210,11 +195,8 @@ def _launched(job: TrainingJob, arrived: list[int]) -> int:
 
 
 def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[int, Sequence[str]]:
-    """Return {number of nodes: the overrides by which a recipe fits them}, where the number may change.
-
-    Raises:
-        ConfigError: no layout fits some of them, or there is no model.
-    """
+    """Return {number of nodes: the overrides by which a recipe fits them}, where the number may change. Raises
+    ConfigError: no layout fits some of them, or there is no model."""
     if least == most:
         return {}
     from megacore.models.config import ModelConfigError
@@ -264,12 +246,8 @@ def _meant(option: str, known: Sequence[str]) -> str:
 
 
 def _several(least: int, most: int) -> tuple[int, tuple[str, int]]:
-    """Return the place of this machine among several, as the environment says it -> its number, and the host and
-    the port of the first one.
-
-    Raises:
-        ConfigError: it does not say enough.
-    """
+    """Return the place of this machine among several, as the environment says it -> its number, and the host and the
+    port of the first one. Raises ConfigError: it does not say enough."""
     host, index = os.environ.get("MASTER_ADDR"), _number("NODE_RANK", 0, -1)
     if least < most:
         if host is None:
@@ -283,11 +261,7 @@ def _several(least: int, most: int) -> tuple[int, tuple[str, int]]:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Return the least and the most nodes that NNODES says: "4", or "2:8".
-
-    Raises:
-        ConfigError: it says neither.
-    """
+    """Return the least and the most nodes that NNODES says: "4", or "2:8". Raises ConfigError: it says neither."""
     least, _, most = text.partition(":")
     numbers = [int(each) for each in (least, most or least) if each.isdecimal()]
     if len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
@@ -296,11 +270,7 @@ def nodes_of(text: str) -> tuple[int, int]:
 
 
 def _number(name: str, least: int, default: int) -> int:
-    """Return the number that a variable of the environment holds.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the number that a variable of the environment holds. Raises ConfigError: it is none."""
     text = os.environ.get(name)
     if not text:
         return default

@@ -206,11 +206,8 @@ class Agent(SimpleElasticAgent):
     # -- decisions
 
     def _state(self) -> WorkerState:
-        """Return the state of the ranks, and decide what follows from it.
-
-        Raises:
-            RunEndedError: the run ends, and no other node is to be waited for.
-        """
+        """Return the state of the ranks, and decide what follows from it. Raises RunEndedError: the run ends, and no
+        other node is to be waited for."""
         now, ranks = time.monotonic(), self._ranks
         living = [number for number, each in ranks.items() if not each.ended]
         if now >= self._kill_at and living:
@@ -296,11 +293,7 @@ class Agent(SimpleElasticAgent):
         return WorkerState.UNHEALTHY
 
     def _answer(self) -> None:
-        """Decide about a fault, tell it and write it down.
-
-        Raises:
-            RunEndedError: the run ends with it.
-        """
+        """Decide about a fault, tell it and write it down. Raises RunEndedError: the run ends with it."""
         who, end = min(
             ((number, each.end) for number, each in self._ranks.items() if each.end and each.silent),
             key=lambda found: (_CAUSES.index(_cause(found[1])), found[0]),
@@ -454,11 +447,8 @@ def _outcome_of_status(status: int) -> RankOutcome:
 
 
 def heed(arrived: list[int]) -> None:
-    """Do what the signals that have arrived ask for, while there are no ranks.
-
-    Raises:
-        RunEndedError: one of them asks for the end.
-    """
+    """Do what the signals that have arrived ask for, while there are no ranks. Raises RunEndedError: one of them asks
+    for the end."""
     while arrived:
         if (number := arrived.pop(0)) in ENDS:
             raise RunEndedError(exits.of_signal(number))

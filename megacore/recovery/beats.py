@@ -38,11 +38,7 @@ _PAGE = struct.Struct(f"={_BUSY + len(PHASES)}d")
 
 
 class Beat:
-    """The page in which this rank says where it is.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """The page in which this rank says where it is. Raises OSError: it cannot be made."""
 
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)

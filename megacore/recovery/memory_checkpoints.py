@@ -59,11 +59,8 @@ _HELD = "held"
 
 
 def private(folder: Path) -> Path:
-    """Make a folder that this user alone may enter, if it is not there.
-
-    Raises:
-        StoreError: something else has its name, or others may enter it.
-    """
+    """Make a folder that this user alone may enter, if it is not there. Raises StoreError: something else has its name,
+    or others may enter it."""
     with os_errors(folder):
         with suppress(FileExistsError):
             folder.mkdir(0o700)
@@ -87,11 +84,7 @@ def sweep(user: Path, older_than_s: float, but: str = "", only: str = "*") -> No
 
 def shared(root: Path, control: Control) -> int:
     """Return the number of successive ranks that share a file system in memory: those of several launchers, where they
-    are on one machine.
-
-    Raises:
-        StoreError: machines have various numbers; on all ranks.
-    """
+    are on one machine. Raises StoreError: machines have various numbers; on all ranks."""
 
     def place() -> tuple[str, int, str]:
         with os_errors(root):
@@ -105,11 +98,8 @@ def shared(root: Path, control: Control) -> int:
 
 
 def known_as(config: Config) -> tuple[str, str]:
-    """Return the number of a run, and that of another one in whose place it begins, if there is one.
-
-    Raises:
-        StoreError: it cannot be noted in the folder of the run.
-    """
+    """Return the number of a run, and that of another one in whose place it begins, if there is one. Raises StoreError:
+    it cannot be noted in the folder of the run."""
     path, before = Path(config.out) / RUN_ID, ""
     if path.exists():
         noted = read_file(path, path.parent, 99).decode(errors="replace").strip()
@@ -217,11 +207,8 @@ class MemoryCheckpoints(Callback):
         control.largest()
 
     def _open(self, config: Config, control: Control) -> None:
-        """Make the folder of the run on each machine, and hold it on each rank.
-
-        Raises:
-            StoreError: one of them cannot; on all ranks.
-        """
+        """Make the folder of the run on each machine, and hold it on each rank. Raises StoreError: one of them cannot;
+        on all ranks."""
         self._node = shared(self._root, control)
         first, user = self._is_first(control), self._root / f"megacore-{os.geteuid()}"
         known, before = control.tell(control.attempt(lambda: known_as(config) if control.mesh.rank == 0 else None))

@@ -61,12 +61,8 @@ def keeper(rank: int, group: Sequence[int], there: Sequence[range]) -> int:
 
 def exchange(folder: Path, own: Sequence[str], group: Group, there: Sequence[range]) -> None:
     """Send the files that this rank has written to the rank that keeps them, and take those of others; all ranks of a
-    set do so, each in a thread of its own.
-
-    Raises:
-        StoreError: a file could not be read or written, here.
-        RuntimeError: the other one is gone.
-    """
+    set do so, each in a thread of its own. Raises StoreError: a file could not be read or written, here; RuntimeError:
+    the other one is gone."""
     problems, rank = list[str](), group.ranks[group.index]
     for sender in group.ranks:
         to = keeper(sender, group.ranks, there)
@@ -224,11 +220,7 @@ class Machines:
 
     def bring(self, folder: Path, there: Sequence[Mapping[str, int]], wanted: Sequence[Collection[str]]) -> None:
         """Bring to each machine the files that it lacks, from one that has them: {file: bytes} of those that are there.
-        All ranks call this.
-
-        Raises:
-            StoreError: a machine has no room, say; on all ranks.
-        """
+        All ranks call this. Raises StoreError: a machine has no room, say; on all ranks."""
         moves, sizes = dict[tuple[int, int], list[str]](), {name: of[name] for of in there for name in of}
         for number, name in enumerate(sorted(sizes)):
             having = [machine for machine, files in enumerate(there) if name in files]

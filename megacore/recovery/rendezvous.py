@@ -144,11 +144,8 @@ class OneNode(RendezvousHandler):
 
 class SeveralNodes(OneNode):
     """The rounds of a run on several nodes, of which the first one hosts the store. While ``patience_s`` are waited for
-    enough of them, ``heed`` is called, and raises :class:`RunEndedError` where a signal asks for the end.
-
-    Raises:
-        ConfigError: the store cannot be hosted.
-    """
+    enough of them, ``heed`` is called, and raises :class:`RunEndedError` where a signal asks for the end. Raises
+    ConfigError: the store cannot be hosted."""
 
     def __init__(self, node: Node, secret: bytes, patience_s: float, heed: Callable[[], None]) -> None:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -168,12 +165,8 @@ class SeveralNodes(OneNode):
         threading.Thread(target=self._look, name="rendezvous", daemon=True).start()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round -> it.
-
-        Raises:
-            RunEndedError: too few nodes came, a signal asks for the end, another node says that the run ends, or
-                somebody has meddled with the rendezvous.
-        """
+        """Join the next round -> it. Raises RunEndedError: too few nodes came, a signal asks for the end, another node
+        says that the run ends, or somebody has meddled with the rendezvous."""
         until, told = time.monotonic() + self._patience_s, ""
         while True:
             try:
@@ -335,12 +328,8 @@ class SignedBackend(C10dRendezvousBackend):
         self._goes_on, self._secret = goes_on, hmac.digest(secret, name.encode(), "sha256")
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the state and its token, if there is one.
-
-        Raises:
-            ForgedError: it is not signed with the secret.
-            RendezvousConnectionError: the store does not answer.
-        """
+        """Return the state and its token, if there is one. Raises ForgedError: it is not signed with the secret;
+        RendezvousConnectionError: the store does not answer."""
         return self._verified(super().get_state)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
@@ -368,11 +357,8 @@ class SignedBackend(C10dRendezvousBackend):
 
 
 def secret_of(out: Path) -> bytes:
-    """Return the secret of a run: from the environment, or from a file, which the first node makes.
-
-    Raises:
-        ConfigError: it cannot be read or made, or others may read it.
-    """
+    """Return the secret of a run: from the environment, or from a file, which the first node makes. Raises ConfigError:
+    it cannot be read or made, or others may read it."""
     if text := os.environ.get(SECRET):
         return text.encode()
     path = Path(os.environ.get(SECRET_FILE) or out / "rendezvous.secret")

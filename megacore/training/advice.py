@@ -30,11 +30,8 @@ class Advice(NamedTuple):
 
 
 def advise(found: StepSplit, step: TracedStep, config: Config) -> list[Advice]:
-    """Return up to three changes, the best first, of which each is one by itself.
-
-    Raises:
-        ScheduleError: the actions of the trace are no schedule.
-    """
+    """Return up to three changes, the best first, of which each is one by itself. Raises ScheduleError: the actions of
+    the trace are no schedule."""
     seconds = {each.name: each.seconds for each in found.parts}
     made = [*_of_pipelines(step, config, found.seconds)]
     if config.memory.recompute != "none":

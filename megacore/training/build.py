@@ -75,12 +75,9 @@ DTYPES = {
 
 
 def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callback] = ()) -> Trainer:
-    """Build the live parts of a run on this rank, its model initialised or loaded.
-
-    Raises:
-        ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
-        StoreError: what the run starts from is damaged.
-    """
+    """Build the live parts of a run on this rank, its model initialised or loaded. Raises ConfigError: the ranks have
+    found different things, or one of them cannot do what the config asks for; StoreError: what the run starts from is
+    damaged."""
     config, start, schema = setup.config, setup.start, setup.model.schema
     _agree(control, setup, kernels.chosen(mesh.device, config.train.compile, DTYPES[config.train.precision]))
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
@@ -277,11 +274,8 @@ def _offload(config: Config) -> Offload | None:
 
 
 def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
-    """Return the adapters of a run and what they belong to, if it trains some.
-
-    Raises:
-        ConfigError: they go on beside another model than they were trained on.
-    """
+    """Return the adapters of a run and what they belong to, if it trains some. Raises ConfigError: they go on beside
+    another model than they were trained on."""
     lora, base = config.tuning.lora, start.source
     if lora is None or base is None:
         return None

@@ -42,11 +42,7 @@ class Setup:
 
     def held(self) -> Setup:
         """Return the run with the content of what travels with the model: whoever has a checkpoint that a run starts
-        from may remove it while that run goes on.
-
-        Raises:
-            StoreError: a file cannot be read.
-        """
+        from may remove it while that run goes on. Raises StoreError: a file cannot be read."""
         return replace(self, companions={name: each.held() for name, each in self.companions.items()})
 
     def at(self, start: Start) -> Setup:
@@ -184,11 +180,8 @@ def _meet_family(config: Config) -> None:
 
 
 def _start(config: Config, another_looks: bool, goes_on: bool) -> Start:
-    """Return what a run starts from, or its own newest checkpoint where that is gone.
-
-    Raises:
-        StoreError: neither can be used.
-    """
+    """Return what a run starts from, or its own newest checkpoint where that is gone. Raises StoreError: neither can be
+    used."""
     try:
         return find(config, checked=another_looks)
     except StoreError:

@@ -51,11 +51,8 @@ from megacore.training.trainer import Callback, Trainer, callbacks_of, check_met
 
 def checked(recipe: Recipe, overrides: Sequence[str], here: RankPlace, finetunes: bool = False) -> Setup:
     """Return a run once it is checked: one rank of each node reads the indexes of the data for all, and one of them all
-    the files of a checkpoint; ``finetunes``: as of :func:`~megacore.training.check.check`.
-
-    Raises:
-        ConfigError: all that is wrong.
-    """
+    the files of a checkpoint; ``finetunes``: as of :func:`~megacore.training.check.check`. Raises ConfigError: all that
+    is wrong."""
     given = overrides_of_restart(recipe, overrides) if restarts() else overrides
     return check(recipe, given, here.world, here.local_world, here.local_rank > 0, here.rank > 0, finetunes=finetunes)
 
@@ -99,12 +96,9 @@ def fit(setup: Setup, device: torch.device, here: RankPlace, callbacks: Sequence
 
 
 def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """Return the trainer of a run, with the newest state that is whole.
-
-    Raises:
-        ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
-        StoreError: what the run is to start from is damaged, and there is nothing else.
-    """
+    """Return the trainer of a run, with the newest state that is whole. Raises ConfigError: the ranks have found
+    different things, or one of them cannot do what the config asks for; StoreError: what the run is to start from is
+    damaged, and there is nothing else."""
     while True:
         newest = start.newest(setup, callbacks, control)
         try:

@@ -280,11 +280,7 @@ def standing(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def newest(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
     """Return the records in the last bytes of a metrics.jsonl, which may be cut, those that do not stand among them;
-    none where there is no file.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    none where there is no file. Raises StoreError: it cannot be read."""
     if not path.exists():
         return []
     with os_errors(path), open_file(path, path.parent) as file:

@@ -60,11 +60,8 @@ class Progress:
         )
 
     def without(self, ranges: Iterable[SampleRange]) -> Progress:
-        """Return the progress of a run that leaves out these samples too, from here on.
-
-        Raises:
-            StoreError: it has been trained on some of them.
-        """
+        """Return the progress of a run that leaves out these samples too, from here on. Raises StoreError: it has been
+        trained on some of them."""
         asked = SkippedSamples.of(ranges)
         if done := self.skipped_samples.left_out_by(asked, self.samples):
             raise StoreError(
@@ -76,12 +73,8 @@ class Progress:
 
     @classmethod
     def read(cls, tree: Mapping[str, Any], where: object) -> Progress:
-        """Read the progress from a ``trainer.json``.
-
-        Raises:
-            StoreError: a count is missing or none, the state of the loss scale is none, or the order of the data is
-                another one.
-        """
+        """Read the progress from a ``trainer.json``. Raises StoreError: a count is missing or none, the state of the
+        loss scale is none, or the order of the data is another one."""
         wrong = [
             name
             for name in _FIELDS.values()

@@ -122,10 +122,7 @@ def _noted(config: Config, section: str, key: str) -> Any:
 
 def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = False) -> Start:
     """Open what the run is to start from; ``checked``: whether another process checks the tensor files of checkpoints.
-
-    Raises:
-        StoreError: it cannot be used, or the run has been trained on samples that are to be left out.
-    """
+    Raises StoreError: it cannot be used, or the run has been trained on samples that are to be left out."""
     start = _find(config, damaged, checked)
     return replace(start, progress=start.progress.without(config.recovery.skip_samples))
 
@@ -155,11 +152,8 @@ def newest_whole(
     folder: Path, damaged: tuple[Damaged, ...], checked: bool = False, steps: range | None = None
 ) -> tuple[Checkpoint | None, tuple[Damaged, ...]]:
     """Return the newest checkpoint of a run that is whole, as far as can be known without reading its tensors, and the
-    newer ones that are damaged, beside those that are known to be.
-
-    Raises:
-        VersionError: another version of megacore has written it.
-    """
+    newer ones that are damaged, beside those that are known to be. Raises VersionError: another version of megacore has
+    written it."""
     for step, path in reversed(checkpoints.named(folder).items()):
         if (steps is None or step in steps) and all(path != each.path for each in damaged):
             try:
@@ -241,10 +235,7 @@ def _going_on(checkpoint: Checkpoint) -> Start:
 
 def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
     """Return the model: the recipe's, or where that names none, the source's with the fields that the recipe changes.
-
-    Raises:
-        ModelConfigError: everything that is wrong with it, and with its fit to the source.
-    """
+    Raises ModelConfigError: everything that is wrong with it, and with its fit to the source."""
     section = config.model
     if source is None and not section:
         way_out = "name a Hugging Face folder, a model of its hub or a checkpoint in checkpoint.init (--init MODEL)"

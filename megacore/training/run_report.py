@@ -87,11 +87,7 @@ class RunRecords:
 
     @classmethod
     def of(cls, out: Path, name: str) -> RunRecords:
-        """Read a run.
-
-        Raises:
-            StoreError: there is none, or it cannot be read.
-        """
+        """Read a run. Raises StoreError: there is none, or it cannot be read."""
         records = metrics.read(out / metrics.METRICS)
         try:
             config = load(out / "config.yaml")
@@ -113,11 +109,8 @@ class RunRecords:
 
 
 def write(folders: Sequence[Path], target: Path) -> int:
-    """Write a report of the runs of these folders -> its bytes.
-
-    Raises:
-        StoreError: one is none, it cannot be written, or vl-convert is not installed.
-    """
+    """Write a report of the runs of these folders -> its bytes. Raises StoreError: one is none, it cannot be written,
+    or vl-convert is not installed."""
     made = _page(folders).encode()
     replace_file(target, made)
     return len(made)

@@ -337,11 +337,8 @@ class Saver:
 
     def save(self, step: int, trainer: Mapping[str, Any]) -> None:
         """Take the state as it is and begin to write it; waits for an earlier save first. A checkpoint that is there
-        already is left as it is: the run had come so far before, and has gone back after a fault.
-
-        Raises:
-            SaveError: it cannot begin, for want of room say, or the earlier one failed.
-        """
+        already is left as it is: the run had come so far before, and has gone back after a fault. Raises SaveError: it
+        cannot begin, for want of room say, or the earlier one failed."""
         self.finish()
         self.published, snapshot = None, self.reserve()
         publication, begun = None, dict[str, str]()
@@ -386,11 +383,8 @@ class Saver:
         return ours == theirs
 
     def reserve(self) -> Snapshot:
-        """Reserve room for a copy of what is written, kept from save to save.
-
-        Raises:
-            SaveError: it lies in files, and a rank has no room for them.
-        """
+        """Reserve room for a copy of what is written, kept from save to save. Raises SaveError: it lies in files, and a
+        rank has no room for them."""
         if self._snapshot is None:
             try:
                 self._snapshot = self._control.attempt(self._reserved)
@@ -430,11 +424,8 @@ class Saver:
         return busy, not busy and self._saving.work.exception() is not None
 
     def advance(self, busy: bool, failed: bool) -> None:
-        """Go on with a save in the background, as far as it can without waiting.
-
-        Raises:
-            SaveError: a rank could not write its files.
-        """
+        """Go on with a save in the background, as far as it can without waiting. Raises SaveError: a rank could not
+        write its files."""
         saving = self._saving
         if saving is None:
             return

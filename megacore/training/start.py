@@ -45,11 +45,7 @@ def agreed(setup: Setup, control: Control) -> Setup:
 
 def newest(setup: Setup, given: Sequence[Callback], control: Control) -> Setup:
     """Return a run that starts from the newest state that a callback knows of, with its folder in order and what its
-    saves take from there.
-
-    Raises:
-        StoreError: something cannot be read or written; on all ranks.
-    """
+    saves take from there. Raises StoreError: something cannot be read or written; on all ranks."""
     start = setup.start
     for callback in given:
         start = callback.on_find(setup, start, control)
@@ -59,11 +55,7 @@ def newest(setup: Setup, given: Sequence[Callback], control: Control) -> Setup:
 
 def instead_of(setup: Setup, used: Setup, error: DamageError, control: Control) -> Setup:
     """Return a run that starts from something else than the start of ``used``, which has turned out to be damaged while
-    it was loaded.
-
-    Raises:
-        DamageError: there is nothing else.
-    """
+    it was loaded. Raises DamageError: there is nothing else."""
     at, config = used.start.adapters or used.start.source, setup.config
     damaged = Damaged(error.path, str(error))
     if at is None or error.path != at.path:

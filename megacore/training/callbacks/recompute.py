@@ -32,11 +32,8 @@ class Recompute(Callback):
             self._compare(run)
 
     def _compare(self, run: Trainer) -> None:
-        """Have all replicas compute a microbatch of one of them; this waits for the device, and changes nothing.
-
-        Raises:
-            Corrupted: on the ranks that are at fault, or may be.
-        """
+        """Have all replicas compute a microbatch of one of them; this waits for the device, and changes nothing. Raises
+        Corrupted: on the ranks that are at fault, or may be."""
         mesh, control, step = run.mesh, run.control, run.step
         turn, replica = divmod(step // run.config.recovery.recompute_every, mesh.shape.dp)
         microbatch = microbatch_of(run, replica, turn)

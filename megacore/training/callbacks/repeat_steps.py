@@ -236,11 +236,8 @@ class RepeatSteps(BadSteps):
 
 
 def restore(run: Trainer, start: Start) -> None:
-    """Fill the weights and the optimizer of a run from a checkpoint, and go on from there; all ranks do so.
-
-    Raises:
-        DamageError, StoreError: it cannot be used; the state is neither the one nor the other.
-    """
+    """Fill the weights and the optimizer of a run from a checkpoint, and go on from there; all ranks do so. Raises
+    DamageError, StoreError: it cannot be used; the state is neither the one nor the other."""
     optimizer = run.train_step.optimizer
     optimizer.forget()
     load_initial_state(start, run.model.parameters, optimizer, run.config.train.seed, run.control)
@@ -252,11 +249,8 @@ def restore(run: Trainer, start: Start) -> None:
 
 def _before(run: Trainer, step: int, stop: int, damaged: Sequence[Damaged]) -> Start:
     """Return the newest checkpoint before a bad step that is not known to be damaged, or where there is none what the
-    run started from, without the samples from there to ``stop``.
-
-    Raises:
-        StoreError: what the run started from is damaged.
-    """
+    run started from, without the samples from there to ``stop``. Raises StoreError: what the run started from is
+    damaged."""
     config, origin, control = run.config, run.origin, run.control
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
 

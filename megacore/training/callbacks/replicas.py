@@ -34,11 +34,8 @@ class Replicas(Callback):
 
 
 def compare(run: Trainer) -> None:
-    """Compare the states of all ranks after a step; this waits for the device.
-
-    Raises:
-        Corrupted: some differ; on all ranks.
-    """
+    """Compare the states of all ranks after a step; this waits for the device. Raises Corrupted: some differ; on all
+    ranks."""
     run.enter("log")
     control = run.control
     here = list(held_tensors(run))

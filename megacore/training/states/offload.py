@@ -67,11 +67,7 @@ class _Staging:
 
 class OffloadedStore:
     """A store of masters and moments as :class:`~megacore.training.states.device_store.DeviceStore`, elsewhere; dtype:
-    that of the parts' values.
-
-    Raises:
-        StoreError: there is no room for the file.
-    """
+    that of the parts' values. Raises StoreError: there is no room for the file."""
 
     def __init__(
         self, parts: Sequence[OwnedShard], rule: Rule, dtype: torch.dtype, device: torch.device, offload: Offload

@@ -67,11 +67,7 @@ class _Slot:
 
 class WindowStore:
     """{state: host tensor} of each window, zeros at first: all in host memory; or in a file, of which BUFFERS are in
-    host memory while threads read and write others.
-
-    Raises:
-        StoreError: there is no room for the file.
-    """
+    host memory while threads read and write others. Raises StoreError: there is no room for the file."""
 
     def __init__(
         self, sizes: Sequence[int], kept: Mapping[str, torch.dtype], device: torch.device, folder: Path | None
