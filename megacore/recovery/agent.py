@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from megacore.incidents import Action, Incident, IncidentWriter, Kind
 from megacore.launcher.node import Job
 from megacore.launcher.signals import ENDS
 from megacore.outcome import PAUSE, RankOutcome, rank_file
+from megacore.places import listed
 from megacore.recipe import ConfigError
 from megacore.recovery.beats import read
 from megacore.recovery.gpus import GpuErrors
@@ -191,9 +192,8 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for each in self._ranks.values():
             if not each.ended and each.process.exitcode is not None:
-                each.end = self._outcome_of(each) or (
-                    _KILLED if each.killed else _outcome_of_status(each.process.exitcode)
-                )
+                unsaid = _KILLED if each.killed else _outcome_of_status(each.process.exitcode)
+                each.end = RankOutcome.read(self._folder, each.pid) or unsaid
                 self._since = self._since or time.monotonic()
         self._take_signals()
         living = {number: each.pid for number, each in self._ranks.items() if not each.ended}
@@ -211,7 +211,8 @@ class Agent(SimpleElasticAgent):
         now, ranks = time.monotonic(), self._ranks
         living = [number for number, each in ranks.items() if not each.ended]
         if now >= self._kill_at and living:
-            tell(f"Ranks {_listed(living)} did not end within {self._job.shutdown_s:g} s of the signal: killed.")
+            who = listed(living)
+            tell(f"{who[0].upper()}{who[1:]} did not end within {self._job.shutdown_s:g} s of the signal: killed.")
             self._kill(living)
             self._kill_at = math.inf
             return WorkerState.HEALTHY
@@ -344,7 +345,7 @@ class Agent(SimpleElasticAgent):
 
     def _report(self, incident: Incident) -> None:
         if self._incidents is not None:
-            self._incidents.write(Incident(**{**vars(incident), "launch": incident.launch or self._launch}))
+            self._incidents.write(replace(incident, launch=incident.launch or self._launch))
 
     # -- signals
 
@@ -382,7 +383,7 @@ class Agent(SimpleElasticAgent):
     def _end_by(self, number: int) -> None:
         """Have the ranks end, because of a signal; or this node leave, where the others can go on without it."""
         self._signal, self._signalled_at = number, time.monotonic()
-        self._kill_after(self._job.shutdown_s)
+        self._kill_at = time.monotonic() + self._job.shutdown_s
         self._leaving = number == signal.SIGTERM and self._nodes > self._job.node.least and self._meeting.may_leave()
         if self._leaving:
             self._pause()
@@ -399,19 +400,13 @@ class Agent(SimpleElasticAgent):
 
     def _outcomes(self) -> dict[int, RankOutcome]:
         """Return {rank: its outcome} of those that have said one, also of those that live."""
-        found = {number: each.end or self._outcome_of(each) for number, each in self._ranks.items()}
+        found = {number: each.end or RankOutcome.read(self._folder, each.pid) for number, each in self._ranks.items()}
         return {number: end for number, end in found.items() if end is not None}
-
-    def _outcome_of(self, each: RankProcess) -> RankOutcome | None:
-        return RankOutcome.read(self._folder, each.pid)
 
     def _step(self) -> int:
         """Return the furthest step that a rank here has begun; 0 for none."""
         readings = [read(rank_file(self._folder, "beat", each.pid)) for each in self._ranks.values()]
         return max((each.step for each in readings if each is not None), default=0)
-
-    def _kill_after(self, seconds: float) -> None:
-        self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def _kill(self, numbers: Sequence[int] | Mapping[int, RankProcess]) -> None:
         for number in numbers:
@@ -452,10 +447,6 @@ def heed(arrived: list[int]) -> None:
     while arrived:
         if (number := arrived.pop(0)) in ENDS:
             raise RunEndedError(exits.of_signal(number))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 def tell(text: str) -> None:

@@ -113,10 +113,9 @@ def known_as(config: Config) -> tuple[str, str]:
     return known, before
 
 
-def _opened(
-    config: Config, path: Path, held: Sequence[Mapping[str, TensorTypes]], machines: Machines, control: Control
-) -> Start:
-    checkpoint = SpreadCheckpoint.of(Checkpoint.open(path, checked=True), held, machines, control)
+def _opened(config: Config, path: Path, held: Sequence[Mapping[str, TensorTypes]], machines: Machines) -> Start:
+    here = Checkpoint.open(path, checked=True)
+    checkpoint = SpreadCheckpoint(here.path, here.index, here.files, held, machines, trainer=here.trainer)
     found = go_on(config, checkpoint, checked=True)
     return replace(found, progress=found.progress.without(config.recovery.skip_samples))
 
@@ -167,10 +166,8 @@ class MemoryCheckpoints(Callback):
                 shutil.rmtree(folder / name, ignore_errors=True)
             return partners.held(folder)
 
-        told, machines = (
-            control.exchange([asdict(each) for each in control.attempt(look)]),
-            Machines(control, self._node),
-        )
+        told = control.exchange([asdict(each) for each in control.attempt(look)])
+        machines = Machines(control, self._node)
         there = [[HeldFiles(**each) for each in told[ranks[0]]] for ranks in machines.ranks]
         found, last = start, start.progress.step
         for step, held in partners.whole(there):
@@ -182,7 +179,7 @@ class MemoryCheckpoints(Callback):
             try:
                 machines.bring(path, others, [max(others, key=len)] * len(others))
                 tensors = [each.tensors if each else {} for each in held]
-                newer = control.attempt(partial(_opened, config, path, tensors, machines, control))
+                newer = control.attempt(partial(_opened, config, path, tensors, machines))
             except StoreError as error:
                 self._say(control, f"A checkpoint in memory is passed over: {error}")
                 continue

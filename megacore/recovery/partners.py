@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -210,13 +209,13 @@ class Machines:
     one sends to that of another."""
 
     def __init__(self, control: Control, node: int) -> None:
-        self._control = control
+        self.control = control
         self.ranks = machines(control.mesh.shape.world, node)
         self.here = control.mesh.rank // node
 
     @cached_property
     def _group(self) -> Group:
-        return self._control.mesh.host_group([tuple(ranks[0] for ranks in self.ranks)])
+        return self.control.mesh.host_group([tuple(ranks[0] for ranks in self.ranks)])
 
     def bring(self, folder: Path, there: Sequence[Mapping[str, int]], wanted: Sequence[Collection[str]]) -> None:
         """Bring to each machine the files that it lacks, from one that has them: {file: bytes} of those that are there.
@@ -229,7 +228,7 @@ class Machines:
                     moves.setdefault((having[number % len(having)], machine), []).append(name)
         if not moves:
             return
-        first, rank, group = [ranks[0] for ranks in self.ranks], self._control.mesh.rank, self._group
+        first, rank, group = [ranks[0] for ranks in self.ranks], self.control.mesh.rank, self._group
 
         def make_room() -> None:
             coming = [name for (_, target), names in moves.items() if first[target] == rank for name in names]
@@ -242,7 +241,7 @@ class Machines:
                 with os_errors(folder):
                     folder.mkdir(0o700, exist_ok=True)
 
-        self._control.attempt(make_room)
+        self.control.attempt(make_room)
         problems = list[str]()
         for (source, target), names in sorted(moves.items()):  # in one order everywhere: whoever sends is waited for
             if rank == first[source]:
@@ -254,7 +253,7 @@ class Machines:
             if problems:
                 raise StoreError("\n".join(problems))
 
-        self._control.attempt(end)
+        self.control.attempt(end)
 
 
 @dataclass(frozen=True)
@@ -264,14 +263,6 @@ class SpreadCheckpoint(Checkpoint):
 
     held: Sequence[Mapping[str, TensorTypes]]
     machines: Machines
-    control: Control
-
-    @classmethod
-    def of(
-        cls, found: Checkpoint, held: Sequence[Mapping[str, TensorTypes]], machines: Machines, control: Control
-    ) -> Self:
-        """Return a checkpoint that is spread over machines."""
-        return cls(found.path, found.index, found.files, held, machines, control, trainer=found.trainer)
 
     @cached_property
     def _types(self) -> Mapping[str, TensorTypes]:
@@ -289,7 +280,7 @@ class SpreadCheckpoint(Checkpoint):
 
     def bring(self, state: str, copies: Sequence[Copy]) -> None:
         lacking = self._files(state, copies) - self.held[self.machines.here].keys()
-        told = self.control.exchange(sorted(lacking))
+        told = self.machines.control.exchange(sorted(lacking))
         wanted = [{name for rank in ranks for name in told[rank]} for ranks in self.machines.ranks]
         there = [{name: size for name, (size, *_) in of.items()} for of in self.held]
         try:

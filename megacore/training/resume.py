@@ -74,10 +74,7 @@ class Start:
 def overrides_of_restart(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a run that is started once more: it goes on from the newest of its own checkpoints.
 
-    Where it has saved none, it begins as it did before.
-
-    Raises:
-        ConfigError: the recipe cannot be read.
+    Where it has saved none, it begins as it did before. Raises ConfigError: the recipe cannot be read.
     """
     config = load(recipe, overrides)
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
@@ -371,16 +368,8 @@ def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[An
     known = [each.get("path") for each in corpora] if identities is None else list(identities)
     sizes = [(each.get("weight"), each.get("least"), each.get("streams")) for each in corpora]
     shuffle, temperature = data.get("shuffle", True), data.get("temperature", 1.0)
-    return [
-        known,
-        sizes,
-        held_out,
-        data.get("sequence_length"),
-        data.get("seed"),
-        shuffle,
-        temperature,
-        chat.get("pack"),
-    ]
+    drawn = data.get("sequence_length"), data.get("seed"), shuffle, temperature, chat.get("pack")
+    return [known, sizes, held_out, *drawn]
 
 
 _TOLD = (

@@ -106,13 +106,7 @@ class TrainStep:
         is told each phase before it."""
         scale = self.scaler.scale
         self.gradients.begin(len(microbatches))
-        if self.balance is None:
-            tokens = counted_tokens(microbatches, self.mesh)
-        else:
-            tokens, sequences, routed = counted_and_routed(microbatches, self.mesh)
-            self.balance.begin(len(microbatches), sequences, routed, scale)
-            microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
-        own = self.pipeline.train(microbatches, scale / tokens, lambda kind: enter(PHASES[kind])) / scale
+        own, tokens = self.loss(microbatches, enter)
         enter("reduce")
         self.gradients.finish()
         if self.balance is not None:
@@ -122,6 +116,17 @@ class TrainStep:
         # do the rest alone.
         (loss, told), norm = _parts(total_loss(own, self.mesh)), self.gradients.norm(squares) / scale
         return Stats(loss, norm, tokens, _parts(own)[0], scale, self.scaler.overflow(loss, norm), squares, told)
+
+    def loss(self, microbatches: Sequence[Microbatch], enter: Callable[[Phase], object]) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the loss, and the number that divides it, after forwards and backwards."""
+        scale = self.scaler.scale
+        if self.balance is None:
+            tokens = counted_tokens(microbatches, self.mesh)
+        else:
+            tokens, sequences, routed = counted_and_routed(microbatches, self.mesh)
+            self.balance.begin(len(microbatches), sequences, routed, scale)
+            microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
+        return self.pipeline.train(microbatches, scale / tokens, lambda kind: enter(PHASES[kind])) / scale, tokens
 
 
 def _parts(loss: Tensor) -> tuple[Tensor, Tensor]:

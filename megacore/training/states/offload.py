@@ -96,8 +96,8 @@ class OffloadedStore:
             for _ in self._windows[:BUFFERS]
         ]
         self._store = WindowStore([window[-1].here.stop for window in self._windows], kept, device, offload.folder)
-        for part in parts:
-            for state in {MASTER, EMA} & kept.keys():
+        for state in (MASTER, EMA):
+            for part in parts if state in kept else ():
                 self.of(part, state)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
