@@ -41,7 +41,7 @@ from megacore.training.callbacks.data_states import DataStates
 from megacore.training.callbacks.evaluation import Evaluation, decides
 from megacore.training.callbacks.garbage import Garbage
 from megacore.training.callbacks.incidents import Incidents
-from megacore.training.callbacks.metrics import Meter, Metrics
+from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.profile import Profile
 from megacore.training.callbacks.recompute import Recompute
 from megacore.training.callbacks.reference import ReferenceScores
@@ -128,7 +128,7 @@ def _callbacks(
     if config.preference is not None and config.preference.loss in WITH_REFERENCE:
         sources = [packed for side in (setup.corpora.train, held_out) if side for packed in packed_of(side)]
         made.append(ReferenceScores(sources, lambda source: _batches(setup, source, mesh, model)))
-    made += [DataStates(), Metrics(Meter(config, setup.model, mesh, peak)), Incidents()]
+    made += [DataStates(), Metrics(peak), Incidents()]
     keeping: list[Callback] = [checkpoints_on_disk, *([evaluation] if evaluation else [])]
     return [*made, *(keeping[::-1] if decides(config) else keeping), Garbage(), Profile(), FinalReport()]
 
