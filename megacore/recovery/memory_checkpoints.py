@@ -156,7 +156,8 @@ class MemoryCheckpoints(Callback):
         return self._found(self.folder, setup.config, start, control)
 
     def _found(self, folder: Path, config: Config, start: Start, control: Control) -> Start:
-        first, refused = self._is_first(control), {each.path.name for each in start.damaged if self._has(each.path)}
+        first = self._is_first(control)
+        refused = {each.path.name for each in start.damaged if each.path.parent.name == folder.name}
 
         def look() -> list[HeldFiles]:
             if not first:
@@ -188,10 +189,6 @@ class MemoryCheckpoints(Callback):
             break
         self._drop_after(last, control)
         return found
-
-    def _has(self, path: Path) -> bool:
-        """Return whether this is a checkpoint in the memory of a machine."""
-        return self.folder is not None and path.parent.name == self.folder.name
 
     def _drop_after(self, step: int, control: Control) -> None:
         """Remove checkpoints of later steps than that which the run goes on from."""

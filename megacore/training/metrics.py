@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -39,12 +39,6 @@ _HISTORY = 32 << 20
 """Bytes of records that are looked at for the goodput of a run that goes on: some 50,000 records."""
 
 Record = Mapping[str, float | int | None]
-
-
-class Sink(Protocol):
-    def write(self, step: int, record: Record) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -230,7 +224,8 @@ class Log:
         self._out, self._tell = Path(config.out), tell
         so_far = newest(self._out / METRICS, _HISTORY)
         self._clock = WallClock.of(so_far, after, time.time() if began is None else began)
-        self._sinks: list[Sink] = [JsonLines(self._out / METRICS, tell), ProgressBar(config.train.steps, after)]
+        self._sinks: list[JsonLines | ProgressBar | TensorBoard | WeightsAndBiases]
+        self._sinks = [JsonLines(self._out / METRICS, tell), ProgressBar(config.train.steps, after)]
         self._loads: JsonLines | None = None
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(self._out / "tensorboard", after))

@@ -52,8 +52,10 @@ class Optimizer:
         self._gradients = gradients
         self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments, muon, ema)
         device, matrices = gradients.parameters.mesh.device, None if muon is None else Matrices(gradients)
+        some = next(iter(gradients.parameters.values()))
+        nothing = Nothing(some.new_empty(0), some.new_empty(0, dtype=gradients.dtype))
         self.store: DeviceStore | OffloadedStore = (
-            DeviceStore(gradients.parts, self._rule, device, _nothing(gradients), matrices)
+            DeviceStore(gradients.parts, self._rule, device, nothing, matrices)
             if offload is None
             else OffloadedStore(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)
         )
@@ -181,8 +183,3 @@ class Optimizer:
 
     def _state(self, state: str) -> Callable[[OwnedShard], Elements]:
         return lambda part: self.store.of(part, state)
-
-
-def _nothing(gradients: Gradients) -> Nothing:
-    parameter = next(iter(gradients.parameters.values()))
-    return Nothing(parameter.new_empty(0), parameter.new_empty(0, dtype=gradients.dtype))

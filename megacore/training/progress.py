@@ -83,7 +83,7 @@ class Progress:
         if wrong or not isinstance(tree.get("recipe"), dict):
             raise StoreError(f"{where}: has no {' and no '.join([*wrong, *([] if 'recipe' in tree else ['recipe'])])}")
         scaler = tree.get("scaler")
-        if not is_scaler_state(scaler):
+        if not _is_scaler_state(scaler):
             raise StoreError(f"{where}: scaler is no state of a loss scale: {scaler!r:.80}")
         # The first one, of before the first release, had no number; of which no sample was taken, there is none.
         order = tree.get(_ORDER, 1 if tree["consumed_samples"] else ORDER)
@@ -99,14 +99,14 @@ class Progress:
         return cls(**counts, scaler=scaler, skipped_samples=skipped)
 
 
-def is_scaler_state(value: Any) -> bool:
-    """Return whether something that was read is a state of :meth:`~megacore.training.scaler.Scaler.state`."""
-    if value is None:
-        return True
-    if not isinstance(value, Mapping):
-        return False
-    scale, good = value.get("scale"), value.get("good_steps")
-    return isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and type(good) is int and good >= 0
+def _is_scaler_state(value: Any) -> bool:
+    """Return whether this is a state of :meth:`~megacore.training.scaler.Scaler.state`."""
+    match value:
+        case None:
+            return True
+        case {"scale": float(scale), "good_steps": int(good)}:
+            return math.frexp(scale)[0] == 0.5 and type(good) is int and good >= 0
+    return False
 
 
 def recipe(config: Config, mesh: MeshShape) -> dict[str, Any]:

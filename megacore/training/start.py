@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -92,15 +92,12 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
             say(f"Not used: {each.reason}")
     _note(config, out / NOTED)
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
-    said = [*_epochs(config), *remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)]
-    say("\n".join([*said, *setup.corpora.remarks, *uneven]))
-    return setup.held()
-
-
-def _epochs(config: Config) -> Iterator[str]:
+    said = remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)
     if config.train.epochs is not None:
         steps = f"{config.train.steps:,} steps of {config.batch.sizes} samples"
-        yield f"train.epochs={config.train.epochs:g}: {steps}"
+        said = [f"train.epochs={config.train.epochs:g}: {steps}", *said]
+    say("\n".join([*said, *setup.corpora.remarks, *uneven]))
+    return setup.held()
 
 
 def headline(config: Config, model: ModelConfig, shape: MeshShape, kind: str) -> str:

@@ -69,10 +69,6 @@ class StepResult:
         loss, norm = map(float.fromhex, self.total)
         return f"loss {loss:.6g}, gradient norm {norm:.6g}"
 
-    @property
-    def is_finite(self) -> bool:
-        return all(math.isfinite(float.fromhex(each)) for each in self.total)
-
     def differing(self, other: StepResult) -> list[int]:
         """Return the ranks whose part of the loss is another; where there is none, those whose gradient is."""
         pairs = list(enumerate(zip(self.parts, other.parts, strict=True)))
@@ -148,7 +144,8 @@ class RepeatSteps(BadSteps):
     def _found(self, run: Trainer, step: int) -> None:
         """Have a step done again that is bad for the first time."""
         result = StepResult.of(self._outcome, run.control)
-        self._tell(run, "spike" if result.is_finite else "non_finite", "repeat", step, str(result))
+        is_finite = all(math.isfinite(float.fromhex(each)) for each in result.total)
+        self._tell(run, "spike" if is_finite else "non_finite", "repeat", step, str(result))
         self._bad = step, result
         self._again(run, step)
 

@@ -68,11 +68,6 @@ class UpdatedTensor:
             return cls(part, data.to(dtype, copy=True).contiguous(), True)
         return cls(part, data, False)
 
-    @property
-    def wider(self) -> bool:
-        """Whether the master knows more than the parameter."""
-        return self.tensor.dtype != self.part.data.dtype
-
 
 @dataclass(frozen=True)
 class Nothing:
