@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 from megacore import exits
 from megacore.config import Config
 from megacore.incidents import Incident
-from megacore.launcher.forking import prepare
 from megacore.launcher.node import Job, Node
-from megacore.launcher.processes import IMPORTS, threads
+from megacore.launcher.processes import IMPORTS, prepare, threads
 from megacore.launcher.signals import noted
 from megacore.launcher.temporary_folder import compiled, temporary_folder
 from megacore.rank import BEGAN

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -69,6 +69,10 @@ def exchange(folder: Path, own: Sequence[str], group: Group, there: Sequence[ran
             problems += send(folder, own, to, group)
         elif rank == to != sender:
             problems += receive(folder, sender, group)
+    _tell(problems)
+
+
+def _tell(problems: Sequence[str]) -> None:
     if problems:
         raise StoreError("\n".join(problems))
 
@@ -249,11 +253,7 @@ class Machines:
             elif rank == first[target]:
                 problems += receive(folder, first[source], group)
 
-        def end() -> None:
-            if problems:
-                raise StoreError("\n".join(problems))
-
-        self.control.attempt(end)
+        self.control.attempt(partial(_tell, problems))
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def _contents(
         adapters,
         frozen,
         whole,
-        source=start.source if adapters is None else None,
+        source=start.source if adapters is None and carried is not None else None,
         naming=None if carried is None else carried.naming,
         folder=offload.folder if offload else None,
     )

@@ -81,7 +81,7 @@ class Contents:
 
     Args:
         layout: The layout of what is saved, which may be a part of the weights.
-        source: The folder whose carried tensors it carries on.
+        source: The folder whose carried tensors it carries on, where that has some.
         naming: How the weights are named where they are a part of a larger model.
         folder: The folder of files that copies lie in while they are saved; None for host memory.
     """
@@ -327,11 +327,8 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
         self._failing_since: float | None = None
-        if contents.source is not None and contents.source.index.carried is not None:
-            try:
-                control.attempt(self._hold_carried)
-            except StoreError as error:
-                raise SaveError(str(error)) from error
+        if contents.source is not None:
+            control.attempt(self._hold_carried)
         self.published: int | None = None
         """The step of the last checkpoint that is published; None since another one has begun."""
 
@@ -509,7 +506,7 @@ class Saver:
         """Write the tensors that are carried, from the newest checkpoint or, where there is none yet or it is damaged,
         from where the run began: that may be removed meanwhile, as it may with what travels along."""
         source = self._contents.source
-        if source is None or source.index.carried is None:
+        if source is None:
             return None
         for newest in [*checkpoints.complete(self.folder).values()][-1:]:
             with suppress(StoreError):
@@ -532,8 +529,7 @@ class Saver:
                     raise StoreError(
                         f"{folder / name}: another rank has written it, and it is not seen here: {publication.unseen}"
                     )
-        carried = None if self._contents.source is None else self._write_carried(folder)
-        index = replace(self.index, step=saving.step, files=records, carried=carried)
+        index = replace(self.index, step=saving.step, files=records, carried=self._write_carried(folder))
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
         self._copy_companions(folder / COMPANIONS)
         write_file(folder / INDEX, index.to_json())

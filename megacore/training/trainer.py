@@ -131,12 +131,8 @@ def check_methods(callbacks: Sequence[Callback]) -> None:
 
 @dataclass
 class Trainer:
-    """A run on this rank.
-
-    Args:
-        control: The messages between the ranks in host memory.
-        origin: The start of the run in this process.
-    """
+    """A run on this rank. ``control`` has the messages between the ranks in host memory, ``origin`` is the start of the
+    run in this process."""
 
     config: Config
     mesh: Mesh
@@ -190,8 +186,7 @@ class Trainer:
                 raise self.failure
         except BaseException as error:
             error.add_note(f"at step {self.step}")
-            for callback in self.callbacks:
-                callback.on_error(self, error)
+            self.call("on_error", error)
             raise
         finally:
             self.enter("end")
@@ -251,11 +246,8 @@ class Trainer:
         self._vetoed = flag if self._vetoed is None else self._vetoed | flag
 
     def rewind(self, step: int, start: Progress | None = None) -> None:
-        """Go on after an earlier step, whose state is that of now; all ranks say so after the same step.
-
-        Args:
-            start: The progress that samples are counted from, where some are left out from here on.
-        """
+        """Go on after an earlier step, whose state is that of now; all ranks say so after the same step. ``start`` is
+        the progress that samples are counted from, where some are left out from here on."""
         self._back_to = step, start or self.start
 
     def fail(self, error: Exception) -> None:
@@ -269,8 +261,7 @@ class Trainer:
 
     def enter(self, phase: Phase) -> None:
         """Tell all callbacks what this rank does from now on."""
-        for callback in self.callbacks:
-            callback.on_phase(self, phase)
+        self.call("on_phase", phase)
 
     def tell(self, text: str) -> None:
         """Say something that must not be overlooked, once and above the progress bar; rank 0 does so."""
