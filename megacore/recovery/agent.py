@@ -77,10 +77,6 @@ class RankProcess:
     """Whether the agent has killed it."""
 
     @property
-    def ended(self) -> bool:
-        return self.end is not None
-
-    @property
     def silent(self) -> bool:
         """Whether it has ended, and something is to be started again."""
         return self.end is not None and not self.end.final and not self.end.paused
@@ -191,12 +187,12 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for each in self._ranks.values():
-            if not each.ended and each.process.exitcode is not None:
+            if each.end is None and each.process.exitcode is not None:
                 unsaid = _KILLED if each.killed else _outcome_of_status(each.process.exitcode)
                 each.end = RankOutcome.read(self._folder, each.pid) or unsaid
                 self._since = self._since or time.monotonic()
         self._take_signals()
-        living = {number: each.pid for number, each in self._ranks.items() if not each.ended}
+        living = {number: each.pid for number, each in self._ranks.items() if each.end is None}
         if self._watch is not None:
             self._watch.poll(living)
         self._heed_drain()
@@ -209,7 +205,7 @@ class Agent(SimpleElasticAgent):
         """Return the state of the ranks, and decide what follows from it. Raises RunEndedError: the run ends, and no
         other node is to be waited for."""
         now, ranks = time.monotonic(), self._ranks
-        living = [number for number, each in ranks.items() if not each.ended]
+        living = [number for number, each in ranks.items() if each.end is None]
         if now >= self._kill_at and living:
             who = listed(living)
             tell(f"{who[0].upper()}{who[1:]} did not end within {self._job.shutdown_s:g} s of the signal: killed.")
@@ -245,7 +241,7 @@ class Agent(SimpleElasticAgent):
         spoken = self._outcomes()
         mute = [number for number in living if number not in spoken]
         failed = any(end.status or end.kind for end in spoken.values()) or self._meeting.ended() is not None
-        dead = any(each.ended for number, each in self._ranks.items() if number not in spoken or spoken[number].kind)
+        dead = any(each.end for number, each in self._ranks.items() if number not in spoken or spoken[number].kind)
         since = self._since = self._since or time.monotonic()
         if mute and (failed or dead) and not self._signal and time.monotonic() > since + SPEAKS_S:
             self._kill(mute)
@@ -410,7 +406,7 @@ class Agent(SimpleElasticAgent):
 
     def _kill(self, numbers: Sequence[int] | Mapping[int, RankProcess]) -> None:
         for number in numbers:
-            if not self._ranks[number].ended:
+            if self._ranks[number].end is None:
                 self._ranks[number].killed = True
                 self._ranks[number].process.kill()
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -101,8 +101,7 @@ class HangReport:
     report: Callable[[Incident], object]
     timeout_s: float = math.inf
     _ranks: Mapping[int, int] = field(default_factory=dict, init=False)
-    _seen: dict[int, tuple[Reading, float]] = field(default_factory=dict, init=False)
-    """{rank: where it was seen, and for how many seconds}"""
+    _seen: dict[int, Witness] = field(default_factory=dict, init=False)
     _looks: int = field(default=0, init=False)
     """The looks that were taken since a rank has moved: each has twice the time of the one before."""
     _told: bool = field(default=False, init=False)
@@ -122,15 +121,16 @@ class HangReport:
         while self._found:
             self.report(self._found.popleft())
         moved = self._look()
+        readings = {rank: each.reading for rank, each in self._seen.items()}
         if self._slow is not None:
-            self._slow.see(self._readings)
+            self._slow.see(readings)
         if moved:
             self._looks = 0
             if self._told:
                 self._told = False
                 self._in_background(lambda: _in_time(now_of(self.out, self.node).unlink, WRITE_S))
-        still = min((stood for _, stood in self._seen.values()), default=0.0)
-        bound = bound_s(self._readings.values(), self.timeout_s)
+        still = min((each.stood for each in self._seen.values()), default=0.0)
+        bound = bound_s(readings.values(), self.timeout_s)
         if still >= bound * 2**self._looks and not (self._looking is not None and self._looking.is_alive()):
             self._looks += 1
             self._looking = self._in_background(self._tell)
@@ -139,10 +139,9 @@ class HangReport:
         """Return where the ranks are, in one line."""
         if not self._seen:
             return "no rank runs here"
-        done = min(reading.done for reading in self._readings.values())
-        seen = {rank: Witness(*each) for rank, each in sorted(self._seen.items())}
+        done = min(each.reading.done for each in self._seen.values())
         told = f"step {done} is done" if done >= 0 else "no step is done yet"
-        return f"{told}; {where(seen, seen, self.shape, self.node)}"
+        return f"{told}; {where(self._seen, sorted(self._seen), self.shape, self.node)}"
 
     def show(self) -> None:
         """Say where every rank is, with its stacks, in a thread: ranks that are stopped are waited for."""
@@ -166,10 +165,6 @@ class HangReport:
         made.start()
         return made
 
-    @property
-    def _readings(self) -> dict[int, Reading]:
-        return {rank: reading for rank, (reading, _) in self._seen.items()}
-
     def _read(self, pid: int) -> Reading:
         return read(rank_file(self.folder, "beat", pid)) or UNBORN
 
@@ -179,27 +174,26 @@ class HangReport:
         awake, self._at = min(now - self._at, AWAKE_S), now
         earlier, self._seen = self._seen, {}
         for rank, pid in self._ranks.items():
-            reading = self._read(pid)
-            last, stood = earlier.get(rank, (None, 0.0))
-            self._seen[rank] = reading, stood + awake if last is not None and _place(last) == _place(reading) else 0.0
-        return any(not stood for _, stood in self._seen.values())
+            reading, last = self._read(pid), earlier.get(rank)
+            stands = last is not None and _place(last.reading) == _place(reading)
+            self._seen[rank] = Witness(reading, last.stood + awake if last is not None and stands else 0.0)
+        return any(not each.stood for each in self._seen.values())
 
     def _tell(self) -> None:
         """Ask the ranks, and say who stands, unless one has moved meanwhile, or may well take its time."""
         ranks, before, looks = self._ranks, dict(self._seen), self._looks
         stacks, answers = self._asked(ranks)
         if self._ranks is not ranks or any(
-            _place(self._read(pid)) != _place(before[rank][0]) for rank, pid in ranks.items()
+            _place(self._read(pid)) != _place(before[rank].reading) for rank, pid in ranks.items()
         ):
             return
-        seen, earlier, self._devices = dict[int, Witness](), self._devices, dict[int, Place]()
-        for rank, (reading, stood) in before.items():
+        seen, earlier = dict[int, Witness](), self._devices
+        for rank, each in before.items():
             groups, device = answers.get(rank, ({}, None))
-            does = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
-            seen[rank] = Witness(reading, stood, *does, groups=groups, device=device)
-            if device is not None:
-                self._devices[rank] = device
-        if any(device > earlier.get(rank, _told(before[rank][0])) for rank, device in self._devices.items()):
+            does, call = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
+            seen[rank] = replace(each, doing=does, call=call, groups=groups, device=device)
+        self._devices = {rank: each.device for rank, each in seen.items() if each.device is not None}
+        if any(device > earlier.get(rank, _told(before[rank].reading)) for rank, device in self._devices.items()):
             return  # a device has gone on, that its host is ahead of
         stands, text = judge(seen, self.shape, self.node)
         if looks > 1 or not any(seen[rank].may_take for rank in stands):

@@ -159,7 +159,7 @@ class SeveralNodes(OneNode):
         """The store as the thread of the agent asks it: a client waits for one answer at a time."""
         self._handler: DynamicRendezvousHandler | None = None
         self._name = ""
-        self._members, self._rank = 0, 0
+        self._members = 0
         self._seen: tuple[str, int | None] = "", None
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="rendezvous", daemon=True).start()
@@ -276,7 +276,7 @@ class SeveralNodes(OneNode):
         except RuntimeError:  # one of its nodes is gone
             store.compare_set(_ROUND, name, _named("fault"))
             raise
-        self._name, self._members, self._rank = name, info.world_size, info.rank
+        self._name, self._members = name, info.world_size
         self._seen, self.started = (name, self._seen[1]), any(int(each) for each in found)
         return info
 

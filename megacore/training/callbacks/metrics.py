@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,10 +73,12 @@ class Metrics(Callback):
             self._since = time.perf_counter() - self._since
 
     def on_end(self, run: Trainer) -> None:
-        self._close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def on_error(self, run: Trainer, error: BaseException) -> None:
-        self._close()
+        self.on_end(run)
 
     @staticmethod
     def _is_due(run: Trainer) -> bool:
@@ -94,7 +96,7 @@ class Metrics(Callback):
             **self._speed(run),
             "peak_memory_gib": run.control.largest(peak_memory_gib(run.mesh.device))[0],
             "skipped_steps": 0,
-            **self._told(stats.told.tolist()),
+            **({"mtp_loss": stats.told[0].item() / self._mtp} if self._mtp else rewards(stats.told.tolist())),
             **({"loss_scale": stats.scale.item()} if run.train_step.scaling.moves else {}),
             **self._loads(run),
         }
@@ -120,10 +122,6 @@ class Metrics(Callback):
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
         }
 
-    def _told(self, told: Sequence[float]) -> Record:
-        """Return the metrics of what the loss says beside itself: of pairs, or the mean of further tokens."""
-        return {"mtp_loss": told[0] / self._mtp} if self._mtp else rewards(told)
-
     def _loads(self, run: Trainer) -> Record:
         """Return the loads of the experts of a step, if there are some, and write how many tokens each was sent."""
         balance = run.train_step.balance
@@ -133,11 +131,6 @@ class Metrics(Callback):
         if self._log is not None:
             self._log.write_loads(run.step, found.layers, found.counts.tolist())
         return expert_load_metrics(found, balance.coefficients)
-
-    def _close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-            self._log = None
 
 
 def expert_load_metrics(loads: Loads, coefficients: Coefficients) -> Record:

@@ -35,22 +35,7 @@ class Offload:
     buffer_bytes: int = 512 << 20
 
 
-@dataclass(frozen=True)
-class _FlatShard:
-    """A part in one dimension: views, or where its memory has gaps, copies."""
-
-    part: OwnedShard
-    values: Tensor
-    gradient: Tensor
-
-    @classmethod
-    def of(cls, part: OwnedShard) -> _FlatShard:
-        return cls(part, part.data.reshape(-1), part.gradient.reshape(-1))
-
-    def put_back(self) -> None:
-        data = self.part.data
-        if not data.is_contiguous():
-            data.copy_(self.values.view(data.shape))
+_Flat = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,7 @@ class OffloadedStore:
         self, parts: Sequence[OwnedShard], rule: Rule, dtype: torch.dtype, device: torch.device, offload: Offload
     ) -> None:
         self.updates = 0
-        self._parts, self._rule, self._device = parts, rule, device
+        self._parts, self._rule = parts, rule
         kept, value, pinned = rule.kept(dtype), rule.value(dtype), device.type != "cpu"
         self.kept, self.masters = kept, MASTER in kept
         passing = value.itemsize * (1 if self.masters else 2)
@@ -107,7 +92,9 @@ class OffloadedStore:
         if not divided_by:
             return
         self.updates += 1
-        flats, current = [_FlatShard.of(part) for part in self._parts], self._on.current_stream()
+        current = self._on.current_stream()
+        # Of each part values and gradient in one dimension: views, or where its memory has gaps, copies.
+        flats = [(part.data.reshape(-1), part.gradient.reshape(-1)) for part in self._parts]
         self._down.wait_stream(current)
         self._up.wait_stream(current)
         ahead = max(1, len(self._stagings) - 1)
@@ -119,8 +106,9 @@ class OffloadedStore:
                 self._send(coming, flats)
             self._update(number, flats, lr, divided_by)
         current.wait_stream(self._up)
-        for flat in flats:
-            flat.put_back()
+        for part, (values, _) in zip(self._parts, flats, strict=True):
+            if not part.data.is_contiguous():
+                part.data.copy_(values.view(part.data.shape))
         for number in numbers[:ahead]:  # the next step's, beside its forward and backward
             self._store.fetch(number)
 
@@ -132,19 +120,19 @@ class OffloadedStore:
     def states(self, part: OwnedShard) -> Sequence[str]:
         return [*self.kept]
 
-    def _send(self, window: int, flats: Sequence[_FlatShard]) -> None:
+    def _send(self, window: int, flats: Sequence[_Flat]) -> None:
         self._store.fetch(window)
         staging = self._stagings[window % len(self._stagings)]
         with self._on.stream(self._down):
             self._down.wait_event(staging.left)
             for segment in self._windows[window]:
-                flat = flats[segment.part]
-                staging.gradient[segment.here].copy_(flat.gradient[segment.there], non_blocking=True)
+                values, gradient = flats[segment.part]
+                staging.gradient[segment.here].copy_(gradient[segment.there], non_blocking=True)
                 if staging.values is not None:
-                    staging.values[segment.here].copy_(flat.values[segment.there], non_blocking=True)
+                    staging.values[segment.here].copy_(values[segment.there], non_blocking=True)
         staging.arrived.record(self._down)
 
-    def _update(self, window: int, flats: Sequence[_FlatShard], lr: float, divisor: float) -> None:
+    def _update(self, window: int, flats: Sequence[_Flat], lr: float, divisor: float) -> None:
         staging = self._stagings[window % len(self._stagings)]
         staging.arrived.synchronize()
         states = self._store.open(window)
@@ -161,7 +149,7 @@ class OffloadedStore:
             states[EMA].lerp_(values[: len(states[EMA])], 1.0 if self.updates == 1 else 1 - self._rule.ema)
         with self._on.stream(self._up):
             for segment in self._windows[window]:
-                target = flats[segment.part].values[segment.there]
+                target = flats[segment.part][0][segment.there]
                 target.copy_(values[segment.here].to(target.device, non_blocking=True))
         staging.left.record(self._up)
         self._store.changed(window, staging.left)
