@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -323,7 +324,8 @@ def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
 def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, data: Sequence[str]) -> Iterator[str]:
     """Yield what a run goes on with that is not as it was when it stopped."""
     if start.trainer is not None:
-        was, now = flat(start.trainer["recipe"]), flat(_plain(recipe(config, mesh)))
+        ours = json.loads(json.dumps(recipe(config, mesh)))
+        was, now = flat(start.trainer["recipe"]), flat(ours)
         changed = [key for key in now if key in was and now[key] != was[key]]
         yield from (f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD))
         source = start.adapters or start.source
@@ -334,7 +336,8 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
                 f"  what is trained from here on only has moments of 0 and the bias correction of step "
                 f"{start.progress.updates:,}: its first steps are larger. Begin by checkpoint.init to count anew"
             )
-        if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
+        drops = any("drop" in each.name and getattr(model, each.name) for each in fields(model))
+        if drops and any(key.startswith(_LAYOUT) for key in changed):
             yield "  the layout or microbatch has changed: dropout draws other masks than it would have drawn"
         held = start.trainer.get(DATA)
         before, here = (held, data) if held and data else (None, None)  # older checkpoints have none
@@ -342,7 +345,7 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
             if one != other:
                 yield f"  {corpus.path} holds other tokens than those that the run was trained on"
         begun = start.progress.samples > 0  # what was another trainer's run begins the data anew
-        if begun and _order(start.trainer["recipe"], before) != _order(_plain(asdict(config)), here):
+        if begun and _order(start.trainer["recipe"], before) != _order(ours, here):
             yield (
                 "  samples come in another order from here on: some of those that were trained on in this epoch may "
                 "come again, and others never"
@@ -392,17 +395,6 @@ _TOLD = (
     "checkpoint.keep",
 )
 _LAYOUT = ("mesh.", "pipeline.", "batch.")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as it comes back from JSON."""
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _drops(model: ModelConfig) -> bool:
-    return any("drop" in field.name and getattr(model, field.name) for field in fields(model))
 
 
 def companions(start: Start, config: Config) -> Mapping[str, Companion]:
