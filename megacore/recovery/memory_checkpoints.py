@@ -170,7 +170,6 @@ class MemoryCheckpoints(Callback):
         told = control.exchange([asdict(each) for each in control.attempt(look)])
         machines = Machines(control, self._node)
         there = [[HeldFiles(**each) for each in told[ranks[0]]] for ranks in machines.ranks]
-        found, last = start, start.progress.step
         for step, held in partners.whole(there):
             path, others = checkpoints.path_of(folder, step), [each.others if each else {} for each in held]
             if step <= start.progress.step:
@@ -184,11 +183,10 @@ class MemoryCheckpoints(Callback):
             except StoreError as error:
                 self._say(control, f"A checkpoint in memory is passed over: {error}")
                 continue
-            found = replace(newer, damaged=start.damaged)
-            last = step
-            break
-        self._drop_after(last, control)
-        return found
+            self._drop_after(step, control)
+            return replace(newer, damaged=start.damaged)
+        self._drop_after(start.progress.step, control)
+        return start
 
     def _drop_after(self, step: int, control: Control) -> None:
         """Remove checkpoints of later steps than that which the run goes on from."""

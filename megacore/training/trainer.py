@@ -94,11 +94,7 @@ class Callback:
 
 def callbacks_of(config: Config) -> list[Callback]:
     """Return the callbacks of a config's import paths: what is there, or what a class or function there makes, which is
-    given the config if it takes something.
-
-    Raises:
-        ConfigError: one is none, or has a method that cannot be called.
-    """
+    given the config if it takes something. Raises ConfigError: one is none, or has a method that cannot be called."""
     made, problems = list[Callback](), list[str]()
     for path in config.callbacks:
         try:
