@@ -347,8 +347,8 @@ class Saver:
                     begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
-        told = self._control.exchange(begun) if self._several else [self._control.tell(begun)]
-        begun = told[self._sharing[0]] if self._several else told[0]
+        told = self._control.exchange(begun)
+        begun = told[self._sharing[0]]
         if errors := [each["error"] for each in told if "error" in each]:
             if publication is not None:
                 publication.abandon()

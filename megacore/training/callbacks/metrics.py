@@ -108,8 +108,9 @@ class Metrics(Callback):
         speed = tokens / (self._since - since)
         tflops, peak = speed * self._flops / 1e12, self.peak_tflops
         if peak is not None and tflops > peak:
-            of = "measured at the start, while the machine was busy" if run.mesh.device.type == "cpu" else ""
-            of = "log.peak_tflops" if run.config.log.peak_tflops is not None else of or "of the table of devices"
+            busy, is_cpu = "measured at the start, while the machine was busy", run.mesh.device.type == "cpu"
+            found = busy if is_cpu else "of the table of devices"
+            of = found if run.config.log.peak_tflops is None else "log.peak_tflops"
             run.tell(
                 f"step {run.step}: {tflops:.3g} TFLOP/s on each device are above its peak of {peak:.3g} ({of}): mfu is "
                 "null from here on, and was too high before; log.peak_tflops sets the peak"
