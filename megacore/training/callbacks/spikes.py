@@ -69,6 +69,11 @@ class Spikes:
         level = self.records[rises[-1] if rises else 0 :]
         return {name: _limit([each.values[name] for each in level], least) for name, least in LEAST.items()}
 
+    @property
+    def spiking(self) -> bool:
+        """Whether the last record was a spike."""
+        return bool(self.records) and self.records[-1].spiked
+
     def found(self, record: Mapping[str, float]) -> list[str]:
         """Return the spikes in a step's ``loss`` and ``grad_norm`` in words; what is not finite is none."""
         return [
@@ -120,8 +125,7 @@ class TellSpikes(Callback):
         if "loss" not in record:
             return
         values = {name: float(record[name] or 0) for name in LEAST}
-        goes_on = any(last.spiked for last in self.seen.records[-1:])
-        if (found := self.seen.found(values)) and not goes_on:
+        if (found := self.seen.found(values)) and not self.seen.spiking:
             detail = ", ".join(found)
             run.report(Incident("spike", detail=detail, step=run.step, at=time.time()))
             run.tell(f"step {run.step}: {detail} is far above those before it")
