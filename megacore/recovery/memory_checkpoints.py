@@ -26,7 +26,7 @@ from pathlib import Path
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO, KEPT_IN_MEMORY
-from megacore.config import Config
+from megacore.config import CheckpointConfig, Config
 from megacore.control import Control
 from megacore.recovery import partners
 from megacore.recovery.partners import HeldFiles, Machines, SpreadCheckpoint, TensorTypes
@@ -41,7 +41,7 @@ from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import progress
 from megacore.training.check import Setup
 from megacore.training.resume import Start, go_on
-from megacore.training.save import Retention, SaveError, Saver
+from megacore.training.save import SaveError, Saver
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
 
@@ -239,8 +239,8 @@ class MemoryCheckpoints(Callback):
         if len(there) > 1:
             group = run.mesh.host_group(partners.partners(there))
             send = partial(partners.exchange, group=group, there=there)
-        kept = Retention(KEPT_IN_MEMORY, 0, ahead=True)
-        saver = Saver(self.folder, run.contents, control, kept, self._node if send else None, send)
+        kept, node = CheckpointConfig(keep=KEPT_IN_MEMORY), self._node if send else None
+        saver = Saver(self.folder, run.contents, control, kept, node, send, ahead=True)
         try:
             room = self._lack(saver.bytes, saver.carried_bytes, world) if self._is_first(control) else None
             lacks = control.exchange(room)

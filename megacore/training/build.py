@@ -58,9 +58,8 @@ from megacore.training.lr import learning_rate
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
-from megacore.training.save import NAMES, Contents, Retention, Saver
+from megacore.training.save import NAMES, Contents, Saver
 from megacore.training.scaler import UNSCALED, Scaling
-from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
 from megacore.training.trainer import Callback, Trainer
@@ -194,19 +193,11 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
         clip=section.clip,
         master_weights=section.master_weights,
         moments=torch.bfloat16 if section.moments == "bf16" else None,
-        muon=_muon(config),
+        muon=config.muon if section.name == "muon" else None,
         ema=config.ema.decay,
         offload=offload,
     )
     return _on_all(control, "memory.offload_folder", make)
-
-
-def _muon(config: Config) -> Muon | None:
-    if config.optimizer.name != "muon":
-        return None
-    section = config.muon
-    ratio = 1.0 if section.lr is None else section.lr / config.optimizer.lr
-    return Muon(section.momentum, section.nesterov, section.steps, section.scale == "original", ratio)
 
 
 def _contents(
@@ -237,8 +228,7 @@ def _contents(
 
 def _saver(config: Config, contents: Contents, control: Control) -> Saver:
     """Build what saves checkpoints; room for states on disk is taken at once."""
-    kept = Retention(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.best)
-    saver = Saver(checkpoints.folder_of(config.out, config.checkpoint.folder), contents, control, kept)
+    saver = Saver(checkpoints.folder_of(config.out, config.checkpoint.folder), contents, control, config.checkpoint)
     if config.memory.offload_folder is not None and config.checkpoint.on:
         saver.reserve()
     return saver

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.background import in_background
+from megacore.config import CheckpointConfig
 from megacore.control import Control
 from megacore.models.wrappers import Naming
 from megacore.parallel.gradients.buckets import Take, all_of_it
@@ -104,18 +105,6 @@ class Contents:
         shards = self.layout.shards(self.parameters.mesh.place)
         there = {WEIGHTS: {each.name: self.parameters[each.name].dtype for each in shards}, **self.optimizer.states()}
         return {state: there[state] for state in STATES if state in there}
-
-
-@dataclass(frozen=True)
-class Retention:
-    """The checkpoints that a run keeps: the newest checkpoints (None: all of them), and those of every so many steps
-    (0: no others), and the ``best``; ``ahead``: others go before the next one is written, rather than once it is there.
-    """
-
-    newest: int | None
-    every: int
-    best: bool = False
-    ahead: bool = False
 
 
 def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -306,6 +295,7 @@ class Saver:
             of them publishes what they have written, with the index of all files. None for a folder of all ranks.
         send: Sends the files that this rank has written of a checkpoint elsewhere, once that is published; all ranks do
             so.
+        ahead: Whether checkpoints that are not to stay go before the next one is written, rather than once it is there.
     """
 
     def __init__(
@@ -313,14 +303,16 @@ class Saver:
         folder: Path,
         contents: Contents,
         control: Control,
-        kept: Retention,
+        section: CheckpointConfig,
         node: int | None = None,
         send: Callable[[Path, Sequence[str]], object] | None = None,
+        ahead: bool = False,
     ) -> None:
         self.folder, self._contents = folder, contents
         layout, dtypes = on_disk(contents.layout), tuple(contents.dtypes)
         self.index = Index(contents.raw, layout, dtypes, None, {}, contents.adapters, contents.frozen, contents.muon)
-        self._control, self._kept, self._several, self._send = control, kept, node is not None, send
+        self._control, self._section, self._several, self._send = control, section, node is not None, send
+        self._ahead = ahead
         rank, world = control.mesh.rank, control.mesh.shape.world
         first = rank - rank % (node or world)
         self._sharing = range(first, min(first + (node or world), world))
@@ -360,8 +352,8 @@ class Saver:
         snapshot.take()
 
         def work() -> list[Wrote]:
-            if publication is not None and self._kept.ahead and self._kept.newest is not None:
-                checkpoints.prune(self.folder, self._kept.newest - 1, self._kept.every)
+            if publication is not None and self._ahead and self._section.keep is not None:
+                checkpoints.prune(self.folder, self._section.keep - 1, self._section.keep_every)
             return snapshot.write(folder)
 
         self._saving = _Saving(step, trainer, publication)
@@ -534,9 +526,9 @@ class Saver:
         self._copy_companions(folder / COMPANIONS)
         write_file(folder / INDEX, index.to_json())
         publication.finish()
-        if self._kept.ahead:
+        if self._ahead:
             return
         try:
-            checkpoints.prune(self.folder, self._kept.newest, self._kept.every, self._kept.best)
+            checkpoints.prune(self.folder, self._section.keep, self._section.keep_every, self._section.best)
         except (OSError, StoreError) as error:  # this one is there
             err(f"{self.folder}: older checkpoints that are not to be kept could not be removed: {error}")
