@@ -54,7 +54,6 @@ from megacore.training.callbacks.spikes import TellSpikes
 from megacore.training.callbacks.trace import Trace
 from megacore.training.check import Setup
 from megacore.training.initial_state import load_initial_state
-from megacore.training.lr import learning_rate
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
@@ -97,8 +96,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     batches = batches.without(start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)
-    rate = partial(learning_rate, schedule=config.schedule, base=config.optimizer.lr, total_steps=config.train.steps)
-    return Trainer(config, mesh, model, step, batches, upload, rate, control, contents, start, callbacks)
+    return Trainer(config, mesh, model, step, batches, upload, control, contents, start, callbacks)
 
 
 def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:

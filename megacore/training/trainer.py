@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megacore.incidents import Incident
 from megacore.parallel.import_path import imported
 from megacore.recipe import ConfigError
 from megacore.say import harmless
+from megacore.training.lr import learning_rate
 
 if TYPE_CHECKING:  # the loop calls what it is given
     from megacore.models.assemble import Model
@@ -136,7 +137,6 @@ class Trainer:
     train_step: TrainStep
     batches: Batches
     upload: Uploader
-    learning_rate: Callable[[int], float]
     control: Control
     contents: Contents
     origin: Start
@@ -283,7 +283,8 @@ class Trainer:
     @property
     def lr(self) -> float:
         """The learning rate of this step."""
-        return self.learning_rate(self.step)
+        config = self.config
+        return learning_rate(self.step, config.schedule, config.optimizer.lr, config.train.steps)
 
     @property
     def position(self) -> Progress:
