@@ -83,7 +83,7 @@ class Progress:
         if wrong or not isinstance(tree.get("recipe"), dict):
             raise StoreError(f"{where}: has no {' and no '.join([*wrong, *([] if 'recipe' in tree else ['recipe'])])}")
         scaler = tree.get("scaler")
-        if not _is_scaler_state(scaler):
+        if not is_scaler_state(scaler):
             raise StoreError(f"{where}: scaler is no state of a loss scale: {scaler!r:.80}")
         # The first one, of before the first release, had no number; of which no sample was taken, there is none.
         order = tree.get(_ORDER, 1 if tree["consumed_samples"] else ORDER)
@@ -99,7 +99,7 @@ class Progress:
         return cls(**counts, scaler=scaler, skipped_samples=skipped)
 
 
-def _is_scaler_state(value: Any) -> bool:
+def is_scaler_state(value: Any) -> bool:
     """Return whether this is a state of :meth:`~megacore.training.scaler.Scaler.state`."""
     match value:
         case None:
