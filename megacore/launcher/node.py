@@ -40,13 +40,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Job:
-    """The program that an agent runs on the ranks of its node.
-
-    Args:
-        shutdown_s: Seconds that the signal to end leaves them.
-        max_restarts: The restarts in a row with no new step between them; None for a program that has no checkpoints,
-            which ends with the status of the rank that has failed.
-    """
+    """The program that an agent runs on the ranks of its node, which the signal to end leaves ``shutdown_s``. There are
+    ``max_restarts`` in a row with no new step between them; None for a program that has no checkpoints, which ends with
+    the status of the rank that has failed."""
 
     module: str
     given: Sequence[str]

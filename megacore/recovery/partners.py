@@ -152,14 +152,9 @@ TensorTypes = tuple[int, str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class HeldFiles:
-    """The part of a checkpoint that a machine has.
-
-    Args:
-        index: A digest of its index, which tells it from others of that step.
-        tensors: {tensor file that is there, and whose header is whole: what is in it}.
-        others: {other file: its bytes}.
-        lacking: The other tensor files that the index names.
-    """
+    """The part of a checkpoint that a machine has: a digest of its index, which tells it from others of that step,
+    {tensor file that is there, and whose header is whole: what is in it}, {other file: its bytes}, and the tensor files
+    that it lacks of those that the index names."""
 
     step: int
     name: str

@@ -160,8 +160,7 @@ class ProgressBar:
 class WallClock:
     """The wall clock of a run over all of its launches, and the part of it that went into steps that count: whose
     updates the run still has. Start-up, evaluation, saves that are waited for, recovery and steps that had to be done
-    again are the rest; the time between a launch's last record and the next launch is not counted.
-    """
+    again are the rest; the time between a launch's last record and the next launch is not counted."""
 
     useful: float
     """Seconds that went into steps that count, until ``step``."""
@@ -211,8 +210,7 @@ class WallClock:
 
 class Log:
     """All sinks of a run; only rank 0 has one. Records are added: of a step that stands twice, for a run has gone back,
-    the last one counts (:func:`standing`). ``began`` is when the launch did, in seconds since 1970; None for now.
-    """
+    the last one counts (:func:`standing`). ``began`` is when the launch did, in seconds since 1970; None for now."""
 
     def __init__(
         self,

@@ -26,14 +26,9 @@ DATA = "data"
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts since the run began, whatever it has been resumed with.
-
-    Args:
-        samples: Samples of the training data; the next step begins with the one at this position of the run's order.
-        updates: Steps that have changed the weights: those with a gradient that was not finite have not.
-        scaler: The state of the loss scale; None where losses are not scaled.
-        skipped_samples: The samples that are cut from that order.
-    """
+    """Counts since the run began, whatever it has been resumed with: the next step begins with the sample at the
+    position ``samples`` of the run's order, from which ``skipped_samples`` are cut, and ``updates`` are the steps that
+    have changed the weights. ``scaler`` is the state of the loss scale; None where losses are not scaled."""
 
     step: int = 0
     samples: int = 0

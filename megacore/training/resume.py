@@ -53,13 +53,9 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run.
-
-    Args:
-        source: The folder of the weights; None where they are drawn at random.
-        trainer: The source's state of its run, if that goes on; None where a run begins.
-        damaged: Newer checkpoints of the run, which were passed over: to be set aside before the run writes anything.
-    """
+    """The start of a run: the folder of the weights, which are drawn at random where there is none, and its state of a
+    run that goes on. Newer checkpoints that are damaged were passed over: to be set aside before the run writes
+    anything."""
 
     source: WeightFolder | None = None
     trainer: Mapping[str, Any] | None = None
