@@ -36,13 +36,11 @@ if TYPE_CHECKING:  # which imports much
     from megacore.training.check import Setup
 
 OPTIONS = {
-    "init": "take the weights of a Hugging Face folder, a model of its hub or a checkpoint",
-    "resume": "go on with a run: a checkpoint, or auto for the newest of the run's own",
-    "export": "make a Hugging Face folder of the last checkpoint",
+    "init": ("MODEL", "take the weights of a Hugging Face folder, a model of its hub or a checkpoint"),
+    "resume": ("auto|CHECKPOINT", "go on with a run: a checkpoint, or auto for the newest of the run's own"),
+    "export": ("FOLDER", "make a Hugging Face folder of the last checkpoint"),
 }
-"""{key of the recipe's section checkpoint: what it is for}; ``--init MODEL`` stands for ``checkpoint.init=MODEL``."""
-
-METAVARS = {"init": "MODEL", "resume": "auto|CHECKPOINT"}
+"""{key of the recipe's section checkpoint: what it takes and is for}; ``--init MODEL`` is ``checkpoint.init=MODEL``."""
 
 # On a CPU, activations are large allocations that come and go each step. glibc would map and unmap each, and the kernel
 # would zero its pages each time: keep them in the heap instead.
@@ -219,8 +217,8 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str], bool]
     parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="of the recipe")
     for name in names:
-        metavar = METAVARS.get(name, "FOLDER")
-        parser.add_argument(f"--{name}", metavar=metavar, help=f"{OPTIONS[name]}: checkpoint.{name}={metavar}")
+        metavar, told = OPTIONS[name]
+        parser.add_argument(f"--{name}", metavar=metavar, help=f"{told}: checkpoint.{name}={metavar}")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, say what would be done, and start and write nothing"
     )

@@ -44,44 +44,38 @@ Record = Mapping[str, float | int | None]
 class JsonLines:
     """One line of JSON for each record, added at once. JSON has no NaN: a number that is not finite is null.
 
-    A full disk does not end a run: the lines that it does not take are kept, and written as soon as it does.
+    A full disk does not end a run: what it does not take of the lines is kept, and written as soon as it does.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], object] = err) -> None:
         self._path, self._tell, self._told = path, tell, False
-        self._kept = list[bytes]()
-        self._written = 0
-        """Bytes of the first of them that are in the file already."""
+        self._kept = b""
         with os_errors(path):
             cut = path.exists() and ends_within_a_line(path)
             self._file = append(path).detach()
         if cut:
-            self._kept.append(b"\n")
+            self._kept = b"\n"
 
     def write(self, step: int, record: Record) -> None:
         plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
         self.add({"step": step, **plain})
 
     def add(self, line: Mapping[str, Any]) -> None:
-        self._kept.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._kept += json.dumps(line, allow_nan=False).encode() + b"\n"
         if (why := self._flush()) and not self._told:
             self._tell(f"{self._path}: {why}: its lines are kept until they can be written; make room")
         self._told = bool(why)
 
     def close(self) -> None:
         if why := self._flush():
-            lost = sum(map(len, self._kept)) - self._written
-            self._tell(f"{self._path}: {why}: the last {lost:,} bytes are lost")
+            self._tell(f"{self._path}: {why}: the last {len(self._kept):,} bytes are lost")
         self._file.close()
 
     def _flush(self) -> str:
         """Write what is kept -> why that cannot be done; nothing where it is."""
         try:
             while self._kept:
-                self._written += self._file.write(self._kept[0][self._written :])
-                if self._written == len(self._kept[0]):
-                    del self._kept[0]
-                    self._written = 0
+                self._kept = self._kept[self._file.write(self._kept) :]
         except OSError as error:
             return error.strerror or str(error)
         return ""
