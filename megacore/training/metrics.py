@@ -207,11 +207,7 @@ class Log:
     the last one counts (:func:`standing`). ``began`` is when the launch did, in seconds since 1970; None for now."""
 
     def __init__(
-        self,
-        config: Config,
-        after: int = 0,
-        began: float | None = None,
-        tell: Callable[[str], object] = err,
+        self, config: Config, after: int = 0, began: float | None = None, tell: Callable[[str], object] = err
     ) -> None:
         self._out, self._tell = Path(config.out), tell
         so_far = newest(self._out / METRICS, _HISTORY)

@@ -43,16 +43,9 @@ class Progress:
 
     def at(self, step: int, config: Config, updates: int = 0, scaler: Mapping[str, Any] | None = None) -> Progress:
         """Return the progress at a later step of a run that goes on from here with this config."""
-        samples = config.batch.sizes.after(self.samples, step - self.step) - self.samples
-        tokens = samples * config.data.sequence_length
-        return replace(
-            self,
-            step=step,
-            samples=self.samples + samples,
-            tokens=self.tokens + tokens,
-            updates=updates,
-            scaler=scaler,
-        )
+        samples = config.batch.sizes.after(self.samples, step - self.step)
+        tokens = self.tokens + (samples - self.samples) * config.data.sequence_length
+        return replace(self, step=step, samples=samples, tokens=tokens, updates=updates, scaler=scaler)
 
     def without(self, ranges: Iterable[SampleRange]) -> Progress:
         """Return the progress of a run that leaves out these samples too, from here on. Raises StoreError: it has been
