@@ -29,7 +29,6 @@ from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
 from megacore.resources import gpus
 from megacore.say import brief, err, outlive, say
-from megacore.store.io.strict_json import StoreError
 
 if TYPE_CHECKING:  # which imports much
     from megacore.recovery.hang_report import HangReport
@@ -196,17 +195,10 @@ def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[i
     ConfigError: no layout fits some of them, or there is no model."""
     if least == most:
         return {}
-    from megacore.models.config import ModelConfigError
     from megacore.planning.layout_choice import overrides_of_nodes  # imports much
-    from megacore.training.resume import find, model_of
+    from megacore.training.resume import model_alone
 
-    try:
-        model = model_of(config, find(config, checked=True).source)
-    except StoreError as error:
-        raise ConfigError([f"checkpoint: {error}"]) from error
-    except ModelConfigError as error:
-        raise ConfigError([f"model: {problem}" for problem in error.problems]) from error
-    return overrides_of_nodes(config, model, least, most, processes)
+    return overrides_of_nodes(config, model_alone(config), least, most, processes)
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str], bool]:

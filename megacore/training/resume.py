@@ -24,7 +24,7 @@ from megacore.models.scores import WEIGHT
 from megacore.parallel import limits
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import MeshShape
-from megacore.recipe import Recipe, load
+from megacore.recipe import ConfigError, Recipe, load
 from megacore.recipe_yaml import flat, read_yaml
 from megacore.say import brief
 from megacore.store.conversions.adapters import is_part_of
@@ -252,6 +252,16 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
     if wrong:
         raise ModelConfigError(model.family, wrong)
     return model
+
+
+def model_alone(config: Config) -> ModelConfig:
+    """Return the model of a run of which nothing else is asked. Raises ConfigError: there is none."""
+    try:
+        return model_of(config, find(config, checked=True).source)
+    except StoreError as error:
+        raise ConfigError([f"checkpoint: {error}"]) from error
+    except ModelConfigError as error:
+        raise ConfigError([f"model: {problem}" for problem in error.problems]) from error
 
 
 def raw_of(model: ModelConfig, source: WeightFolder | None) -> Mapping[str, Any]:
