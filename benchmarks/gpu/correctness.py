@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
-from megacore.config import LossScaleConfig
 from megacore.models.assemble import Model
 from megacore.models.decoder import Losses, Microbatch
 from megacore.models.lora import Lora
@@ -28,6 +27,7 @@ from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.training.optimizer import Optimizer
+from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
 
@@ -155,7 +155,7 @@ def train(run: Run, device: torch.device) -> Found:
                 flat = {part.span.name: part.gradient.double() / scale for part in parts}
                 gradients = flattened(flat)
             # As TrainStep does it, so that what is read in between is what the optimizer is given.
-            step.optimizer.update(LR, stats.grad_norm, stats.finite, None if step.scaling is None else stats.scale)
+            step.optimizer.update(LR, stats.grad_norm, stats.finite, stats.scale if step.scaling.moves else None)
             step.gradients.updated()
             step.scaler.update(stats.loss, stats.grad_norm)
             losses.append(number(stats.loss))
@@ -184,7 +184,7 @@ def live(run: Run, device: torch.device, folder: Path) -> tuple[Model, TrainStep
     if gradients.widens:
         model.hand_weight_gradients(gradients.receive)
     optimizer = Optimizer(gradients, lr=LR, clip=0.5, offload=offload)
-    scaling = LossScaleConfig(2.0**10) if run.dtype == torch.float16 else None
+    scaling = Scaling(2.0**10) if run.dtype == torch.float16 else UNSCALED
     return model, TrainStep(mesh, Pipeline(mesh, model.chunks, run.dtype), gradients, optimizer, scaling)
 
 

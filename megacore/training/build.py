@@ -58,6 +58,7 @@ from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
 from megacore.training.save import NAMES, Contents, Saver
+from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
 from megacore.training.trainer import Callback, Trainer
@@ -88,8 +89,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     loss = () if config.preference is None else (TOLD,)
     loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients, loss)
-    scaling = config.loss_scale if config.train.precision == "fp16" else None  # fp32 has the range of bf16
-    step = TrainStep(mesh, pipeline, gradients, optimizer, scaling, model.balance)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
     batches = _batches(setup, setup.corpora.train, mesh, model).ramped(config.batch.sizes)
@@ -245,6 +245,13 @@ def _overlap(model: Model) -> None:
         model.use_async_tp()
     except ValueError as error:
         raise StoreError(f"{error}: set it to false") from error
+
+
+def _scaling(config: Config) -> Scaling:
+    """Return the loss scaling, which only fp16's gradients need: fp32 has the range of bf16."""
+    section = config.loss_scale
+    fp16 = config.train.precision == "fp16"
+    return Scaling(section.initial, section.growth_interval, section.minimum) if fp16 else UNSCALED
 
 
 def _offload(config: Config) -> Offload | None:

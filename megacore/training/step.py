@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from megacore.config import LossScaleConfig
 from megacore.models.decoder import Microbatch
 from megacore.parallel.balance import Balance
 from megacore.parallel.collectives import all_reduce_
@@ -19,7 +18,7 @@ from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.pipeline.schedules import Kind
-from megacore.training.scaler import Scaler
+from megacore.training.scaler import UNSCALED, Scaler, Scaling
 
 if TYPE_CHECKING:
     from megacore.training.optimizer import Optimizer
@@ -78,7 +77,7 @@ class TrainStep:
     pipeline: Pipeline
     gradients: Gradients
     optimizer: Optimizer
-    scaling: LossScaleConfig | None = None
+    scaling: Scaling = UNSCALED
     balance: Balance | None = None
     scaler: Scaler = field(init=False)
 
@@ -95,7 +94,7 @@ class TrainStep:
         """Do the second half, on this rank alone where no matrices are updated as wholes; parameters that are split are
         to be gathered after it."""
         go = stats.finite if halted is None else stats.finite & ~halted
-        self.optimizer.update(lr, stats.grad_norm, go, None if self.scaling is None else stats.scale)
+        self.optimizer.update(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
         if self.balance is not None:
             self.balance.move_biases(go)
         self.scaler.update(stats.loss, stats.grad_norm, halted)

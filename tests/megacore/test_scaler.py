@@ -14,12 +14,11 @@ from engine import Result, path_of, same, train, trainer, weights
 from pool import Pool
 from torch import Tensor
 
-from megacore.config import LossScaleConfig
 from megacore.store.io.strict_json import StoreError
 from megacore.training import progress
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.progress import is_scaler_state
-from megacore.training.scaler import Scaler
+from megacore.training.scaler import UNSCALED, Scaler, Scaling
 
 FP16 = ["train.precision=fp16", "evaluate.every=0"]
 STOP = "optimizer.non_finite=stop"
@@ -35,22 +34,18 @@ GOOD, OVERFLOW, BROKEN = (1.0, 1.0), (1.0, torch.inf), (torch.nan, torch.nan)
 @pytest.mark.parametrize(
     ("scaling", "steps", "scales", "good"),
     [
-        pytest.param(LossScaleConfig(8.0, 3), [GOOD] * 7, [8, 8, 16, 16, 16, 32, 32], 1, id="grows"),
-        pytest.param(LossScaleConfig(8.0, 3), [OVERFLOW] * 5, [4, 2, 1, 1, 1], 0, id="halves-down-to-the-least"),
-        pytest.param(LossScaleConfig(8.0, 2, 4.0), [OVERFLOW] * 3, [4, 4, 4], 0, id="least-of-its-own"),
-        pytest.param(LossScaleConfig(2.0**23, 1), [GOOD] * 3, [2**24] * 3, 0, id="grows-up-to-the-most"),
-        pytest.param(
-            LossScaleConfig(8.0, 3), [GOOD, GOOD, OVERFLOW, GOOD, GOOD, GOOD], [8, 8, 4, 4, 4, 8], 0, id="in-a-row"
-        ),
-        pytest.param(LossScaleConfig(8.0, 3), [GOOD, (1.0, torch.nan)], [8, 4], 0, id="nan-is-an-overflow"),
-        pytest.param(
-            LossScaleConfig(8.0, 3), [GOOD, GOOD, BROKEN, GOOD], [8, 8, 8, 16], 0, id="a-broken-loss-says-nothing"
-        ),
-        pytest.param(None, [GOOD, OVERFLOW, BROKEN, GOOD], [1, 1, 1, 1], 0, id="unscaled"),
+        pytest.param(Scaling(8.0, 3), [GOOD] * 7, [8, 8, 16, 16, 16, 32, 32], 1, id="grows"),
+        pytest.param(Scaling(8.0, 3), [OVERFLOW] * 5, [4, 2, 1, 1, 1], 0, id="halves-down-to-the-least"),
+        pytest.param(Scaling(8.0, 2, 4.0), [OVERFLOW] * 3, [4, 4, 4], 0, id="least-of-its-own"),
+        pytest.param(Scaling(2.0**23, 1), [GOOD] * 3, [2**24] * 3, 0, id="grows-up-to-the-most"),
+        pytest.param(Scaling(8.0, 3), [GOOD, GOOD, OVERFLOW, GOOD, GOOD, GOOD], [8, 8, 4, 4, 4, 8], 0, id="in-a-row"),
+        pytest.param(Scaling(8.0, 3), [GOOD, (1.0, torch.nan)], [8, 4], 0, id="nan-is-an-overflow"),
+        pytest.param(Scaling(8.0, 3), [GOOD, GOOD, BROKEN, GOOD], [8, 8, 8, 16], 0, id="a-broken-loss-says-nothing"),
+        pytest.param(UNSCALED, [GOOD, OVERFLOW, BROKEN, GOOD], [1, 1, 1, 1], 0, id="unscaled"),
     ],
 )
 def test_it_moves_by_the_table(
-    scaling: LossScaleConfig | None, steps: list[tuple[float, float]], scales: list[float], good: int
+    scaling: Scaling, steps: list[tuple[float, float]], scales: list[float], good: int
 ) -> None:
     scaler = Scaler(scaling, CPU)
     seen = []
@@ -65,34 +60,32 @@ def test_it_moves_by_the_table(
 @pytest.mark.parametrize(
     ("scaling", "step", "overflows"),
     [
-        (LossScaleConfig(8.0), GOOD, False),
-        (LossScaleConfig(8.0), OVERFLOW, True),
-        (LossScaleConfig(8.0), (1.0, torch.nan), True),
-        (LossScaleConfig(8.0), BROKEN, False),
-        (LossScaleConfig(8.0, minimum=8.0), OVERFLOW, False),
-        (None, OVERFLOW, False),
+        (Scaling(8.0), GOOD, False),
+        (Scaling(8.0), OVERFLOW, True),
+        (Scaling(8.0), (1.0, torch.nan), True),
+        (Scaling(8.0), BROKEN, False),
+        (Scaling(8.0, minimum=8.0), OVERFLOW, False),
+        (UNSCALED, OVERFLOW, False),
     ],
 )
-def test_what_a_smaller_scale_may_mend(
-    scaling: LossScaleConfig | None, step: tuple[float, float], overflows: bool
-) -> None:
+def test_what_a_smaller_scale_may_mend(scaling: Scaling, step: tuple[float, float], overflows: bool) -> None:
     assert bool(Scaler(scaling, CPU).overflow(*map(torch.tensor, step))) is overflows
 
 
 @pytest.mark.quick
 def test_it_goes_on_as_it_was() -> None:
-    scaler = Scaler(LossScaleConfig(8.0, 3), CPU)
+    scaler = Scaler(Scaling(8.0, 3), CPU)
     for loss, norm in [GOOD, OVERFLOW, GOOD, GOOD]:
         scaler.update(torch.tensor(loss), torch.tensor(norm))
-    again = Scaler(LossScaleConfig(2.0**16, 3), CPU)
+    again = Scaler(Scaling(2.0**16, 3), CPU)
     again.load(scaler.state())
     assert again.state() == scaler.state() == {"scale": 4.0, "good_steps": 2}
     again.load(None)
     assert again.state() == scaler.state()
-    bounded = Scaler(LossScaleConfig(2.0**16, 3, 32.0), CPU)
+    bounded = Scaler(Scaling(2.0**16, 3, 32.0), CPU)
     bounded.load(scaler.state())
     assert bounded.state() == {"scale": 32.0, "good_steps": 2}
-    unscaled = Scaler(None, CPU)
+    unscaled = Scaler(UNSCALED, CPU)
     unscaled.load(scaler.state())
     assert unscaled.state() is None and float(unscaled.scale) == 1
 

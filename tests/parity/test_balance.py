@@ -15,7 +15,6 @@ from oracle import LENGTH, Case, Run, expected, gradient_arrays, lively, microba
 from pool import Pool
 from torch import Tensor
 
-from megacore.config import LossScaleConfig
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
 from megacore.models.moe import MixtureOfExperts
@@ -28,6 +27,7 @@ from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.layout import MeshShape
 from megacore.training.optimizer import Optimizer
+from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.step import TrainStep, counted_tokens, evaluate
 
 SEQUENCES, EXPERTS, TOP_K, RATE = 4, 8, 3, 1e-3
@@ -73,9 +73,7 @@ class Found:
     corrections: dict[str, np.ndarray]
 
 
-def train_step(
-    run: Run, coefficients: Coefficients, scaling: LossScaleConfig | None = None, case: Case = CASE
-) -> TrainStep:
+def train_step(run: Run, coefficients: Coefficients, scaling: Scaling = UNSCALED, case: Case = CASE) -> TrainStep:
     mesh = Mesh.create(run.mesh)
     layout = lively(layout_of(case.config, run.mesh, run.chunks))
     model = Model.create(
@@ -92,7 +90,7 @@ def corrections_of(parameters: Any) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy().copy() for name, p in named}
 
 
-def measure(run: Run, coefficients: Coefficients, scaling: LossScaleConfig | None = None, case: Case = CASE) -> Found:
+def measure(run: Run, coefficients: Coefficients, scaling: Scaling = UNSCALED, case: Case = CASE) -> Found:
     with extended():
         step = train_step(run, coefficients, scaling, case)
         stats = step(padded(run, 0, step.mesh), 0.0)
@@ -224,7 +222,7 @@ def test_the_scores_of_a_softmax_are_balanced_as_they_are(references: dict[Coeff
 
 def test_the_loss_scale_is_a_factor_of_what_enters(references: dict[Coefficients, Found]) -> None:
     """Which the optimizer takes out of the gradients again."""
-    found = measure(Run(), SEQUENCE, LossScaleConfig(1024.0))
+    found = measure(Run(), SEQUENCE, Scaling(1024.0))
     check(Run(), references[SEQUENCE], [found])
 
 

@@ -14,7 +14,6 @@ from oracle import Case, Run, lively, microbatches, relative
 from pool import Pool
 from torch import Tensor
 
-from megacore.config import LossScaleConfig
 from megacore.models.assemble import Model
 from megacore.models.stages import layout_of
 from megacore.parallel.enum_errors import ZeroShard
@@ -23,6 +22,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
 from megacore.training.optimizer import Optimizer
+from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.step import Stats, TrainStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -44,7 +44,7 @@ def train_step(case: Case, run: Run, precision: str) -> tuple[Model, TrainStep]:
     gradients = Gradients(model.parameters, model.chunks, torch.float32, run.shard, run.replicas, bucket_bytes=20_000)
     optimizer = Optimizer(gradients, lr=LR, clip=CLIP)
     pipeline = Pipeline(mesh, model.chunks, dtype, run.schedule)
-    scaling = LossScaleConfig(SCALE) if precision == "fp16" else None
+    scaling = Scaling(SCALE) if precision == "fp16" else UNSCALED
     return model, TrainStep(mesh, pipeline, gradients, optimizer, scaling)
 
 
