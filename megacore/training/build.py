@@ -59,6 +59,7 @@ from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
 from megacore.training.save import NAMES, Contents, Saver
 from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
 from megacore.training.trainer import Callback, Trainer
@@ -191,11 +192,19 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
         clip=section.clip,
         master_weights=section.master_weights,
         moments=torch.bfloat16 if section.moments == "bf16" else None,
-        muon=config.muon if section.name == "muon" else None,
+        muon=_muon(config),
         ema=config.ema.decay,
         offload=offload,
     )
     return _on_all(control, "memory.offload_folder", make)
+
+
+def _muon(config: Config) -> Muon | None:
+    if config.optimizer.name != "muon":
+        return None
+    section = config.muon
+    ratio = 1.0 if section.lr is None else section.lr / config.optimizer.lr
+    return Muon(section.momentum, section.nesterov, section.steps, section.scale == "original", ratio)
 
 
 def _contents(

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megacore.config import MuonConfig
 from megacore.parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
 from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS
-from megacore.training.states.device_store import DeviceStore, Nothing
+from megacore.training.states.device_store import DeviceStore, Nothing, Rule
+from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload, OffloadedStore
-from megacore.training.states.rule import Rule
 
 _AWAY_FROM_0 = 1e-6
 
@@ -31,7 +30,7 @@ class Optimizer:
         clip: Largest global gradient norm; None for no clipping.
         muon: The rule of the matrices of blocks, if not AdamW; nothing is offloaded then.
         offload: The place of masters and moments if not the device.
-        others: As of :class:`~megacore.training.states.rule.Rule`.
+        others: As of :class:`~megacore.training.states.device_store.Rule`.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Optimizer:
         clip: float | None = 1.0,
         master_weights: bool = True,
         moments: torch.dtype | None = None,
-        muon: MuonConfig | None = None,
+        muon: Muon | None = None,
         ema: float | None = None,
         offload: Offload | None = None,
     ) -> None:

@@ -10,7 +10,6 @@ import torch
 from pool import Pool
 from torch import Tensor, nn
 
-from megacore.config import MuonConfig
 from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
@@ -23,6 +22,7 @@ from megacore.parallel.weights.transfer import execute, native, plan
 from megacore.training import optimizer as optimizers
 from megacore.training.optimizer import Optimizer
 from megacore.training.states import muon
+from megacore.training.states.muon import Muon
 
 SIZES = {"layer": 1, "embed": 6, "heads": 8, "kv": 2, "head": 3, "two": 2, "mlp": 10, "experts": 4, "expert_mlp": 5}
 SENTENCES = {
@@ -38,7 +38,6 @@ SENTENCES = {
 }
 SCHEMA = Schema(tuple(Param(n, s, std=1.0) for n, s in SENTENCES.items()), SIZES | {"routes": 4, "vocab": 9})
 STEPS, LR, DECAY = 3, 0.1, 0.3
-ORIGINAL = MuonConfig(0.3 * LR, "original", 0.9, False, 3)
 
 
 def by_hand(name: str, whole: Tensor) -> list[Tensor]:
@@ -62,11 +61,12 @@ def gradient(name: str, step: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + len(name)), dtype=torch.float64)
 
 
-def by_torch(rule: MuonConfig, dtype: torch.dtype) -> dict[str, np.ndarray]:
+def by_torch(rule: Muon, dtype: torch.dtype) -> dict[str, np.ndarray]:
     """What torch's optimizers make of the weights."""
     parameters = on_one(dtype)
     parameters.initialise(0)
-    kinds = (rule.momentum, rule.nesterov, COEFFICIENTS, EPSILON, rule.steps, rule.scale)
+    scale = "original" if rule.original else "match_rms_adamw"
+    kinds = (rule.momentum, rule.nesterov, COEFFICIENTS, EPSILON, rule.steps, scale)
     for name, parameter in parameters.items():
         whole, decay = parameter.detach(), 0.0 if name.endswith("norm") else DECAY
         parts = by_hand(name, whole)
@@ -74,7 +74,7 @@ def by_torch(rule: MuonConfig, dtype: torch.dtype) -> dict[str, np.ndarray]:
             nn.Parameter(whole.clone())
         ]
         made = (
-            torch.optim.Muon(copies, rule.lr or LR, decay, *kinds)
+            torch.optim.Muon(copies, LR * rule.lr_ratio, decay, *kinds)
             if parts
             else torch.optim.AdamW(copies, LR, (0.9, 0.95), 1e-8, decay)
         )
@@ -108,11 +108,11 @@ def cut(layout: Layout, rank: int, whole: dict[str, np.ndarray]) -> dict[str, np
 
 
 def stepped(
-    shape: MeshShape, shard: ZeroShard, replicas: int, etp: bool, rule: MuonConfig, dtype: torch.dtype = torch.float64
+    mesh_shape: MeshShape, shard: ZeroShard, replicas: int, etp: bool, rule: Muon, dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, np.ndarray], dict[str, list[str]], int]:
     """(the weights of this rank, the names of what has each state, the matrices that it has worked on)."""
-    mesh, worked = Mesh.create(shape), []
-    layout = layout_of(shape, etp)
+    mesh, worked = Mesh.create(mesh_shape), []
+    layout = layout_of(mesh_shape, etp)
     parameters = Parameters(layout, mesh, dtype)
     parameters.initialise(0)
     modules = nn.ModuleList(nn.ParameterList([parameter]) for parameter in parameters.values())
@@ -160,10 +160,10 @@ RUNS: list[tuple[MeshShape, ZeroShard, int, bool]] = [
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize("rule", [MuonConfig(), ORIGINAL], ids=["muon", "original"])
+@pytest.mark.parametrize("rule", [Muon(), Muon(0.9, False, 3, True, 0.3)], ids=["muon", "original"])
 @pytest.mark.parametrize(("mesh", "shard", "replicas", "etp"), RUNS, ids=str)
 def test_every_layout_updates_as_torch_does(
-    pool: Pool, mesh: MeshShape, shard: ZeroShard, replicas: int, etp: bool, rule: MuonConfig
+    pool: Pool, mesh: MeshShape, shard: ZeroShard, replicas: int, etp: bool, rule: Muon
 ) -> None:
     """torch multiplies in bf16 whatever it is given: here that is made to leave its numbers alone."""
     with patch.object(Tensor, "bfloat16", Tensor.clone):
@@ -180,7 +180,7 @@ def test_every_layout_updates_as_torch_does(
 
 
 def test_fp32_is_multiplied_in_bf16_as_torch_does(pool: Pool) -> None:
-    ((weights, _, _),) = pool.run(1, stepped, MeshShape(), "none", 1, False, MuonConfig(), torch.float32)
-    for name, want in by_torch(MuonConfig(), torch.float32).items():
+    ((weights, _, _),) = pool.run(1, stepped, MeshShape(), "none", 1, False, Muon(), torch.float32)
+    for name, want in by_torch(Muon(), torch.float32).items():
         # Five steps of three products, each rounded to 2^-9 of numbers up to 1.2; the factor is up to 0.2 sqrt(40).
         np.testing.assert_allclose(weights[name], want, atol=STEPS * LR * 0.2 * 40**0.5 * 15 * 2**-9)

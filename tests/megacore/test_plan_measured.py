@@ -21,7 +21,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
 from turns import ROTATION
 
-from megacore.config import MuonConfig
 from megacore.models.assemble import Model
 from megacore.models.config import ModelConfigError, flops_per_token
 from megacore.models.decoder import FurtherTokens, Losses, Microbatch
@@ -48,6 +47,7 @@ from megacore.planning.setting import SHARDS, Setting, Widths
 from megacore.planning.traffic import traffic
 from megacore.store.weight_folders.index import MASTER
 from megacore.training.optimizer import Optimizer
+from megacore.training.states.muon import Muon
 from megacore.training.step import TrainStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -175,7 +175,7 @@ class Run:
         )
         if setting.splits_backward:
             self.model.hand_weight_gradients(self.gradients.receive, late=True)
-        muon = MuonConfig(steps=case.muon_steps) if case.muon_steps else None
+        muon = Muon(steps=case.muon_steps) if case.muon_steps else None
         self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters, muon=muon, ema=case.ema)
         loss = (2,) if self.ahead else ()
         pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule, self.gradients, loss)

@@ -19,7 +19,6 @@ from extended_family import extended
 from families import drawn
 from oracle import Case, Run
 
-from megacore.config import MuonConfig
 from megacore.models.lora import Lora
 from megacore.models.registry import FAMILIES, configure
 from megacore.models.tuning import Tuning
@@ -27,6 +26,7 @@ from megacore.parallel.balance import Coefficients
 from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.weights.layout import MeshShape
+from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 
 Pair = tuple[Case, Run]
@@ -516,7 +516,7 @@ UNEVEN_OTHERS: list[Pair] = [
 
 
 def by_muon(case: Case) -> Case:
-    return replace(case, name=f"{case.name}-muon", muon=MuonConfig())
+    return replace(case, name=f"{case.name}-muon", muon=Muon())
 
 
 WHOLE, WHOLE_TIED, WHOLE_EXPERTS = by_muon(UNTIED), by_muon(TIED), by_muon(STARVED)

@@ -20,7 +20,6 @@ from extended_family import extended
 from pool import Pool
 from torch import Tensor
 
-from megacore.config import MuonConfig
 from megacore.data.batches import Batches
 from megacore.data.samples import Sample
 from megacore.models.assemble import Model
@@ -45,6 +44,7 @@ from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from megacore.parallel.weights.transfer import execute, native, plan
 from megacore.training.optimizer import Optimizer
+from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep, evaluate
 
@@ -89,7 +89,7 @@ class Case:
     starved: bool = False
     length: int = LENGTH
     fp8: bool = False
-    muon: MuonConfig | None = None
+    muon: Muon | None = None
     mtp: float = 0.0
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,41 @@ from megacore.parallel import kernels
 from megacore.parallel.gradients.buckets import OwnedShard
 from megacore.parallel.gradients.matrices import Matrices
 from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS
-from megacore.training.states.muon import WholeMatrices
-from megacore.training.states.rule import Rule
+from megacore.training.states.muon import Muon, WholeMatrices
+
+
+@dataclass(frozen=True)
+class Rule:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), and in which numbers.
+
+    Args:
+        lr, betas, eps, weight_decay: The paper's; each step has a learning rate of its own.
+        master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
+        moments: dtype of the moments; None for that of what is updated.
+        muon: The rule of matrices, if it is another.
+        ema: The share of an average of the weights that an update keeps; None where there is none. The first update
+            sets it to the weights, as torch.optim.swa_utils does.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    master_weights: bool
+    moments: torch.dtype | None
+    muon: Muon | None = None
+    ema: float | None = None
+
+    def value(self, parameter: torch.dtype) -> torch.dtype:
+        """Return the dtype of what is updated for a parameter of this one."""
+        return torch.float32 if self.master_weights and parameter.itemsize < 4 else parameter
+
+    def kept(self, parameter: torch.dtype) -> Mapping[str, torch.dtype]:
+        """Return {state: dtype} of what is kept beside a parameter of this dtype: a wider master, moments, averages."""
+        value = self.value(parameter)
+        master = {} if value == parameter else {MASTER: value}
+        averages = {} if self.ema is None else {EMA: value}
+        return {**master, **dict.fromkeys(MOMENTS, self.moments or value), **averages}
 
 
 @dataclass(frozen=True)
@@ -70,10 +103,18 @@ class DeviceStore:
         self.adamw = kernels.adamw(
             [g for g in groups if g["params"]], device, rule.lr, rule.betas, rule.eps, rule.moments
         )
-        self._whole: WholeMatrices | None = None
-        if matrices is not None:
-            by_muon = {t.part: t.tensor for t in self.targets if t.part in whole}
-            self._whole = WholeMatrices(rule, by_muon, rule.value(nothing.data.dtype), matrices)
+        self._whole = (
+            None
+            if rule.muon is None or matrices is None
+            else WholeMatrices(
+                rule.muon,
+                rule.weight_decay,
+                {t.part: t.tensor for t in self.targets if t.part in whole},
+                rule.value(nothing.data.dtype),
+                rule.moments,
+                matrices,
+            )
+        )
         self._of = {target.part: target for target in self.targets}
         self._ema = rule.ema
         self._averages = {} if rule.ema is None else {t.part: t.tensor.clone() for t in self.targets}

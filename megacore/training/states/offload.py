@@ -22,7 +22,7 @@ from torch import Tensor
 from megacore.parallel.gradients.buckets import Elements, OwnedShard
 from megacore.parallel.kernels.narrow_adamw import Step, update
 from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS
-from megacore.training.states.rule import Rule
+from megacore.training.states.device_store import Rule
 from megacore.training.states.windows import ALIGNED, BUFFERS, Segment, WindowStore, cut
 
 
