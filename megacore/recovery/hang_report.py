@@ -137,11 +137,11 @@ class HangReport:
 
     def brief(self) -> str:
         """Return where the ranks are, in one line."""
-        if not self._seen:
+        if not (seen := self._seen):
             return "no rank runs here"
-        done = min(each.reading.done for each in self._seen.values())
+        done = min(each.reading.done for each in seen.values())
         told = f"step {done} is done" if done >= 0 else "no step is done yet"
-        return f"{told}; {where(self._seen, sorted(self._seen), self.shape, self.node)}"
+        return f"{told}; {where(seen, sorted(seen), self.shape, self.node)}"
 
     def show(self) -> None:
         """Say where every rank is, with its stacks, in a thread: ranks that are stopped are waited for."""
@@ -172,16 +172,17 @@ class HangReport:
         """Read all beats -> whether a rank has moved. Who has not has stood for as long as nobody slept meanwhile."""
         now = time.monotonic()
         awake, self._at = min(now - self._at, AWAKE_S), now
-        earlier, self._seen = self._seen, {}
+        seen = dict[int, Witness]()
         for rank, pid in self._ranks.items():
-            reading, last = self._read(pid), earlier.get(rank)
+            reading, last = self._read(pid), self._seen.get(rank)
             stands = last is not None and _place(last.reading) == _place(reading)
-            self._seen[rank] = Witness(reading, last.stood + awake if last is not None and stands else 0.0)
-        return any(not each.stood for each in self._seen.values())
+            seen[rank] = Witness(reading, last.stood + awake if last is not None and stands else 0.0)
+        self._seen = seen  # whole: other threads read it
+        return any(not each.stood for each in seen.values())
 
     def _tell(self) -> None:
         """Ask the ranks, and say who stands, unless one has moved meanwhile, or may well take its time."""
-        ranks, before, looks = self._ranks, dict(self._seen), self._looks
+        ranks, before, looks = self._ranks, self._seen, self._looks
         stacks, answers = self._asked(ranks)
         if self._ranks is not ranks or any(
             _place(self._read(pid)) != _place(before[rank].reading) for rank, pid in ranks.items()
