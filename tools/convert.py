@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source, base = open_source(arguments.source, arguments.to, arguments.base, arguments.ignore_field, arguments.config)
+    source, base = open_source(
+        arguments.source, arguments.to, arguments.base, arguments.ignore_field, arguments.config, arguments.dtype
+    )
     folders.tell(arguments.source, source)
     if base is not None:
         folders.tell(arguments.base, base)

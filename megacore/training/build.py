@@ -93,19 +93,19 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
-    batches = _batches(setup, setup.corpora.train, mesh, model).ramped(config.batch.sizes)
-    batches = batches.without(start.progress.skipped_samples)
+    batches = _batches(setup, setup.corpora.train, mesh, model)
+    batches = replace(batches, sizes=config.batch.sizes, skipped=start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)
     return Trainer(config, mesh, model, step, batches, upload, control, contents, start, callbacks)
 
 
 def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:
-    vocabulary = setup.model.vocab_size
-    found = setup.corpora.batches(
-        source, setup.config, mesh.data_rank, mesh.shape.data, vocabulary, model.context, mesh.place.cp
-    )
-    return found.looking(setup.model.mtp_layers if setup.config.mtp_factor(setup.model.schema) else 0)
+    config, vocabulary = setup.config, setup.model.vocab_size
+    sizes = config.batch.global_size, config.batch.micro_size, mesh.data_rank, mesh.shape.data
+    ahead = setup.model.mtp_layers if config.mtp_factor(setup.model.schema) else 0
+    how = setup.corpora.separate, vocabulary, model.context, mesh.place.cp
+    return Batches(source, *sizes, *how, ahead=ahead, scores=config.scores)
 
 
 def _callbacks(

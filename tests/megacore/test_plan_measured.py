@@ -340,6 +340,13 @@ OF_TWO = [
     Case(MeshShape(dp=2), shard="parameters", microbatches=2),
     *(Case(MeshShape(dp=2), shard=shard, microbatches=2, compress="bf16", bucket_bytes=1 << 19) for shard in SHARDS),
 ]
+# Few tokens and a large vocabulary: the sums of the model's ends, each of which is one message, decide.
+ENDS = Case(MeshShape(dp=2), vocab=8000, length=16, micro=1, microbatches=2, bucket_bytes=1 << 19)
+OF_TWO += [
+    *(replace(ENDS, shard=shard) for shard in SHARDS[2:]),
+    replace(ENDS, shard="gradients", tied=True, compress="bf16"),
+    replace(ENDS, shard="optimizer", compress="bf16"),
+]
 OF_FOUR = [
     Case(MeshShape(pp=2, tp=2), microbatches=4),
     Case(MeshShape(tp=4), recompute="full"),

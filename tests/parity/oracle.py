@@ -250,9 +250,10 @@ class Drawn:
 
 def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch]:
     cut = case.sequences, run.micro, mesh.data_rank, run.mesh.data, case.documents
-    batches = Batches(Drawn(case), *cut, context=run.context, context_rank=mesh.place.cp)
+    ahead = case.config.mtp_layers if case.mtp else 0
+    batches = Batches(Drawn(case), *cut, context=run.context, context_rank=mesh.place.cp, ahead=ahead)
     made, tokens = [], run.micro * case.length // (run.mesh.tp * run.mesh.cp)
-    for batch in batches.looking(case.config.mtp_layers if case.mtp else 0).microbatches(step):
+    for batch in batches.microbatches(step):
         inputs, labels, positions = map(flat, (batch.tokens, batch.labels, batch.positions))
         made.append(
             Microbatch(

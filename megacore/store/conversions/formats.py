@@ -79,12 +79,8 @@ def open_folder(
 
 def open_model(path: Path, base: Path | None = None) -> WeightFolder:
     """Open a model, or adapters with theirs. Raises StoreError: something is missing or damaged, the two do not belong
-    together, or there is nothing to adapt.
-
-    Args:
-        path: A checkpoint or a Hugging Face folder.
-        base: The model of adapters; None for the one that they name.
-    """
+    together, or there is nothing to adapt. ``path``: a checkpoint or a Hugging Face folder; ``base``: the model of
+    adapters; None for the one that they name."""
     folder = open_folder(path, adapters=True)
     held = folder.index.adapters
     if held is None:

@@ -45,16 +45,9 @@ class Call:
 
 
 def read_pickle(data: bytes, where: object, known: Collection[str]) -> Any:
-    """Return what a pickle describes: values, lists, tuples, dicts, :class:`Name` and :class:`Call`.
-
-    Args:
-        data: The pickle.
-        where: The file, in words.
-        known: The names that it may hold.
-
-    Raises:
-        StoreError: it is none, holds another name, or asks for what no file of torch's own does.
-    """
+    """Return what a pickle describes: values, lists, tuples, dicts, :class:`Name` and :class:`Call`. ``where``: the
+    file, in words; ``known``: the names that it may hold. Raises StoreError: it is none, holds another name, or asks
+    for what no file of torch's own does."""
     try:
         return _read(data, where, known)
     except StoreError:

@@ -76,7 +76,7 @@ def microbatch_of(run: Trainer, replica: int, number: int) -> Microbatch:
     """Return a microbatch of this step as the rank of this place, but of another number along dp, has it; ``number``
     goes around."""
     shape = run.mesh.shape
-    batches = run.batches.of(replica * shape.ep + run.mesh.place.ep)
+    batches = replace(run.batches, data_rank=replica * shape.ep + run.mesh.place.ep)
     made = batches.microbatches_from(run.start.at(run.step - 1, run.config).samples)
     at = number % len(made)
     (found,) = run.upload(made[at : at + 1], run.step, at)
