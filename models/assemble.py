@@ -82,7 +82,7 @@ class Model:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)
             multiply_quantised(chunk, parameters)
-            chunk.run = runner(activations, chunk.blocks, CHEAP, mesh.device)
+            chunk.run = runner(activations, chunk.blocks, CHEAP, mesh.device, mesh.recorder)
             for block in chunk.blocks:
                 if isinstance(block, Block):
                     block.mlp_tokens = activations.mlp_tokens(mesh.shape.tp)

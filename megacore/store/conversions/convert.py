@@ -44,7 +44,7 @@ def convert(
 
     Args:
         source: A Hugging Face folder for "megacore"; a checkpoint, or the folder of a run, for the others; for "gguf"
-            and for "fp8" either. A checkpoint of torch.distributed.checkpoint for all but "peft".
+            and for "fp8" either. A checkpoint of another trainer for all but "peft".
         target: The folder to make, or file, which is not there yet.
         to: The format: "megacore" for a checkpoint, "hf" for a Hugging Face folder, "peft" for adapters alone, "gguf"
             for a file of llama.cpp.
@@ -57,8 +57,8 @@ def convert(
         max_shard_size: The most bytes of a Hugging Face file, as "5GB".
         base: With "hf", the Hugging Face folder to merge adapters into.
         ignored_fields: Fields of config.json to leave out, which are unknown here and change nothing of the model.
-        config: With a checkpoint of torch.distributed.checkpoint, the Hugging Face config.json of the model, or the
-            folder that has it; None where it lies beside the tensors.
+        config: With a checkpoint of another trainer, the Hugging Face config.json of the model, or the folder that has
+            it; None where it lies beside the tensors.
         jobs: Threads; None for two per core.
         dry_run: Whether to write nothing.
 
