@@ -93,16 +93,6 @@ class TrainStep:
         self.gradients.updated()
         return stats
 
-    def begin(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Sequence[Microbatch]]:
-        """Begin the terms of the objective that are none of the loss -> the number of labels that count, and the
-        microbatches with their numbers."""
-        tokens, sequences, present = counted_and_routed(microbatches, self.mesh)
-        if self.balance is not None:
-            self.balance.begin(len(microbatches), sequences, present, self.scaler.scale)
-        if self.alignment is not None:
-            self.alignment.begin(present, self.scaler.scale)
-        return tokens, [replace(each, number=number) for number, each in enumerate(microbatches)]
-
     def update(self, stats: Stats, lr: float, halted: Tensor | None = None) -> None:
         """Do the second half, on this rank alone where no matrices are updated as wholes; parameters that are split are
         to be gathered after it."""
@@ -119,11 +109,7 @@ class TrainStep:
         is told each phase before it."""
         scale = self.scaler.scale
         self.gradients.begin(len(microbatches))
-        if self.balance is None and self.alignment is None:
-            tokens = counted_tokens(microbatches, self.mesh)
-        else:
-            tokens, microbatches = self.begin(microbatches)
-        own = self.pipeline.train(microbatches, scale / tokens, lambda kind: enter(PHASES[kind])) / scale
+        own, tokens = self.loss(microbatches, enter)
         enter("reduce")
         self.gradients.finish()
         if self.balance is not None:
@@ -133,6 +119,20 @@ class TrainStep:
         # do the rest alone.
         (loss, told), norm = _parts(total_loss(own, self.mesh)), self.gradients.norm(squares) / scale
         return Stats(loss, norm, tokens, _parts(own)[0], scale, self.scaler.overflow(loss, norm), squares, told)
+
+    def loss(self, microbatches: Sequence[Microbatch], enter: Callable[[Phase], object]) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the loss, and the number that divides it, after forwards and backwards."""
+        scale = self.scaler.scale
+        if self.balance is None and self.alignment is None:
+            tokens = counted_tokens(microbatches, self.mesh)
+        else:
+            tokens, sequences, present = counted_and_routed(microbatches, self.mesh)
+            if self.balance is not None:
+                self.balance.begin(len(microbatches), sequences, present, scale)
+            if self.alignment is not None:
+                self.alignment.begin(present, scale)
+            microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
+        return self.pipeline.train(microbatches, scale / tokens, lambda kind: enter(PHASES[kind])) / scale, tokens
 
 
 def _parts(loss: Tensor) -> tuple[Tensor, Tensor]:
