@@ -143,7 +143,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     if kind == "delta":
         assert weight is not None  # of each head's outputs
         of_head = RMSNorm.of(weight, anatomy.norm_eps, parameters.mesh)
-        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], of_head)
+        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], anatomy.delta_gate, of_head)
     if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
         of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)

@@ -1,17 +1,24 @@
-"""Layers with a state in place of attention: the gated delta rule (arXiv 2412.06464), as Qwen3-Next has it."""
+"""Layers with a state in place of attention: the gated delta rule (arXiv 2412.06464), as Qwen3-Next has it, and Kimi
+Linear's, whose gates are of each channel and of low rank (arXiv 2510.26692)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.models.blocks import Activation, column, row
+from megacore.models.blocks import Activation, column, replicated, row
 from megacore.models.context import Context
 from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.again import keeping_inputs
 from megacore.parallel.kernels.upcast import wide
 from megacore.parallel.parameters import Parameters
+
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+"""The functions of what weighs the outputs."""
 
 
 class GatedDeltaRule(nn.Module):
@@ -23,44 +30,79 @@ class GatedDeltaRule(nn.Module):
     Args:
         parameters: This rank's.
         name: Prefix of ``.inner``, which makes queries, keys, values, gates of the outputs, and for each head of values
-            the share that is written and what fades; of ``.conv``, ``.fade``, ``.fade_bias`` and ``.out``.
+            the share that is written and what fades; of ``.conv``, ``.fade``, ``.fade_bias`` and ``.out``. Where there
+            is ``.latents``, gates and what fades are made of latents: see :class:`LowRankGates`.
         activation: That of the convolution, of :data:`parallel.kernels.activation.FUNCTIONS`.
+        gate: That of the gates, of :data:`GATES`.
         norm: That of each head's outputs: [tokens, heads, value] -> same.
     """
 
-    def __init__(self, parameters: Parameters, name: str, activation: str, norm: nn.Module) -> None:
+    def __init__(self, parameters: Parameters, name: str, activation: str, gate: str, norm: nn.Module) -> None:
         super().__init__()
         sizes = parameters.shards[f"{name}.inner.weight"].sizes
         self.heads, self.each = sizes["state_heads"], sizes["each"]
         self.key, self.value = sizes["state_key"], sizes["state_value"]
         self.name = name
         self.inner, self.out = column(parameters, f"{name}.inner"), row(parameters, f"{name}.out")
+        self.gates = LowRankGates(parameters, name) if f"{name}.latents.weight" in parameters else None
         self.conv = parameters[f"{name}.conv.weight"]
         self.fade, self.fade_bias = parameters[f"{name}.fade"], parameters[f"{name}.fade_bias"]
         self.activation = Activation(FUNCTIONS[activation].of)
-        self.norm = norm
+        self.weighed, self.norm = partial(_weighed, gate=GATES[gate]), norm
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        y: Tensor = self.out(self._mixed(self.inner(x), context).flatten(1))
+        inner = self.inner(x)
+        keys, values = self.heads * self.key, self.heads * self.each
+        qkv, width = 2 * keys + values * self.value, values * self.value
+        if self.gates is None:
+            qkv, z, share, fades = inner.split([qkv, width, values, values], 1)
+        else:
+            (qkv, share), (z, fades) = inner.split([qkv, values], 1), self.gates(x)
+        y: Tensor = self.out(self._mixed(qkv, z, share, fades, context).flatten(1))
         return y
 
     @torch.compiler.disable  # which tokens are of one document is known where it runs
-    def _mixed(self, x: Tensor, context: Context) -> Tensor:
-        """x: [tokens, what is projected] -> [tokens, heads of values, value]."""
+    def _mixed(self, qkv: Tensor, z: Tensor, share: Tensor, fades: Tensor, context: Context) -> Tensor:
+        """qkv, z, share, fades: [tokens, what is projected] -> [tokens, heads of values, value]."""
         states = context.states
         assert states is not None  # of a model that has layers with a state
         keys, values = self.heads * self.key, self.heads * self.each
-        qkv, z, share, fades = x.split([2 * keys + values * self.value, values * self.value, values, values], 1)
         qkv = self.activation(states.convolve(self.name, qkv, self.conv.flatten(1)))
         q, k, v = qkv.split([keys, keys, values * self.value], 1)
         q, k = (each.unflatten(1, (self.heads, self.key)) for each in (q, k))
         v, z = (each.unflatten(1, (self.heads, self.each, self.value)) for each in (v, z))
-        g = -wide(self.fade).exp() * F.softplus(wide(fades) + self.fade_bias)
+        (g,) = keeping_inputs(_fading, fades, self.fade.flatten(), self.fade_bias)
         g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, wide(share).sigmoid()))
         y = self.norm(states.delta_rule(self.name, q, k, v, g, beta))
-        (y,) = keeping_inputs(_weighed, y, z)
+        (y,) = keeping_inputs(self.weighed, y, z)
         return y.flatten(1, 2)
 
 
-def _weighed(y: Tensor, z: Tensor) -> tuple[Tensor]:
-    return ((wide(y) * F.silu(wide(z))).to(y.dtype),)
+class LowRankGates(nn.Module):
+    """x: [tokens/tp, embed] -> [tokens, heads each value], gates of the outputs, and [tokens, heads each key], what fades
+    of each channel: both of latents, which each rank makes of its own tokens.
+
+    Args:
+        parameters: This rank's.
+        name: Prefix of ``.latents``, which makes both latents, and of ``.gates`` and ``.fades``.
+    """
+
+    def __init__(self, parameters: Parameters, name: str) -> None:
+        super().__init__()
+        self.latents = replicated(parameters, f"{name}.latents")
+        self.gates, self.fades = column(parameters, f"{name}.gates"), column(parameters, f"{name}.fades")
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        fades, gates = self.latents(x).chunk(2, -1)
+        return self.gates(gates), self.fades(fades)
+
+
+def _fading(fades: Tensor, fade: Tensor, bias: Tensor) -> tuple[Tensor]:
+    """fades: [tokens, heads of values], or heads of values times key -> [tokens, heads of values], or [tokens, heads of
+    values, key]: the logarithms of what is left."""
+    rates = F.softplus(wide(fades) + bias).unflatten(1, (len(fade), -1))
+    return ((-wide(fade).exp()[:, None] * rates).squeeze(-1),)
+
+
+def _weighed(y: Tensor, z: Tensor, gate: Callable[[Tensor], Tensor]) -> tuple[Tensor]:
+    return ((wide(y) * gate(wide(z))).to(y.dtype),)

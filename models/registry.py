@@ -59,6 +59,7 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_v1_moe": "megacore.models.families.hunyuan_v1_moe.HunYuanMoEV1Config",
     "internlm3": "megacore.models.families.internlm3.InternLM3Config",
     "jais2": "megacore.models.families.jais2.Jais2Config",
+    "kimi_linear": "megacore.models.families.kimi_linear.KimiLinearConfig",
     "lfm2": "megacore.models.families.lfm2.Lfm2Config",
     "lfm2_moe": "megacore.models.families.lfm2_moe.Lfm2MoeConfig",
     "llama": "megacore.models.families.llama.LlamaConfig",

@@ -30,7 +30,7 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 
 NOT_CARRIED = {
     "other states in place of keys and values": "bailing_hybrid, falcon_mamba, "
-    "jamba, kimi_linear, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
+    "jamba, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
     "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
     "queries of latents that are scaled by their position": "mistral4",

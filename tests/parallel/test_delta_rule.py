@@ -115,7 +115,9 @@ def test_spans_of_a_document_hand_their_states_on(
 @pytest.mark.parametrize(
     ("channels", "of_transformers"), [(False, torch_chunk_gated_delta_rule), (True, chunk_kimi_delta_attention)]
 )
-def test_chunks_are_those_of_transformers(channels: bool, of_transformers: Callable[..., tuple[Tensor, Tensor]]) -> None:
+def test_chunks_are_those_of_transformers(
+    channels: bool, of_transformers: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
     q, k, v, g, beta = (x.detach() for x in draw(150, each=1 if channels else 3, channels=channels))
     y, last = delta_rule(q, k, v, g, beta, None, Spans((75, 75), CPU))
     with in_float64():
