@@ -3,22 +3,18 @@ Linear's, whose gates are of each channel and of low rank (arXiv 2510.26692)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.models.blocks import Activation, column, replicated, row
 from megacore.models.context import Context
 from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.again import keeping_inputs
+from megacore.parallel.kernels.delta_rule import GATES, left, weighed
 from megacore.parallel.kernels.upcast import wide
 from megacore.parallel.parameters import Parameters
-
-GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
-"""The functions of what weighs the outputs."""
 
 
 class GatedDeltaRule(nn.Module):
@@ -31,9 +27,10 @@ class GatedDeltaRule(nn.Module):
         parameters: This rank's.
         name: Prefix of ``.inner``, which makes queries, keys, values, gates of the outputs, and for each head of values
             the share that is written and what fades; of ``.conv``, ``.fade``, ``.fade_bias`` and ``.out``. Where there
-            is ``.latents``, gates and what fades are made of latents: see :class:`LowRankGates`.
+            is ``.gates_a``, gates are made by it and ``.gates_b``, and what fades by ``.fades_a`` and ``.fades_b``: of
+            latents, which each rank makes of its own tokens.
         activation: That of the convolution, of :data:`parallel.kernels.activation.FUNCTIONS`.
-        gate: That of the gates, of :data:`GATES`.
+        gate: That of the gates, of :data:`parallel.kernels.delta_rule.GATES`.
         norm: That of each head's outputs: [tokens, heads, value] -> same.
     """
 
@@ -44,20 +41,24 @@ class GatedDeltaRule(nn.Module):
         self.key, self.value = sizes["state_key"], sizes["state_value"]
         self.name = name
         self.inner, self.out = column(parameters, f"{name}.inner"), row(parameters, f"{name}.out")
-        self.gates = LowRankGates(parameters, name) if f"{name}.latents.weight" in parameters else None
+        self.of_latents = nn.ModuleList(
+            nn.Sequential(replicated(parameters, f"{name}.{each}_a"), column(parameters, f"{name}.{each}_b"))
+            for each in ("gates", "fades")
+            if f"{name}.{each}_a.weight" in parameters
+        )
         self.conv = parameters[f"{name}.conv.weight"]
         self.fade, self.fade_bias = parameters[f"{name}.fade"], parameters[f"{name}.fade_bias"]
         self.activation = Activation(FUNCTIONS[activation].of)
-        self.weighed, self.norm = partial(_weighed, gate=GATES[gate]), norm
+        self.weighed, self.norm = partial(weighed, gate=GATES[gate]), norm
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         inner = self.inner(x)
         keys, values = self.heads * self.key, self.heads * self.each
         qkv, width = 2 * keys + values * self.value, values * self.value
-        if self.gates is None:
-            qkv, z, share, fades = inner.split([qkv, width, values, values], 1)
+        if self.of_latents:
+            (qkv, share), (z, fades) = inner.split([qkv, values], 1), (of(x) for of in self.of_latents)
         else:
-            (qkv, share), (z, fades) = inner.split([qkv, values], 1), self.gates(x)
+            qkv, z, share, fades = inner.split([qkv, width, values, values], 1)
         y: Tensor = self.out(self._mixed(qkv, z, share, fades, context).flatten(1))
         return y
 
@@ -71,38 +72,8 @@ class GatedDeltaRule(nn.Module):
         q, k, v = qkv.split([keys, keys, values * self.value], 1)
         q, k = (each.unflatten(1, (self.heads, self.key)) for each in (q, k))
         v, z = (each.unflatten(1, (self.heads, self.each, self.value)) for each in (v, z))
-        (g,) = keeping_inputs(_fading, fades, self.fade.flatten(), self.fade_bias)
+        (g,) = keeping_inputs(left, fades, self.fade.flatten(), self.fade_bias)
         g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, wide(share).sigmoid()))
         y = self.norm(states.delta_rule(self.name, q, k, v, g, beta))
         (y,) = keeping_inputs(self.weighed, y, z)
         return y.flatten(1, 2)
-
-
-class LowRankGates(nn.Module):
-    """x: [tokens/tp, embed] -> [tokens, heads each value], gates of the outputs, and [tokens, heads each key], what fades
-    of each channel: both of latents, which each rank makes of its own tokens.
-
-    Args:
-        parameters: This rank's.
-        name: Prefix of ``.latents``, which makes both latents, and of ``.gates`` and ``.fades``.
-    """
-
-    def __init__(self, parameters: Parameters, name: str) -> None:
-        super().__init__()
-        self.latents = replicated(parameters, f"{name}.latents")
-        self.gates, self.fades = column(parameters, f"{name}.gates"), column(parameters, f"{name}.fades")
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        fades, gates = self.latents(x).chunk(2, -1)
-        return self.gates(gates), self.fades(fades)
-
-
-def _fading(fades: Tensor, fade: Tensor, bias: Tensor) -> tuple[Tensor]:
-    """fades: [tokens, heads of values], or heads of values times key -> [tokens, heads of values], or [tokens, heads of
-    values, key]: the logarithms of what is left."""
-    rates = F.softplus(wide(fades) + bias).unflatten(1, (len(fade), -1))
-    return ((-wide(fade).exp()[:, None] * rates).squeeze(-1),)
-
-
-def _weighed(y: Tensor, z: Tensor, gate: Callable[[Tensor], Tensor]) -> tuple[Tensor]:
-    return ((wide(y) * gate(wide(z))).to(y.dtype),)

@@ -117,6 +117,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
     ):
         if (row := names.get(f"{mixer}.conv.weight")) is not None:
             yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
+    if (row := names.get("delta.fade_bias")) is not None and "state_key" in row.sentence.axes:
+        yield "gates of channels"
     if (row := names.get("attn.qkv.weight")) is not None and not {"q.gate", "gate"}.isdisjoint(row.sentence.labels):
         yield "gated attention"
     qkv = names.get("attn.qkv.weight")

@@ -20,13 +20,13 @@ from megacore.parallel import limits
 from megacore.parallel.weights.schema import Param
 
 _MOE, _TABLE = "block_sparse_moe", "linear_attn_config"
-# What published files say of layers with a state in a table: their sizes, and the numbers of the layers, from 1.
+# What published files say of layers with a state in a table: sizes, and the numbers of the layers, from 1.
 _SIZES = {
-    "head_dim": "linear_head_dim",
-    "num_heads": "linear_num_heads",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
+    f"{_TABLE}.head_dim": "linear_head_dim",
+    f"{_TABLE}.num_heads": "linear_num_heads",
+    f"{_TABLE}.short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-_KINDS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
+_LAYERS = f"{_TABLE}.full_attn_layers", f"{_TABLE}.kda_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
         "norm_topk_prob": "moe_renormalize",
         "num_experts_per_tok": "num_experts_per_token",
     }
-    spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
+    spellings: ClassVar[Mapping[str, str]] = {**_SIZES, "num_local_experts": "n_routed_experts"}
     axes: ClassVar[Mapping[str, str]] = {
         **LatentConfig.axes,
         **TypedLayersConfig.axes,
@@ -85,26 +85,29 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, **dict.fromkeys(("each", "one", "row", "column"), 1)}
 
+    def rope_problems(self) -> list[str]:
+        rest = f"qk_rope_head_dim is {self.qk_rope_head_dim}: it must be even, though nothing of it turns"
+        return [rest] * (self.qk_rope_head_dim % 2)
+
     def mixer(self, t: Table) -> Rows:
         return in_layers(self.layers_of(LINEAR), self.delta_rule(t)) + in_layers(self.layers_of(FULL), super().mixer(t))
 
     def delta_rule(self, t: Table) -> Rows:
         """Return the rows of the layers that follow the delta rule."""
-        name, theirs, latent = "layers.{layer}.delta", f"{t.layer}.self_attn", "state_latent"
-        keys, values, each = (f"(state_heads each{size})" for size in (" state_key", " state_value", ""))
-        latents = f"(fades: {latent} + gates: {latent})"
-        conv = f"({STATE_QKV}) one taps"
-        decays, steps = (
-            {"mean": mean, "std": std, "uniform": True, "log": True} for mean, std in ((8.5, 4.33), (0.0505, 0.0285))
-        )
+        name, theirs = "layers.{layer}.delta", f"{t.layer}.self_attn"
+        keys, values = (f"(state_heads each state_{of})" for of in ("key", "value"))
+        qkv, heads, latent = f"{STATE_QKV} + b: state_heads each", "one row (state_heads each) column", "state_latent"
+        conv = f"{theirs}.{{q,k,v}}_conv1d.weight"
         return (
-            *t.linear("delta.inner", f"({STATE_QKV} + b: state_heads each)", "embed", "self_attn.{q,k,v,b}_proj"),
-            *t.linear("delta.latents", latents, "embed", "self_attn.{f,g}_a_proj"),
-            *t.linear("delta.fades", keys, latent, "self_attn.f_b_proj"),
-            *t.linear("delta.gates", values, latent, "self_attn.g_b_proj"),
-            Param(f"{name}.conv.weight", conv, f"{theirs}.{{q,k,v}}_conv1d.weight", std=t.std, vector=True),
-            Param(f"{name}.fade", f"one row {each} column", f"{theirs}.A_log", vector=True, **decays),
-            Param(f"{name}.fade_bias", keys, f"{theirs}.dt_bias", **steps),
+            *t.linear("delta.inner", f"({qkv})", "embed", "self_attn.{q,k,v,b}_proj"),
+            *t.linear("delta.fades_a", latent, "embed", "self_attn.f_a_proj"),
+            *t.linear("delta.fades_b", keys, latent, "self_attn.f_b_proj"),
+            *t.linear("delta.gates_a", latent, "embed", "self_attn.g_a_proj"),
+            *t.linear("delta.gates_b", values, latent, "self_attn.g_b_proj"),
+            Param(f"{name}.conv.weight", f"({STATE_QKV}) one taps", conv, std=t.std, vector=True),
+            # Of decays spread evenly from 1 to 16, and of steps from 0.001 to 0.1, of which softplus makes as much.
+            Param(f"{name}.fade", heads, f"{theirs}.A_log", mean=8.5, std=4.33, uniform=True, log=True, vector=True),
+            Param(f"{name}.fade_bias", keys, f"{theirs}.dt_bias", mean=0.0505, std=0.0285, uniform=True, log=True),
             *t.norm("delta.norm", "self_attn.o_norm", "state_value"),
             *t.linear("delta.out", "embed", values, "self_attn.o_proj", ends=True),
         )
@@ -136,24 +139,19 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        told, layers = config.get(_TABLE) or {}, config.get("num_hidden_layers")
-        if not isinstance(told, Mapping) or told.keys() - {*_SIZES, *_KINDS}:
-            return {}, [f"{_TABLE} is {told!r}: it may say {', '.join((*_SIZES, *_KINDS))}, and nothing else"]
-        own = {field: told[name] for name, field in _SIZES.items() if name in told}
-        if told.keys() & _KINDS and isinstance(layers, int) and layers <= limits.LAYERS:
-            full, linear = (found if isinstance(found := told.get(name), list) else [] for name in _KINDS)
-            own["layer_types"] = [
-                LINEAR if layer in linear else FULL if layer in full else "none" for layer in range(1, layers + 1)
-            ]
-        problems = [
-            f"{name} is {config[name]!r}, and {_TABLE} says {value!r}: they are one field"
-            for name, value in own.items()
-            if config.get(name) not in (None, value)
-        ]
+        table, layers = config.get(_TABLE) or {}, config.get("num_hidden_layers")
+        told = {f"{_TABLE}.{name}": value for name, value in table.items()} if isinstance(table, Mapping) else table
+        if not isinstance(told, Mapping) or told.keys() - {*_SIZES, *_LAYERS}:
+            return {}, [f"{_TABLE} is {table!r}: it may say {', '.join((*_SIZES, *_LAYERS))}, and nothing else"]
         # transformers' class reads no head_dim, and published files have another.
-        values, wrong = super()._read({name: value for name, value in config.items() if name != "head_dim"} | own)
+        said = {**config, **told, "head_dim": None}
+        full, linear = (found if isinstance(found := told.get(name), list) else [] for name in _LAYERS)
+        if full + linear and isinstance(layers, int) and layers <= limits.LAYERS and not config.get("layer_types"):
+            kinds = (FULL if layer in full else LINEAR if layer in linear else "none" for layer in range(1, layers + 1))
+            said["layer_types"] = [*kinds]
+        values, problems = super()._read(said)
         values["tie_word_embeddings"] = False  # transformers' class ties nothing, whatever a file says
-        return values, problems + wrong
+        return values, problems
 
     @classmethod
     def _consumed(cls) -> set[str]:

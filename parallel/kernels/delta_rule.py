@@ -18,7 +18,7 @@ its value whatever the state says of its key, and keys and queries, B and C ther
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -31,6 +31,8 @@ from megacore.parallel.kernels.upcast import wide
 
 CHUNK = 64
 """Tokens of a chunk."""
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+"""The functions of gates."""
 _EPSILON = 1e-6
 """Added to the square of the length of a key or a query, as all do who have published weights."""
 
@@ -71,6 +73,23 @@ def delta_rule(
     rule = partial(_rule, chunks=spans.chunks(size), enter=enter, corrects=corrects)
     y, last = keeping_inputs(rule, q, k, v, g, beta, given)
     return y, last
+
+
+def left(fades: Tensor, fade: Tensor, bias: Tensor) -> tuple[Tensor]:
+    """Return g of :func:`delta_rule`, with ``heads`` for heads of values: [t, heads], or [t, heads, key].
+
+    Args:
+        fades: [t, heads] or [t, heads * key], what tokens say of it.
+        fade: [heads], the logarithms of the rates.
+        bias: That of ``fades``.
+    """
+    rates = F.softplus(wide(fades) + bias).unflatten(1, (len(fade), -1))
+    return ((-wide(fade).exp()[:, None] * rates).squeeze(-1),)
+
+
+def weighed(y: Tensor, z: Tensor, gate: Callable[[Tensor], Tensor]) -> tuple[Tensor]:
+    """Return y, weighed by gates z of the same shape."""
+    return ((wide(y) * gate(wide(z))).to(y.dtype),)
 
 
 def handed_on(transition: Tensor, state: Tensor) -> Tensor:
@@ -140,8 +159,8 @@ def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
 
 
 def _asked(g: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return q, k: [chunks, heads, size, key] -> [chunks, heads, each, size, size]: what is left at each token, asked by
-    its q, of what itself and each before it wrote by its k."""
+    """Return q, k: [chunks, heads, size, key] -> [chunks, heads, each, size, size]: what is left at each token, asked
+    by its q, of what itself and each before it wrote by its k."""
     if g.shape[-1] > 1:
         return lambda q, k: _by_halves(q[:, :, None], k[:, :, None], g)
     fade = _fade(g)[..., 0]

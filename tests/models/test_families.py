@@ -92,6 +92,8 @@ SAME: list[tuple[str, Fields]] = [
     ("bamba", {"attn_rotary_emb": 2, "time_step_limit": [0.0, {"__float__": "Infinity"}]}),
     ("granitemoehybrid", {"layer_types": ["attention", "mamba", "mamba"], "normalization_function": "rmsnorm"}),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "*ME", "num_hidden_layers": 3}),
+    ("kimi_linear", {"layer_types": None, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2, 3]}}),
+    ("kimi_linear", {"linear_attn_config": {"head_dim": 12, "num_heads": 4}, "head_dim": 72, "mla_use_nope": True}),
     # GELU means its approximation, and Gemma 2 reads one of two names.
     ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
     ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 4096}),
@@ -387,6 +389,19 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size=8 would change the maths"),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX*"}, "hybrid_override_pattern has X"),
     ("nemotron_h", {"mamba_hidden_act": "tanh"}, "mamba_hidden_act 'tanh' is not one of"),
+    ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "linear_attn_config is {'gate_lower_bound'"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"num_heads": 8}},
+        "linear_num_heads is 4, and linear_attn_config.num_heads",
+    ),
+    (
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]}},
+        "layer_types names none",
+    ),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False would change the maths"),
+    ("kimi_linear", {"qk_rope_head_dim": 5, "qk_head_dim": 11}, "qk_rope_head_dim is 5: it must be even"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "so it must be num_attention_heads (4)"),
     ("deepseek_v3", {"v_head_dim": 11}, "v_head_dim is 11: it may be up to 10, qk_nope_head_dim + qk_rope_head_dim"),
     ("deepseek_v3", {"qk_head_dim": 12}, "qk_head_dim is 12: DeepseekV3ForCausalLM takes 10"),

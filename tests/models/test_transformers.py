@@ -251,6 +251,7 @@ SPREAD = {
     "deepseek_v3": ContextParallel(2, "ring", "documents"),
     "qwen3_moe": ContextParallel(4, "heads", "rows", 4),
     "lfm2": ContextParallel(4, "gather", "rows"),
+    "kimi_linear": ContextParallel(4, "gather", "rows"),
     "bamba": ContextParallel(4, "ring", "rows"),
     "qwen3_next": ContextParallel(),
     "qwen3_5_text": ContextParallel(4, "ring", "rows", 2),
