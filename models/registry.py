@@ -64,6 +64,7 @@ FAMILIES: Mapping[str, str] = {
     "lfm2_moe": "megacore.models.families.lfm2_moe.Lfm2MoeConfig",
     "llama": "megacore.models.families.llama.LlamaConfig",
     "llama4_text": "megacore.models.families.llama4.Llama4Config",
+    "mimo_v2_flash": "megacore.models.families.mimo_v2_flash.MimoV2FlashConfig",
     "minicpm3": "megacore.models.families.minicpm3.MiniCPM3Config",
     "minimax_m2": "megacore.models.families.minimax_m2.MiniMaxM2Config",
     "ministral": "megacore.models.families.ministral.MinistralConfig",

@@ -35,7 +35,6 @@ NOT_CARRIED = {
     "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
     "queries of latents that are scaled by their position": "mistral4",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
-    "sliding layers whose heads have other sizes": "mimo_v2_flash",
     "text that looks at tokens after it": "paligemma",
     "tensors that published files have otherwise than what transformers saves": "olmo_hybrid",
     "a text family that is not here": "gemma3n, gemma4",
