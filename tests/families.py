@@ -125,6 +125,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     wide = {"hidden_size": 32} if convention.partial_rotary_factor == 0.25 else {}
     # Of latents each head has keys and values of its own.
     own = {"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in known else {}
+    own |= {} if "kv_lora_rank" in known else {"v_head_dim": 3}  # no more than those of keys
     # Which layers have windows, GPT-Neo says of all.
     layers = fields.get("num_hidden_layers", SMALL["num_hidden_layers"])
     own |= {"attention_types": [[["local"], layers]]}

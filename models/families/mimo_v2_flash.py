@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash (Xiaomi 2026): windows with sinks, whose keys and values have twice the heads of other layers, and experts."""
+"""MiMo-V2-Flash (Xiaomi 2026): experts, and windows with sinks and twice the heads of keys of other layers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from megacore.models.rope_config import Convention, Kinds
 from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel.weights.schema import Param
 
+# Published files say by numbers of what kind layers are, how many tokens before one a window has, and the sizes of its
+# heads; what says nothing is null.
+_PATTERNS = {
+    "hybrid_layer_pattern": ("layer_types", (FULL, SLIDING)),
+    "moe_layer_freq": ("mlp_layer_types", ("dense", "sparse")),
+}
+_BEFORE, _NULL = "sliding_window_size", ("n_shared_experts", "routed_scaling_factor")
+_SAME = "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
@@ -23,7 +32,15 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
     architecture: ClassVar[str] = "MiMoV2FlashForCausalLM"
     # No expert is shared, and layers that predict further tokens are left out.
     derived: ClassVar[frozenset[str]] = frozenset({"n_shared_experts", "num_nextn_predict_layers"})
+    harmless: ClassVar[frozenset[str]] = TypedLayersConfig.harmless | {"attention_chunk_size", "hybrid_block_size"}
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 192}
+    spellings: ClassVar[Mapping[str, str]] = {"layernorm_epsilon": "rms_norm_eps"}
     axes: ClassVar[Mapping[str, str]] = {
         **{axis: name for axis, name in TypedLayersConfig.axes.items() if axis != "shared_mlp"},
         "value": "v_head_dim",
@@ -89,14 +106,32 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
         return drawn | {"sliding_window": rng.choice((2, 3, positions))}  # the class cannot do without
 
     def problems(self) -> list[str]:
-        found, heads = super().problems(), self.num_attention_heads
-        if not found and heads % self.local_key_value_heads:
-            found.append(
-                f"num_attention_heads ({heads}) is not a multiple of twice num_key_value_heads, which windows have"
-            )
+        found, heads, local = super().problems(), self.num_attention_heads, self.local_key_value_heads
+        if not found and heads % local:
+            found.append(f"num_attention_heads ({heads}) is not a multiple of {local}, twice num_key_value_heads")
         if self.v_head_dim > self.head_dim:
             found.append(f"v_head_dim is {self.v_head_dim}: it may be up to head_dim ({self.head_dim})")
         return found
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        said = {name: value for name, value in config.items() if name not in _NULL or value is not None}
+        for name, (field_name, words) in _PATTERNS.items():
+            if isinstance(each := config.get(name), list) and config.get(field_name) is None:
+                said[field_name] = [words[bool(number)] for number in each]
+        if isinstance(before := config.get(_BEFORE), int):
+            said["sliding_window"] = before + 1  # the token itself, too
+        values, problems = super()._read(said)
+        for name in _SAME:
+            own, theirs = values.get(name, getattr(cls, name, None)), config.get(f"swa_{name}")
+            own = 2 * own if name == "num_key_value_heads" and isinstance(own, int) else own
+            if theirs not in (None, own):
+                problems.append(f"swa_{name} is {theirs!r}: {cls.architecture} takes {own!r}")
+        return values, problems
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return super()._consumed() | {*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
