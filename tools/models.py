@@ -108,7 +108,7 @@ def special(config: ModelConfig) -> list[str]:
 
 
 def _of_table(schema: Schema) -> Iterator[str]:
-    names = {param.name.removeprefix("layers.{layer}."): param for param in schema.params}
+    names = {param.name.removeprefix("layers.{layer}.").removeprefix("local_"): param for param in schema.params}
     for mixer, words in (
         ("delta", "the gated delta rule"),
         ("ssm", "state spaces"),
@@ -128,6 +128,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         and not each
     ):
         yield "shared keys and values"
+    if "local_kv" in schema.sizes:
+        yield "more heads of keys and values in windows"
     if "attn_norm.weight" not in names and "attn_out_norm.weight" in names:
         yield "norms after the branches"
     elif "attn_out_norm.weight" in names:

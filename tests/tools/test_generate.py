@@ -115,6 +115,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("lfm2", MeshShape(cp=4)),
         ("bamba", MeshShape(cp=2, tp=2)),
         ("kimi_linear", MeshShape(cp=2, tp=2)),
+        ("mimo_v2_flash", MeshShape(cp=2, tp=2)),
         ("deepseek_v2", MeshShape(cp=2, pp=2)),
     ],
     ids=lambda case: case if isinstance(case, str) else "-".join(f"{d}{case[d]}" for d in case.DIMS if case[d] > 1),
