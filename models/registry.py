@@ -109,11 +109,10 @@ _OWN: dict[str, type[ModelConfig]] = {}
 
 
 class Family(NamedTuple):
-    """A family: its config, {preset: fields}, and {preset: its published number of parameters}."""
+    """A family: its config, and {preset: fields}."""
 
     config: type[ModelConfig]
     presets: Mapping[str, Mapping[str, Any]]
-    parameters: Mapping[str, int]
 
 
 def family(name: str) -> Family:
@@ -169,8 +168,7 @@ def own_family(path: str) -> type[ModelConfig]:
 
 
 def _family(config: type[ModelConfig]) -> Family:
-    module = sys.modules[config.__module__]
-    return Family(config, getattr(module, "PRESETS", {}), getattr(module, "PARAMETERS", {}))
+    return Family(config, getattr(sys.modules[config.__module__], "PRESETS", {}))
 
 
 def presets() -> Mapping[str, tuple[str, Mapping[str, Any]]]:

@@ -165,5 +165,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 163840, "model_max_length": 1048576}
     | {"layer_types": [*[LINEAR, LINEAR, LINEAR, FULL] * 6, LINEAR, LINEAR, FULL]},
 }
-
-PARAMETERS: Mapping[str, int] = {"kimi-linear-48b-a3b": 49_122_675_072}
