@@ -113,8 +113,10 @@ def _rule(
     q, k, v, g, beta = _cut(q, k, v, g, beta, chunks)
     if corrects:
         q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
-    asked = _asked(g)
-    w, u, tail, left = _writes(k, v, g, beta, asked if corrects else None)
+    sums = g.cumsum(-2)
+    kept, asked = sums.exp(), _asked(g, sums)
+    w, u, tail = _writes(k, v, g, kept, beta, asked if corrects else None)
+    left = kept[..., -1, :, None]
     if enter is not None:
         # Of a state that is not known yet: both parts of the transition at once, and what enters is added at the end.
         nothing = _nothing_through(k, v, chunks, corrects)
@@ -126,7 +128,7 @@ def _rule(
         state = u.new_zeros(chunks.counts[0], *u.shape[1:3], k.shape[-1], v.shape[-1])
         state = state if initial is None else initial.to(u.dtype).index_select(0, chunks.order)
         states, last = _scan(w, u, tail, left, chunks, state)
-    y = asked(q, k) @ _written(u, w, states) + q[:, :, None] * g.cumsum(-2).exp() @ states
+    y = asked(q, k) @ _written(u, w, states) + q[:, :, None] * kept @ states
     y = y.movedim(3, 1).flatten(0, 1).index_select(0, chunks.places)
     return y.to(dtype), last.index_select(0, chunks.back)
 
@@ -158,21 +160,22 @@ def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
     return wide(x.index_select(0, chunks.tokens)).unflatten(0, (-1, chunks.size)).movedim(1, to)
 
 
-def _asked(g: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def _asked(g: Tensor, sums: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """Return q, k: [chunks, heads, size, key] -> [chunks, heads, each, size, size]: what is left at each token, asked
     by its q, of what itself and each before it wrote by its k."""
     if g.shape[-1] > 1:
         return lambda q, k: _by_halves(q[:, :, None], k[:, :, None], g)
-    fade = _fade(g)[..., 0]
+    fade = _fade(sums)[..., 0]
     return lambda q, k: (q @ k.mT)[:, :, None] * fade
 
 
-def _fade(g: Tensor) -> Tensor:
-    """g: [..., size, n] -> [..., size, size, n], what is left at each token of what each up to it wrote."""
-    sums, (size,) = g.cumsum(-2), g.shape[-2:-1]
+def _fade(sums: Tensor) -> Tensor:
+    """sums: [..., size, n], those of g up to each token -> [..., size, size, n], what is left at each token of what
+    each up to it wrote."""
+    (size,) = sums.shape[-2:-1]
     # What is 1 by itself is no difference of sums: its gradient would be rounding, beside which small ones get lost.
-    here = torch.eye(size, dtype=g.dtype, device=g.device)[..., None]
-    later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu()[..., None]
+    here = torch.eye(size, dtype=sums.dtype, device=sums.device)[..., None]
+    later = torch.ones(size, size, dtype=torch.bool, device=sums.device).triu()[..., None]
     return (sums[..., :, None, :] - sums[..., None, :, :]).masked_fill(later, -torch.inf).exp() + here
 
 
@@ -185,7 +188,7 @@ def _by_halves(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """
     size = g.shape[-2]
     if size % 2:
-        return (q[..., :, None, :] * k[..., None, :, :] * _fade(g)).sum(-1)
+        return (q[..., :, None, :] * k[..., None, :, :] * _fade(g.cumsum(-2))).sum(-1)
     q, k, g = (x.unflatten(-2, (2, size // 2)) for x in (q, k, g))
     first, second = _by_halves(q, k, g).unbind(-3)
     (_, q), (k, _), (faded, fades) = (x.unbind(-3) for x in (q, k, g))
@@ -199,19 +202,19 @@ def _rest(g: Tensor) -> Tensor:
 
 
 def _writes(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, asked: Callable[[Tensor, Tensor], Tensor] | None
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-    """Return w and u, of which the tokens write u - w S, w where they correct; the keys as they are at the chunk's end,
-    and what is left of the state there."""
-    sums, beta = g.cumsum(-2), beta[..., None]
+    k: Tensor, v: Tensor, g: Tensor, kept: Tensor, beta: Tensor, asked: Callable[[Tensor, Tensor], Tensor] | None
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return w and u, of which the tokens write u - w S, w where they correct, and the keys as they are at the chunk's
+    end; ``kept`` is what is left of the state at each token."""
+    beta = beta[..., None]
     u, w = v * beta, None
     if asked is not None:
         known = asked(k, k) * beta
-        wanted = torch.cat([u, k[:, :, None] * (beta * sums.exp())], -1)
+        wanted = torch.cat([u, k[:, :, None] * (beta * kept)], -1)
         # Of the triangle its diagonal is taken for ones, and what is above it is not looked at.
         written = torch.linalg.solve_triangular(known, wanted, upper=False, unitriangular=True)
         u, w = written.split([v.shape[-1], k.shape[-1]], -1)
-    return w, u, k[:, :, None] * _rest(g).exp(), sums[..., -1, :].exp()[..., None]
+    return w, u, k[:, :, None] * _rest(g).exp()
 
 
 def _written(u: Tensor, w: Tensor | None, state: Tensor) -> Tensor:
