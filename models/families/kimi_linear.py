@@ -160,8 +160,7 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "kimi_linear-tiny": tiny_latent(96, moe_intermediate_size=32, num_experts=16, num_experts_per_token=4)
-    | {"q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4, "pad_token_id": None}
-    | {"layer_types": [LINEAR, LINEAR, LINEAR, FULL]},
+    | {"q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4, "pad_token_id": None, "num_hidden_layers": 5},
     "kimi-linear-48b-a3b": shape(2304, 9216, 27, 32)
     | {"vocab_size": 163840, "model_max_length": 1048576}
     | {"layer_types": [*[LINEAR, LINEAR, LINEAR, FULL] * 6, LINEAR, LINEAR, FULL]},

@@ -136,7 +136,7 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mimo_v2_flash-tiny": tiny(96, head_dim=24, v_head_dim=16, sliding_window=128, moe_intermediate_size=32)
-    | {"n_routed_experts": 16, "num_experts_per_tok": 4, "layer_types": [FULL, SLIDING, SLIDING, FULL]},
+    | {"n_routed_experts": 16, "num_experts_per_tok": 4},
     "mimo-v2-flash": shape(4096, 16384, 48, 64)
     | {"vocab_size": 152576, "num_key_value_heads": 4, "head_dim": 192, "max_position_embeddings": 262144},
 }
