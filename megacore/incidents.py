@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megacore.store.io.file_lock import NoLocks, flock
-from megacore.store.io.files import append, ends_within_a_line
+from megacore.store.io.files import NoLocks, append, ends_within_a_line, flock
 from megacore.store.io.strict_json import StoreError, parse_json, read_file
 from megacore.store.tensor_files.tensors import os_errors
 

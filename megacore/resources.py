@@ -1,10 +1,22 @@
-"""The GPUs and the memory of this machine, or of the container that this process is in. No torch without a GPU."""
+"""The GPUs, the memory and the cores of this machine, or of the container that this process is in. No torch without a
+GPU."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def queued_s() -> float:
+    """Return the seconds in which this thread was ready and others had its core; 0 where the system does not tell.
+
+    Without them a loaded machine would make a straggler of whichever rank it let wait.
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def gpus() -> int:

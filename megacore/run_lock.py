@@ -24,8 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megacore.say import brief, err
-from megacore.store.io.file_lock import NoLocks, flock, hold
-from megacore.store.io.files import open_file, open_lock
+from megacore.store.io.files import NoLocks, flock, hold, open_file, open_lock
 from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.publish import write_file

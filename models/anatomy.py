@@ -88,6 +88,8 @@ class LayerAttention:
         chunk: A token sees no token before the last multiple of so many positions; None: it does.
         temperature: The factor of its queries; None: there is none.
         plain_norms: Whether queries and keys have those of :attr:`Anatomy.plain_norms`.
+        top: A token sees so many tokens at most, those that an indexer chooses; None: there is none.
+        chooser: The layer whose indexer chooses them for several layers; None: its own does, for it alone.
     """
 
     rope: str | None = ROPE
@@ -95,6 +97,8 @@ class LayerAttention:
     chunk: int | None = None
     temperature: Temperature | None = None
     plain_norms: bool = True
+    top: int | None = None
+    chooser: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     )
     if f"{name}.kv_a.weight" in parameters:
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
-        return LatentAttention(parameters, name, own.rope, scoring, of_latent)
+        return LatentAttention(parameters, name, layer, own, scoring, of_latent)
     norms = (
         [norm(anatomy, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
         if f"{name}.q_norm.weight" in parameters or ("attn.q_norm" in anatomy.plain_norms and own.plain_norms)

@@ -436,6 +436,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     2204.02311, appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4 instead of
     6; adapters count as any parameters do.
 
+    An indexer scores all tokens before a token, with one product, and sends a gradient to the ones that it chooses.
+
     A layer with a state has no scores. Each of its heads multiplies the state three times, to know what it says of a
     key, to write and to read: 18 * key * value, or without the first one 12; and a short convolution counts 6 for each
     of its weights.
@@ -450,10 +452,15 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     some = [layer for param in attends for layer in param.values("layer", sizes)] if attends else others
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
     attending = (config.anatomy.layers[layer] for layer in (*some, *further))
-    looked_at = sum(looks(sequence_length, layer.window, layer.chunk) for layer in attending)
+    looked_at = sum(looks(sequence_length, layer.top or layer.window, layer.chunk) for layer in attending)
     head = sizes["head"] + sizes.get("value", sizes["head"])
     attention = 6 * sizes["heads"] * head * looked_at // sequence_length
     attention += sum(6 * whole.numel(param) for param in mixed.values())
+    if index := whole.by_name.get("layers.{layer}.attn.index.q.weight"):
+        own = whole.numel(index) // sizes["q_latent"] // len(index.values("layer", sizes))
+        own *= len(index.values("layer", sizes)) + len(further)
+        every, chosen = looks(sequence_length, None), looks(sequence_length, config.anatomy.layers[0].top)
+        attention += own * (2 * every + 4 * chosen) // sequence_length
     state = math.prod(sizes.get(axis, 1) for axis in ("state_heads", "each", "state_key", "state_value"))
     attention += sum(_STATES[name] * len(param.values("layer", sizes)) * state for name, param in mixed.items())
     schema, frozen = tuning.schema(whole), tuning.frozen(whole)

@@ -44,7 +44,7 @@ WITH_REFERENCE = frozenset({"dpo", "ipo"})
 """Those that compare with the log-probabilities of the weights that a run starts from."""
 OF_SCORES = frozenset({"bradley_terry"})
 """Those of models whose heads score a whole sequence, at its last token."""
-Score = Literal["loss", "most_likely"]
+Score = Literal["loss", "most_likely", "logit"]
 """A number of each token: its loss, or 1 where greedy decoding chooses it and 0 elsewhere."""
 
 

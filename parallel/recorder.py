@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+RECOMPUTE = "recompute"
+"""What is computed in a backward that a forward has computed before."""
 _NOTHING = nullcontext()
 
 
 class Mark(NamedTuple):
-    """A point in time: seconds of the host's clock, and an event of the current stream where there is a device."""
+    """A point in time: seconds of the host's clock, an event of the current stream where there is a device, and the
+    seconds in which this thread could have gone on before, but others had its core."""
 
     host: float
     event: Any = None
+    queued: float = 0.0
 
 
 class NotedInterval(NamedTuple):
@@ -29,13 +34,14 @@ class NotedInterval(NamedTuple):
 
 class Timed(NamedTuple):
     """Something that a rank did, on the clock of its host, in seconds; ``track``: ``host``, or ``device`` as a GPU has
-    done it."""
+    done it; ``queued``: the seconds of it in which others had the core of the host."""
 
     track: str
     kind: str
     about: tuple[int, ...]
     start: float
     end: float
+    queued: float = 0.0
 
 
 class Recorder:
@@ -51,15 +57,16 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._on: Any = torch.get_device_module(device) if device.type == "cuda" else None
         self._noted: list[NotedInterval] | None = None
+        self._queued: Callable[[], float] = float
 
     @property
     def on(self) -> bool:
         """Whether something is recorded."""
         return self._noted is not None
 
-    def begin(self) -> None:
-        """Note from here on."""
-        self._noted = []
+    def begin(self, queued: Callable[[], float] = float) -> None:
+        """Note from here on; ``queued`` tells the seconds in which others had the core of this thread."""
+        self._noted, self._queued = [], queued
 
     def end(self) -> list[NotedInterval]:
         """Note nothing more -> what was noted."""
@@ -76,7 +83,7 @@ class Recorder:
         if self._on is not None:
             event = self._on.Event(enable_timing=True)
             event.record()
-        return Mark(time.perf_counter(), event)
+        return Mark(time.perf_counter(), event, self._queued())
 
     def note(self, kind: str, about: tuple[int, ...], since: Mark) -> None:
         """Note what began at a mark and ends now."""
@@ -86,7 +93,10 @@ class Recorder:
     def read(self, noted: list[NotedInterval]) -> list[Timed]:
         """Return what was noted in seconds of the host's clock, of a device on a track of its own; this waits for the
         device."""
-        found = [Timed("host", kind, about, since.host, until.host) for kind, about, since, until in noted]
+        found = [
+            Timed("host", kind, about, since.host, until.host, until.queued - since.queued)
+            for kind, about, since, until in noted
+        ]
         if self._on is None:
             return found
         last = self.now().event

@@ -203,7 +203,7 @@ def whole(path: Path, state: str) -> dict[str, np.ndarray]:
 def assert_near(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], tolerance: float) -> None:
     """Each tensor of ``got`` is that of ``want``, relative to its norm."""
     for name, value in got.items():
-        assert np.linalg.norm(value - want[name]) < tolerance * np.linalg.norm(want[name]), name
+        assert np.linalg.norm(value - want[name]) <= tolerance * np.linalg.norm(want[name]), name
 
 
 def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:

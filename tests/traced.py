@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megacore.parallel.pipeline.schedules import SCHEDULES, Action, Kind, dependencies, simulate
 from megacore.parallel.weights.layout import MeshShape
@@ -54,3 +54,33 @@ def traced(
         ]
         ranks.append({"host": tuple(sorted([*phases, *row], key=lambda each: (each.start, -each.end)))})
     return TracedStep(50, MeshShape(pp=stages), name, (0.0,) * stages, tuple(ranks))
+
+
+def lockstep(
+    shape: MeshShape,
+    axis: str,
+    takes: Callable[[int], float],
+    message_s: float = 0.001,
+    within: Callable[[int, TracedInterval], Iterable[TracedInterval]] = lambda rank, action: (),
+    per_node: int = 0,
+) -> TracedStep:
+    """A step of four microbatches without stages, all of whose ranks send each other something at the end of each
+    action.
+
+    Args:
+        axis: The axes along which they do.
+        takes: The seconds that a rank computes in a forward; a backward takes twice as long.
+        message_s: The seconds of a message.
+        within: What else there is in an action before its message.
+    """
+    rows, now = [[TracedInterval("data", 0.0, DATA_S)] for _ in range(shape.world)], DATA_S
+    for kind, microbatch in [(kind, m) for m in range(4) for kind in "FB"]:
+        ends = [now + takes(rank) * (1 + (kind == "B")) for rank in range(shape.world)]
+        for rank, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            action = TracedInterval(kind, now, max(ends) + message_s, 0, microbatch)
+            computed = action._replace(end=end)
+            row += [action, *within(rank, computed), TracedInterval("all_gather", end, action.end, axis=axis)]
+        now = max(ends) + message_s
+    whole = (TracedInterval(COMPUTE, DATA_S, now), TracedInterval("reduce", now, now + TAIL_S))
+    ranks = tuple({"host": tuple(sorted([*whole, *row], key=lambda x: (x.start, -x.end)))} for row in rows)
+    return TracedStep(50, shape, "1f1b", (0.0,) * shape.world, ranks, per_node)

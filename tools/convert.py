@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "unknown here, and that changes nothing of what the model computes; may be given several times"
     )  # fmt: skip
     parser.add_argument(
-        "--config", type=Path, metavar="FOLDER_OR_JSON", help="with a checkpoint of torch.distributed.checkpoint: the "
+        "--config", type=Path, metavar="FOLDER_OR_JSON", help="with a checkpoint of another trainer: the "
         "Hugging Face config.json of its model, or the folder that has it, if it does not lie beside the tensors"
     )  # fmt: skip
     folders.add_target(parser, ("megacore", "hf", "peft", "gguf"), "the format to convert to")
@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source, base = open_source(arguments.source, arguments.to, arguments.base, arguments.ignore_field, arguments.config)
+    source, base = open_source(
+        arguments.source, arguments.to, arguments.base, arguments.ignore_field, arguments.config, arguments.dtype
+    )
     folders.tell(arguments.source, source)
     if base is not None:
         folders.tell(arguments.base, base)

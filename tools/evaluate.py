@@ -3,7 +3,7 @@ it scores at tasks of lm-evaluation-harness.
 
 Documents are read in windows of --sequence-length tokens. Each token of a document is predicted once, but for its
 first; --stride gives the windows of long documents context from the one before. --by-position says what more context is
-worth. docs/generate.md says more.
+worth. Of rows with "chosen" and "rejected" it is how often the model prefers the former. docs/generate.md says more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 from megacore import pictures
 from megacore.inference.evaluation import LONGEST, EvaluationSetup
-from megacore.inference.evaluation_data import Document
 from megacore.inference.texts import Texts
 from megacore.progress_bar import progress_bar
 from megacore.say import err, say, say_data
@@ -125,7 +124,8 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             say_data(data, indent=1)
         else:
             say(_text(data))
-        err(f"{data['tokens'] / (time.perf_counter() - started):,.0f} tokens per second")
+        if "tokens" in data:
+            err(f"{data['tokens'] / (time.perf_counter() - started):,.0f} tokens per second")
     return 0
 
 
@@ -145,7 +145,7 @@ def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> EvaluationS
     )
 
 
-def _watched(documents: Iterable[Document]) -> Iterator[Document]:
+def _watched(documents: Iterable[Any]) -> Iterator[Any]:
     with progress_bar(None, "evaluate", "documents") as done:
         for document in documents:
             yield document
@@ -156,7 +156,20 @@ def _number(value: float | None) -> str:
     return "beyond bounds" if value is None else f"{value:.4f}"
 
 
+def _of_pairs(data: dict[str, Any]) -> str:
+    left_out = f", {data['too_long']:,} others are too long" if data["too_long"] else ""
+    lines = [f"{data['pairs']:,} pairs{left_out}"]
+    for name, key in (("", ""), (" per token", "_per_token")):
+        if f"accuracy{key}" in data:
+            lines.append(
+                f"  what was chosen is ahead{name} in {data[f'accuracy{key}']:.1%}, by {data[f'margin{key}']:.4f}"
+            )
+    return "\n".join(lines)
+
+
 def _text(data: dict[str, Any]) -> str:
+    if "pairs" in data:
+        return _of_pairs(data)
     lines = [
         f"{data['tokens']:,} tokens of {data['documents']:,} documents, in windows of {data['sequence_length']:,} "
         f"with a stride of {data['stride']:,}",

@@ -98,7 +98,7 @@ def add_target(parser: argparse.ArgumentParser, formats: Sequence[str], about: s
     parser.add_argument("--to", choices=formats, default=formats[0], help=about)
     parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
     add_layout(parser)
-    add_dtype(parser, *["q8_0"] * ("gguf" in formats))
+    add_dtype(parser, *["fp8", "q8_0"] * ("gguf" in formats))
     add_writing(parser)
 
 

@@ -32,7 +32,7 @@ NOT_CARRIED = {
     "other states in place of keys and values": "bailing_hybrid, falcon_mamba, "
     "jamba, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
-    "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
+    "keys and values that are compressed": "deepseek_v4",
     "queries of latents that are scaled by their position": "mistral4",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
     "text that looks at tokens after it": "paligemma",
@@ -187,6 +187,9 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     if windows := [each.window for each in layers if each.window is not None]:
         share = "" if len(windows) == len(layers) else f" in {len(windows)} of {len(layers)} layers"
         yield f"window {windows[0]:,}{share}"
+    if tops := [each.top for each in layers if each.top is not None]:
+        sharing = sum(each.chooser is not None and each.chooser != at for at, each in enumerate(layers))
+        yield f"{tops[0]:,} tokens that an indexer chooses" + (f", in {sharing} layers another's" if sharing else "")
     if chunks := [each.chunk for each in layers if each.chunk is not None]:
         yield f"chunks of {chunks[0]:,} in {len(chunks)} of {len(layers)} layers"
     if still := sum(each.rope is None for each in layers) * bool(anatomy.ropes):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from megacore.data import stage as stages
 from megacore.data import text
 from megacore.data.corpus import CORPUS, LISTED, Corpus, Tally
-from megacore.data.encode import EncodeTask, encode, with_progress
+from megacore.data.encode import encode, with_progress
 from megacore.data.grouping import grouped
 from megacore.data.indexed import Extent
 from megacore.data.samples import Purpose, shuffled
@@ -177,10 +178,10 @@ def _encode_into(stage: Stage, options: Options, made: Provenance, total: int) -
     tally, pieces, finished = progress.tally, progress.pieces, progress.size
     parts = (part for piece in stage.pieces(start, stop) for part in text.blocks(piece))
     left = grouped(islice(parts, pieces, None), lambda part: part.work)
-    tasks = (EncodeTask(group, stage.folder, options.text_key, end) for group in left)
+    encoder = partial(encode, stage.folder, options.text_key, end)
     with (
         stage.pair(tokenizer.vocabulary, progress.extent) as pair,
-        closing(with_progress(encode, tasks, options.workers, size, "tokenize", finished)) as results,
+        closing(with_progress(encoder, left, options.workers, size, "tokenize", finished)) as results,
     ):
         for result in results:
             if result.faults and not options.skip_faults:

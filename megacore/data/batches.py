@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -101,11 +100,8 @@ class Batch:
 
 
 def collate(samples: list[Sample], separate_documents: bool = False, scores: bool = False) -> Batch:
-    """Collate samples of [length + 1] tokens into a batch of [samples, length].
-
-    With separate documents positions restart at each, and a document's last token has no label; but with ``scores`` it
-    alone has one, 0.
-    """
+    """Collate samples of [length + 1] tokens into a batch of [samples, length]. With separate documents positions
+    restart at each, and a document's last token has no label; but with ``scores`` it alone has one, 0."""
     tokens = np.stack([sample.tokens for sample in samples])
     counted = np.stack([sample.counted for sample in samples])
     inputs, labels = tokens[:, :-1].copy(), np.where(counted[:, 1:], tokens[:, 1:], IGNORE)
@@ -171,7 +167,8 @@ class Batches:
 
     A global batch is `global_batch` successive samples of the source, or as many as `sizes` says of its position. Its
     microbatch m on rank d is the `micro_batch` samples from (m data_size + d) micro_batch on: under any data_size and
-    micro_batch a step is of the same samples.
+    micro_batch a step is of the same samples. Those that are `skipped` are cut from the source's order, and the next
+    ones take their place.
     All ranks have as many microbatches, and all of these one shape, for messages between ranks want it so: where the
     global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
     where `context` shares it out, and what is up to `ahead` tokens further on. With `scores` the last token of each
@@ -200,23 +197,6 @@ class Batches:
             )
         if not 0 <= self.data_rank < self.data_size:
             raise ValueError(f"data rank {self.data_rank} is not among the {self.data_size} data-parallel ranks")
-
-    def without(self, skipped: SkippedSamples) -> Batches:
-        """Return the batches of the order that some samples of the source are cut from, whose place the next ones
-        take."""
-        return replace(self, skipped=skipped)
-
-    def ramped(self, sizes: BatchSizes | None) -> Batches:
-        """Return the batches of which ``sizes`` says how many samples each has; None: as many as before."""
-        return replace(self, sizes=sizes)
-
-    def looking(self, ahead: int) -> Batches:
-        """Return the batches with what is up to so many tokens further on."""
-        return replace(self, ahead=ahead)
-
-    def of(self, data_rank: int) -> Batches:
-        """Return the batches of another data-parallel rank."""
-        return replace(self, data_rank=data_rank)
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
@@ -260,48 +240,31 @@ class Batches:
         return self.global_batch if self.sizes is None else self.sizes.at(position)
 
 
-@dataclass(frozen=True)
-class _Raised:
-    error: BaseException
-
-
 class Prefetch(Generic[Item]):
-    """The items of an iterator, prepared by a thread that keeps at most `depth` ahead; what it raises, `next` raises.
-
-    Close it, or leave its `with` block, to end the thread.
-    """
+    """The items of an iterator, prepared by a thread that keeps at most `depth` ready and makes one more; what it
+    raises, `next` raises. Close it, or leave its `with` block, to end the thread."""
 
     def __init__(self, items: Iterator[Item], depth: int = DEPTH) -> None:
-        self._ready: queue.Queue[Item | _Raised] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._fill, args=(items,), name="prefetch", daemon=True)
-        self._thread.start()
-
-    def _fill(self, items: Iterator[Item]) -> None:
-        while not self._closed.is_set():
-            try:
-                self._ready.put(next(items))
-            except BaseException as error:  # StopIteration too: the end is raised in its turn, like a failure
-                self._ready.put(_Raised(error))
-                return
+        self._items, self._thread = items, ThreadPoolExecutor(1, "prefetch")
+        self._coming = deque(self._thread.submit(next, items) for _ in range(depth + 1))
 
     def __iter__(self) -> Prefetch[Item]:
         return self
 
     def __next__(self) -> Item:
-        if self._closed.is_set():
+        if not self._coming:
             raise StopIteration
-        item = self._ready.get()
-        if isinstance(item, _Raised):
-            self._closed.set()
-            raise item.error
+        try:
+            item = self._coming.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self._coming.append(self._thread.submit(next, self._items))
         return item
 
     def close(self) -> None:
-        self._closed.set()
-        while self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):
-                self._ready.get(timeout=0.01)
+        self._coming.clear()
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Prefetch[Item]:
         return self

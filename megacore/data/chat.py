@@ -63,11 +63,7 @@ def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on:
 
 def of_pair(row: Mapping[str, Any], template: Callable[[], Template]) -> list[Passage]:
     """Return the prompt of a row of preferences, and the prompt with each of its answers; what of them counts is told
-    by their tokens.
-
-    Raises:
-        BadExample: it is no pair.
-    """
+    by their tokens. Raises BadExample: it is no pair."""
     prompt, *answered = preference(row)
     return [_written(prompt, True, template), *(_written(each, False, template) for each in answered)]
 
@@ -114,10 +110,8 @@ def _chat(messages: Sequence[Message], tools: list[Any] | None, template: Templa
 
 
 def _turn(messages: list[Message], tools: list[Any] | None, template: Template) -> Passage:
-    """Return a chat that ends with a turn of the assistant, of which this turn counts.
-
-    It is what the template marks of it, or all from the end of what prompts it to the token that ends the turn.
-    """
+    """Return a chat that ends with a turn of the assistant, of which this turn counts. It is what the template marks of
+    it, or all from the end of what prompts it to the token that ends the turn."""
     *before, message = messages
     text, marked = template.render(messages, tools, False)
     text_of(text, _WRITTEN)
@@ -156,10 +150,8 @@ def _same(text: str, messages: Sequence[Message], tools: list[Any] | None, templ
 
 def _within(later: str, turn: Passage, template: Template) -> list[Span] | None:
     """Return what the assistant generates in a turn, in a text that goes on after it; None if it reads otherwise there.
-
     A template may write a turn otherwise once messages follow (without its thoughts), or what is before it (the words
-    of the system in the last message of the user). What the assistant does not generate it must not learn.
-    """
+    of the system in the last message of the user). What the assistant does not generate it must not learn."""
     if template.marks:
         return turn.spans if later.startswith(turn.text[: turn.spans[-1][1] if turn.spans else 0]) else None
     ((start, _),) = turn.spans

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from megacore.config import Config, CorpusConfig
 from megacore.data import own_rows, text_streams
-from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus
 from megacore.data.data_sets import files_of, text_files_of
@@ -23,7 +22,6 @@ from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
 from megacore.data.samples import Epochs, Source, of_least, parts, split_documents
 from megacore.data.text import InputError
-from megacore.parallel.context_split import ContextParallel
 from megacore.store.io.strict_json import StoreError
 
 NO_FILES = ModelFiles({}, {}, 0)
@@ -38,10 +36,8 @@ Split = Callable[[float, str], tuple[Source, Source | None]]
 
 @dataclass(frozen=True)
 class Corpora:
-    """The samples to train on, and those held out (None without any); each endless, in a fixed order.
-
-    separate: whether documents are kept apart. remarks: lines for the user about the data. corpora: those to train on.
-    """
+    """The samples to train on, and those held out (None without any); each endless, in a fixed order. separate: whether
+    documents are kept apart. remarks: lines for the user about the data. corpora: those to train on."""
 
     train: Source
     validation: Source | None
@@ -129,21 +125,6 @@ class Corpora:
             last.append(blend.until(number, count) if blend else count)
         return max(last)
 
-    def batches(
-        self,
-        source: Source,
-        config: Config,
-        data_rank: int,
-        data_size: int,
-        vocabulary: int | None = None,
-        context: ContextParallel = ContextParallel(),  # noqa: B008
-        context_rank: int = 0,
-    ) -> Batches:
-        """Return the batches of one data-parallel rank, or what a rank of cp holds of them; ids beyond the vocabulary
-        raise a TokenError when met."""
-        sizes = config.batch.global_size, config.batch.micro_size, data_rank, data_size
-        return Batches(source, *sizes, self.separate, vocabulary, context, context_rank, scores=config.scores)
-
 
 def _split_examples(
     config: Config, corpus: CorpusConfig, examples: Examples, remarks: list[str], fraction: float, name: str
@@ -227,11 +208,6 @@ def packed_of(source: Source) -> list[Packed]:
     return [each for each in sources if isinstance(each, Packed)]
 
 
-def facts(corpus: CorpusConfig) -> Corpus | None:
-    """Return the facts that `megacore tokenize` has written about a corpus; None for token files of other origin."""
-    return Corpus.beside(Path(corpus.path))
-
-
 def end_of_text(config: Config, corpora: Sequence[Known]) -> int | None:
     """Return the token that ends each document of all corpora to train on, which are open; None where they have none,
     or several."""
@@ -240,7 +216,7 @@ def end_of_text(config: Config, corpora: Sequence[Known]) -> int | None:
         if isinstance(known, text_streams.StreamedTexts):
             found.add(known.end)
         elif not corpus.has_examples:
-            found.add(written.end_of_document if (written := facts(corpus)) else None)
+            found.add(written.end_of_document if (written := Corpus.beside(Path(corpus.path))) else None)
     return found.pop() if len(found) == 1 else None
 
 
@@ -249,7 +225,7 @@ def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:
     for key, corpora in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for corpus in corpora:
             try:
-                known = facts(corpus)
+                known = Corpus.beside(Path(corpus.path))
             except StoreError as error:
                 yield f"{key}: {error}"
                 continue

@@ -17,25 +17,17 @@ from megacore.store.tensor_files.publish import replace_file
 
 CORPUS = "corpus.json"
 LISTED = 5  # skipped documents that are spelled out
-
-
-def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Return the nats per token, from the counts of the tokens, [vocabulary]."""
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+_SUMS = ("documents", "text_bytes", "empty", "skipped")
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The facts about a token file NAME.bin, NAME.idx.
 
-    documents and tokens: their numbers, tokens with the end-of-document ids.
-
-    text_bytes: the size of the documents in UTF-8. vocabulary: 1 + the largest id. end_of_document: the id after each,
-        if one
-    was appended. unigram_entropy: the entropy of the tokens, in nats each, the loss of a model that knows their
-    frequencies alone.
-    empty and skipped: documents without text, and those that could not be read; neither is in the pair.
+    documents and tokens: their numbers, tokens with the end-of-document ids. text_bytes: the size of the documents in
+    UTF-8. vocabulary: 1 + the largest id. end_of_document: the id after each, if one was appended. unigram_entropy: the
+    entropy of the tokens, in nats each, the loss of a model that knows their frequencies alone. empty and skipped:
+    documents without text, and those that could not be read; neither is in the pair.
     """
 
     name: str
@@ -111,19 +103,13 @@ class Tally:
         return int(self.counts.sum())
 
     def add(self, other: Tally) -> None:
-        self.counts += other.counts
-        self.documents += other.documents
-        self.text_bytes += other.text_bytes
-        self.empty += other.empty
-        self.skipped += other.skipped
+        for name in ("counts", *_SUMS):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults = [*self.faults, *other.faults][:LISTED]
-
-    def json(self) -> dict[str, Any]:
-        return {**vars(self), "counts": self.counts.tolist()}
 
     @classmethod
     def of(cls, json: Any) -> Tally:
-        """Return the tally that :meth:`json` has written; StoreError if it has not."""
+        """Return the tally that stands in a file; StoreError if it is none."""
         if not fits(cls, json):
             raise StoreError("its tally has other fields, or values of other types")
         return cls(**json | {"counts": np.array(json["counts"], np.int64)})
@@ -134,15 +120,13 @@ class Tally:
             raise InputError(
                 f"there is no text in the input: {self.empty} documents are empty and {self.skipped} unreadable"
             )
+        shares = self.counts[self.counts > 0] / self.tokens
         return Corpus(
-            name=name,
-            documents=self.documents,
+            name,
             tokens=self.tokens,
-            text_bytes=self.text_bytes,
             bytes_per_token=self.text_bytes / self.tokens,
             vocabulary=self.counts.size,
             end_of_document=end,
-            unigram_entropy=unigram_entropy(self.counts),
-            empty=self.empty,
-            skipped=self.skipped,
+            unigram_entropy=float(-(shares * np.log(shares)).sum()),
+            **{each: getattr(self, each) for each in _SUMS},
         )

@@ -31,24 +31,14 @@ Result = TypeVar("Result")
 Encoded = TypeVar("Encoded", bound="EncodedPieces")
 
 
-@dataclass(frozen=True)
-class EncodeTask:
-    """Pieces to encode by the tokenizer in a folder, each document followed by the token `end` if it is given."""
-
-    pieces: list[FileRange]
-    folder: Path
-    text_key: str
-    end: int | None
-
-
-@dataclass(frozen=True)
+@dataclass
 class EncodedPieces:
     """The result of pieces of so many bytes."""
 
     size: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class EncodedDocuments(EncodedPieces):
     """tokens [of all documents], lengths int64 [documents]; empty: documents without text; pieces: their number."""
 
@@ -75,29 +65,30 @@ class EncodedDocuments(EncodedPieces):
 _load = lru_cache(maxsize=1)(tokenizer.load)  # once in each process
 
 
-def encode(task: EncodeTask) -> EncodedDocuments:
-    """Encode one task in this process."""
-    loaded = _load(task.folder)
+def encode(folder: Path, text_key: str, end: int | None, pieces: list[FileRange]) -> EncodedDocuments:
+    """Encode pieces in this process by the tokenizer in a folder, each document followed by the token ``end`` if it is
+    given."""
+    loaded = _load(folder)
     dtype = token_dtype(loaded.vocabulary)
-    end = np.array([] if task.end is None else [task.end], np.int32)
+    last = np.array([] if end is None else [end], np.int32)
     faults: list[Fault] = []
     encoded: list[Integers] = []
     text_bytes = empty = 0
-    documents = (document for piece in task.pieces for document in text.documents(piece, task.text_key))
+    documents = (document for piece in pieces for document in text.documents(piece, text_key))
     for group in grouped(documents, lambda document: len(document) if isinstance(document, str) else 0):
         faults += [document for document in group if isinstance(document, Fault)]
         texts = [document for document in group if isinstance(document, str) and document]
         empty += group.count("")
         text_bytes += sum(len(document.encode()) for document in texts)
-        encoded += [np.append(ids, end).astype(dtype) for ids in loaded.encode(texts)]
+        encoded += [np.append(ids, last).astype(dtype) for ids in loaded.encode(texts)]
     return EncodedDocuments(
-        sum(piece.size for piece in task.pieces),
+        sum(piece.size for piece in pieces),
         np.concatenate([np.empty(0, dtype), *encoded]),
         np.array([document.size for document in encoded], np.int64),
         text_bytes,
         empty,
         faults,
-        len(task.pieces),
+        len(pieces),
     )
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import islice
@@ -44,12 +44,9 @@ LOOKED_AT, LOOKED_AT_BYTES = 1000, 2**26  # of the beginning of files, before a 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about prepared examples.
-
-    tokens: the number of all, `counted` of which the loss counts. split: chats that are several examples. cut,
-    dropped: examples that were too long. skipped: lines that hold none, the first of them in words. vocabulary: 1 + the
-    largest id. formats: {a format: the number of rows of it}.
-    """
+    """The facts about prepared examples. tokens: the number of all, `counted` of which the loss counts. split: chats
+    that are several examples. cut, dropped: examples that were too long. skipped: lines that hold none, the first of
+    them in words. vocabulary: 1 + the largest id. formats: {a format: the number of rows of it}."""
 
     examples: int = 0
     tokens: int = 0
@@ -74,12 +71,9 @@ _SUMS = ("examples", "tokens", "counted", "split", "cut", "dropped", "skipped")
 
 
 class Examples:
-    """Prepared examples in a folder, or pairs of documents.
-
-    `lengths`: tokens of each, [count]. `chats`: which of the rows that hold examples each is of, [count], from 0 on.
-    `reference`: of pairs, the log-probabilities of their answers by the reference, fp64 [count, 2]: NaN until they are
-    known.
-    """
+    """Prepared examples in a folder, or pairs of documents. `lengths`: tokens of each, [count]. `chats`: which of the
+    rows that hold examples each is of, [count], from 0 on. `reference`: of pairs, the log-probabilities of their
+    answers by the reference, fp64 [count, 2]: NaN until they are known."""
 
     def __init__(self, folder: Path, pairs: bool = False) -> None:
         self.folder, self.documents = folder, 2 if pairs else 1
@@ -184,10 +178,8 @@ def _bad_lines(name: str, facts: Facts, where: str = "") -> str:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Files of examples, the rules by which they are prepared, and the folder that holds what is made of them.
-
-    Examples have up to `length` + 1 tokens: the last one is predicted alone.
-    """
+    """Files of examples, the rules by which they are prepared, and the folder that holds what is made of them. Examples
+    have up to `length` + 1 tokens: the last one is predicted alone."""
 
     source: ExampleFiles
     folder: Path
@@ -229,28 +221,25 @@ class Preparation:
         with publish(target) as made, self.model.folder() as folder:
             facts, parts = Facts(), (part for piece in pieces for part in text.blocks(piece))
             groups = grouped(parts, lambda part: part.work)
-            tasks = (ExampleTask(group, folder, self.chat, self.length, self.source) for group in groups)
+            encoder = partial(encode_examples, folder, self.chat, self.length, self.source)
             name = f"prepare {Path(self.source.name).name}"
             with (
                 IndexedWriter(made / NAME, self.model.vocabulary) as writer,
-                closing(with_progress(encode_examples, tasks, workers, size, name)) as results,
+                closing(with_progress(encoder, groups, workers, size, name)) as results,
             ):
                 for result in results:
                     facts += result.facts
                     _check_ids(facts.vocabulary, self.model.vocabulary, self.source.name)
                     for example in result.examples():
                         writer.write(*example)
-            self._refuse(facts)
+            if facts.skipped and self.chat.bad_lines == "stop":
+                raise InputError(_bad_lines(self.source.name, facts))
+            if not facts.examples:
+                raise InputError(
+                    f"{self.source.name} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} "
+                    f"dropped as they are too long for data.sequence_length={self.length}"
+                )
             write_file(made / FACTS, (json.dumps(asdict(facts), indent=2) + "\n").encode())
-
-    def _refuse(self, facts: Facts) -> None:
-        if facts.skipped and self.chat.bad_lines == "stop":
-            raise InputError(_bad_lines(self.source.name, facts))
-        if not facts.examples:
-            raise InputError(
-                f"{self.source.name} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} "
-                f"dropped as they are too long for data.sequence_length={self.length}"
-            )
 
 
 def _version(file: Path) -> list[object]:
@@ -279,89 +268,55 @@ def _lock(path: Path) -> Iterator[None]:
 # -- a worker's part
 
 
-@dataclass(frozen=True)
-class ExampleTask:
-    """Pieces of a source to prepare by the tokenizer in a folder."""
-
-    pieces: list[FileRange]
-    folder: Path
-    chat: ChatConfig
-    length: int
-    source: ExampleFiles
-
-
-@dataclass(frozen=True)
-class EncodedExamples(EncodedPieces):
-    """tokens [of all examples]; runs: lengths of their sequences, by turns uncounted and counted, [of all examples];
-    sequences: the number that each example has."""
-
-    tokens: Integers
-    runs: npt.NDArray[np.int64]
-    sequences: npt.NDArray[np.int64]
-    facts: Facts
-
-    def examples(self) -> Iterator[list[Integers]]:
-        """Yield the sequences of each."""
-        parts = np.split(self.tokens, np.cumsum(self.runs))
-        for stop, count in zip(np.cumsum(self.sequences).tolist(), self.sequences.tolist(), strict=True):
-            yield parts[stop - count : stop]
-
-
 @dataclass
-class _ExampleBuilder:
-    """The examples that a worker has made so far of a task."""
+class EncodedExamples(EncodedPieces):
+    """The examples that a worker has made so far of some pieces: the tokens of each, and the lengths of its sequences,
+    by turns uncounted and counted. ``room``: the most tokens of one, or of a pair; ``drops``: whether longer ones are
+    dropped."""
 
-    task: ExampleTask
+    room: int
+    drops: bool
     tokens: list[Integers] = field(default_factory=list)
     runs: list[npt.NDArray[np.int64]] = field(default_factory=list)
     facts: Facts = Facts()
+
+    def examples(self) -> Iterator[list[Integers]]:
+        """Yield the sequences of each."""
+        for tokens, runs in zip(self.tokens, self.runs, strict=True):
+            yield np.split(tokens, np.cumsum(runs)[:-1])
 
     def skip(self, fault: Fault) -> None:
         self.facts = _with_fault(self.facts, fault)
 
     def add(self, examples: Sequence[Tokens], kind: str) -> None:
         """Keep each example of a row up to its last token that counts, or drop it."""
-        before = self.facts.examples
         self.facts += Facts(split=int(len(examples) > 1), formats={kind: 1})
-        for tokens in examples:
-            self._add(tokens, self.facts.examples > before)
+        goes_on = False
+        for ids, counted in map(_until_counted, examples):
+            kept = _until_counted((ids[: self.room], counted[: self.room]))
+            goes_on |= self._keep([kept], ids.size > self.room, goes_on)
 
     def add_pair(self, pair: Sequence[Tokens], kind: str) -> None:
         """Keep a pair, or drop it. What does not fit into a row is cut at the ends of both answers, but no answer to
         less than half of the row."""
-        sizes, room = [len(ids) for ids, _ in pair], self.task.length + 1
         self.facts += Facts(formats={kind: 1})
-        cut = int(sum(sizes) > room)
-        if cut:
-            limits = [max(room // 2, room - other) for other in reversed(sizes)]
-            pair = [(ids[:limit], counted[:limit]) for (ids, counted), limit in zip(pair, limits, strict=True)]
-        if cut and (self.task.chat.too_long == "drop" or not all(counted.any() for _, counted in pair)):
+        sizes = [len(ids) for ids, _ in pair]
+        limits = [max(self.room // 2, self.room - other) for other in reversed(sizes)]
+        kept = [(ids[:limit], counted[:limit]) for (ids, counted), limit in zip(pair, limits, strict=True)]
+        self._keep(kept, sum(sizes) > self.room)
+
+    def _keep(self, documents: Sequence[Tokens], cut: bool, goes_on: bool = False) -> bool:
+        """Keep an example -> whether it was kept: one that was cut may be unwanted, or have nothing that counts."""
+        if cut and (self.drops or not all(counted.any() for _, counted in documents)):
             self.facts += Facts(dropped=1)
-            return
-        for number, document in enumerate(pair):
-            self._keep(*document, goes_on=number > 0)
-        self.facts += Facts(1, cut=cut)
-
-    def _add(self, tokens: Tokens, goes_on: bool) -> None:
-        ids, counted = _until_counted(tokens)
-        limit, cut = self.task.length + 1, 0
-        if ids.size > limit:
-            if self.task.chat.too_long == "drop":
-                self.facts += Facts(dropped=1)
-                return
-            ids, counted = _until_counted((ids[:limit], counted[:limit]))
-            if not ids.size:
-                self.facts += Facts(dropped=1)
-                return
-            cut = 1
-        self._keep(ids, counted, goes_on)
-        self.facts += Facts(1, cut=cut)
-
-    def _keep(self, ids: Integers, counted: npt.NDArray[np.bool_], goes_on: bool) -> None:
-        self.tokens.append(ids)
-        runs = np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size)
-        self.runs.append(np.concatenate([np.zeros(2 * goes_on, np.int64), runs]))
-        self.facts += Facts(0, ids.size, int(counted.sum()), vocabulary=int(ids.max()) + 1)
+            return False
+        for number, (ids, counted) in enumerate(documents):
+            self.tokens.append(ids)
+            runs = np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size)
+            self.runs.append(np.concatenate([np.zeros(2 * (goes_on or number > 0), np.int64), runs]))
+            self.facts += Facts(0, ids.size, int(counted.sum()), vocabulary=int(ids.max()) + 1)
+        self.facts += Facts(1, cut=int(cut))
+        return True
 
 
 def _until_counted(tokens: Tokens) -> Tokens:
@@ -373,14 +328,16 @@ def _until_counted(tokens: Tokens) -> Tokens:
 _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
-def encode_examples(task: ExampleTask) -> EncodedExamples:
-    """Encode one task in this process."""
-    tokenizer, made = _load(task.folder), _ExampleBuilder(task)
-    pairs = task.source.pairs
-    rows = (row for piece in task.pieces for row in recognized(text.rows(piece), task.source.keys, pairs))
+def encode_examples(
+    folder: Path, chat: ChatConfig, length: int, source: ExampleFiles, pieces: list[FileRange]
+) -> EncodedExamples:
+    """Encode pieces of a source in this process by the tokenizer in a folder."""
+    tokenizer, pairs = _load(folder), source.pairs
+    made = EncodedExamples(sum(piece.size for piece in pieces), length + 1, chat.too_long == "drop")
+    rows = (row for piece in pieces for row in recognized(text.rows(piece), source.keys, pairs))
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
         records = [each for each in group if isinstance(each, Record)]
-        encoded = iter(tokenizer.pairs(records) if pairs else tokenizer.examples(records, task.chat.train_on))
+        encoded = iter(tokenizer.examples(records, None if pairs else chat.train_on))
         for row in group:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):
@@ -393,10 +350,4 @@ def encode_examples(task: ExampleTask) -> EncodedExamples:
                 made.add(kept, str(format_of(row.values)))
             else:
                 made.skip(row.fault("the loss would count none of its tokens"))
-    return EncodedExamples(
-        sum(piece.size for piece in task.pieces),
-        np.concatenate([np.empty(0, np.int64), *made.tokens]),
-        np.concatenate([np.empty(0, np.int64), *made.runs]),
-        np.array([runs.size for runs in made.runs], np.int64),
-        made.facts,
-    )
+    return made

@@ -33,16 +33,10 @@ _RATED = "which are ratings, and there is no training on them here"
 
 @dataclass(frozen=True)
 class Format:
-    """A format of rows.
-
-    Args:
-        needs: The keys that it is recognised by.
-        turns: (role, keys) of each turn: what the keys say, with a blank line between them; one that says nothing is
-            left out. Without any, the first key holds a list of messages.
-        also: Keys that may be there too.
-        not_read: {a key that says more of the text than would be read: the way out}.
-        refused: Why it is not trained on; empty if it is.
-    """
+    """A format of rows. ``needs``: the keys that it is recognised by; ``turns``: (role, keys) of each turn: what the
+    keys say, with a blank line between them; one that says nothing is left out. Without any, the first key holds a list
+    of messages. ``also``: keys that may be there too; ``not_read``: (a key that says more of the text than would be
+    read, the way out) of each; ``refused``: why it is not trained on; empty if it is."""
 
     name: str
     needs: tuple[str, ...]
@@ -119,13 +113,8 @@ class Example:
 
 
 def renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row, and the turns in it, under the keys that are read here: `names` is {one of these: the row's}.
-
-    What has none of the row's keys is as it was.
-
-    Raises:
-        BadExample: it has some of them alone.
-    """
+    """Return a row, and the turns in it, under the keys that are read here: `names` is {one of these: the row's}. What
+    has none of the row's keys is as it was. Raises BadExample: it has some of them alone."""
     if not names:
         return row
     outer = {ours: theirs for ours, theirs in names.items() if ours not in IN_TURNS}
@@ -149,11 +138,7 @@ def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 
 def format_of(row: Mapping[str, Any]) -> Format:
-    """Return the format of a row.
-
-    Raises:
-        BadExample: it has none; the message names the nearest.
-    """
+    """Return the format of a row. Raises BadExample: it has none; the message names the nearest."""
     found = next((each for each in FORMATS if all(row.get(key) is not None for key in each.needs)), None)
     if found is None:
         raise BadExample(_unknown(tuple(key[:_LONG] for key, value in row.items() if value is not None)[:_LOOKED_AT]))
@@ -161,11 +146,7 @@ def format_of(row: Mapping[str, Any]) -> Format:
 
 
 def example(row: Mapping[str, Any]) -> Example:
-    """Return what a row holds.
-
-    Raises:
-        BadExample: it is no example.
-    """
+    """Return what a row holds. Raises BadExample: it is no example."""
     kind = format_of(row)
     if kind.refused:
         raise BadExample(f"has {' and '.join(map(repr, kind.needs))}, {kind.refused}")
@@ -174,7 +155,9 @@ def example(row: Mapping[str, Any]) -> Example:
     if not kind.turns:
         return Example(_listed(present, kind), tools)
     if all(isinstance(present.get(key), list) for key in ("prompt", "completion")) and kind.turns[0][0] == UNTRAINED:
-        return Example(_answered(present), _tools(present.get("tools")))
+        before, after = (_messages(present[key], key) for key in ("prompt", "completion"))
+        asked = [{**each, WEIGHT: 0} if each["role"] == "assistant" else each for each in before]  # not learned
+        return Example([*asked, *after], _tools(present.get("tools")))
     turns = [(role, _joined(present, keys, kind)) for role, keys in kind.turns]
     if kind.turns[-1][0] == TRAINED:
         return Example(parts=[(text, role == TRAINED) for role, text in turns])
@@ -202,13 +185,8 @@ def check_preference(row: Mapping[str, Any]) -> None:
 
 
 def preference(row: Mapping[str, Any]) -> list[Example]:
-    """Return the prompt of a pair, the prompt with what was chosen, and the prompt with what was rejected.
-
-    Where the row has no prompt, it is what both begin with: messages, or characters.
-
-    Raises:
-        BadExample: the row is no pair.
-    """
+    """Return the prompt of a pair, the prompt with what was chosen, and the prompt with what was rejected. Where the
+    row has no prompt, it is what both begin with: messages, or characters. Raises BadExample: the row is no pair."""
     check_preference(row)
     present = _read(row, PREFERENCES)
     prompt, *answers = (present.get(key) for key in ("prompt", *PREFERENCES.needs))
@@ -269,12 +247,6 @@ def _listed(present: Mapping[str, Any], kind: Format) -> list[Message]:
     if messages[0]["role"] == "system":
         raise BadExample(f"has 'system' beside {kind.needs[0]!r} that begin with one of their own: leave one out")
     return [{"role": "system", "content": text_of(present["system"], "system")}, *messages]
-
-
-def _answered(present: Mapping[str, Any]) -> list[Message]:
-    """Return a prompt and its completion that are messages themselves: what is in the prompt is not learned."""
-    before, after = (_messages(present[key], key) for key in ("prompt", "completion"))
-    return [*({**each, WEIGHT: 0} if each["role"] == "assistant" else each for each in before), *after]
 
 
 # -- what is none

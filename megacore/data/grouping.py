@@ -12,16 +12,8 @@ AT_ONCE = 2**20
 
 
 def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield successive items together, until their sizes reach AT_ONCE."""
-    group, total = list[Item](), 0
-    for item in items:
-        group.append(item)
-        total += size(item)
-        if total >= AT_ONCE:
-            yield group
-            group, total = [], 0
-    if group:
-        yield group
+    """Yield successive items together, as many as have AT_ONCE."""
+    return fitting(items, size, AT_ONCE)
 
 
 def fitting(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:

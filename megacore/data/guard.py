@@ -45,11 +45,9 @@ class Guard:
 
     The process is a fork, so that what is imported here need not be imported again. It is safe beside other threads
     while what it serves uses none of their locks; it serves tokenizers, and never torch. It ends with this object, and
-    with this process. Raises GuardError: it cannot be made within the limits of time and memory.
-
-    Args:
-        make: Makes the object there.
-        passes: Errors, made of a message alone, that are raised here as they are there; all others become a GuardError.
+    with this process. Raises GuardError: it cannot be made within the limits of time and memory. ``make``: makes the
+    object there; ``passes``: errors, made of a message alone, that are raised here as they are there; all others become
+    a GuardError.
     """
 
     def __init__(self, make: Callable[[], object], passes: tuple[type[Exception], ...] = ()) -> None:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from megacore.store.io.files import append, open_file
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.publish import sync
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -50,15 +51,6 @@ def _new(path: Path) -> BufferedWriter:
     return open(path, "xb")
 
 
-def sync(path: Path) -> None:
-    """Put the file or folder on the disk as it is now, whatever happens then."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def publish(temporary: Path, final: Path) -> None:
     """Move a finished file to its place on the same disk: after a crash all of it is there, or none of it."""
     sync(temporary)
@@ -81,11 +73,9 @@ class Extent:
 
 
 class GrowingPair:
-    """`PREFIX.bin` while it grows; `PREFIX.lengths` and `PREFIX.bounds` beside it are what its index is made of.
-
-    Memory does not grow with it. It goes on from an extent that it had: what was written after that is cut off.
-    StoreError if less is there, OSError if one of the names is taken by what is not ours to write to.
-    """
+    """`PREFIX.bin` while it grows; `PREFIX.lengths` and `PREFIX.bounds` beside it are what its index is made of. Memory
+    does not grow with it. It goes on from an extent that it had: what was written after that is cut off. StoreError if
+    less is there, OSError if one of the names is taken by what is not ours to write to."""
 
     def __init__(self, prefix: str | Path, vocabulary: int, extent: Extent | None = None) -> None:
         self.vocabulary = vocabulary
@@ -191,27 +181,21 @@ def _copy(path: Path, file: IO[bytes]) -> None:
 
 
 class IndexedWriter(GrowingPair):
-    """Streams documents to `PREFIX.bin` and `PREFIX.idx`; both appear when the context ends without an exception.
+    """Streams documents to `PREFIX.bin` and `PREFIX.idx`, and leaves neither where it fails. An index that was there is
+    gone before other data are."""
 
-    An existing pair is replaced. An index never stands beside another pair's data, whenever the process dies.
-    """
-
-    def __init__(self, prefix: str | Path, vocabulary: int) -> None:
-        self._final = _pair(prefix)
-        self._index = self._final[0].with_name(f".{self._final[0].name}.{os.getpid()}.partial.idx")
-        super().__init__(self._index.with_suffix(""), vocabulary)
+    def __enter__(self) -> Self:
+        self._index = self.paths[0].with_suffix(".idx")
+        self._index.unlink(missing_ok=True)
+        return super().__enter__()
 
     def __exit__(self, *raised: object) -> None:
-        data, index = self._final
         try:
             if not any(raised):
-                self.write_index(self._index)  # and all is written to the file of tokens
-                index.unlink(missing_ok=True)
-                publish(self.paths[0], data)
-                publish(self._index, index)
+                self.write_index(self._index)
         finally:
             self.close()
-            for path in (*self.paths, self._index):
+            for path in self.paths if any(raised) else self.paths[1:]:
                 path.unlink(missing_ok=True)
 
 
@@ -338,15 +322,9 @@ class IndexedDataset:
         """Return one sequence, [lengths[sequence]] in the file's dtype: a view of the file."""
         return np.frombuffer(self._bytes, self.dtype, int(self.lengths[sequence]), int(self.pointers[sequence]))
 
-    def document(self, document: int, start: int = 0, stop: int | None = None) -> Integers:
-        """Return the tokens [start, stop) of one document, counted over its sequences; a view where one holds them."""
-        parts = []
-        for sequence in range(int(self.bounds[document]), int(self.bounds[document + 1])):
-            length = int(self.lengths[sequence])
-            end = length if stop is None else min(stop, length)
-            if start < end:
-                parts.append(self.sequence(sequence)[start:end])
-            start, stop = max(start - length, 0), None if stop is None else max(stop - length, 0)
+    def document(self, document: int) -> Integers:
+        """Return the tokens of one document, over its sequences; a view where one holds them."""
+        parts = [self.sequence(each) for each in range(int(self.bounds[document]), int(self.bounds[document + 1]))]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
     def document_lengths(self, first: int = 0, stop: int | None = None) -> Integers:

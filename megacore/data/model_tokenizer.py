@@ -36,10 +36,8 @@ class ModelFiles:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Make a temporary folder that transformers loads the tokenizer from, and nothing else.
-
-        InputError if there is none among the files.
-        """
+        """Make a temporary folder that transformers loads the tokenizer from, and nothing else. InputError if there is
+        none among the files."""
         if not any(name.startswith(("tokenizer", "vocab", "tekken")) for name in self.files):
             raise InputError(
                 "examples and streams need the model's tokenizer, and none is there: start from a folder that has it "
@@ -105,11 +103,9 @@ class ModelTokenizer:
         return texts[0], spans[0] if spans else []
 
     def encode(self, passages: Sequence[Passage]) -> list[Tokens]:
-        """Return the tokens of each passage. A bare text begins and ends as the tokenizer would have it.
-
-        A text is encoded as a whole. A token counts where it holds a character that does; the first, which nothing
-        predicts, never.
-        """
+        """Return the tokens of each passage. A bare text begins and ends as the tokenizer would have it. A text is
+        encoded as a whole. A token counts where it holds a character that does; the first, which nothing predicts,
+        never."""
         found: list[Tokens | None] = [None] * len(passages)
         for templated in (True, False):
             chosen = [index for index, each in enumerate(passages) if each.templated == templated]
@@ -136,36 +132,30 @@ class ModelTokenizer:
         counted[:1] = False
         return np.array(ids, np.int64), counted
 
-    def examples(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[list[Tokens] | str]:
-        """Return the tokens of the examples that each row makes, or why there are none.
+    def rows(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn | None) -> list[list[Tokens] | str]:
+        """Return the tokens of the examples that each row makes, or why there are none; where ``train_on`` is None, of
+        what was chosen and of what was rejected.
+
+        These two begin with the prompt. What counts begins where the tokens of the first of them differ from those of
+        the prompt alone: an answer's first characters may be one token with the prompt's last.
 
         NoTemplateError if it takes a chat template, and there is none.
         """
         made: list[list[Passage] | str] = []
         for row in rows:
             try:
-                made.append(passages(row, lambda: self.template, train_on))
+                made.append(
+                    of_pair(row, lambda: self.template)
+                    if train_on is None
+                    else passages(row, lambda: self.template, train_on)
+                )
             except BadExample as error:
                 made.append(str(error))
         encoded = iter(self.encode([each for found in made if isinstance(found, list) for each in found]))
-        return [[next(encoded) for _ in found] if isinstance(found, list) else found for found in made]
-
-    def pairs(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Tokens] | str]:
-        """Return the tokens of what was chosen and of what was rejected in each row, or why there are none.
-
-        Both begin with the prompt. What counts begins where the tokens of the first of them differ from those of the
-        prompt alone: an answer's first characters may be one token with the prompt's last.
-
-        NoTemplateError if it takes a chat template, and there is none.
-        """
-        made: list[list[Passage] | str] = []
-        for row in rows:
-            try:
-                made.append(of_pair(row, lambda: self.template))
-            except BadExample as error:
-                made.append(str(error))
-        encoded = iter(self.encode([each for found in made if isinstance(found, list) for each in found]))
-        return [found if isinstance(found, str) else _behind(*(next(encoded)[0] for _ in found)) for found in made]
+        tokens = [[next(encoded) for _ in found] if isinstance(found, list) else found for found in made]
+        if train_on is not None:
+            return tokens
+        return [found if isinstance(found, str) else _behind(*(ids for ids, _ in found)) for found in tokens]
 
 
 def _behind(prompt: npt.NDArray[np.int64], *texts: npt.NDArray[np.int64]) -> list[Tokens]:
@@ -194,20 +184,12 @@ class GuardedTokenizer:
         except GuardError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
 
-    def examples(self, rows: Sequence[Record], train_on: TrainOn) -> list[list[Tokens] | Fault]:
-        """Return the tokens of the examples that each row makes, or why there are none.
-
-        InputError if the tokenizer or its template take too much for them; NoTemplateError as of ModelTokenizer.
-        """
-        return self._ask("examples", rows, train_on)
-
-    def pairs(self, rows: Sequence[Record]) -> list[list[Tokens] | Fault]:
-        """Return the tokens of the two documents of each row, or why there are none; raises as :meth:`examples`."""
-        return self._ask("pairs", rows)
-
-    def _ask(self, method: str, rows: Sequence[Record], *arguments: object) -> list[list[Tokens] | Fault]:
+    def examples(self, rows: Sequence[Record], train_on: TrainOn | None) -> list[list[Tokens] | Fault]:
+        """Return the tokens of the examples that each row makes, or why there are none; where ``train_on`` is None, of
+        the two documents of a pair. InputError if the tokenizer or its template take too much for them; NoTemplateError
+        as of ModelTokenizer."""
         try:
-            found = self._guard.call(method, [row.values for row in rows], *arguments)
+            found = self._guard.call("rows", [row.values for row in rows], train_on)
         except GuardError as error:
             more = f", or on one of the {len(rows) - 1:,} after it" if len(rows) > 1 else ""
             reason = f"the model's tokenizer or chat template fails on it{more}: {error}"
@@ -220,11 +202,8 @@ class GuardedTokenizer:
 
 def counts(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
     """Return whether each token [n] counts: whether one of its characters [start, stop), [n, 2], is in one of the
-    spans.
-
-    Some tokenizers leave blanks out of a token's characters. A token of blanks then has none, and is given those
-    between the token before it and its end. Where there are none either, it counts within a span, not at its ends.
-    """
+    spans. Some tokenizers leave blanks out of a token's characters. A token of blanks then has none, and is given those
+    between the token before it and its end. Where there are none either, it counts within a span, not at its ends."""
     start, stop = offsets.T
     before = np.maximum.accumulate(np.concatenate([np.zeros(1, np.int64), stop]))[:-1]
     start = np.where(start == stop, before, start)

@@ -30,7 +30,6 @@ class OwnRows(Protocol):
 
     def split(self, fraction: float, name: str) -> tuple[Source, Source | None]:
         """Return the samples of this part, and those of a fraction that is held out, None where that is 0."""
-        ...
 
 
 def opened(config: Config, corpus: CorpusConfig) -> OwnRows:
@@ -172,7 +171,10 @@ class StreamedRows:
             number, sample = self._last
             if number != index or sample is None:
                 if self._iterator is None or index < self._next:
-                    self._go_to(self._newest(index))
+                    self._next = self._newest(index)
+                    if self.has_states:
+                        self._rows.load_state_dict(deepcopy(self._states[self._next]))
+                    self._iterator = iter(self._rows)
                 while self._next < index:
                     self._pull()
                 sample = sample_of(self._pull(), self.length, f"row {index} of {self.name}")
@@ -201,11 +203,6 @@ class StreamedRows:
 
     def _newest(self, index: int) -> int:
         return max(row for row in self._states if row <= index)
-
-    def _go_to(self, row: int) -> None:
-        if self.has_states:
-            self._rows.load_state_dict(deepcopy(self._states[row]))
-        self._iterator, self._next = iter(self._rows), row
 
     def _pull(self) -> Any:
         if self.has_states and self._next % self._every == 0 and self._next not in self._states:

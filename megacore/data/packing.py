@@ -14,10 +14,8 @@ from megacore.data.samples import Purpose, Sample, epoch_order, shuffled
 
 
 def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
-    """Return the row of each example [n], of lengths [n] up to `room`, the longest first: the row that it fills most.
-
-    A row is begun where none has room. Rows use at most 11/9 of the fewest possible and a row (Johnson 1974).
-    """
+    """Return the row of each example [n], of lengths [n] up to `room`, the longest first: the row that it fills most. A
+    row is begun where none has room. Rows use at most 11/9 of the fewest possible and a row (Johnson 1974)."""
     rows, begun = np.empty(len(lengths), np.int64), 0
     free: list[int] = []  # the different rooms that rows have left, ascending
     having: dict[int, list[int]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isqrt
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ ROUNDS = 12
 are not all as frequent; with 12, nothing was found."""
 
 _MASK = (1 << 64) - 1
+
+Words = TypeVar("Words", int, npt.NDArray[Any])
 
 
 class Permutation:
@@ -39,43 +42,32 @@ class Permutation:
         """Return the place that ``index`` goes to; IndexError outside of range(count)."""
         if not 0 <= index < self.count:
             raise IndexError(f"{index} is not one of {self.count} numbers")
-        rows, columns = self._rows, self._columns
-        while True:
-            row, column = divmod(index, columns)
-            for key in range(0, ROUNDS, 2):
-                row = (row + mixed(self._keys[key] + column)) % rows
-                column = (column + mixed(self._keys[key + 1] + row)) % columns
-            index = row * columns + column
-            if index < self.count:
-                return index
+        while (index := self._moved(index)) >= self.count:
+            pass
+        return index
 
     def block(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the places that [start, stop) go to, [stop - start]: all at once."""
-        rows, columns = np.uint64(self._rows), np.uint64(self._columns)
-        keys = np.array(self._keys, np.uint64)
         places = np.arange(start, stop, dtype=np.uint64)
         left = np.arange(places.size)
         while left.size:
-            row, column = np.divmod(places[left], columns)
-            for one, other in zip(keys[::2], keys[1::2], strict=True):
-                row = (row + _mixed(one + column) % rows) % rows
-                column = (column + _mixed(other + row) % columns) % columns
-            places[left] = row * columns + column
+            places[left] = self._moved(places[left])
             left = left[places[left] >= self.count]
         return places.astype(np.int64)
 
+    def _moved(self, places: Words) -> Words:
+        """Return the places in the table that others go to, in one pass through the rounds."""
+        rows, columns = self._rows, self._columns
+        row, column = places // columns, places % columns
+        for one, other in zip(self._keys[::2], self._keys[1::2], strict=True):
+            row = (row + _mixed(one + column) % rows) % rows
+            column = (column + _mixed(other + row) % columns) % columns
+        return row * columns + column
 
-def mixed(x: int) -> int:
+
+def _mixed(x: Words) -> Words:
     """Return the words of a counter, mixed: Steele, Lea and Flood's SplitMix64 (2014)."""
     x = (x * 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
-
-
-def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the mixed words of an array of counters."""
-    x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

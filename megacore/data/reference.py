@@ -19,11 +19,8 @@ _TENSOR, _DIGEST = "log_probabilities", "blake2b"
 
 
 def read(path: Path, count: int) -> Reference:
-    """Return the reference in a file, [count, 2]; all NaN where there is no file.
-
-    Raises:
-        StoreError: it is damaged, or not of so many pairs.
-    """
+    """Return the reference in a file, [count, 2]; all NaN where there is no file. Raises StoreError: it is damaged, or
+    not of so many pairs."""
     if not path.exists():
         return np.full((count, 2), np.nan)
     file = TensorFile.open(path, path.parent)

@@ -82,20 +82,16 @@ class OrderedSource(Source, Protocol):
     @property
     def skipped(self) -> int:
         """The number of documents that were left out here because they could not be read."""
-        ...
 
     def state(self, index: int, whole: bool = True) -> dict[str, Any] | None:
         """Return a state from which sample ``index`` can be reached; None where it has none. Where ranks read different
         parts, of what this one reads; ``whole``: of all that is known here."""
-        ...
 
     def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return one state of those of all ranks."""
-        ...
 
     def resume(self, **state: Any) -> None:
         """Know a state. ValueError if it is none of this stream."""
-        ...
 
 
 @runtime_checkable
@@ -160,10 +156,8 @@ class Runs:
 
 
 def of_least(known: Iterable[tuple[npt.NDArray[np.int64], Integers]], least: int, name: str) -> npt.NDArray[np.int64]:
-    """Return those of some documents that have `least` tokens: int64 [kept], in their order.
-
-    known: documents [n] and their lengths [n], a part of them at a time. ValueError if there is none.
-    """
+    """Return those of some documents that have `least` tokens: int64 [kept], in their order. known: documents [n] and
+    their lengths [n], a part of them at a time. ValueError if there is none."""
     kept, count, longest = [np.empty(0, np.int64)], 0, 0
     for documents, lengths in known:
         kept.append(documents[lengths >= least])
@@ -208,11 +202,9 @@ def parts(
     least: int = 0,
     shuffle: bool = True,
 ) -> tuple[Samples, Samples | None]:
-    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0.
-
-    Documents of fewer than `least` tokens are left out of both. The side of the others does not depend on it, so that
-    a corpus which is named twice, with two values of it, holds the same ones out.
-    """
+    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0. Documents
+    of fewer than `least` tokens are left out of both. The side of the others does not depend on it, so that a corpus
+    which is named twice, with two values of it, holds the same ones out."""
     train, held_out = split_runs(dataset.documents, fraction, seed)
 
     def part(runs: Runs, name: str) -> Samples:

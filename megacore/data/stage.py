@@ -28,14 +28,14 @@ import numpy as np
 from megacore.data import text
 from megacore.data.corpus import CORPUS, Tally, fits
 from megacore.data.grouping import grouped
-from megacore.data.indexed import Extent, GrowingPair, IndexedDataset, publish, sync
+from megacore.data.indexed import Extent, GrowingPair, IndexedDataset, publish
 from megacore.data.permutation import ROUNDS, Permutation
 from megacore.data.samples import Purpose, draw
 from megacore.data.text import FileRange, InputError
 from megacore.data.tokenizer import FILES
 from megacore.store.io.files import open_file, replacing
 from megacore.store.io.strict_json import StoreError, read_json
-from megacore.store.tensor_files.publish import PARTIAL, discard, empty, make_and_hold, replace_file
+from megacore.store.tensor_files.publish import PARTIAL, discard, empty, make_and_hold, replace_file, sync
 
 PROGRESS, LISTED = "progress.json", "files.jsonl"
 PART = "part.json"
@@ -92,7 +92,7 @@ class StageProgress:
     outputs: tuple[str, ...] = ()
 
     def write(self, path: Path) -> None:
-        replace_file(path, (json.dumps({**asdict(self), "tally": self.tally.json()}) + "\n").encode())
+        replace_file(path, (json.dumps(asdict(self), default=np.ndarray.tolist) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> StageProgress:
@@ -156,10 +156,8 @@ class Stage:
                     out.rmdir()
 
     def list_files(self, inputs: Sequence[Path], exclude: Sequence[str]) -> int:
-        """List the files of the input, or compare them with those listed before -> bytes of their pieces.
-
-        InputError names the first one that has changed.
-        """
+        """List the files of the input, or compare them with those listed before -> bytes of their pieces. InputError
+        names the first one that has changed."""
         listed = self.folder / LISTED
         files, total = text.find_files(inputs, exclude), 0
         if self.progress is None:
@@ -202,14 +200,11 @@ class Stage:
                     f"{made.get(key)!r}: {BEGIN_ANEW}"
                 )
 
-    def paths(self) -> Iterator[Path]:
-        return (Path(path) for path, _, _ in self._listed())
-
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[FileRange]:
         """Yield those of the listed files that begin in bytes [start, stop) of all of them."""
         at = 0
-        for path in self.paths():
-            for piece in text.cut(path):
+        for path, _, _ in self._listed():
+            for piece in text.cut(Path(path)):
                 if start <= at and (stop is None or at < stop):
                     yield piece
                 at += piece.size
@@ -253,10 +248,8 @@ class Stage:
         self.keep(replace(progress, outputs=outputs))
 
     def publish(self, replaced: Sequence[str]) -> None:
-        """Move the outputs to their places, the index last, and remove what they replace and the folder's rest.
-
-        If it is interrupted, a resume goes on with it: nothing but what is not moved yet is replaced.
-        """
+        """Move the outputs to their places, the index last, and remove what they replace and the folder's rest. If it
+        is interrupted, a resume goes on with it: nothing but what is not moved yet is replaced."""
         assert self.progress is not None
         outputs = [name for name in self.progress.outputs if (self.folder / name).exists()]
         for name in replaced:

@@ -80,15 +80,13 @@ class Fault:
     row: int | None = None
 
     def __str__(self) -> str:
-        if self.row is not None:
-            return limits.cut(f"{self.path}, row {self.row}: {self.reason}")
-        if self.line_at is None:
-            return limits.cut(f"{self.path}: {self.reason}")
-        with _open(self.path) as (_, file):
-            line = 1 + sum(
-                file.read(min(2**20, self.line_at - at)).count(b"\n") for at in range(0, self.line_at, 2**20)
-            )
-        return limits.cut(f"{self.path}, line {line}: {self.reason}")
+        where = "" if self.row is None else f", row {self.row}"
+        if self.line_at is not None:
+            with _open(self.path) as (_, file):
+                sizes = (min(2**20, self.line_at - at) for at in range(0, self.line_at, 2**20))
+                before = sum(file.read(size).count(b"\n") for size in sizes)
+            where = f", line {1 + before}"
+        return limits.cut(f"{self.path}{where}: {self.reason}")
 
 
 @dataclass(frozen=True)
@@ -195,16 +193,15 @@ def cut(path: Path) -> list[FileRange]:
 
 def blocks(piece: FileRange) -> Iterator[FileRange]:
     """Yield a piece in parts that are small: the lines or elements of a streamed file, some at a time, else the piece
-    itself.
-
-    InputError as of :func:`rows`.
-    """
+    itself. InputError as of :func:`rows`."""
     if piece.path.suffix not in STREAMED or piece.lines:
         yield piece
         return
     lines, held, done = list[tuple[int, bytes]](), 0, 0
     with _open(piece.path) as (raw, file), _damage_in_words(piece.path):
-        for at, line in _elements(piece.path, file) if _is_array(piece.path, file) else _lines(piece, file):
+        # A file that is named as JSON may have an array, rather than an object on each line.
+        begins = file.peek().removeprefix(b"\xef\xbb\xbf").lstrip() if ".json" in piece.path.suffixes else b""
+        for at, line in _elements(piece.path, file) if begins.startswith(b"[") else _lines(piece, file):
             lines.append((at, line))
             held += len(line)
             if held >= LINES:
@@ -261,10 +258,8 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
 
 def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault]:
     """Yield the objects that the lines of a piece of a .jsonl file, the elements of a .json file or the rows of a table
-    hold; or why that is nothing. Of a table, all columns are read, or one.
-
-    Empty lines are passed over. InputError if a compressed file or an array is damaged, or a table has no such column.
-    """
+    hold; or why that is nothing. Of a table, all columns are read, or one. Empty lines are passed over. InputError if a
+    compressed file or an array is damaged, or a table has no such column."""
     if piece.path.suffix in (".parquet", ".arrow"):
         yield from _table_rows(piece, column)
         return
@@ -275,12 +270,11 @@ def rows(piece: FileRange, column: str | None = None) -> Iterator[Record | Fault
 
 
 def _all_lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
-    if piece.path.suffix not in STREAMED:
-        with _open(piece.path) as (_, file):
-            yield from _lines(piece, file)
+    if piece.path.suffix in STREAMED:
+        yield from (each for block in blocks(piece) for each in block.lines)
         return
-    for block in blocks(piece):
-        yield from block.lines
+    with _open(piece.path) as (_, file):
+        yield from _lines(piece, file)
 
 
 def _table_rows(piece: FileRange, column: str | None) -> Iterator[Record]:
@@ -353,9 +347,7 @@ def _messages(ipc: Any, source: Any, stop: int) -> Iterator[tuple[int, Any]]:
 
 def _is_compressed(message: bytes) -> bool:
     """Return whether a batch says that its values are to be unpacked: pyarrow would, into whatever memory they ask for.
-
-    The message is a flatbuffer that pyarrow has checked. Its field 2 is the batch, whose field 3 is the compression.
-    """
+    The message is a flatbuffer that pyarrow has checked. Its field 2 is the batch, whose field 3 is the compression."""
 
     def field(table: int, number: int) -> int:
         (back,) = struct.unpack_from("<i", message, table)
@@ -411,10 +403,7 @@ def _whole(path: Path) -> str | Fault:
 
 def _lines(piece: FileRange, file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
     """Yield the beginning of each line, and the line; of one that is longer than `limits.LINE`, a byte more than that.
-    Empty lines are left out.
-
-    InputError if a compressed file unpacks to more than text does.
-    """
+    Empty lines are left out. InputError if a compressed file unpacks to more than text does."""
     # Not in one go: a line may be as long as the file, and have no end in many of its pieces.
     most = _unpacked(piece.path) if piece.path.suffix in PACKED else sys.maxsize
     at = max(piece.start - 1, 0)
@@ -433,16 +422,10 @@ def _lines(piece: FileRange, file: io.BufferedReader) -> Iterator[tuple[int, byt
             raise InputError(_too_much(piece.path))
 
 
-def _is_array(path: Path, file: io.BufferedReader) -> bool:
-    """Return whether a file that is named as JSON has an array, rather than an object on each line."""
-    return ".json" in path.suffixes and file.peek().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-
-
 def _elements(path: Path, file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
     """Yield the beginning of each element of a JSON array, and the element: no more is held than the longest of them.
-
-    InputError if it is no array, an element is longer than `limits.LINE`, or the file unpacks to more than text does.
-    """
+    InputError if it is no array, an element is longer than `limits.LINE`, or the file unpacks to more than text
+    does."""
     scan = json.JSONDecoder().raw_decode
     most = _unpacked(path) if path.suffix in PACKED else sys.maxsize
     text, begin, at, mark = "", 0, 0, "["  # text begins at byte `begin`; its characters are bytes

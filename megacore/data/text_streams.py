@@ -12,12 +12,12 @@ reading that part of that file.
 
 from __future__ import annotations
 
-import queue
 import signal
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -80,11 +80,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The files of a corpus, and how they become streams.
-
-    key: of the text in rows. seed: that of the order; None: the order of the files. skip: whether a document that
-    cannot be read is left out. least: tokens, below which one is left out.
-    """
+    """The files of a corpus, and how they become streams. key: of the text in rows. seed: that of the order; None: the
+    order of the files. skip: whether a document that cannot be read is left out. least: tokens, below which one is left
+    out."""
 
     name: str
     files: tuple[Path, ...]
@@ -132,9 +130,12 @@ class TextFiles:
         epoch = start.epoch
         while True:
             count = 0
-            order = self._order(stream, epoch)
+            order: Sequence[int] | Permutation = range(len(self.files))
+            if self.seed is not None:
+                keys = draw(ROUNDS, self.seed, Purpose.TEXT_FILES, epoch, (stream, 0))
+                order = Permutation(len(self.files), keys.tolist())
             for at in range(start.file if epoch == start.epoch else 0, len(self.files)):
-                number = at if order is None else order[at]
+                number = order[at]
                 pieces = text.cut(self.files[number])
                 for piece in range((stream - number) % self.streams, len(pieces), self.streams):
                     here = (epoch, at, piece)
@@ -142,7 +143,10 @@ class TextFiles:
                         continue
                     first = start.part if here == start[:3] else 0
                     for part, found in enumerate(_parts(pieces[piece], self.key, first), first):
-                        chosen = self._shuffled(len(found), epoch, number, piece, part)
+                        within = (piece << 32 | part, number)
+                        chosen: Sequence[int] = range(len(found))
+                        if self.seed is not None:
+                            chosen = shuffled(len(found), self.seed, Purpose.TEXTS, epoch, within).tolist()
                         begin = start.document if (*here, part) == start[:4] else 0
                         for document in range(begin, len(found)):
                             yield Place(*here, part, document), found[chosen[document]]
@@ -179,17 +183,6 @@ class TextFiles:
             if name in self.model.files and name != tokenizer.TEMPLATE:
                 hasher.update(self.model.files[name].read())
         return hasher.hexdigest()
-
-    def _order(self, stream: int, epoch: int) -> Permutation | None:
-        if self.seed is None:
-            return None
-        keys = draw(ROUNDS, self.seed, Purpose.TEXT_FILES, epoch, (stream, 0))
-        return Permutation(len(self.files), keys.tolist())
-
-    def _shuffled(self, count: int, epoch: int, file: int, piece: int, part: int) -> Sequence[int]:
-        if self.seed is None:
-            return range(count)
-        return shuffled(count, self.seed, Purpose.TEXTS, epoch, (piece << 32 | part, file)).tolist()
 
     def _without_text(self, stream: int) -> str:
         least = f" of {self.least} tokens" if self.least else ""
@@ -230,14 +223,14 @@ def _end(loaded: tokenizer.Tokenizer) -> int:
 
 
 def _serve(connection: Connection, texts: TextFiles) -> None:
-    """Answer (stream, ticket, place) with (stream, ticket, the next chunk of the stream, or what is wrong with it);
-    a place says from where on, None: from where the last chunk ended."""
+    """Answer (stream, place) with the next chunk of the stream, or what is wrong with it; a place says from where on,
+    None: from where the last chunk ended."""
     start_worker()
     loaded: tokenizer.Tokenizer | None = None
     reading = dict[int, Iterator[Chunk | str]]()
     while True:
         try:
-            stream, ticket, place = connection.recv()
+            stream, place = connection.recv()
         except EOFError:
             return
         try:
@@ -249,7 +242,7 @@ def _serve(connection: Connection, texts: TextFiles) -> None:
             found = str(error)
             reading[stream] = repeat(found)
         try:
-            connection.send((stream, ticket, found))
+            connection.send(found)
         except OSError:  # the rank has ended
             return
 
@@ -260,7 +253,7 @@ _OF_RANKS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 class _Worker:
-    """A process that tokenizes, and what it has sent for each (stream, ticket) that it was asked for."""
+    """A process that tokenizes, and answers in the order in which it was asked."""
 
     def __init__(self, texts: TextFiles) -> None:
         context = get_context("spawn")
@@ -275,55 +268,50 @@ class _Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._name = texts.name
-        self._sent: dict[tuple[int, int], queue.SimpleQueue[Chunk | str]] = {}
+        self._asked, self._name = deque[Future[Chunk]](), texts.name
         # It is always listened to: neither side waits for the other one to read what it is told.
-        arguments = (self._connection, self._sent)
-        self._thread = threading.Thread(target=_receive, args=arguments, name="tokenized", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, _let_go, self._process, self._thread, self._connection)
+        arguments = (self._connection, self._asked, self._process, self._name)
+        thread = threading.Thread(target=_receive, args=arguments, name="tokenized", daemon=True)
+        thread.start()
+        weakref.finalize(self, _let_go, self._process, thread, self._connection)
 
-    def ask(self, stream: int, ticket: int, place: Place | None = None) -> None:
-        self._sent.setdefault((stream, ticket), queue.SimpleQueue())
-        with suppress(OSError):  # it has ended, which is told to who waits for it
-            self._connection.send((stream, ticket, place))
-
-    def forget(self, stream: int, ticket: int) -> None:
-        self._sent.pop((stream, ticket), None)
-
-    def chunk(self, stream: int, ticket: int) -> Chunk:
-        """Return the next chunk, however long it takes. TokenError: what is wrong with the data; RuntimeError: the
-        process has ended."""
-        while True:
-            alive = self._thread.is_alive()
-            try:
-                found = self._sent[stream, ticket].get(timeout=1 if alive else 0)
-            except queue.Empty:
-                if not alive:
-                    raise RuntimeError(self._ended()) from None
-                continue
-            if isinstance(found, str):
-                raise TokenError(found)
-            return found
-
-    def _ended(self) -> str:
-        self._process.join(5)
-        code = self._process.exitcode
-        how = f"with status {code}, and what it says stands above"
-        if code is not None and code < 0:
-            memory = ", likely for memory: give the node more, or take fewer data.workers" * (code == -signal.SIGKILL)
-            how = f"by {signal.Signals(-code).name}{memory}"
-        return f"the process that tokenizes {self._name} has ended {how}"
+    def ask(self, stream: int, place: Place | None = None) -> Future[Chunk]:
+        """Ask for the next chunk of a stream. What comes raises TokenError: what is wrong with the data; RuntimeError:
+        the process has ended."""
+        found = Future[Chunk]()
+        self._asked.append(found)
+        try:
+            self._connection.send((stream, place))
+        except OSError:
+            with suppress(InvalidStateError):  # who listens has heard of it first
+                found.set_exception(_ended(self._process, self._name))
+        return found
 
 
-def _receive(connection: Connection, sent: dict[tuple[int, int], queue.SimpleQueue[Chunk | str]]) -> None:
+def _receive(connection: Connection, asked: deque[Future[Chunk]], process: BaseProcess, name: str) -> None:
     while True:
         try:
-            stream, ticket, found = connection.recv()
+            found = connection.recv()
         except (EOFError, OSError):
-            return
-        if (waiting := sent.get((stream, ticket))) is not None:
-            waiting.put(found)
+            break
+        if isinstance(found, str):
+            asked.popleft().set_exception(TokenError(found))
+        else:
+            asked.popleft().set_result(found)
+    error = _ended(process, name)
+    while asked:
+        with suppress(InvalidStateError):
+            asked.popleft().set_exception(error)
+
+
+def _ended(process: BaseProcess, name: str) -> RuntimeError:
+    process.join(5)
+    code = process.exitcode
+    how = f"with status {code}, and what it says stands above"
+    if code is not None and code < 0:
+        memory = ", likely for memory: give the node more, or take fewer data.workers" * (code == -signal.SIGKILL)
+        how = f"by {signal.Signals(-code).name}{memory}"
+    return RuntimeError(f"the process that tokenizes {name} has ended {how}")
 
 
 def _let_go(process: BaseProcess, thread: threading.Thread, connection: Connection) -> None:
@@ -340,13 +328,11 @@ State = tuple[int, ...]
 @dataclass
 class _StreamReader:
     """A stream as this rank reads it: from the beginning of sample `number` on, which is at token `at` of those held.
-
     tokens [held]; starts int64 [documents], where in them documents begin; places int64 [documents, 5]. recent: states
     of the samples that were taken last. last: the sample that was."""
 
     worker: _Worker
     stream: int
-    ticket: int
     number: int
     place: Place
     recent: deque[tuple[int, State]]
@@ -354,23 +340,23 @@ class _StreamReader:
     starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     places: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 5), np.int64))
     at: int = 0
-    begun: bool = False
-    asked: int = 0
+    coming: deque[Future[Chunk]] = field(default_factory=deque)
     faults: int = 0
     last: tuple[int, Sample | None] = (-1, None)
 
-    def _ask(self, count: int, place: Place | None = None) -> None:
+    def __post_init__(self) -> None:
+        self.coming.append(self.worker.ask(self.stream, self.place))
+
+    def _ask(self, count: int) -> None:
         """Ask for chunks, so that there are so many to come."""
-        for _ in range(count - self.asked):
-            self.worker.ask(self.stream, self.ticket, place)
-            self.asked += 1
+        while len(self.coming) < count:
+            self.coming.append(self.worker.ask(self.stream))
 
     def _fill(self, count: int) -> None:
         """Hold so many tokens from `at` on."""
         while self.tokens.size - self.at < count:
-            self._ask(1, None if self.begun else self.place)
-            self.begun, self.asked = True, self.asked - 1
-            chunk = self.worker.chunk(self.stream, self.ticket)
+            self._ask(1)
+            chunk = self.coming.popleft().result()
             first = max(int(np.searchsorted(self.starts, self.at, "right")) - 1, 0)
             begins = np.cumsum(chunk.lengths) - chunk.lengths + self.tokens.size
             self.starts = np.concatenate([self.starts[first:], begins]) - self.at
@@ -408,14 +394,8 @@ class _StreamReader:
 
 class StreamedTexts:
     """The samples of files of texts, see the module. What is tokenized is read in order: it can go back to where a
-    state was asked for lately, or to its beginning.
-
-    InputError as of :attr:`TextFiles.end`.
-
-    Args:
-        every: Samples of a global batch.
-        workers: The number of processes.
-    """
+    state was asked for lately, or to its beginning. InputError as of :attr:`TextFiles.end`. ``every``: samples of a
+    global batch; ``workers``: the number of processes."""
 
     def __init__(self, texts: TextFiles, length: int, every: int, workers: int) -> None:
         self.length, self.name, self.end, self._texts = length, texts.name, texts.end, texts
@@ -423,7 +403,6 @@ class StreamedTexts:
         self._lock = Lock()  # a batch is made ahead by a thread
         self._workers: list[_Worker | None] = [None] * workers
         self._readers = dict[int, _StreamReader]()
-        self._tickets = 0
         self._known: dict[int, dict[int, State]] = {}
         """{stream: {sample: state}}: those that were resumed or asked for, beside that of the beginning."""
 
@@ -461,11 +440,8 @@ class StreamedTexts:
         worker = before.worker if before is not None else self._workers[turn]
         if worker is None:
             worker = self._workers[turn] = _Worker(self._texts)
-        if before is not None:
-            worker.forget(stream, before.ticket)
-        self._tickets += 1
         recent = deque(before.recent if before is not None else (), self._recent)
-        made = _StreamReader(worker, stream, self._tickets, begin, Place(*state[:5]), recent)
+        made = _StreamReader(worker, stream, begin, Place(*state[:5]), recent)
         made.advance(state[5])
         return made
 

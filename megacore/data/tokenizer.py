@@ -28,6 +28,7 @@ from megacore.store.tensor_files.publish import write_file
 END = "<|endoftext|>"
 LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times the memory of its text
 TEMPLATE = "chat_template.jinja"
+_VOCABULARIES = ("tokenizer.model", "tekken", "vocab", "merges")  # beginnings of the names of files of tokens
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,11 +43,8 @@ FILES = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """vocabulary: 1 + the largest id. end: the id that ends a document, if there is one.
-
-    `encode` adds no special tokens, and text that spells one is text. It is done by another process, see
-    `megacore.data.guard`.
-    """
+    """vocabulary: 1 + the largest id. end: the id that ends a document, if there is one. `encode` adds no special
+    tokens, and text that spells one is text. It is done by another process, see `megacore.data.guard`."""
 
     vocabulary: int
     end: int | None
@@ -54,10 +52,7 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[Integers]:
         """Return the ids of each text, int32. One longer than LONGEST is encoded in parts that end with lines where
-        they can.
-
-        InputError if the tokenizer fails.
-        """
+        they can. InputError if the tokenizer fails."""
         parts = [parts_of(text) for text in texts]
         # Many parts take time and memory too.
         batches = fitting((part for text in parts for part in text), len, LONGEST)
@@ -212,7 +207,7 @@ def fetch(source: str, folder: Path) -> None:
             if name in found:
                 copy_companion(found[name], folder / name)
         return
-    if not any(map(_has_vocabulary, found)):
+    if not any(name.startswith(_VOCABULARIES) or "tiktoken" in name for name in found):
         raise InputError(
             f"there is no tokenizer in {source}: name a folder with a tokenizer.json, or with the files that another "
             "kind of tokenizer has (tokenizer.model, vocab.json and merges.txt)"
@@ -239,11 +234,6 @@ def opened(source: str) -> Path:
     return hub.fetch(name, [*TEXT, "config.json"])
 
 
-def _has_vocabulary(name: str) -> bool:
-    """Return whether a companion of a model has tokens, as each kind of tokenizer names it."""
-    return name.startswith(("tokenizer.model", "tekken", "vocab", "merges")) or "tiktoken" in name
-
-
 def _save(source: Path, folder: Path) -> None:
     """Save what transformers makes of a folder."""
     with _copied(source) as files:
@@ -251,10 +241,8 @@ def _save(source: Path, folder: Path) -> None:
 
 
 def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) and saves it as a Hugging Face tokenizer.
-
-    The same texts give the same bytes. The vocabulary is smaller than asked for where the texts have too few pairs.
-    """
+    """Train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) and saves it as a Hugging Face tokenizer. The
+    same texts give the same bytes. The vocabulary is smaller than asked for where the texts have too few pairs."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

@@ -1,10 +1,11 @@
-"""The loss and perplexity of a model on text, as `megacore evaluate` and :func:`megacore.evaluate` find them."""
+"""The loss and perplexity of a model on text, and what it makes of pairs, as `megacore evaluate` and
+:func:`megacore.evaluate` find them."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -25,19 +26,23 @@ if TYPE_CHECKING:  # what is wrong with the data is said without waiting for tor
     from megacore.models.assemble import Model
     from megacore.parallel.mesh import Mesh
 
+Watched = Callable[[Iterable[Any]], Iterable[Any]]
+"""Shows what goes by."""
 LONGEST = 2048
 """Tokens of a window by default, for models that would take more."""
 
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """An evaluation that has been checked: its documents, and how they are cut into windows and microbatches."""
+    """An evaluation that has been checked: its documents, or pairs of them, and how they are cut into windows and
+    microbatches."""
 
     files: DocumentFiles
     sequence_length: int
     stride: int
     tokens: int
     by_position: int | None
+    pairs: bool = False
 
     @classmethod
     def of(
@@ -54,7 +59,6 @@ class EvaluationSetup:
         split: str | None = None,
     ) -> EvaluationSetup:
         """Return what the arguments of :func:`evaluate` describe; it raises as that does."""
-        folder.check_predicts()
         problems = below_1(sequence_length=sequence_length, stride=stride, tokens=tokens, by_position=by_position)
         if count not in get_args(TrainOn):
             problems.append(f"`count={count}`: choose from {', '.join(get_args(TrainOn))}")
@@ -72,23 +76,55 @@ class EvaluationSetup:
             raise StoreError("\n".join(problems))
         data = [file for each in data for file in data_files(each, split)]
         files = DocumentFiles(data, folder.config.vocab_size, _texts(folder, data), text_key, count)
-        if next(files.documents(), None) is None:
+        pairs = files.are_pairs
+        if not pairs:
+            folder.check_predicts()
+        elif folder.config.labels > 1:
+            raise StoreError(f"{folder.path} has {folder.config.labels} labels: pairs are told apart by one score")
+        elif stride is not None or by_position is not None:
+            raise StoreError("the data has pairs, which are read as wholes: leave out `stride` and `by_position`")
+        if next(files.pairs() if pairs else files.documents(), None) is None:
             raise StoreError("there are no documents in the data")
-        return cls(files, length, step, tokens, by_position)
+        if pairs and sequence_length is None:
+            length = longest or sys.maxsize
+        return cls(files, length, step, tokens, by_position, pairs)
 
-    def measure(
-        self, model: Model, watched: Callable[[Iterable[Document]], Iterable[Document]] = iter
-    ) -> dict[str, Any]:
+    def measure(self, model: Model, watched: Watched = iter) -> dict[str, Any]:
         """Return what ``megacore evaluate --json`` prints, the same on every rank of the model's mesh, which all call
-        this; ``watched``: shows the documents go by. Raises StoreError: no document has a token to predict, or one
-        cannot be read."""
+        this; ``watched``: shows the documents, or pairs, go by. Raises StoreError: no document has a token to predict,
+        or one cannot be read."""
         from megacore.inference import perplexity
 
+        if self.pairs:
+            return self._of_pairs(model, watched)
         windows = perplexity.Windows(self.sequence_length, self.stride, self.by_position)
         measured = perplexity.evaluate(model, watched(self.files.documents()), windows, self.tokens)
         if not measured.tokens:
             raise StoreError("the data has no token to predict: no document has more than one")
         return self._data(measured)
+
+    def _of_pairs(self, model: Model, watched: Watched) -> dict[str, Any]:
+        from megacore.inference import perplexity
+
+        seen, fits = 0, int(self.sequence_length)
+
+        def fitting(pairs: Iterable[Sequence[Document]]) -> Iterator[Sequence[Document]]:
+            nonlocal seen
+            for pair in pairs:
+                seen += 1
+                if max(len(document.tokens) for document in pair) <= fits:
+                    yield pair
+
+        measured = perplexity.of_pairs(model, fitting(watched(self.files.pairs())), self.tokens)
+        rewards, pairs = measured.rewards, len(measured.rewards)
+        if not pairs:
+            raise StoreError(f"no pair of the data has at most {fits:,} tokens in each document")
+        data: dict[str, Any] = {"pairs": pairs, "too_long": seen - pairs}
+        each = {"": rewards} if model.config.labels else {"": rewards, "_per_token": rewards / measured.counted}
+        for name, values in each.items():
+            margin = values[:, 0] - values[:, 1]
+            data |= {f"accuracy{name}": float((margin > 0).mean()), f"margin{name}": float(margin.mean())}
+        return data
 
     def _data(self, measured: EvaluationResult) -> dict[str, Any]:
         loss, size = measured.loss / measured.tokens, measured.size
@@ -151,7 +187,9 @@ def evaluate(
     etp: int = 1,
     exchange: ContextExchange = "auto",
 ) -> dict[str, Any]:
-    """Load a model and return its loss and perplexity on text: what ``megacore evaluate --json`` prints.
+    """Load a model and return its loss and perplexity on text: what ``megacore evaluate --json`` prints. Of rows that
+    have what was ``chosen`` and ``rejected`` it is how often, and by how much, the former's score or log-probability is
+    higher; a reward model takes no others.
 
     Documents are read in windows. Each token of a document is predicted once, but for its first. Losses are in nats,
     per token and per byte of the text (None where the bytes are not known, as of chats); ``bits_per_byte`` is in bits.

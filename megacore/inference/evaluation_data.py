@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megacore.data import data_sets, text
 from megacore.data.chat import TrainOn
-from megacore.data.formats import FORMATS, BadExample, format_of
+from megacore.data.formats import FORMATS, PREFERENCES, BadExample, Format, format_of
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import Fault, FileRange, InputError
@@ -71,7 +71,7 @@ class DocumentFiles:
     def _of_files(self, path: Path) -> Iterator[Document]:
         for file in text.find_files([path]):
             pieces = text.cut(file)
-            if _has_examples(pieces):
+            if _format(pieces) is not None:
                 yield from self._examples(pieces)
                 continue
             for piece in pieces:
@@ -88,18 +88,44 @@ class DocumentFiles:
         unseen = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return Document(tokens, np.ones(tokens.size, np.bool_), len(string.encode()) - len(unseen.encode()))
 
+    def pairs(self) -> Iterator[Sequence[Document]]:
+        """Yield what was chosen and what was rejected of all rows. Raises StoreError: as :meth:`documents`, or a row is
+        none of these."""
+        try:
+            for path in self.paths:
+                for file in text.find_files([path]):
+                    yield from self._rows(text.cut(file), None)
+        except (InputError, OSError, ValueError) as error:
+            raise StoreError(str(error)) from error
+
+    @property
+    def are_pairs(self) -> bool:
+        """Whether the first row has what was chosen and what was rejected. Raises StoreError: it cannot be read."""
+        first = next(iter(self.paths), None)
+        if first is None or is_tokens(first):
+            return False
+        try:
+            file = next(iter(text.find_files([first])), None)
+            return file is not None and _format(text.cut(file)) == PREFERENCES
+        except (InputError, OSError, ValueError) as error:
+            raise StoreError(str(error)) from error
+
     def _examples(self, pieces: Sequence[FileRange]) -> Iterator[Document]:
+        for documents in self._rows(pieces, self.count):
+            yield from documents
+
+    def _rows(self, pieces: Sequence[FileRange], count: TrainOn | None) -> Iterator[list[Document]]:
+        """Yield the documents of each row, of which so much counts; None: those of a pair."""
         assert self.texts is not None
         with files_of(self.texts.folder).folder() as folder:
             tokenizer = GuardedTokenizer(folder)
         for row in (row for piece in pieces for row in text.rows(piece)):
             if isinstance(row, Fault):
                 raise InputError(str(row))
-            (found,) = tokenizer.examples([row], self.count)
+            (found,) = tokenizer.examples([row], count)
             if isinstance(found, Fault):
                 raise InputError(str(found))
-            for tokens, counted in found:
-                yield Document(self._checked(row.path, tokens), counted, None)
+            yield [Document(self._checked(row.path, tokens), counted, None) for tokens, counted in found]
 
 
 def data_files(path: Path, split: str | None) -> Sequence[Path]:
@@ -116,12 +142,14 @@ def is_tokens(path: Path) -> bool:
     return not path.exists() and Path(f"{path}.idx").is_file()
 
 
-def _has_examples(pieces: Sequence[FileRange]) -> bool:
+def _format(pieces: Sequence[FileRange]) -> Format | None:
+    """Return the format of the first row of examples; None of texts."""
     if not pieces or pieces[0].path.suffix in text.WHOLE:
-        return False
+        return None
     first = next(text.rows(pieces[0]), None)
     if first is None or isinstance(first, Fault):
-        return False
+        return None
     with suppress(BadExample):
-        return format_of(first.values) != FORMATS[-1]  # which is text, under any key
-    return False
+        found = format_of(first.values)
+        return None if found == FORMATS[-1] else found  # which is text, under any key
+    return None

@@ -141,6 +141,41 @@ def log_likelihoods(
     return [(-loss, right == min(len(continuation), longest)) for (_, continuation), loss, right in rows]
 
 
+@dataclass(frozen=True)
+class PairsResult:
+    """What a model makes of pairs of documents, chosen and rejected: [pairs, 2] each.
+
+    Args:
+        rewards: The scores of a reward model; of a language model, the log-probabilities of what counts, in nats.
+        counted: The numbers of tokens that count.
+    """
+
+    rewards: npt.NDArray[np.float64]
+    counted: Integers
+
+
+def of_pairs(model: Model, pairs: Iterable[Sequence[Document]], together: int, pad: int = 0) -> PairsResult:
+    """Return what a model makes of pairs, none of which has more tokens than the model positions. Ranks, `together` and
+    `pad` are as of :func:`evaluate`."""
+    scores, counted = model.config.labels, list[int]()
+
+    def excerpts() -> Iterator[Excerpt]:
+        for number, document in enumerate(document for pair in pairs for document in pair):
+            tokens, labels = document.tokens, np.where(document.counted, document.tokens, IGNORE)
+            counted.append(int(document.counted.sum()))
+            if scores:  # at the last token, of which it is the logit of the one label
+                labels = np.full(len(tokens), IGNORE)
+                labels[-1] = 0
+            else:
+                tokens, labels = tokens[:-1], labels[1:]
+            yield Excerpt(tokens, labels, np.full(len(tokens), number))
+
+    packs = fitting(excerpts(), lambda each: len(each.tokens), together)
+    sums = summed(model, packs, "logit" if scores else "loss", pad)
+    rewards = np.array(sums[: len(counted)]).reshape(-1, 2)
+    return PairsResult(rewards if scores else -rewards, np.array(counted).reshape(-1, 2))
+
+
 def summed(model: Model, packs: Iterator[Pack], score: Score, pad: int = 0) -> list[float]:
     """Return the sums, over all labels, of what a score says of them; packs: the windows of each microbatch. Ranks and
     `pad` are as of :func:`evaluate`."""

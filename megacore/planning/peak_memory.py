@@ -221,9 +221,10 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
             # At the first block all gradients are there; if they only come to be, less is there before.
             partly = learned + visit.learned * width if lazy and visit.which != "first" else None
             if lazy or act.late or visit.which != "first":  # what waits may be more than what was kept
+                whole = {"last": split.after_head if virtual == last else split.after_backward, "first": split.first}
                 what, working = (
                     f"backward of a chunk's {visit.which} block",
-                    visit.block.peak + tied + split.block - split.filling * act.late,
+                    visit.block.peak + tied + whole.get(visit.which, split.block) - split.filling * act.late,
                 )
                 moments.append(_Moment(what, others + own - visit.freed + visit.waiting, logits, working, partly))
         if act.chunks[virtual] and not act.chunks[virtual][-1].left:
@@ -261,12 +262,16 @@ def _lazy(shares: Sequence[ParameterShare], setting: Setting) -> bool:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """The buffers of split gradients and parameters while they are whole (`gradients.zero`): at the head, in a block,
-    at the embedding. Of those in a block, the bucket that fills, which input gradients alone have none of, and the
-    parameters, which weight gradients alone have none of."""
+    """The buffers of split gradients and parameters while they are whole (`gradients.zero`): at the head, in the block
+    that follows it, in the block that a backward begins with elsewhere, in the others, in that it ends with, and at the
+    embedding. Of those in a block, the bucket that fills, which input gradients alone have none of, and the parameters,
+    which weight gradients alone have none of."""
 
     head: int = 0
+    after_head: int = 0
+    after_backward: int = 0
     block: int = 0
+    first: int = 0
     embedding: int = 0
     filling: int = 0
     gathered: int = 0
@@ -276,39 +281,60 @@ class _Sharing:
         """Return a bucket that fills, and those whose sums are under way; of parameters a unit and the next. What this
         rank alone holds is not sent, and never elsewhere than in its place."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
-        most = setting.bucket_bytes // widths.gradient
-        # Of an element that is sent: a bucket is let go once it is rounded, and what it is rounded to lives on.
-        sent = REDUCE_SCATTERS * widths.gradient
-        if setting.compress != "none":
-            sent = (1 + REDUCE_SCATTERS) * setting.sent_gradient
+        mesh, first, last = setting.layout.mesh, act.embedding, act.head
+        most, data = setting.bucket_bytes // widths.gradient, mesh.dp * mesh.cp
+
+        def under_way(elements: int) -> int:
+            """Return the bytes of a sum: what is sent, and on CPUs the shards that come from each of the others."""
+            size = elements * setting.sent_gradient
+            return size + (size - size * setting.replicas // data) * (setting.device == "cpu")
+
+        sent = setting.sent_gradient * (setting.compress != "none")  # a bucket is let go once it is rounded
         if rung < 2:
-            if setting.compress == "none":
+            if not sent:
                 return cls()
-            data = setting.layout.mesh.dp * setting.layout.mesh.cp
             buckets = sum(part.trained for part in shares if data * part.model_replicas > 1) // most
-            rounded = most * min(1 + REDUCE_SCATTERS, buckets) * setting.sent_gradient  # the last one is after the peak
-            return cls(block=rounded, embedding=rounded)
-        first, last = act.embedding, act.head
-        head, embedding = last.learning * widths.gradient, first.learning * widths.gradient
+            rounded = most * min(1 + REDUCE_SCATTERS, buckets) * sent  # the last one is after the peak
+            larger = max(0, last.learning * (data > 1) - most) * sent
+            return cls(0, rounded + larger, rounded, rounded, rounded, rounded)
+        backwards = setting.microbatches * setting.layout.chunks
         alone = [part for part in shares if sharing(part, setting) == 1 and "layer" in part.param.named_axes]
+        unit = filling = filled = 0  # filled: with what is summed in its place
         if rung == 2:
             shared = sum(part.trained for part in shares) - sum(part.trained for part in alone)
-            own = sum(part.trained for part in alone)
-            filling, under_way = (min(most, shared) * width for width in (widths.gradient, sent))
-            sums = filling + under_way + min(most, own) * widths.gradient
-            return cls(head, sums, embedding + sums, filling)
-        unit = sums = filling = 0
-        for layer, block in act.layers_of(stage).items():
-            here = [part for part in alone if part.param.layers is None or layer in part.param.layers]
-            own = sum(part.trained // part.tensors for part in here)
-            sizes = (setting.bytes_of(part.param, part.elements) // part.tensors for part in here)
-            unit = max(unit, block.size - (0 if setting.offload_parameters else sum(sizes)))
-            filling = max(filling, block.learning - own)
-            sums = max(sums, (widths.gradient + sent) * (block.learning - own) + own * widths.gradient)
+            filling = min(most, shared)
+            filled = filling + min(most, sum(part.trained for part in alone))
+            rounds = -(-shared // most) if shared else 0
+        else:
+            rounds = sum(len(blocks) for blocks in act.of_stage(stage, act.chunks))
+            for layer, block in act.layers_of(stage).items():
+                here = [part for part in alone if part.param.layers is None or layer in part.param.layers]
+                own = sum(part.trained // part.tensors for part in here)
+                sizes = (setting.bytes_of(part.param, part.elements) // part.tensors for part in here)
+                unit = max(unit, block.size - (0 if setting.offload_parameters else sum(sizes)))
+                filling, filled = max(filling, block.learning - own), max(filled, block.learning)
+        # An end of the model is one message, however large; what is tied goes with the embedding.
+        ends = [end.learning if rung == 3 or end.learning > filling else 0 for end in (last, first)]
+        from_head, from_embedding = (under_way(end) * (data > 1) for end in ends)
+        from_head *= not act.tied
+        from_embedding *= stage == 0 and backwards > 1
+        message = under_way(filling)
+
+        def beside(*ends: int, blocks: int) -> int:
+            """Return the bytes of sums under way: those of ends of the model, and of blocks that leave room for."""
+            return sum(ends) + message * max(0, min(blocks, REDUCE_SCATTERS - sum(end > 0 for end in ends)))
+
+        before = rounds * (backwards - 1)
+        within = rounds - 1 if rung == 2 else 0
+        filled = filled * widths.gradient + filling * sent
+        head, embedding = (max(end.learning, filling * (rung == 2)) * widths.gradient for end in (last, first))
         return cls(
-            last.size + head + unit,
-            2 * unit + sums,
-            first.size + embedding + unit + sums,
+            last.size + unit + head * (last.learning > 0) + beside(from_embedding, blocks=before),
+            2 * unit + filled + beside(from_head, from_embedding, blocks=before + within),
+            2 * unit + filled + beside(from_embedding, blocks=before + within),
+            2 * unit + filled + beside(blocks=rounds * backwards - 1),
+            unit + first.size * (rung == 3 and stage == 0) + filled + beside(blocks=rounds * backwards - 1),
+            first.size + unit + embedding + beside(blocks=rounds * backwards - (rung == 2)),
             filling * widths.gradient,
             2 * unit,
         )

@@ -367,8 +367,8 @@ def _part_times(
         back = part.backward.messages + part.weights.messages
         return _Seconds(shown(part.forward.messages, seconds.forward, of), shown(back, seconds.backward, of))
 
-    tensor = both(lambda x: x.axis != "cp" and x.kind != ALL_TO_ALL)
-    experts = both(lambda x: x.axis != "cp" and x.kind == ALL_TO_ALL)
+    tensor = both(lambda x: x.axis not in ("cp", "ep") and x.kind != ALL_TO_ALL)
+    experts = both(lambda x: x.axis == "ep" or (x.axis != "cp" and x.kind == ALL_TO_ALL))
     ahead, back = (
         sum(
             n * cluster.exposed(mesh, packing.exchange(each.window, each.chunk), each)

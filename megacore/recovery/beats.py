@@ -18,6 +18,8 @@ from pathlib import Path
 from time import monotonic, thread_time
 from typing import Final, Literal, get_args
 
+from megacore.resources import queued_s
+
 Phase = Literal["start", "data", "forward", "backward", "reduce", "update", "log", "save", "evaluate", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The phases of a rank: ``start`` before its first step, ``data`` while it waits for a batch, ``log`` while it reads
@@ -33,7 +35,7 @@ _DATA = _NUMBER["data"]
 _ASIDE = _NUMBER["save"], _NUMBER["evaluate"]
 _STEP = 16
 """The factor of the step in a place; phases are fewer."""
-_SINCE, _PLACE, _DONE, _DEVICE, _SLOWEST, _LONGEST, _BUSY = range(7)
+_SINCE, _PLACE, _DONE, _DEVICE, _SLOWEST, _LONGEST, _QUEUED, _BUSY = range(8)
 _PAGE = struct.Struct(f"={_BUSY + len(PHASES)}d")
 
 
@@ -51,7 +53,7 @@ class Beat:
             file.flush()
             self._page = memoryview(mmap.mmap(file.fileno(), _PAGE.size)).cast("d")
         self._here = self._step = self._steps = 0
-        self._queued = self._spent_aside = 0.0
+        self._queued, self._spent_aside = queued_s(), 0.0
         self._busy = thread_time()
         self._since = self._did = monotonic()
         self._page[_DONE] = self._page[_DEVICE] = -1
@@ -65,13 +67,18 @@ class Beat:
         if (number := _NUMBER.get(phase)) is None:
             return
         now, busy, page, here = monotonic(), thread_time(), self._page, self._here
-        spent = now - self._since - (queued_s() - self._queued) if here == _DATA else busy - self._busy
+        spent = busy - self._busy
+        if _DATA in (here, number):
+            queued = queued_s()
+            if here == _DATA:
+                spent = now - self._since - (queued - self._queued)
+            else:
+                page[_QUEUED] += queued - self._queued
+            self._queued = queued
         page[_BUSY + here] += max(0.0, spent)
         if here in _ASIDE:
             self._spent_aside += now - self._since
             page[_LONGEST] = max(page[_LONGEST], now - self._since)
-        if number == _DATA:
-            self._queued = queued_s()
         self._since, self._busy, self._here = now, busy, number
         if step is not None:
             self._step = step
@@ -98,17 +105,6 @@ class Beat:
         self._page[_DEVICE] = step
 
 
-def queued_s() -> float:
-    """Return the seconds in which this thread was ready and others had its core; 0 where the system does not tell.
-
-    Without them a loaded machine would make a straggler of whichever rank it let wait.
-    """
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
-
-
 @dataclass(frozen=True)
 class Reading:
     """A beat as it was read.
@@ -122,6 +118,8 @@ class Reading:
         busy: {phase: all seconds of it in which the main thread computed, rather than waited;
             of ``data`` all but those in which others had its core, for no rank is waited for in it, and of ``save``
             those of its own files}.
+        queued: All seconds, from each batch to the wait for the next one, in which others had the core of the main
+            thread.
     """
 
     step: int
@@ -132,6 +130,7 @@ class Reading:
     slowest: float
     longest: float
     busy: Mapping[Phase, float]
+    queued: float = 0.0
 
 
 def done_at(place: Place) -> int:
@@ -152,9 +151,9 @@ def read(path: Path) -> Reading | None:
         return None
     if len(page) != _PAGE.size:
         return None
-    since, place, done, device, slowest, longest, *busy = _PAGE.unpack(page)
+    since, place, done, device, slowest, longest, queued, *busy = _PAGE.unpack(page)
     if not since:
         return None
     step, number = divmod(int(place), _STEP)
     seconds = dict(zip(PHASES, busy, strict=True))
-    return Reading(step, PHASES[number], since, int(done), int(device), slowest, longest, seconds)
+    return Reading(step, PHASES[number], since, int(done), int(device), slowest, longest, seconds, queued)

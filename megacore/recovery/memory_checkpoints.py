@@ -33,8 +33,7 @@ from megacore.recovery import partners
 from megacore.recovery.partners import HeldFiles, Machines, SpreadCheckpoint, TensorTypes
 from megacore.resources import free_memory
 from megacore.say import say
-from megacore.store.io.file_lock import flock, is_at
-from megacore.store.io.files import open_lock
+from megacore.store.io.files import flock, is_at, open_lock
 from megacore.store.io.strict_json import StoreError, read_file
 from megacore.store.tensor_files.publish import remove_leftovers, replace_file, spelled
 from megacore.store.tensor_files.tensors import free_bytes, os_errors

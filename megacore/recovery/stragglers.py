@@ -1,5 +1,8 @@
 """Ranks that are slower than those that do the same work: from the time in which each does not wait for another.
 
+That others have a rank's core is no work of it, and on a busy machine befalls all: it is told where a rank loses far
+more to them than the others.
+
 Compared are ranks that differ in dp and tp alone: stages of a pipeline, experts and parts of the context have work of
 their own. The median is the lower one of the middle, so that of two ranks the slower is compared with the faster.
 """
@@ -24,6 +27,11 @@ CAUSES: Mapping[Phase, str] = {
 }
 """{phase: what it tells of}. The others are not the same on all ranks, or a rank may wait in them for its device."""
 
+CORE = "core"
+"""The cause of who waits for its own core."""
+CROWDED = 0.5
+"""The share of the median's work that a rank waits for its core, beyond three times what the median does, to be named:
+where all wait at random, one is never so far above the others for long."""
 ABOVE = 0.2
 """The share of the median that a rank is above it, to be named."""
 STEPS = 20
@@ -47,13 +55,15 @@ class _Rank:
 
     @property
     def total(self) -> float:
-        return sum(self.seconds.values())
+        """All of its work."""
+        return sum(seconds for cause, seconds in self.seconds.items() if cause != CORE)
 
     def see(self, reading: Reading) -> bool:
         """Take a look -> whether steps were done since the last one."""
-        steps, spent = reading.step - self.last.step, dict.fromkeys(CAUSES.values(), 0.0)
+        steps, spent = reading.step - self.last.step, dict.fromkeys([*CAUSES.values(), CORE], 0.0)
         for phase, cause in CAUSES.items():
             spent[cause] += reading.busy.get(phase, 0.0) - self.last.busy.get(phase, 0.0)
+        spent[CORE] = reading.queued - self.last.queued
         if steps < 0:  # they are done again
             self.last, self.first, self.seconds, self.above = reading, [], {}, 0
         if steps <= 0:
@@ -92,21 +102,31 @@ class Stragglers:
 
     def _judge(self, rank: int, peers: list[int], one: _Rank) -> None:
         usual = statistics.median_low([self._ranks[other].total for other in peers])
-        if len(peers) < 2 or not usual or one.total < (1 + ABOVE) * usual:
-            one.above, one.named = 0, one.named and bool(usual) and one.total > (1 + ABOVE / 2) * usual
+        each = {
+            cause: statistics.median_low([self._ranks[other].seconds.get(cause, 0.0) for other in peers])
+            for cause in one.seconds
+        }
+        lost = one.seconds.get(CORE, 0.0) - 3 * each.get(CORE, 0.0)
+
+        def is_slow(share: float) -> bool:
+            """Return whether it is above the median by this share of what it takes to be named."""
+            return bool(usual) and (lost > share * CROWDED * usual or one.total >= (1 + share * ABOVE) * usual)
+
+        if len(peers) < 2 or not is_slow(1.0):
+            one.above, one.named = 0, one.named and is_slow(0.5)
             return
         one.above += 1
         if one.above < STEPS or one.named:
             return
         one.named = True
-        each = {
-            cause: statistics.median_low([self._ranks[other].seconds.get(cause, 0.0) for other in peers])
-            for cause in one.seconds
-        }
-        cause = max(one.seconds, key=lambda cause: one.seconds[cause] - each[cause])
+        above = {cause: seconds - each[cause] for cause, seconds in one.seconds.items()}
+        core = above.pop(CORE, 0.0)
+        cause = CORE if lost > CROWDED * usual else max(above, key=lambda cause: above[cause])
+        more = core if cause == CORE else one.total - usual
         detail = (
-            f"{cause}: {one.seconds[cause]:.3g} s a step, where {each[cause]:.3g} s are usual; "
-            f"{one.total / usual - 1:.0%} above the median of ranks {', '.join(map(str, peers))}"
+            f"{cause}: {'others had it for ' * (cause == CORE)}{one.seconds[cause]:.3g} s a step, "
+            f"where {each[cause]:.3g} s are usual; "
+            f"{more / usual:.0%} above the median of ranks {', '.join(map(str, peers))}"
         )
         gpu = self.gpu(sorted(self._ranks).index(rank))
         self.report(Incident("straggler", detail="; ".join(filter(None, (detail, gpu))), rank=rank, step=one.last.step))

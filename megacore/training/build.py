@@ -96,11 +96,11 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     loss = () if config.preference is None else (TOLD,)
     loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients, loss)
-    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance, model.alignment)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
-    batches = _batches(setup, setup.corpora.train, mesh, model).ramped(config.batch.sizes)
-    batches = batches.without(start.progress.skipped_samples)
+    batches = _batches(setup, setup.corpora.train, mesh, model)
+    batches = replace(batches, sizes=config.batch.sizes, skipped=start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)
     rate = partial(learning_rate, schedule=config.schedule, base=config.optimizer.lr, total_steps=config.train.steps)
@@ -108,11 +108,11 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
 
 
 def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:
-    vocabulary = setup.model.vocab_size
-    found = setup.corpora.batches(
-        source, setup.config, mesh.data_rank, mesh.shape.data, vocabulary, model.context, mesh.place.cp
-    )
-    return found.looking(setup.model.mtp_layers if setup.config.mtp_factor(setup.model.schema) else 0)
+    config, vocabulary = setup.config, setup.model.vocab_size
+    sizes = config.batch.global_size, config.batch.micro_size, mesh.data_rank, mesh.shape.data
+    ahead = setup.model.mtp_layers if config.mtp_factor(setup.model.schema) else 0
+    how = setup.corpora.separate, vocabulary, model.context, mesh.place.cp
+    return Batches(source, *sizes, *how, ahead=ahead, scores=config.scores)
 
 
 def _callbacks(
@@ -155,7 +155,17 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     coefficients = Coefficients(experts.sequence_balance, experts.batch_balance, experts.z_loss, experts.bias_rate)
     context = config.context.over(mesh.shape.cp, setup.model.drops_attention)
     model = Model.create(
-        setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning, coefficients, context
+        setup.model,
+        layout,
+        mesh,
+        dtype,
+        losses,
+        activations,
+        hollow,
+        config.tuning,
+        coefficients,
+        context,
+        config.loss.indexer,
     )
     kernels.take_flash_attention(mesh.device, model.drops_attention)
     if config.train.precision == "fp8":

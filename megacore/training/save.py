@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +26,7 @@ from megacore.parallel.parameters import Parameters, view
 from megacore.parallel.weights.layout import Layout
 from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Schema
-from megacore.parallel.weights.transfer import Stored, native, plan
+from megacore.parallel.weights.transfer import Cut, Stored, native, plan
 from megacore.say import err
 from megacore.store.conversions.conversion import carried_files
 from megacore.store.io.objects import ObjectPath, place
@@ -48,7 +48,6 @@ from megacore.store.weight_folders.index import (
     Carried,
     FileRecord,
     Index,
-    Range,
     file_name,
     on_disk,
 )
@@ -65,7 +64,7 @@ _JOBS = 2
 NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
 """{torch's dtype: its name in a file}."""
 
-Wrote = tuple[str, int, dict[str, dict[str, int]], dict[str, tuple[str, int, int]]]
+Wrote = tuple[str, int, dict[str, dict[str, int]], dict[str, Cut]]
 """Path, bytes, fingerprints and ranges of a file, as they travel to the rank that publishes."""
 
 
@@ -144,7 +143,7 @@ class _Written:
 
     file: File
     state: str
-    ranges: Mapping[str, Range]
+    ranges: Mapping[str, Cut]
     host: Mapping[str, Tensor]
 
 
@@ -226,7 +225,7 @@ class Snapshot:
         fingerprints = _write(folder, files, self.schema, note)
         self.cpu_s = sum(spent.values())
         return [
-            (file.path, file.size, fingerprints[file.path], {name: astuple(cut) for name, cut in each.ranges.items()})
+            (file.path, file.size, fingerprints[file.path], dict(each.ranges))
             for file, each in zip(files, self.written, strict=True)
         ]
 
@@ -241,7 +240,7 @@ class Snapshot:
         planned = plan(self.schema, part.tensors, part.tensors)
         file = File(path, tuple(Written(s, NAMES[dtypes[s.name]], copies) for s, copies in planned), read)
         cuts = {stored.name: self._held[stored.name].cut(stored) for stored in part.tensors}
-        ranges = {name: Range(*cut) for name, cut in cuts.items() if cut is not None}
+        ranges = {name: cut for name, cut in cuts.items() if cut is not None}
         return _Written(file, part.state, ranges, host)
 
 
@@ -544,11 +543,7 @@ class Saver:
         publication = saving.publication
         assert publication is not None
         folder = publication.folder
-        records = {
-            name: FileRecord(size, found, {tensor: Range(*cut) for tensor, cut in ranges.items()})
-            for files in written
-            for name, size, found, ranges in files
-        }
+        records = {name: FileRecord(size, found, ranges) for files in written for name, size, found, ranges in files}
         there = publication.sizes()
         for rank in self._sharing:
             for name, size, *_ in written[rank]:

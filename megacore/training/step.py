@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.models.decoder import Microbatch
+from megacore.parallel.alignment import Alignment
 from megacore.parallel.balance import Balance
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.gradients.reduce import Gradients
@@ -70,7 +71,8 @@ class TrainStep:
     """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated.
 
     They stay as they are where the loss or the gradient norm is not finite, or ``halted`` (a bool scalar) is true: both
-    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model.
+    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model, and
+    ``alignment`` what its indexers learn from.
     """
 
     mesh: Mesh
@@ -79,6 +81,7 @@ class TrainStep:
     optimizer: Optimizer
     scaling: Scaling = UNSCALED
     balance: Balance | None = None
+    alignment: Alignment | None = None
     scaler: Scaler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +92,16 @@ class TrainStep:
         self.update(stats, lr, halted)
         self.gradients.updated()
         return stats
+
+    def begin(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Sequence[Microbatch]]:
+        """Begin the terms of the objective that are none of the loss -> the number of labels that count, and the
+        microbatches with their numbers."""
+        tokens, sequences, present = counted_and_routed(microbatches, self.mesh)
+        if self.balance is not None:
+            self.balance.begin(len(microbatches), sequences, present, self.scaler.scale)
+        if self.alignment is not None:
+            self.alignment.begin(present, self.scaler.scale)
+        return tokens, [replace(each, number=number) for number, each in enumerate(microbatches)]
 
     def update(self, stats: Stats, lr: float, halted: Tensor | None = None) -> None:
         """Do the second half, on this rank alone where no matrices are updated as wholes; parameters that are split are
@@ -106,12 +119,10 @@ class TrainStep:
         is told each phase before it."""
         scale = self.scaler.scale
         self.gradients.begin(len(microbatches))
-        if self.balance is None:
+        if self.balance is None and self.alignment is None:
             tokens = counted_tokens(microbatches, self.mesh)
         else:
-            tokens, sequences, routed = counted_and_routed(microbatches, self.mesh)
-            self.balance.begin(len(microbatches), sequences, routed, scale)
-            microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
+            tokens, microbatches = self.begin(microbatches)
         own = self.pipeline.train(microbatches, scale / tokens, lambda kind: enter(PHASES[kind])) / scale
         enter("reduce")
         self.gradients.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from megacore.store.tensor_files.publish import replace_file
 
 FOLDER = "traces"
 """The folder of traces in that of a run."""
+CPU = "cpu"
+"""The device of ranks that have no other."""
 KEPT = 10
 """The traces of a run that are kept, the newest."""
 ACTIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -31,6 +34,7 @@ class TracedInterval(NamedTuple):
         kind: An action; a collective; ``receive`` or ``send``, which are waits for another stage; or a phase.
         chunk, microbatch: Of an action, and of what is received or sent.
         axis: The axes of the mesh along which the ranks of a collective lie.
+        queued: The seconds of it in which others had the core of the host.
     """
 
     kind: str
@@ -39,6 +43,7 @@ class TracedInterval(NamedTuple):
     chunk: int = -1
     microbatch: int = -1
     axis: str = ""
+    queued: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -61,6 +66,8 @@ class TracedStep:
         schedule: The name of the pipeline's.
         errors: The most seconds that the clock of each rank may be off that of rank 0.
         ranks: Of each rank, the intervals of each of its tracks: of its host, and on GPUs of its device.
+        per_node: The successive ranks that share a node; 0 for all of them.
+        device: What the driver calls the device of rank 0.
     """
 
     step: int
@@ -68,6 +75,8 @@ class TracedStep:
     schedule: str
     errors: tuple[float, ...]
     ranks: tuple[Mapping[str, tuple[TracedInterval, ...]], ...]
+    per_node: int = 0
+    device: str = CPU
 
     def of(self, rank: int) -> tuple[TracedInterval, ...]:
         """Return what a rank has done: on its device, if it has one."""
@@ -115,6 +124,8 @@ def write_trace(folder: Path, traced: TracedStep) -> Path:
         "mesh": {dim: traced.mesh[dim] for dim in traced.mesh.DIMS},
         "schedule": traced.schedule,
         "clock_error_us": [round(error * 1e6, 1) for error in traced.errors],
+        "ranks_of_a_node": traced.per_node,
+        "device": traced.device,
     }
     document = {"traceEvents": [*_events(traced)], "displayTimeUnit": "ms", "otherData": other}
     replace_file(path, json.dumps(document, separators=(",", ":")).encode())
@@ -135,7 +146,9 @@ def _events(traced: TracedStep) -> Iterator[dict[str, Any]]:
         for number, (track, intervals) in enumerate(tracks.items()):
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}}
             for each in intervals:
-                given = {"chunk": each.chunk, "microbatch": each.microbatch} if each.chunk >= 0 else {}
+                given: dict[str, Any] = {"chunk": each.chunk, "microbatch": each.microbatch} if each.chunk >= 0 else {}
+                given = {"axis": each.axis} if each.axis else given
+                given |= {"queued": round(each.queued, 7)} if each.queued > 0 else {}
                 yield {
                     "ph": "X",
                     "name": each.label,
@@ -144,7 +157,7 @@ def _events(traced: TracedStep) -> Iterator[dict[str, Any]]:
                     "tid": number,
                     "ts": round(each.start * 1e6, 1),
                     "dur": round(each.seconds * 1e6, 1),
-                    "args": {"axis": each.axis} if each.axis else given,
+                    "args": given,
                 }
 
 
@@ -185,7 +198,8 @@ def read_trace(path: Path) -> TracedStep:
         rows = tuple({track: tuple(sorted(row, key=_outer_first)) for track, row in each.items()} for each in ranks)
         if not all(each.get("host") for each in rows):
             raise StoreError(f"{path}: a rank has recorded nothing")
-        return TracedStep(int(other["step"]), mesh, str(other["schedule"]), errors, rows)
+        per_node, device = max(0, int(other.get("ranks_of_a_node", 0))), str(other.get("device", CPU))
+        return TracedStep(int(other["step"]), mesh, str(other["schedule"]), errors, rows, per_node, device)
     except StoreError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -202,6 +216,7 @@ def _interval(event: Mapping[str, Any], most: int) -> TracedInterval:
     found = TracedInterval(event["cat"], start, start + seconds, **event["args"])
     numbers, axes = (found.chunk, found.microbatch), found.axis.split(" x ") if found.axis else []
     sound = isinstance(found.kind, str) and seconds >= 0 and {*axes} <= {*MeshShape.DIMS}
+    sound &= math.isfinite(found.queued) and found.queued >= 0
     if not sound or not all(isinstance(each, int) and -1 <= each < most for each in numbers):
         raise ValueError(f"{short(dict(event))} is nothing that a rank does")
     return found

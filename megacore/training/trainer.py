@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -183,7 +183,7 @@ class Trainer:
                 self._steps()
                 if self._back_to is not None:
                     (self.step, self.start), self._back_to = self._back_to, None
-                    self.batches = self.batches.without(self.start.skipped_samples)
+                    self.batches = replace(self.batches, skipped=self.start.skipped_samples)
                     self.call("on_rewind")
             self.call("on_end")
             if self.failure is not None:

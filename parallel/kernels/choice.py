@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.parallel.kernels import activation, bands, cpu, delta_rule, grouped, norm, rotation
+from megacore.parallel.kernels import activation, bands, cpu, delta_rule, grouped, indexed, norm, rotation
 from megacore.parallel.kernels import documents as within
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.narrow_adamw import NarrowAdamW
@@ -249,6 +249,12 @@ def documents_attention(
     if torch.compiler.is_compiling():
         return within.masked(q, k, v, documents, sequences, scoring)
     return within.one_by_one(q, k, v, documents, scoring)
+
+
+choose_indexed, scores_of_chosen, divergence = indexed.choose, indexed.scores_of_chosen, indexed.divergence
+indexed_attention, indexed_weights = indexed.attention, indexed.attention_weights
+"""Attention to tokens that an indexer chooses: torch's operators everywhere. DeepGEMM's scores and FlashMLA's sparse
+attention are not chosen."""
 
 
 @cache

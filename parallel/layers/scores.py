@@ -36,7 +36,20 @@ def most_likely(objective: Objective, logits: Tensor, labels: Tensor) -> Tensor:
     return (first == labels).to(torch.promote_types(logits.dtype, torch.float32))
 
 
-SCORES: Mapping[Score, Callable[[Objective, Tensor, Tensor], Tensor]] = {"loss": loss, "most_likely": most_likely}
+def logit(objective: Objective, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the logit of each label: [n]; of a head of scores, the score."""
+    start, valid = objective.own_columns(logits)
+    here = (labels >= start) & (labels < start + valid)
+    own = logits.gather(1, (labels - start).where(here, 0)[:, None])[:, 0]
+    found = objective.finish(own).where(here, 0).to(torch.promote_types(logits.dtype, torch.float32))
+    return all_reduce_(found, objective.group)
+
+
+SCORES: Mapping[Score, Callable[[Objective, Tensor, Tensor], Tensor]] = {
+    "loss": loss,
+    "most_likely": most_likely,
+    "logit": logit,
+}
 """(objective, logits [n, padded vocab/tp], labels [n]) -> the scores: [n], the same on every rank."""
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.parallel.enum_errors import Recompute, check_choice
 from megacore.parallel.memory.offload import Back, HostMemory, Keep, Key, View, keep, keeping, key
+from megacore.parallel.recorder import IDLE, RECOMPUTE, Recorder
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,11 @@ class Runner:
 
 
 def runner(
-    activations: Activations, blocks: Iterable[nn.Module], cheap: tuple[type[nn.Module], ...], device: torch.device
+    activations: Activations,
+    blocks: Iterable[nn.Module],
+    cheap: tuple[type[nn.Module], ...],
+    device: torch.device,
+    recorder: Recorder = IDLE,
 ) -> Runner:
     """Return the runner of these blocks.
 
@@ -74,16 +79,22 @@ def runner(
         blocks: All blocks that will be run.
         cheap: Modules whose outputs take less to compute than to keep; each is a function of its inputs and weights.
         device: The device of the blocks.
+        recorder: Is told of what is computed again.
     """
     blocks = list(blocks)
     start: Callable[[], Keep] = HostMemory(device).start if activations.offload else lambda: keep
     if activations.recompute == "selective":
-        return Runner(_call, Selective(blocks, cheap, start).saving)
+        return Runner(_call, Selective(blocks, cheap, start, recorder).saving)
     step = _call
     if activations.recompute == "full":
         drops = any(isinstance(m, nn.Dropout) and m.p > 0 for block in blocks for m in block.modules())
         # The state of the generator is that which this microbatch's seed has led to: the same masks are drawn again.
-        step = partial(checkpoint, use_reentrant=False, preserve_rng_state=drops)
+        step = partial(
+            checkpoint,
+            use_reentrant=False,
+            preserve_rng_state=drops,
+            context_fn=lambda: (nullcontext(), recorder.over(RECOMPUTE)),
+        )
     return Runner(step, lambda: keeping(start())) if activations.offload else Runner(step)
 
 
@@ -100,9 +111,13 @@ class Selective:
     """Forgets the outputs of cheap modules; whoever has saved one has it computed again when it is asked for."""
 
     def __init__(
-        self, blocks: Iterable[nn.Module], cheap: tuple[type[nn.Module], ...], start: Callable[[], Keep]
+        self,
+        blocks: Iterable[nn.Module],
+        cheap: tuple[type[nn.Module], ...],
+        start: Callable[[], Keep],
+        recorder: Recorder = IDLE,
     ) -> None:
-        self._start = start
+        self._start, self._recorder = start, recorder
         self._now: _Forgetting | None = None
         for block in blocks:
             for module in block.modules():
@@ -111,7 +126,7 @@ class Selective:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        self._now = _Forgetting(self._start())
+        self._now = _Forgetting(self._start(), self._recorder)
         try:
             with keeping(self._now):
                 yield
@@ -131,15 +146,17 @@ class _Forgetting:
 
     Args:
         kept: The Keep that the inputs, and everything else, are given to.
+        recorder: Is told of what is made again.
         made: The outputs of cheap modules, and how they were made.
     """
 
     kept: Keep
+    recorder: Recorder
     made: dict[Key, tuple[StorageWeakRef, Back]] = field(default_factory=dict)
 
     def note(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         backs = [self(x) for x in inputs]
-        again = partial(_again, module, backs)
+        again = partial(_again, self.recorder, module, backs)
         self.made[key(output)] = StorageWeakRef(output.untyped_storage()), again
 
     def __call__(self, tensor: Tensor) -> Back:
@@ -149,7 +166,7 @@ class _Forgetting:
         return lambda: view.on(again())
 
 
-def _again(module: nn.Module, backs: list[Back]) -> Tensor:
-    with torch.no_grad():
+def _again(recorder: Recorder, module: nn.Module, backs: list[Back]) -> Tensor:
+    with torch.no_grad(), recorder.over(RECOMPUTE):
         y: Tensor = module.forward(*(back() for back in backs))
     return y

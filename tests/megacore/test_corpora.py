@@ -12,7 +12,7 @@ from engine import VOCAB, write_corpus
 
 from megacore.config import Config, CorpusConfig, DataConfig
 from megacore.data.blend import Blend
-from megacore.data.corpora import Corpora, facts, vocabulary_problems
+from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.corpus import CORPUS, Corpus
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import Source
@@ -77,17 +77,10 @@ def test_a_temperature_moves_the_shares_of_a_blend(tmp_path: Path, temperature: 
     assert sum(source.sample(i).tokens[0] >= 1000 for i in range(60)) == share
 
 
-def test_batches_are_of_this_rank_and_section(tmp_path: Path) -> None:
+def test_documents_are_kept_apart_where_that_is_asked_for(tmp_path: Path) -> None:
     plain = config(write(tmp_path / "a", *[10] * 50))
-    corpora = Corpora.open(plain)
-    whole = corpora.batches(corpora.train, plain, 0, 1).microbatches(0)
-    assert len(whole) == 8 and whole[0].documents is None
-    for rank in range(2):
-        half = corpora.batches(corpora.train, plain, rank, 2).microbatches(0)
-        assert [b.tokens.tolist() for b in half] == [b.tokens.tolist() for b in whole[rank::2]]
     apart = Config(data=DataConfig(plain.data.train, (), 0.0, 8, within_documents=True))
-    corpora = Corpora.open(apart)
-    assert corpora.batches(corpora.train, apart, 0, 1).microbatches(0)[0].documents is not None
+    assert Corpora.open(apart).separate and not Corpora.open(plain).separate
 
 
 MIXED = [3, 40, 10, 25, 9, 30] * 12
@@ -169,10 +162,10 @@ def test_what_is_too_short_is_named(
 
 def test_facts_are_those_of_this_pair(tmp_path: Path) -> None:
     """Another pair in the same folder may be of another tokenizer."""
-    assert facts(CorpusConfig(str(tmp_path / "corpus"))) is None
+    assert Corpus.beside(tmp_path / "corpus") is None
     FACTS.write(tmp_path)
-    assert facts(CorpusConfig(str(tmp_path / "corpus"))) == FACTS
-    assert facts(CorpusConfig(str(tmp_path / "other"))) is None
+    assert Corpus.beside(tmp_path / "corpus") == FACTS
+    assert Corpus.beside(tmp_path / "other") is None
     assert json.loads((tmp_path / CORPUS).read_text()) == asdict(FACTS)
 
 

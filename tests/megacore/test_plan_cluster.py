@@ -20,7 +20,7 @@ from pool import Pool
 
 from megacore import open_files
 from megacore.control import Control
-from megacore.data.batches import HELD, Batch, Prefetch
+from megacore.data.batches import HELD, Batch, Batches, Prefetch
 from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import BLOCKS
@@ -121,7 +121,7 @@ def test_a_rank_holds_the_data_that_the_plan_says(tmp_path: Path) -> None:
     assert said is not None
     tracemalloc.start()
     corpora = Corpora.open(config, checked=True)
-    batches, made = corpora.batches(corpora.train, config, 0, 1), list[list[Batch]]()
+    batches, made = Batches(corpora.train, 16, 2, 0, 1), list[list[Batch]]()
     corpora.train.sample(0)
     order = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -25,6 +25,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from megacore.data.batches import Batches
+from megacore.inference.evaluation import evaluate
 from megacore.inference.loaded_model import generate, load_model
 from megacore.store.conversions.convert import convert
 from megacore.store.io.strict_json import StoreError
@@ -93,7 +95,10 @@ def test_the_last_token_of_a_full_row_is_scored(scored: Path, tmp_path: Path) ->
     length = max(sizes) - 1
     recipe = str(scored / "recipe.yaml")
     setup, _ = checked(recipe, [*started(scored), f"out={tmp_path}", f"data.sequence_length={length}"])
-    batches = setup.corpora.batches(setup.corpora.train, setup.config, 0, 1)
+    batch = setup.config.batch
+    batches = Batches(
+        setup.corpora.train, batch.global_size, batch.micro_size, 0, 1, setup.corpora.separate, scores=True
+    )
     rows = [
         batches.microbatches_from(row)
         for row in range(rows_of(scored, *started(scored), f"data.sequence_length={length}"))
@@ -182,6 +187,17 @@ def test_a_language_model_becomes_a_reward_model(pool: Pool, scored: Path, tmp_p
         for (prompt, *ends), want in zip(pairs, rewards, strict=True):
             for end, score in zip(ends, want, strict=True):
                 assert model.logits(prompt + end)[-1].tolist() == pytest.approx([score.item()], rel=1e-5, abs=1e-5)
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats()))
+    found, margins = (
+        evaluate(tmp_path / "hf", tmp_path / "held_out.jsonl", dtype="float64"),
+        rewards[:, 0] - rewards[:, 1],
+    )
+    assert found == {
+        "pairs": COUNT,
+        "too_long": 0,
+        "accuracy": pytest.approx((margins > 0).double().mean().item()),
+        "margin": pytest.approx(margins.mean().item(), rel=1e-5),
+    }
     with pytest.raises(StoreError, match="is a LlamaForSequenceClassification, whose head scores a sequence and"):
         generate(tmp_path / "hf", ["a"])
 

@@ -20,7 +20,7 @@ from megacore import run_lock
 from megacore.rank import RankPlace
 from megacore.recipe import ConfigError
 from megacore.run_lock import LOCK, Holder, RunLock, holder, read
-from megacore.store.io import file_lock
+from megacore.store.io import files
 from megacore.store.io.strict_json import StoreError
 from megacore.training import main, metrics
 from megacore.training.check import check
@@ -34,7 +34,7 @@ def silent(said: str) -> None:
 
 
 def no_locks(file: object, kind: int) -> bool:
-    raise file_lock.NoLocks("no locks here")
+    raise files.NoLocks("no locks here")
 
 
 def test_the_second_is_told_who_holds_it(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_lock_that_can_be_had_counts_only_when_the_heartbeat_stands_still(tmp_
 
 
 def test_without_locks_the_heartbeat_alone_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_lock, "flock", no_locks)
+    monkeypatch.setattr(files, "flock", no_locks)
     monkeypatch.setattr(run_lock, "flock", no_locks)
     with RunLock.take(tmp_path, QUICK, silent), pytest.raises(StoreError, match="is held by a run"):
         RunLock.take(tmp_path, QUICK, silent)

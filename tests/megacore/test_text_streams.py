@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,21 +86,12 @@ class Here:
 
     def __init__(self, texts: TextFiles) -> None:
         self._texts, self._loaded = texts, texts.load()
-        self._chunks: dict[tuple[int, int], Iterator[Chunk]] = {}
-        self._asked: dict[tuple[int, int], int] = {}
+        self._chunks: dict[int, Iterator[Chunk]] = {}
 
-    def ask(self, stream: int, ticket: int, place: Place | None = None) -> None:
+    def ask(self, stream: int, place: Place | None = None) -> mock.Mock:
         if place is not None:
-            self._chunks[stream, ticket] = self._texts.chunks(self._loaded, stream, place)
-        self._asked[stream, ticket] = self._asked.get((stream, ticket), 0) + 1
-
-    def forget(self, stream: int, ticket: int) -> None:
-        del self._chunks[stream, ticket]
-
-    def chunk(self, stream: int, ticket: int) -> Chunk:
-        self._asked[stream, ticket] -= 1
-        assert self._asked[stream, ticket] >= 0, "it would wait for ever"
-        return next(self._chunks[stream, ticket])
+            self._chunks[stream] = self._texts.chunks(self._loaded, stream, place)
+        return mock.Mock(result=partial(next, self._chunks[stream]))
 
 
 def texts_of(folder: Path, count: int = 1, name: str = "texts", **given: Any) -> TextFiles:

@@ -39,14 +39,14 @@ def run_of_skewed_clocks(recipe: str, out: str, every: int) -> engine.Result:
 
 @pytest.mark.in_turn(4, 1)
 def test_a_run_is_recorded_and_unchanged(pool: Pool, recipe: str, tmp_path: Path) -> None:
-    """Steps 2 and 4 of 4, the last of which is recorded when the run ends."""
-    outs = {every: str(tmp_path / f"{every}") for every in (0, 2)}
+    """All 4 steps, two of them before there is a record, and the last when the run ends."""
+    outs = {every: str(tmp_path / f"{every}") for every in (0, 1)}
     plain, traced = (pool.run(4, run_of_skewed_clocks, recipe, out, every) for every, out in outs.items())
     assert all(engine.same(one.weights, other.weights) for one, other in zip(plain, traced, strict=True))
     assert not traces.files(tmp_path / "0")
-    found = [read_trace(path) for path in traces.files(tmp_path / "2")]
+    found = [read_trace(path) for path in traces.files(tmp_path / "1")]
     assert [(each.step, each.schedule, each.mesh.pp, each.mesh.tp) for each in found] == [
-        (n, "zb-h1", 2, 2) for n in (2, 4)
+        (n, "zb-h1", 2, 2) for n in (1, 2, 3, 4)
     ]
     for each in found:
         check(each)
@@ -133,6 +133,26 @@ def test_on_a_gpu_events_are_recorded_and_read_later() -> None:
     assert abs(found[3].end + 1.0 - found[1].end) < 0.5  # an event before the one that was waited for
 
 
+def test_the_seconds_in_which_others_had_the_core_are_of_what_was_done_then() -> None:
+    recorder, queued = Recorder(torch.device("cpu")), iter([0.0, 0.5, 0.75, 1.0])
+    recorder.begin(lambda: next(queued))
+    with recorder.over("F", 0, 0), recorder.over("receive", 0, 0):
+        pass
+    assert [(x.kind, x.queued) for x in recorder.read(recorder.end())] == [("receive", 0.25), ("F", 1.0)]
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_what_is_computed_again_is_recorded(recipe: str, tmp_path: Path, recompute: str) -> None:
+    """In backwards alone: of all four blocks, or of what is cheap in them."""
+    given = [f"out={tmp_path}", f"memory.recompute={recompute}", "batch.global_size=2", "evaluate.every=0"]
+    engine.train(recipe, [*given, "log.trace=1", "train.steps=1", "schedule.warmup_steps=0"])
+    (step,) = (read_trace(path) for path in traces.files(tmp_path))
+    again = [x for x in step.of(0) if x.kind == "recompute"]
+    backwards = [x for x in step.of(0) if x.kind == "B"]
+    assert all(any(b.start <= x.start and x.end <= b.end + 1e-6 for b in backwards) for x in again)
+    assert len(backwards) == 2 and (len(again) == 8 if recompute == "full" else len(again) > 8)
+
+
 @pytest.mark.parametrize(
     "text",
     ["[]", "{}", "{", "[" * 100_000, json.dumps({"traceEvents": [], "otherData": {"step": 1, "mesh": {"pp": 2}}})],
@@ -172,6 +192,8 @@ DAMAGES: dict[str, Callable[[Any, Any], object]] = {
     "an end before its begin": lambda _, event: event.update(dur=-1.0),
     "a kind that is no text": lambda _, event: event.update(cat=["F"]),
     "a time that is none": lambda _, event: event.update(ts=float("nan")),
+    "a core that others had for less than no time": lambda _, event: event["args"].update(queued=-1.0),
+    "nodes of no number of ranks": lambda other, _: other.update(ranks_of_a_node="two"),
 }
 
 

@@ -83,6 +83,8 @@ SAME: list[tuple[str, Fields]] = [
     ("deepseek_v3", DEEPSEEK | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
     ("deepseek_v2", DEEPSEEK | {"scoring_func": "softmax"}),
     ("dots1", {"moe_layer_freq": 1}),
+    ("deepseek_v32", DEEPSEEK | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}),
+    ("glm_moe_dsa", DEEPSEEK | {"scoring_func": "sigmoid", "indexer_rope_interleave": True}),
     ("exaone4", {"reorder_and_qk_norm": True}),
     ("phimoe", {"hidden_dropout": 0.0}),
     ("qwen3_next", {"use_sliding_window": False}),
@@ -423,6 +425,22 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("deepseek_v3", {"n_group": 3}, "4 experts do not divide into 3 groups"),
     ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1: it must be at least 0"),
     ("deepseek_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1: it must be from 0"),
+    *(
+        (name, fields, message)
+        for name in ("deepseek_v32", "glm_moe_dsa")
+        for fields, message in (
+            ({"index_topk": 0}, "index_topk is 0: it must be at least 1"),
+            ({"index_n_heads": 0}, "index_n_heads is 0: it must be at least 1"),
+            ({"index_head_dim": 4}, "index_head_dim is 4: it must be above qk_rope_head_dim (4), the part of it that"),
+            ({"q_lora_rank": None}, "q_lora_rank is None, which is not of type int"),
+            ({"rope_interleave": False}, "rope_interleave=False would change the maths"),
+        )
+    ),
+    ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=False would change the maths"),
+    ("glm_moe_dsa", {"index_topk_pattern": "FSS"}, "unknown field 'index_topk_pattern'"),
+    ("glm_moe_dsa", {"indexer_types": ["full"] * 2}, "indexer_types names 2 layers, and num_hidden_layers is 3"),
+    ("glm_moe_dsa", {"indexer_types": ["full", "half", "full"]}, "indexer_types names half: only full and shared are"),
+    ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "indexer_types: the first layer must be full"),
     ("falcon", {"alibi": True}, "alibi=True would change the maths and is not supported: only False is"),
     ("falcon", {"hidden_dropout": 0.1}, "hidden_dropout=0.1 would change the maths and is not supported: only 0.0 is"),
     ("falcon", {"attention_dropout": 0.1}, "attention_dropout=0.1 would change the maths and is not supported: only 0"),

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megacore.parallel import kernels
 from megacore.parallel.labels import IGNORE
-from megacore.parallel.layers.loss import cross_entropy
+from megacore.parallel.layers.loss import Finish, Objective, cross_entropy
+from megacore.parallel.layers.scores import logit
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.weights.layout import MeshShape, split_axis
 
@@ -181,3 +182,16 @@ def test_the_gradient_takes_the_memory_of_the_logits() -> None:
     activations.register_hook(lambda gradient: came.append(gradient.data_ptr()))
     cross_entropy(activations, torch.zeros(4, dtype=torch.long), ALONE, 8).sum().backward()
     assert came == [activations.data_ptr()]
+
+
+def own_logits(vocab: int) -> tuple[Tensor, Tensor]:
+    mesh = Mesh.create(MeshShape(tp=torch.distributed.get_world_size()))
+    logits, labels, _ = drawn(vocab, "none")
+    found = logit(Objective(mesh.tp, vocab, finish=Finish(2.0, 5.0)), own_columns(logits, mesh), labels)
+    return found, 5.0 * torch.tanh(logits.gather(1, labels[:, None])[:, 0] * 2.0 / 5.0)
+
+
+@pytest.mark.parametrize("vocab", [5, 16])
+def test_the_logit_of_a_label_comes_from_the_rank_that_has_it(pool: Pool, vocab: int) -> None:
+    for found, wanted in pool.run(4, own_logits, vocab):
+        torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)

@@ -12,7 +12,7 @@ import pytest
 
 from megacore import incidents
 from megacore.incidents import KINDS, Incident
-from megacore.store.io.file_lock import flock
+from megacore.store.io.files import flock
 from megacore.store.io.strict_json import StoreError
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("not_durable")]

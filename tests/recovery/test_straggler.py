@@ -13,24 +13,32 @@ import pytest
 
 from megacore.incidents import Incident
 from megacore.parallel.weights.layout import MeshShape
-from megacore.recovery.beats import Beat, Phase, Reading, queued_s, read
+from megacore.recovery.beats import Beat, Phase, Reading, read
 from megacore.recovery.gpus import GpuErrors, gpu_in_words
 from megacore.recovery.stragglers import STEPS, Stragglers
+from megacore.resources import queued_s
 
 USUAL: dict[Phase, float] = {"data": 0.001, "forward": 0.1, "backward": 0.2, "update": 0.03, "save": 0.0}
 
 
-def told(shape: MeshShape, steps: int, busy: dict[Phase, np.ndarray], stride: int = 1) -> list[Incident]:
-    """What is told of ranks that spend busy[phase][step, rank] seconds, looked at every ``stride`` steps."""
+def told(
+    shape: MeshShape, steps: int, busy: dict[Phase, np.ndarray], stride: int = 1, queued: np.ndarray | float = 0.0
+) -> list[Incident]:
+    """What is told of ranks that spend busy[phase][step, rank] seconds, and in whose steps others have their core for
+    queued[step, rank], looked at every ``stride`` steps."""
     incidents = list[Incident]()
     watch = Stragglers(shape, incidents.append)
     spent = {phase: np.cumsum(np.broadcast_to(each, (steps, shape.world)), axis=0) for phase, each in busy.items()}
+    lost = np.cumsum(np.broadcast_to(queued, (steps, shape.world)), axis=0)
     for step in range(0, steps, stride):
         seconds = {
             rank: {phase: float(each[step, rank]) for phase, each in spent.items()} for rank in range(shape.world)
         }
         watch.see(
-            {rank: Reading(step, "forward", 1.0, step - 1, -1, 0.1, 0.0, seconds[rank]) for rank in range(shape.world)}
+            {
+                rank: Reading(step, "forward", 1.0, step - 1, -1, 0.1, 0.0, seconds[rank], float(lost[step, rank]))
+                for rank in range(shape.world)
+            }
         )
     return incidents
 
@@ -85,8 +93,20 @@ def test_random_load_is_no_straggler_over_10_000_steps() -> None:
     busy = series(shape, 10_000, 0.3)
     busy["data"] += rng.exponential(0.03, (10_000, 4)) * (rng.random((10_000, 4)) < 0.1)
     busy["forward"] += rng.pareto(3.0, (10_000, 4)) * 0.01
-    for stride in (1, 7):
-        assert not told(shape, 10_000, busy, stride)
+    for stride, others in ((1, 3.0), (7, 0.1)):  # processes on all cores: each rank waits for its own at random
+        assert not told(shape, 10_000, busy, stride, rng.exponential(others, (10_000, 4)))
+
+
+def test_a_rank_with_half_a_core_is_named() -> None:
+    """From the moment on at which others have the core of one rank alone for as long as it computes; where all share
+    theirs, nobody is."""
+    shape = MeshShape(dp=4)
+    queued = np.full((300, 4), 0.02)
+    queued[100:, 2] += 0.33
+    (incident,) = told(shape, 300, series(shape, 300, 0.1), queued=queued)
+    assert (incident.kind, incident.rank) == ("straggler", 2) and 100 + STEPS <= (incident.step or 0) < 180
+    assert incident.detail.startswith("core: others had it for 0.") and "where 0.02 s are usual" in incident.detail
+    assert not told(shape, 300, series(shape, 300, 0.1), queued=np.full((300, 4), 0.5))
 
 
 def test_steps_that_are_done_again_are_measured_anew() -> None:
@@ -212,8 +232,13 @@ def test_others_on_its_core_make_no_straggler(tmp_path: Path) -> None:
         computed = time.thread_time() - computed
         beat.enter("forward")
         reading = read(tmp_path / "beat")
-        assert reading is not None and reading.busy["data"] < computed + 0.05
+        assert reading is not None and reading.busy["data"] < computed + 0.05 and not reading.queued
         assert time.monotonic() - began > computed + 0.1
+        waited = queued_s()
+        while queued_s() < waited + 0.1:
+            pass
+        beat.enter("data")
+        assert (reading := read(tmp_path / "beat")) and 0.1 <= reading.queued < time.monotonic() - began
     finally:
         os.sched_setaffinity(0, cores)
         other.kill()

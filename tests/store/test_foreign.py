@@ -1,12 +1,15 @@
-"""Checkpoints that other trainers write: FSDP2's here, by torch itself. What is read of them, and what is refused."""
+"""Checkpoints that other trainers write: FSDP2's here, by torch itself, and others by hand as they lay them out. What
+is read of them, and what is refused."""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
 import pickle  # noqa: TID251  # to write what must not be run
 import random
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +29,7 @@ from megacore.models.registry import configure
 from megacore.parallel.weights.transfer import hugging_face
 from megacore.store.conversions.formats import open_folder
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.distributed import DistributedFiles
 from megacore.store.tensor_files.pickles import read_pickle
 from megacore.store.tensor_files.torch_files import read_saved
 from megacore.store.weight_folders.folder import WeightFolder
@@ -153,19 +157,20 @@ def _next(recipe: str, resumed: str, out: str) -> tuple[Tensor, Tensor, float]:
 # -- names
 
 _KINDS = "exp_avg", "exp_avg_sq"
+_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
-def _tensors(seed: int = 0) -> dict[str, Tensor]:
+def _tensors(seed: int = 0, model: Mapping[str, Any] = engine.LLAMA) -> dict[str, Tensor]:
     """Tensors of a model by Hugging Face's names."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {stored.name: stored.shape for stored in hugging_face(configure(engine.LLAMA).schema)}
+    shapes = {stored.name: stored.shape for stored in hugging_face(configure(dict(model)).schema)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def _save(folder: Path, state: Mapping[str, Any]) -> Path:
+def _save(folder: Path, state: Mapping[str, Any], model: Mapping[str, Any] = engine.LLAMA) -> Path:
     """Save what one process has."""
     dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
-    (folder / "config.json").write_text(json.dumps(configure(engine.LLAMA).to_hugging_face()))
+    (folder / "config.json").write_text(json.dumps(configure(dict(model)).to_hugging_face()))
     return folder
 
 
@@ -232,7 +237,8 @@ def test_torchtitan_names(tmp_path: Path, older: bool) -> None:
 def _assert_bits(folder: WeightFolder, state: str, values: Mapping[str, Tensor]) -> None:
     assert {stored.name for stored in folder.stored(state)} == values.keys()
     for stored in folder.stored(state):
-        assert np.array_equal(folder.read(state)(stored)[1].view("f4"), values[stored.name].numpy()), stored.name
+        bits, want = folder.read(state)(stored)[1], values[stored.name].contiguous()
+        assert np.array_equal(bits.view(f"i{bits.itemsize}"), want.view(_INTEGERS[want.dtype]).numpy()), stored.name
 
 
 def _moments(tensors: Mapping[str, Tensor], root: str, steps: int = 5) -> dict[str, Tensor]:
@@ -264,6 +270,266 @@ def test_moments_beside_states_of_another_optimizer_are_left_out(tmp_path: Path)
     assert folder.states == ("weights",) and folder.trainer_json() is None
     said = "left out: 30 of its states are none of AdamW, such as 'muon.model.embed_tokens.weight.momentum_buffer'"
     assert said in "\n".join(folder.remarks)
+
+
+class _Parts(Tensor):
+    """A tensor that is saved in parts, {where each begins: it}, by the protocol that torch has for that."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], Tensor]) -> _Parts:
+        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=next(iter(parts.values())).dtype)
+        made.parts = parts
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def __create_write_items__(self, name: str, _: Any) -> list[Any]:
+        from torch.distributed.checkpoint import metadata, planner
+
+        made = []
+        for begin, part in self.parts.items():  # type: ignore[attr-defined]
+            chunk = metadata.ChunkStorageMetadata(torch.Size(begin), part.shape)
+            of = planner.TensorWriteData(chunk, metadata.TensorProperties.create_from_tensor(part), self.shape)
+            index = metadata.MetadataIndex(name, torch.Size(begin))
+            made.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=of))
+        return made
+
+    def __create_chunk_list__(self) -> list[Any]:
+        raise NotImplementedError
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return self.parts[tuple(index.offset)]  # type: ignore[attr-defined]
+
+
+def _cut(value: Tensor, layers: bool) -> _Parts:
+    """In a part for each layer, each in two along the next dimension, as two ranks would have them."""
+    dim = int(layers)
+    parts: dict[tuple[int, ...], Tensor] = {}
+    for at, layer in enumerate(value.split(1) if layers else [value]):
+        half = value.shape[dim] // 2
+        for begin, part in zip((0, half), layer.tensor_split([half], dim), strict=True):
+            parts[(*[at] * dim, begin, *[0] * (value.ndim - dim - 1))] = part.contiguous()
+    return _Parts(tuple(value.shape), parts)
+
+
+def _flat(value: Tensor) -> _Parts:
+    """In two blocks of the last dimension, and one for each layer: each flat, and cut at a third of it."""
+    parts: dict[tuple[int, ...], Tensor] = {}
+    blocks = 2 if value.ndim > 1 else 1
+    for layer, of in enumerate(value):
+        for block, elements in enumerate(of.chunk(blocks, -1) if blocks == 2 else [of]):
+            at = (layer, *[0] * (value.ndim - 2), block)[: value.ndim]
+            third = elements.numel() // 3
+            for begin, part in zip((0, third), elements.flatten().tensor_split([third]), strict=True):
+                parts[(*at, begin)] = part.reshape(*[1] * value.ndim, -1)
+    grid = (len(value), *[1] * (value.ndim - 2), blocks)[: value.ndim]
+    return _Parts((*grid, value.numel() // len(value) // blocks), parts)
+
+
+MIXTRAL = {**engine.LLAMA, "family": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 4}
+
+
+def _megatrons(tensors: Mapping[str, Tensor], gated_apart: bool) -> dict[str, Tensor]:
+    """By Megatron-Core's names, which have the numbers of layers and experts."""
+
+    def up(name: str, gate: str, up: str) -> dict[str, Tensor]:
+        two = tensors[gate], tensors[up]
+        apart = {f"{name}.weight_w": two[0], f"{name}.weight_v": two[1]}
+        return apart if gated_apart else {f"{name}.weight": torch.cat(two)}
+
+    pad = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, 3), value=9.0)
+    gpt2, made = "transformer.wte.weight" in tensors, dict[str, Tensor]()
+    if gpt2:
+        made["embedding.word_embeddings.weight"] = pad(tensors["transformer.wte.weight"])
+        made["embedding.position_embeddings.weight"] = tensors["transformer.wpe.weight"]
+        ends = {f"decoder.final_layernorm.{kind}": f"transformer.ln_f.{kind}" for kind in ("weight", "bias")}
+    else:
+        made["embedding.word_embeddings.weight"] = pad(tensors["model.embed_tokens.weight"])
+        made["output_layer.weight"] = pad(tensors["lm_head.weight"])
+        ends = {"decoder.final_layernorm.weight": "model.norm.weight"}
+    made |= {theirs: tensors[ours] for theirs, ours in ends.items()}
+    for layer in range(2 if gpt2 else 4):
+        theirs, ours = f"decoder.layers.{layer}.", f"transformer.h.{layer}." if gpt2 else f"model.layers.{layer}."
+        if gpt2:
+            for kind in ("weight", "bias"):
+                q, k, v = _turned(tensors[f"{ours}attn.c_attn.{kind}"]).chunk(3)
+                heads = zip(q.split(4), k.split(4), v.split(4), strict=True)
+                made[f"{theirs}self_attention.linear_qkv.{kind}"] = torch.cat([torch.cat(each) for each in heads])
+                for word, their_word in _GPT2_WORDS.items():
+                    made[f"{theirs}{their_word}{kind}"] = _turned(tensors[f"{ours}{word}{kind}"])
+            continue
+        q, k, v = (tensors[f"{ours}self_attn.{label}_proj.weight"] for label in "qkv")
+        groups = zip(q.split(8), k.split(4), v.split(4), strict=True)
+        made[f"{theirs}self_attention.linear_qkv.weight"] = torch.cat([torch.cat(each) for each in groups])
+        made[f"{theirs}self_attention.linear_proj.weight"] = tensors[f"{ours}self_attn.o_proj.weight"]
+        made[f"{theirs}self_attention.linear_qkv.layer_norm_weight"] = tensors[f"{ours}input_layernorm.weight"]
+        experts = f"{ours}block_sparse_moe."
+        if f"{experts}gate.weight" not in tensors:
+            made[f"{theirs}mlp.linear_fc1.layer_norm_weight"] = tensors[f"{ours}post_attention_layernorm.weight"]
+            made |= up(f"{theirs}mlp.linear_fc1", f"{ours}mlp.gate_proj.weight", f"{ours}mlp.up_proj.weight")
+            made[f"{theirs}mlp.linear_fc2.weight"] = tensors[f"{ours}mlp.down_proj.weight"]
+            continue
+        made[f"{theirs}pre_mlp_layernorm.weight"] = tensors[f"{ours}post_attention_layernorm.weight"]
+        made[f"{theirs}mlp.router.weight"] = tensors[f"{experts}gate.weight"]
+        for n in range(3):
+            name, of = f"{theirs}mlp.experts.experts.{n}.", f"{experts}experts.{n}."
+            made |= up(f"{name}linear_fc1", f"{of}w1.weight", f"{of}w3.weight")
+            made[f"{name}linear_fc2.weight"] = tensors[f"{of}w2.weight"]
+    return {name: value.contiguous() for name, value in made.items()}
+
+
+def _turned(value: Tensor) -> Tensor:
+    return value.T if value.ndim > 1 else value
+
+
+_GPT2_WORDS = {
+    "ln_1.": "self_attention.linear_qkv.layer_norm_",
+    "attn.c_proj.": "self_attention.linear_proj.",
+    "ln_2.": "mlp.linear_fc1.layer_norm_",
+    "mlp.c_fc.": "mlp.linear_fc1.",
+    "mlp.c_proj.": "mlp.linear_fc2.",
+}
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Layers, and the experts of each, in one tensor."""
+    groups: dict[str, list[Tensor]] = {}
+    for name, value in tensors.items():
+        groups.setdefault(re.sub(r"\.\d+\b", "", name), []).append(value)
+    stacks = {name: torch.stack(of) for name, of in groups.items() if len(of) > 1}
+    stacks |= {name: of.unflatten(0, (4, 3)) for name, of in stacks.items() if ".experts." in name}
+    return {name: stacks.get(name, of[0]) for name, of in groups.items()}
+
+
+def _save_megatron(folder: Path, model: Mapping[str, Any], lie: str, optimizer: Any = None) -> list[dict[str, Tensor]]:
+    """Save a model in bfloat16, with masters and moments -> the tensors of each state, by Hugging Face's names."""
+    held = [_tensors(seed, model) for seed in range(4)]
+    held[0] = {name: value.bfloat16() for name, value in held[0].items()}
+    state: dict[str, Any] = {"decoder.layers.self_attention.core_attention._extra_state/shard_0_4": io.BytesIO()}
+    shapes = dict[str, dict[str, Any]]()
+    for kind, tensors in zip(("", "param" if lie == "stacked" else "fp32_param", *_KINDS), held, strict=True):
+        root = f"optimizer.state.{kind}." if kind else ""
+        made = _megatrons(tensors, lie == "listed")
+        made = made if lie == "listed" else _stacked(made)
+        for name, value in made.items():
+            if lie == "blocks" and kind:
+                shapes[root + name] = {"nd_reformulated_orig_global_shape": tuple(value.shape)}
+                state[root + name] = _flat(value)
+            else:
+                state[root + name] = _cut(value, ".layers." in name and lie != "listed")
+    _save(folder, state, model)
+    described: Any = dcp.FileSystemReader(folder).read_metadata()
+    described.mcore_data = shapes
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    groups = {"optimizer": {"param_groups": [{"step": 5, "betas": (0.9, 0.95)}, {"step": 5}]}}
+    torch.save({"optimizer": optimizer or groups, "args": Evil(), "iteration": 7}, folder / "common.pt")  # noqa: TID251
+    return held
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize(
+    ("model", "lie"),
+    [
+        pytest.param(engine.LLAMA, "stacked", id="llama-stacked"),
+        pytest.param(engine.GPT2, "blocks", id="gpt2-blocks"),
+        pytest.param(MIXTRAL, "listed", id="mixtral-listed"),
+        pytest.param(MIXTRAL, "stacked", id="mixtral-stacked"),
+    ],
+)
+def test_megatron_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], lie: str) -> None:
+    """Queries, keys and values group by group, gates before what they gate, layers and experts in one or in names, a
+    filled-up vocabulary, and states that lie flat: every element where it belongs, and nothing of the files is run."""
+    monkeypatch.chdir(tmp_path)
+    held = _save_megatron(tmp_path / "iter", model, lie)
+    folder = open_folder(tmp_path / "iter")
+    assert folder.index.step == 5 and folder.states == ("weights", "master", *_KINDS)
+    for state, tensors in zip(folder.states, held, strict=True):
+        _assert_bits(folder, state, tensors)
+    assert "word_embeddings.weight' is filled up to 64 tokens: those beyond 61 are left out" in "\n".join(
+        folder.remarks
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_layer_of_a_stack_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the memory is that of a tensor."""
+    _save_megatron(tmp_path / "iter", engine.LLAMA, "stacked")
+    folder = open_folder(tmp_path / "iter")
+    read = list[str]()
+    part = DistributedFiles._part
+
+    def noted(self: DistributedFiles, name: str, *rest: Any) -> Any:
+        read.append(name)
+        return part(self, name, *rest)
+
+    monkeypatch.setattr(DistributedFiles, "_part", noted)
+    (stored,) = (each for each in folder.stored() if each.name == "model.layers.2.mlp.down_proj.weight")
+    folder.read()(stored)
+    assert read == ["decoder.layers.mlp.linear_fc2.weight"] * 2
+
+
+def test_moments_in_buckets_are_told(tmp_path: Path) -> None:
+    """Nobody can say whose they are; the weights are read."""
+    weights = {
+        name: _cut(value, layers=".layers." in name) for name, value in _stacked(_megatrons(_tensors(), False)).items()
+    }
+    bucket = {f"optimizer.distributed.dp_group_idx_0.bucket_idx_0.{kind}": torch.ones(9) for kind in _KINDS}
+    folder = _save(tmp_path / "iter", weights | bucket)
+    torch.save({"optimizer": {"param_state_sharding_type": "dp_reshardable"}}, folder / "common.pt")  # noqa: TID251
+    opened = open_folder(folder)
+    assert opened.states == ("weights",) and "left out: they lie in the buckets" in "\n".join(opened.remarks)
+    assert "--dist-ckpt-optim-fully-reshardable" in "\n".join(opened.remarks)
+    _assert_bits(opened, "weights", _tensors())
+    _config(folder, num_hidden_layers=3, intermediate_size=20)
+    with pytest.raises(
+        StoreError, match=r"shape \[4, 16, 24\] instead of \[3, 16, 20\]: decoder.layers.mlp.linear_fc2"
+    ):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_universal_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """DeepSpeed's: of stage 3 flat, and with one number of updates; what else stands beside a tensor is not run."""
+    monkeypatch.chdir(tmp_path)
+    held = [_tensors(seed) for seed in range(3)]
+    path = tmp_path / "universal"
+    for state, tensors in zip(("fp32", *_KINDS), held, strict=True):
+        for name, value in tensors.items():
+            at = path / "zero" / name
+            at.mkdir(parents=True, exist_ok=True)
+            whole = value.flatten() if stage == 3 else {"cat_dim": 0, "param": value, "sub_param_shape": Evil()}
+            torch.save(whole, at / f"{state}.pt")  # noqa: TID251
+            if stage == 2:
+                torch.save(torch.tensor(5.0), at / "step.pt")  # noqa: TID251
+    torch.save({"param_groups": [{"step": 5}], "loss_scaler": Evil()}, path / "zero/optimizer_state.pt")  # noqa: TID251
+    (path / "config.json").write_text(json.dumps(configure(engine.LLAMA).to_hugging_face()))
+    folder = open_folder(path)
+    assert folder.index.step == 5 and folder.states == ("weights", *_KINDS)
+    for state, tensors in zip(folder.states, held, strict=True):
+        _assert_bits(folder, state, tensors)
+    assert not any("filled up" in remark for remark in folder.remarks)
+    made = convert(path, tmp_path / "ours", tp=2)
+    assert made.tensors and not (tmp_path / "ran").exists()
+    shutil.rmtree(path / "zero/model.norm.weight")
+    with pytest.raises(StoreError, match=r"1 tensors are missing: model.norm.weight"):
+        open_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "python -m deepspeed.checkpoint.ds_to_universal"),
+        ("mp_rank_00/model_optim_rng.pt", "let it save by `--ckpt-format torch_dist`"),
+        ("latest_checkpointed_iteration.txt", "give one of them, such as iter_"),
+    ],
+)
+def test_the_way_to_what_is_read(tmp_path: Path, file: str, said: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(b"")
+    with pytest.raises(StoreError, match=re.escape(said)):
+        open_folder(tmp_path)
 
 
 def _save_sharded(path: str) -> None:
@@ -345,8 +611,9 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str]] = {
     "sizes": (lambda folder: _config(folder, intermediate_size=20), "shape [24, 16] instead of [20, 16]: model.layers"),
     "other names": (
         lambda folder: _replace(folder, lambda tensors: {f"x.{name}.y": value for name, value in tensors.items()}),
-        "its tensors are named neither of model.layers.0.input_layernorm.weight (Hugging Face), layers.0.attention_norm"
-        ".weight (torchtitan), of a llama as config.json has it; there are x.",
+        "its tensors are named neither of model.layers.0.input_layernorm.weight (Hugging Face), "
+        "layers.0.attention_norm.weight (torchtitan), embedding.word_embeddings.weight (Megatron-Core), of a llama as "
+        "config.json has it; there are x.",
     ),
     "two models": (
         lambda folder: _replace(folder, lambda tensors: {**tensors, "ema": tensors}),

@@ -14,11 +14,14 @@ import torch
 from families import random_model, small
 from pool import Pool
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from megacore.inference.model_loader import model_from
 from megacore.models.registry import configure
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
+from megacore.store.conversions import block_fp8_folder
 from megacore.store.conversions.convert import convert
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.fp8_files import numbers
@@ -106,6 +109,56 @@ def held(path: Path) -> dict[str, bytes]:
     """What a rank of two has of a folder."""
     parameters = model_from(HuggingFace.open(path), Mesh.create(MeshShape(tp=2)), torch.float32).parameters
     return {name: parameters[name].detach().numpy().tobytes() for name in parameters}
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_an_export_in_fp8_is_what_transformers_makes_of_it(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a checkpoint whose ranks hold parts of blocks; transformers reads it, and so do we."""
+    monkeypatch.setattr(block_fp8_folder, "BLOCK", 2)
+    plain = random_model(small(family)).bfloat16()
+    plain.save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "ours", tp=2, pp=2)
+    told = convert(tmp_path / "ours", tmp_path / "fp8", to="hf", dtype="fp8", max_shard_size="10KB")
+    assert len(told.files) > 1
+    assert [each.bytes for each in told.files] == [(tmp_path / "fp8" / each.path).stat().st_size for each in told.files]
+    made = {name: t for file in told.files for name, t in load_file(tmp_path / "fp8" / file.path).items()}
+    config = FineGrainedFP8Config(weight_block_size=(2, 2), dequantize=True)
+    rounding = Fp8Quantize(type("Quantizer", (), {"quantization_config": config}))
+    narrow = {name for name in made if made[name].dtype == FP8}
+    want = load_file(tmp_path / "plain" / SINGLE)
+    assert narrow == {name for name, t in want.items() if "proj" in name and not any(size % 2 for size in t.shape)}
+    assert made.keys() - {f"{name}_scale_inv" for name in narrow} == want.keys()
+    for name in list(want):
+        if name in narrow:
+            want |= rounding._quantize_one(name, want[name])
+    assert all(torch.equal(made[name].float(), want[name].float()) for name in want)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", quantization_config=config, dtype=torch.bfloat16)
+    convert(tmp_path / "fp8", tmp_path / "again")
+    assert verify.main([str(tmp_path / "again"), str(tmp_path / "fp8")]) == 0
+    back = convert(tmp_path / "again", tmp_path / "back", to="hf")
+    read = load_file(tmp_path / "back" / back.files[0].path)
+    assert all(torch.equal(t, read[name]) for name, t in theirs.state_dict().items() if "experts" not in name)
+    convert(tmp_path / "fp8", tmp_path / "twice", to="hf", dtype="fp8")  # a folder of such is one already
+
+
+def test_an_export_in_fp8_says_what_it_cannot_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = hf_tensors(tmp_path / "hf")
+    with pytest.raises(StoreError, match="matrices that blocks of 128 x 128 divide, and the model has none"):
+        convert(tmp_path / "hf", tmp_path / "made", to="hf", dtype="fp8")
+    with pytest.raises(StoreError, match=r"`dtype=fp8`: choose from float64, .*bfloat16$"):
+        convert(tmp_path / "hf", tmp_path / "made", dtype="fp8")
+    monkeypatch.setattr(block_fp8_folder, "BLOCK", 4)
+    tensors[WEIGHT][3, 3] = torch.inf
+    save_file(tensors, tmp_path / "hf" / SINGLE, {"format": "pt"})
+    with pytest.raises(StoreError, match=f"{WEIGHT}: a number is not finite"):
+        convert(tmp_path / "hf", tmp_path / "made", to="hf", dtype="fp8")
+    random_model(small("gpt_oss")).save_pretrained(tmp_path / "stacked")
+    with pytest.raises(StoreError, match=r"several at once, model\.layers\.0\.mlp\.experts\.\w+ among them"):
+        convert(tmp_path / "stacked", tmp_path / "made", to="hf", dtype="fp8")
+    assert not (tmp_path / "made").exists()
 
 
 def drop(name: str) -> Callable[[Tensors], object]:

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import struct
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,8 @@ import torch
 from whole import write_tensor
 
 from megacore.parallel import limits
-from megacore.store.io.direct import DirectFile
 from megacore.store.io.strict_json import StoreError
-from megacore.store.tensor_files import tensors
-from megacore.store.tensor_files.tensors import DTYPES, TensorFile, TensorWriter, file_size, os_errors
+from megacore.store.tensor_files.tensors import DTYPES, TensorFile, TensorWriter, lay_out, os_errors
 
 TORCH = {
     "BOOL": torch.bool,
@@ -244,7 +241,7 @@ def test_wider_dtypes_first_and_all_aligned(tmp_path):
 def test_file_size(tmp_path, names, metadata):
     declared = [(name, MIXED[name][0], MIXED[name][1].shape) for name in names]
     with TensorWriter.create(tmp_path / "f", declared, metadata) as writer:
-        assert writer.size == file_size(declared, metadata) == (tmp_path / "f").stat().st_size
+        assert writer.size == lay_out(declared, metadata or {})[2] == (tmp_path / "f").stat().st_size
         assert writer.entries == TensorFile.open(tmp_path / "f").entries
 
 
@@ -318,7 +315,7 @@ def refuse(code: int):
 def test_a_full_disk(tmp_path, monkeypatch, code):
     declared = [("a", "F32", (1000,))]
     monkeypatch.setattr(os, "posix_fallocate", refuse(code))
-    with pytest.raises(StoreError, match=rf"needs {file_size(declared)} bytes and \d+ are free in {tmp_path}"):
+    with pytest.raises(StoreError, match=rf"needs {lay_out(declared, {})[2]} bytes and \d+ are free in {tmp_path}"):
         TensorWriter.create(tmp_path / "f", declared)
     assert not (tmp_path / "f").exists()
 
@@ -367,29 +364,3 @@ def test_a_disk_that_fails_at_the_end(tmp_path, monkeypatch):
         writer.close()
     with pytest.raises(StoreError, match="closed file"):  # and not another file that has its number by now
         write_tensor(writer, "a", np.zeros(4, "<u4"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sync_file_range is Linux's")
-def test_write_back_starts_at_once(tmp_path):
-    call = tensors._sync_file_range()
-    assert call is not None and tensors._sync_file_range() is call
-    with (tmp_path / "f").open("wb") as file:
-        file.write(b"1" * 100)
-        file.flush()
-        # Whole, these are fine; their lower 32 bits are negative.
-        assert call(file.fileno(), 2**31, 2**31, tensors.SYNC_FILE_RANGE_WRITE) == 0
-        assert call(file.fileno(), -1, 1, tensors.SYNC_FILE_RANGE_WRITE) == -1
-
-
-def test_write_back_of_large_pieces(tmp_path, monkeypatch):
-    """Where there is no way around the cache."""
-    calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr(DirectFile, "open", lambda path: None)
-    monkeypatch.setattr(tensors, "_sync_file_range", lambda: lambda *given: calls.append(given))
-    large = np.zeros(tensors.WRITE_BACK // 4, "<u4")
-    with TensorWriter.create(tmp_path / "f", [("a", "F32", (large.size + 1,))]) as writer:
-        write_tensor(writer, "a", large[1:])
-        write_tensor(writer, "a", large, 1)
-    assert [given[1:] for given in calls] == [(writer.entries["a"].start + 4, large.nbytes, 2)]
-    monkeypatch.setattr(tensors, "_sync_file_range", lambda: None)  # as elsewhere
-    write(tmp_path / "g", {"a": ("F32", large)})

@@ -27,7 +27,7 @@ from megacore.store.tensor_files import shares
 from megacore.store.tensor_files.stream import File, Read, Tensor, assemble, write
 from megacore.store.tensor_files.tensors import DTYPES, TensorWriter
 from megacore.store.weight_folders.checkpoint import Checkpoint
-from megacore.store.weight_folders.index import STATES, FileRecord, Index, Range, file_name, holder
+from megacore.store.weight_folders.index import STATES, FileRecord, Index, file_name, holder
 
 Section = Mapping[str, Any]
 Bits = dict[str, np.ndarray]
@@ -153,7 +153,7 @@ def spread(source: Path, target: Path, replicas: int = 4) -> Checkpoint:
                 dtype = "BF16" if part.state == "weights" else "F32"
                 file = File(path, tuple(Tensor(s, dtype, c) for s, c in planned), checkpoint.read(part.state))
                 cuts = {s.name: held[s.name].cut(s) for s in part.tensors}
-                ranges = {name: Range(*cut) for name, cut in cuts.items() if cut is not None}
+                ranges = {name: cut for name, cut in cuts.items() if cut is not None}
                 found = write(target, [file], schema, jobs=1)
                 records[path] = FileRecord(file.size, found[path], ranges)
     (target / "index.json").write_bytes(dataclasses.replace(index, files=records).to_json())

@@ -21,14 +21,14 @@ import torch
 from families import loaded, one_in
 from hub import converted, save
 from pool import Pool
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
 from megacore.inference import loaded_model
 from megacore.inference.evaluation_data import Document
 from megacore.inference.model_loader import model_from
-from megacore.inference.perplexity import Windows, evaluate
+from megacore.inference.perplexity import PairsResult, Windows, evaluate, of_pairs
 from megacore.models.assemble import Model
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
@@ -207,6 +207,34 @@ def test_of_chats_the_answers_count(count: str, llama: Path, tmp_path: Path, cap
     assert found["loss"] == pytest.approx(sum(wanted) / len(wanted), abs=5e-5)
 
 
+PAIRS = [("The sun ", "rose over", "x"), ("a b", " c d a b", " quiet harbour"), ("4", ".99", "façade, 5 €")]
+
+
+def test_pairs_are_told_apart_by_log_probabilities(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    """As transformers has them, of the tokens behind those of the prompt; a pair that is too long is counted."""
+    model, tokens = their_model(llama), AutoTokenizer.from_pretrained(llama)
+    found, counts = list[list[float]](), list[list[int]]()
+    for prompt, *answers in PAIRS:
+        texts = [tokens(prompt + answer)["input_ids"] + [0] for answer in answers]
+        begin = tokens(prompt)["input_ids"]
+        first = min(next((at for at, one in enumerate(begin) if one != ids[at]), len(begin)) for ids in texts)
+        sums = [losses(llama, ids, 32, 32)[max(0, first - 1) :] for ids in texts]
+        found.append([-sum(each) for each in sums])
+        counts.append([len(each) for each in sums])
+    assert model.config.vocab_size == 290
+    margins = {"": [a - b for a, b in found]}
+    margins["_per_token"] = [a / n - b / m for (a, b), (n, m) in zip(found, counts, strict=True)]
+    given = [*PAIRS, ("a", " b" * 40, "b")]
+    path = rows(tmp_path / "pairs.jsonl", *({"prompt": a, "chosen": b, "rejected": c} for a, b, c in given))
+    got = data(capsys, llama, "--data", path)
+    assert (got["pairs"], got["too_long"]) == (3, 1)
+    for name, values in margins.items():
+        assert got[f"margin{name}"] == pytest.approx(sum(values) / 3, abs=5e-5)
+        assert got[f"accuracy{name}"] == pytest.approx(sum(each > 0 for each in values) / 3)
+    assert command.main([str(llama), "--data", str(path), "--tokens", "7"]) == 0
+    assert "3 pairs, 1 others are too long" in capsys.readouterr().out
+
+
 # -- every layout
 
 IDS = [np.random.default_rng(n).integers(290, size=length) for n, length in enumerate((21, 2, 1, 9, 33, 14, 5, 26, 3))]
@@ -246,6 +274,34 @@ def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Pa
     for found in pool.run(shape.world, measured, folder, shape, 25):
         buckets = [(tokens, pytest.approx(loss, rel=1e-9)) for tokens, loss in wanted["buckets"]]
         assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9), "buckets": tuple(buckets)}
+
+
+def measured_pairs(folder: Path, shape: MeshShape | None) -> PairsResult:
+    model = model_from(open_folder(folder), Mesh.create(shape) if shape else Mesh.single(), torch.float64)
+    documents = [Document(ids, np.arange(ids.size) > ids.size // 2, None) for ids in IDS if ids.size > 1]
+    return of_pairs(model, zip(documents[::2], documents[1::2], strict=True), 40)
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("shape", [MeshShape(tp=2, pp=2), MeshShape(cp=2, dp=2)], ids=["tp2-pp2", "cp2-dp2"])
+@pytest.mark.parametrize("labels", [0, 1])
+def test_every_layout_finds_the_same_of_pairs(labels: int, shape: MeshShape, tmp_path: Path, pool: Pool) -> None:
+    """Of log-probabilities, and of the scores of a head of one row, which tp pads."""
+    folder = with_text("llama", tmp_path)
+    if labels:
+        made = LlamaForSequenceClassification.from_pretrained(folder, num_labels=1)
+        torch.nn.init.normal_(made.score.weight)
+        made.save_pretrained(folder)
+    wanted = measured_pairs(folder, None)
+    if labels:
+        ids = [IDS[number] for number in (0, 1, 3, 4, 5, 6, 7, 8)]
+        made.double()
+        scores = [made(torch.from_numpy(each)[None]).logits.item() for each in ids]
+        np.testing.assert_allclose(wanted.rewards.ravel(), scores, rtol=1e-5, atol=1e-6)
+    assert wanted.rewards.shape == (4, 2) and np.unique(wanted.rewards).size == 8
+    for found in pool.run(shape.world, measured_pairs, folder, shape):
+        np.testing.assert_allclose(found.rewards, wanted.rewards, rtol=1e-9)
+        np.testing.assert_array_equal(found.counted, wanted.counted)
 
 
 @pytest.mark.in_turn(12, 11)
@@ -338,6 +394,19 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, good, ["--cp", "3", "--exchange", "heads"], "4 heads (2 of keys) over 3 ranks of cp: choose from 1, 2"),
         (llama, good, ["--split", "test"], "good.jsonl has no splits: they are of folders and of data sets of the hub"),
         (llama, tmp_path, ["--split", "dev"], "has no split dev among "),
+        (
+            llama,
+            rows(tmp_path / "p.jsonl", {"prompt": "c", "chosen": "a", "rejected": "b"}),
+            ["--stride", "9"],
+            "the data has pairs, ",
+        ),
+        (
+            llama,
+            rows(tmp_path / "q.jsonl", {"prompt": "c", "chosen": "a", "rejected": "b"}, {"text": "a"}),
+            [],
+            "q.jsonl, line 2: ",
+        ),
+        (llama, tmp_path / "p.jsonl", ["--sequence-length", "1"], "no pair of the data has at most 1 tokens in each"),
         (llama, good, ["--ep", "2"], "ep=2: the model has no experts to split, set ep=1"),
     ]
     for folder, path, arguments, says in cases:

@@ -20,6 +20,7 @@ import yaml
 from pool import Pool
 
 from megacore.control import Control
+from megacore.data.batches import Batches
 from megacore.parallel.mesh import Mesh
 from megacore.store.tensor_files.tensors import TensorFile
 from megacore.tools import convert, generate, tokenize, verify
@@ -150,8 +151,8 @@ def expected_loss(real: Path, recipe: Path, tmp_path_factory: pytest.TempPathFac
     from transformers import AutoModelForCausalLM
 
     setup = check(str(recipe), [f"out={tmp_path_factory.mktemp('check')}"], 1, 1)
-    corpora = setup.corpora
-    batches = corpora.batches(corpora.train, setup.config, 0, 1, setup.model.vocab_size).microbatches(0)
+    corpora, batch = setup.corpora, setup.config.batch
+    batches = Batches(corpora.train, batch.global_size, batch.micro_size, 0, 1, corpora.separate).microbatches(0)
     tokens = torch.from_numpy(np.concatenate([batch.tokens for batch in batches]))
     labels = torch.from_numpy(np.concatenate([batch.labels for batch in batches]))
     model = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32)

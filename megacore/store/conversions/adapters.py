@@ -104,9 +104,8 @@ def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) ->
 
 @dataclass(frozen=True)
 class AdaptedFolder(JoinedFolder):
-    """Adapters and the model that they were trained on, two folders that are read as one."""
+    """Adapters and the model that they were trained on, two folders that are read as one, in this order."""
 
-    own: SafetensorsFolder
     base: SafetensorsFolder = field(kw_only=True)
 
     @classmethod
@@ -115,31 +114,23 @@ class AdaptedFolder(JoinedFolder):
         as :func:`check_model`."""
         check_model(own, base)
         index = replace(_with_head(base, own), states=("weights",), adapters=own.index.adapters)
-        return cls(own.path, index, own, base=base)
+        return cls(own.path, index, joined=(own, base), base=base)
 
     @property
     def schema(self) -> Schema:
         return self.index.tuning.schema(self.config.schema)
 
-    @property
-    def folders(self) -> tuple[SafetensorsFolder, ...]:
-        return self.own, self.base
-
-    @property
-    def joined(self) -> Sequence[WeightFolder]:
-        return self.folders
-
     def stored(self, state: str = "weights") -> Iterator[Stored]:
         if state in self.states:
-            yield from self.own.stored(state)
+            yield from self.joined[0].stored(state)
             yield from _left_as_they_are(self.base, self.schema, state)
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        return {**self.base.fingerprints(state), **self.own.fingerprints(state)}
+        return {**self.base.fingerprints(state), **self.joined[0].fingerprints(state)}
 
     def companions(self) -> Mapping[str, Companion]:
         """Return the companions of the adapters, whose run may have had a chat template of its own; else the base's."""
-        return self.own.companions() or self.base.companions()
+        return self.joined[0].companions() or self.base.companions()
 
 
 # -- by themselves

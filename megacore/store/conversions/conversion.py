@@ -7,7 +7,7 @@ streams it into a folder that appears under its name only when all of it is ther
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -83,14 +83,19 @@ class FolderPlan:
         copied = sum(companion.size for companion in self.companions.values())
         return copied + sum(part.size for part in self.states.values())
 
+    def fill(self, folder: Path, jobs: int, progress: Callable[[int], object]) -> dict[str, Fingerprints]:
+        """Write the files of all states -> the fingerprints of each."""
+        found: dict[str, Fingerprints] = {}
+        for schema, parts in itertools.groupby(self.states.values(), key=lambda part: part.schema):
+            files = itertools.chain.from_iterable(part.files for part in parts)
+            found |= write(folder, files, schema, jobs, progress)
+        return found
+
     def write(self, target: Path, jobs: int, progress: Callable[[int], object] = lambda written: None) -> None:
         """Make the folder. Raises StoreError: it exists, there is no room, or what was written is not what the source
         was or is not what we would read; nothing is left."""
         with publish(target, self.size) as folder:
-            fingerprints: dict[str, Fingerprints] = {}
-            for schema, parts in itertools.groupby(self.states.values(), key=lambda part: part.schema):
-                files = itertools.chain.from_iterable(part.files for part in parts)
-                fingerprints |= write(folder, files, schema, jobs, progress)
+            fingerprints = self.fill(folder, jobs, progress)
             for state, part in self.states.items():
                 part.compare(state, fingerprints)
             for name, companion in self.companions.items():
@@ -150,7 +155,7 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     if source.carried is not None:
         own = [*source.carried.stored()]
         made |= {t.stored.name: t for t in tensors(source.carried.schema, source.carried, "weights", own, None)}
-        targets, source = [*targets, *own], WholeFolder(source.path, source.index, source, source.carried)
+        targets, source = [*targets, *own], WholeFolder(source.path, source.index, joined=(source, source.carried))
         schema = source.schema
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
     shards = hugging_face_files.export_files(targets, dtypes, max_shard_bytes)
@@ -164,22 +169,16 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
 
 @dataclass(frozen=True)
 class WholeFolder(JoinedFolder):
-    """A text model and what is carried with it."""
-
-    text: WeightFolder
-    beside: WeightFolder
-
-    @property
-    def joined(self) -> Sequence[WeightFolder]:
-        return self.text, self.beside
+    """A text model and what is carried with it, in this order."""
 
     @cached_property
     def schema(self) -> Schema:
-        params = (param for folder in self.joined for param in folder.schema.params)
-        return Schema(tuple(params), {**self.text.schema.sizes, **self.beside.schema.sizes})
+        schemas = [folder.schema for folder in self.joined]
+        params = tuple(param for schema in schemas for param in schema.params)
+        return Schema(params, {axis: size for schema in schemas for axis, size in schema.sizes.items()})
 
     def companions(self) -> Mapping[str, Companion]:
-        return self.text.companions()
+        return self.joined[0].companions()
 
 
 def carried_files(carried: WeightFolder) -> StateFiles:
@@ -208,11 +207,9 @@ def tensors(
 
 
 def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[File]) -> Mapping[Logical, int]:
-    """Return the source's fingerprints of a state, as far as it knows them and if no number changes on the way.
-
-    Less those of pieces that another release stored with another axis last: fingerprints take the elements along it
-    together.
-    """
+    """Return the source's fingerprints of a state, as far as it knows them and if no number changes on the way. Less
+    those of pieces that another release stored with another axis last: fingerprints take the elements along it
+    together."""
     known = dict(source.fingerprints(state))
     if not known:
         return known

@@ -10,7 +10,7 @@ from megacore.store.conversions.adapters import check_base, merged, to_peft
 from megacore.store.conversions.conversion import FolderPlan
 from megacore.store.conversions.formats import open_folder
 from megacore.store.conversions.gguf_file import to_gguf
-from megacore.store.conversions.target import FolderTarget, MadeFolder, Progress, make_folder, threads, unseen
+from megacore.store.conversions.target import NARROW, FolderTarget, MadeFolder, Progress, make_folder, threads, unseen
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import SafetensorsFolder
@@ -44,7 +44,7 @@ def convert(
 
     Args:
         source: A Hugging Face folder for "megacore"; a checkpoint, or the folder of a run, for the others; for "gguf"
-            either. A checkpoint of torch.distributed.checkpoint for all but "peft".
+            and for "fp8" either. A checkpoint of another trainer for all but "peft".
         target: The folder to make, or file, which is not there yet.
         to: The format: "megacore" for a checkpoint, "hf" for a Hugging Face folder, "peft" for adapters alone, "gguf"
             for a file of llama.cpp.
@@ -52,12 +52,13 @@ def convert(
         etp: Parts of each expert, 1 or as many as tp.
         chunks: Chunks of each stage (interleaved).
         layers_per_stage: Layers of each of the pp x chunks virtual stages; None for balanced ones.
-        dtype: That of the weights, as "bfloat16", or with "gguf" also "q8_0"; None lets each keep its own, bit for bit.
+        dtype: That of the weights, as "bfloat16", with "gguf" also "q8_0", with "hf" also "fp8": matrices in e4m3, and
+            a scale for each 128 x 128 of them; None lets each keep its own, bit for bit.
         max_shard_size: The most bytes of a Hugging Face file, as "5GB".
         base: With "hf", the Hugging Face folder to merge adapters into.
         ignored_fields: Fields of config.json to leave out, which are unknown here and change nothing of the model.
-        config: With a checkpoint of torch.distributed.checkpoint, the Hugging Face config.json of the model, or the
-            folder that has it; None where it lies beside the tensors.
+        config: With a checkpoint of another trainer, the Hugging Face config.json of the model, or the folder that has
+            it; None where it lies beside the tensors.
         jobs: Threads; None for two per core.
         dry_run: Whether to write nothing.
 
@@ -67,7 +68,7 @@ def convert(
             is left.
     """
     asked = FolderTarget(to, tp, pp, ep, etp, chunks, layers_per_stage, dtype, max_shard_size)
-    opened, opened_base = open_source(source, to, base, ignored_fields, config)
+    opened, opened_base = open_source(source, to, base, ignored_fields, config, dtype)
     return convert_opened(opened, Path(target), asked, opened_base, jobs, dry_run)
 
 
@@ -77,9 +78,10 @@ def open_source(
     base: str | Path | None = None,
     ignored_fields: Sequence[str] = (),
     config: str | Path | None = None,
+    dtype: str | None = None,
 ) -> tuple[SafetensorsFolder, SafetensorsFolder | None]:
-    """Open what is to be converted to a format -> the folder, and the model that its adapters are merged into. Raises
-    StoreError: there is no such folder, or none that becomes what is asked for."""
+    """Open what is to be converted to a format and a dtype -> the folder, and the model that its adapters are merged
+    into. Raises StoreError: there is no such folder, or none that becomes what is asked for."""
     if to not in ("megacore", "hf", "peft", "gguf"):
         raise StoreError(f"`to={to}`: choose megacore, hf, peft or gguf")
     # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
@@ -91,7 +93,7 @@ def open_source(
     )
     if base is not None and to != "hf":
         raise StoreError("`base` is for `to=hf`: it is the model that adapters are merged into")
-    if to in ("hf", "peft") and opened.format == HuggingFace.format:
+    if to in ("hf", "peft") and opened.format == HuggingFace.format and dtype != NARROW:
         raise StoreError(f"{opened.path} is a Hugging Face folder already")
     if to == "megacore" and opened.format == Checkpoint.format:
         raise StoreError(

@@ -12,6 +12,7 @@ from megacore.store.io.hub import HubName, fetch
 from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.distributed import METADATA
+from megacore.store.tensor_files.universal import ZERO
 from megacore.store.weight_folders.audit import DamageError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
@@ -40,8 +41,8 @@ def open_folder(
     """
     if config is not None and not is_foreign(path):
         raise StoreError(
-            f"{path} has no {METADATA}, and is no checkpoint of torch.distributed.checkpoint: `config` is for these, "
-            "others say themselves what model they are of"
+            f"{path} has neither {METADATA} nor {ZERO}, and is no checkpoint of another trainer: `config` is for "
+            "these, others say themselves what model they are of"
         )
     if (name := HubName.of(path)) is not None:
         folder = fetched(name, ignored_fields)
@@ -55,7 +56,7 @@ def open_folder(
             raise StoreError(f"{path} has no {INDEX}: a Hugging Face folder must lie on a disk, copy it to one")
         if is_foreign(path):
             return ForeignFolder.open(path, config, ignored_fields)
-        if known := _known(path):
+        if known := _of_a_trainer(path) or _known(path):
             raise StoreError(f"{path} {known}")
         return HuggingFace.open(path, ignored_fields)
     if ignored_fields:
@@ -79,12 +80,8 @@ def open_folder(
 
 def open_model(path: Path, base: Path | None = None) -> WeightFolder:
     """Open a model, or adapters with theirs. Raises StoreError: something is missing or damaged, the two do not belong
-    together, or there is nothing to adapt.
-
-    Args:
-        path: A checkpoint or a Hugging Face folder.
-        base: The model of adapters; None for the one that they name.
-    """
+    together, or there is nothing to adapt. ``path``: a checkpoint or a Hugging Face folder; ``base``: the model of
+    adapters; None for the one that they name."""
     folder = open_folder(path, adapters=True)
     held = folder.index.adapters
     if held is None:
@@ -107,6 +104,24 @@ def _is_cached(base: str) -> bool:
         return name is not None and (fetch(name, [CONFIG], cached=True) / CONFIG).exists()
     except StoreError:
         return False
+
+
+_OF_TRAINERS = {
+    "*_optim_states.pt": "is a checkpoint of DeepSpeed of which each rank has a part: make a universal one of it by "
+    "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {path} --output_folder "
+    "FOLDER`, and give FOLDER",
+    "latest_universal": "holds checkpoints of DeepSpeed: give the universal one that `latest_universal` names",
+    "mp_rank_*/model_optim_rng.pt": "is a checkpoint of Megatron-LM of which each rank has a part: let it save by "
+    "`--ckpt-format torch_dist`",
+    "latest_checkpointed_iteration.txt": "holds checkpoints of Megatron-LM: give one of them, such as iter_0000100",
+}
+"""{files that a folder of another trainer has: what is said of it, where it is not read}."""
+
+
+def _of_a_trainer(path: Path) -> str | None:
+    """Return the kind of a folder, if another trainer made it and it cannot be read."""
+    found = (said for files, said in _OF_TRAINERS.items() if any(path.glob(files)))
+    return next((said.format(path=path) for said in found), None)
 
 
 def _known(path: Path) -> str | None:

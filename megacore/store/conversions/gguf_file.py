@@ -43,14 +43,9 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What llama.cpp makes of a family.
-
-    Args:
-        name: What it calls it.
-        pairs: Whether dimensions that turn together lie beside each other.
-        norm_offset: What its norms have in their weights, and Hugging Face's add to them.
-        wants: {field: its one value that is computed there}.
-    """
+    """What llama.cpp makes of a family. ``pairs``: whether dimensions that turn together
+    lie beside each other; ``norm_offset``: what its norms have in their weights, and Hugging Face's add to them;
+    ``wants``: {field: its one value that is computed there}."""
 
     name: str
     pairs: bool = False
@@ -80,18 +75,9 @@ _WORDS: Mapping[tuple[str, ...], str] = {
 
 
 def to_gguf(source: WeightFolder, target: Path, dtype: str | None, dry_run: bool, progress: Progress) -> MadeFolder:
-    """Write a model as one file -> what was made.
-
-    Args:
-        source: The model.
-        target: The file, which is not there yet.
-        dtype: That of matrices: one of torch's, or "q8_0"; None for the source's. Rows that are no whole blocks of
-            q8_0 are in fp16.
-
-    Raises:
-        StoreError: llama.cpp computes something else of it, its tokenizer has no name there, the library is missing,
-            the file is there, or there is no room.
-    """
+    """Write a model as one file -> what was made. ``dtype``: that of matrices: one of torch's, or "q8_0"; None for the
+    source's. Rows that are no whole blocks of q8_0 are in fp16. Raises StoreError: llama.cpp computes something else of
+    it, its tokenizer has no name there, the library is missing, the file is there, or there is no room."""
     family = source.config.family
     if family not in ARCHITECTURES:
         raise StoreError(f"{source.path} is a {family}: GGUF is written of {', '.join(sorted(ARCHITECTURES))}")
@@ -106,17 +92,17 @@ def to_gguf(source: WeightFolder, target: Path, dtype: str | None, dry_run: bool
         import gguf
     except ImportError as error:
         raise StoreError("GGUF is written by the library gguf: pip install 'megacore[gguf]'") from error
-    made = _Exported(ARCHITECTURES[family], source, wanted)
+    architecture = ARCHITECTURES[family]
     with tempfile.TemporaryDirectory(prefix="megacore-gguf-") as folder:
-        writer = gguf.GGUFWriter(None, made.architecture.name)
-        _hyperparameters(writer, made, source.path)
+        writer = gguf.GGUFWriter(None, architecture.name)
+        _hyperparameters(writer, architecture, source, wanted)
         try:
             _tokenizer(writer, source.companions(), source.config, Path(folder))
         except StoreError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise StoreError(f"the tokenizer of {source.path} cannot be told to llama.cpp: {error!r}") from error
-    planned = list(made.tensors())
+    planned = list(_tensors(architecture, source, wanted))
     for name, shape, kind, _ in planned:
         width = {"F32": np.float32, "F16": np.float16}.get(kind, np.uint16)
         as_bytes = kind == Q8_0
@@ -143,68 +129,63 @@ def _bytes(shape: Sequence[int], kind: str) -> int:
     return numel // _BLOCK * (_BLOCK + 2) if kind == Q8_0 else numel * (4 if kind == "F32" else 2)
 
 
-@dataclass(frozen=True)
-class _Exported:
-    """The tensors of a file. ``wanted``: the dtype of matrices, None for the source's."""
+def _tensors(
+    architecture: _Architecture, source: WeightFolder, wanted: str | None
+) -> Iterator[tuple[str, tuple[int, ...], str, Callable[[], np.ndarray]]]:
+    """Yield the name, shape and dtype of each, and what makes it; matrices have the wanted dtype, or the source's.
+    Raises StoreError: llama.cpp has no name for some, or no such dtype."""
+    import gguf
 
-    architecture: _Architecture
-    source: WeightFolder
-    wanted: str | None
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str, Callable[[], np.ndarray]]]:
-        """Yield the name, shape and dtype of each, and what makes it. Raises StoreError: llama.cpp has no name for
-        some, or no such dtype."""
-        import gguf
-
-        config: Any = self.source.config
-        number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture.name)
-        names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-        targets = list(hugging_face(config.schema))
-        theirs = {each.name: names.get_name(each.name, (".weight", ".bias")) for each in targets}
-        if unknown := [name for name, found in theirs.items() if found is None]:
-            raise StoreError(f"{self.source.path}: llama.cpp knows no {', '.join(unknown[:3])} of {config.family}")
-        if isinstance(config.rope_parameters, Llama3Rope):
-            factors = _llama3_factors(config.rope_parameters, config.head_dim)
-            yield "rope_freqs.weight", factors.shape, "F32", lambda: factors
-        for tensor in tensors(config.schema, self.source, "weights", targets, None):
-            shape, name = tensor.stored.shape, theirs[tensor.stored.name]
-            kind = "F32" if len(shape) == 1 else self.wanted or tensor.dtype
-            if kind not in _TYPES:
-                raise StoreError(f"{self.source.path} holds {tensor.dtype}, which llama.cpp does not take: `dtype`")
-            if kind == Q8_0 and shape[-1] % _BLOCK:
-                kind = "F16"
-            yield name, shape, kind, partial(self._made, name, kind, tensor)
-
-    def _made(self, name: str, kind: str, tensor: Tensor) -> np.ndarray:
-        import gguf
-
-        config: Any = self.source.config
-        bits = assemble(tensor.stored, tensor.copies, self.source.read(), tensor.dtype)
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-        if self.architecture.pairs and heads:
-            bits = bits.reshape(heads, 2, -1, *bits.shape[1:]).swapaxes(1, 2).reshape(bits.shape)
-        if kind == Q8_0:
-            rows = bits.reshape(-1, bits.shape[-1])
-            made = np.empty((len(rows), rows.shape[1] // _BLOCK * (_BLOCK + 2)), np.uint8)
-            for start in range(0, len(rows), step := max(1, _NUMBERS // rows.shape[1])):
-                floats = as_floats(rows[start : start + step], tensor.dtype, "F32")
-                made[start : start + step] = gguf.quants.quantize(floats, gguf.GGMLQuantizationType.Q8_0)
-            return made
-        if kind != "F32":
-            return as_dtype(bits, tensor.dtype, kind)
-        floats = as_floats(bits, tensor.dtype, "F32")
-        return floats + np.float32(self.architecture.norm_offset) if name.endswith("norm.weight") else floats
+    config: Any = source.config
+    number = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    targets = list(hugging_face(config.schema))
+    theirs = {each.name: names.get_name(each.name, (".weight", ".bias")) for each in targets}
+    if unknown := [name for name, found in theirs.items() if found is None]:
+        raise StoreError(f"{source.path}: llama.cpp knows no {', '.join(unknown[:3])} of {config.family}")
+    if isinstance(config.rope_parameters, Llama3Rope):
+        factors = _llama3_factors(config.rope_parameters, config.head_dim)
+        yield "rope_freqs.weight", factors.shape, "F32", lambda: factors
+    for tensor in tensors(config.schema, source, "weights", targets, None):
+        shape, name = tensor.stored.shape, theirs[tensor.stored.name]
+        kind = "F32" if len(shape) == 1 else wanted or tensor.dtype
+        if kind not in _TYPES:
+            raise StoreError(f"{source.path} holds {tensor.dtype}, which llama.cpp does not take: `dtype`")
+        if kind == Q8_0 and shape[-1] % _BLOCK:
+            kind = "F16"
+        yield name, shape, kind, partial(_made, architecture, source, name, kind, tensor)
 
 
-def _hyperparameters(writer: Any, made: _Exported, path: Path) -> None:
+def _made(architecture: _Architecture, source: WeightFolder, name: str, kind: str, tensor: Tensor) -> np.ndarray:
+    import gguf
+
+    config: Any = source.config
+    bits = assemble(tensor.stored, tensor.copies, source.read(), tensor.dtype)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    if architecture.pairs and heads:
+        bits = bits.reshape(heads, 2, -1, *bits.shape[1:]).swapaxes(1, 2).reshape(bits.shape)
+    if kind == Q8_0:
+        rows = bits.reshape(-1, bits.shape[-1])
+        made = np.empty((len(rows), rows.shape[1] // _BLOCK * (_BLOCK + 2)), np.uint8)
+        for start in range(0, len(rows), step := max(1, _NUMBERS // rows.shape[1])):
+            floats = as_floats(rows[start : start + step], tensor.dtype, "F32")
+            made[start : start + step] = gguf.quants.quantize(floats, gguf.GGMLQuantizationType.Q8_0)
+        return made
+    if kind != "F32":
+        return as_dtype(bits, tensor.dtype, kind)
+    floats = as_floats(bits, tensor.dtype, "F32")
+    return floats + np.float32(architecture.norm_offset) if name.endswith("norm.weight") else floats
+
+
+def _hyperparameters(writer: Any, architecture: _Architecture, source: WeightFolder, wanted: str | None) -> None:
     """Raises StoreError: llama.cpp computes something else."""
     import gguf
 
-    config: Any = made.source.config
+    config: Any = source.config
     rope: Rope = config.rope_parameters
     wrong = [
         f"{name} is {getattr(config, name)!r} and not {value!r}"
-        for name, value in made.architecture.wants.items()
+        for name, value in architecture.wants.items()
         if getattr(config, name) != value
     ]
     if not isinstance(rope, DefaultRope | LinearRope | Llama3Rope) or rope.part(config.head_dim) != config.head_dim:
@@ -222,12 +203,13 @@ def _hyperparameters(writer: Any, made: _Exported, path: Path) -> None:
             writer.add_final_logit_softcapping(caps[1])
             writer.add_sliding_window(window)
     if wrong:
-        raise StoreError(f"{path}: llama.cpp computes other things of a {config.family}: {'; '.join(wrong)}")
+        raise StoreError(f"{source.path}: llama.cpp computes other things of a {config.family}: {'; '.join(wrong)}")
     positions = config.max_position_embeddings
     if config.family == "mistral" and window is not None:  # its llama has none: up to there it needs none
         positions = min(positions, window)
-    writer.add_name(path.name)
-    writer.add_file_type(_FILE_TYPES[made.wanted or _widest(made.source)])
+    writer.add_name(source.path.name)
+    held = {source.dtype("weights", each) for each in source.stored()}
+    writer.add_file_type(_FILE_TYPES[wanted or next((name for name in ("F32", "BF16", "F16") if name in held), "F32")])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(positions)
@@ -244,11 +226,6 @@ def _hyperparameters(writer: Any, made: _Exported, path: Path) -> None:
     if isinstance(rope, LinearRope):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope.factor)
-
-
-def _widest(source: WeightFolder) -> str:
-    found = {source.dtype("weights", each) for each in source.stored()}
-    return next((name for name in ("F32", "BF16", "F16") if name in found), "F32")
 
 
 def _llama3_factors(rope: Llama3Rope, head_dim: int) -> np.ndarray:
@@ -279,7 +256,8 @@ def _tokenizer(writer: Any, files: Mapping[str, Companion], config: ModelConfig,
         for number, piece in enumerate(_pieces(files["tokenizer.model"].read())):
             tokens[number] = piece
         writer.add_tokenizer_model("llama")
-        writer.add_add_space_prefix(_adds_space(files["tokenizer.model"].read()))
+        normaliser = dict(_fields(dict(_fields(files["tokenizer.model"].read())).get(3, b"")))
+        writer.add_add_space_prefix(bool(normaliser.get(3, 1)))  # whether a space is put in front of a text
     else:
         for text, number in fast["model"]["vocab"].items():
             tokens[number] = (text, 0.0, _NORMAL)
@@ -322,12 +300,6 @@ def _pieces(model: bytes) -> Iterator[tuple[str, float, int]]:
             piece = dict(_fields(value))
             (score,) = np.frombuffer(piece.get(2, bytes(4)), "<f4")
             yield piece[1].decode(), float(score), int(piece.get(3, _NORMAL))
-
-
-def _adds_space(model: bytes) -> bool:
-    """Return whether a sentencepiece model puts a space in front of a text: a field of its normaliser."""
-    normaliser = dict(_fields(model)).get(3, b"")
-    return bool(dict(_fields(normaliser)).get(3, 1))
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

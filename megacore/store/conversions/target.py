@@ -14,12 +14,15 @@ from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
 from megacore.parallel.weights.layout import Layout, MeshShape, layers_problems, mesh_problems
 from megacore.parallel.weights.schema import split_of
+from megacore.store.conversions.block_fp8_folder import in_block_fp8
 from megacore.store.conversions.conversion import FolderPlan, to_checkpoint, to_hugging_face
 from megacore.store.io.errors import StoreError, below_1
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE, parse_size
 
+NARROW = "fp8"
+"""The dtype of matrices in e4m3, a scale for each block, as folders alone have it."""
 MOST_JOBS = 64
 """Threads that a disk may still thank for."""
 
@@ -49,21 +52,14 @@ class FolderTarget:
 
     @property
     def stored_dtype(self) -> str | None:
-        """The name in safetensors files of the dtype that is asked for.
-
-        Raises:
-            StoreError: there is no such dtype.
-        """
-        if self.dtype not in (None, *FLOATS.values()):
-            raise StoreError(f"`dtype={self.dtype}`: choose from {', '.join(FLOATS.values())}")
+        """The name in safetensors files of the dtype that is asked for. Raises StoreError: there is no such dtype."""
+        known = [*FLOATS.values(), *[NARROW] * (self.to == "hf")]
+        if self.dtype not in (None, *known):
+            raise StoreError(f"`dtype={self.dtype}`: choose from {', '.join(known)}")
         return next((name for name, kind in FLOATS.items() if kind == self.dtype), None)
 
     def layout(self, config: ModelConfig) -> Layout:
-        """Return the layout that is asked for, of a model.
-
-        Raises:
-            StoreError: all reasons why it cannot be split so.
-        """
+        """Return the layout that is asked for, of a model. Raises StoreError: all reasons why it cannot be split so."""
         if low := below_1(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, chunks=self.chunks):
             raise StoreError("\n".join(low))
         mesh = MeshShape(pp=self.pp, ep=self.ep, tp=self.tp)
@@ -83,14 +79,8 @@ class FolderTarget:
             )
 
     def planned(self, source: WeightFolder, of_hugging_face: Callable[[int], FolderPlan] | None = None) -> FolderPlan:
-        """Return the plan of what a source becomes.
-
-        Args:
-            of_hugging_face: Plans what is asked for beside a checkpoint, given the most bytes of a file.
-
-        Raises:
-            StoreError: it cannot be planned, or arguments are of another format.
-        """
+        """Return the plan of what a source becomes. ``of_hugging_face``: plans what is asked for beside a checkpoint,
+        given the most bytes of a file. Raises StoreError: it cannot be planned, or arguments are of another format."""
         if self.to == "megacore":
             if self.max_shard_size is not None:
                 raise StoreError(
@@ -100,7 +90,8 @@ class FolderTarget:
         self.refuse_layout("a Hugging Face folder")
         size = parse_size(self.max_shard_size or SHARD_SIZE)
         dtype = self.stored_dtype
-        return to_hugging_face(source, size, dtype) if of_hugging_face is None else of_hugging_face(size)
+        plan = to_hugging_face(source, size, dtype) if of_hugging_face is None else of_hugging_face(size)
+        return in_block_fp8(plan) if self.dtype == NARROW else plan
 
 
 @dataclass(frozen=True)
@@ -114,16 +105,9 @@ class MadeFile:
 
 @dataclass(frozen=True)
 class MadeFolder:
-    """A folder that was made, or with ``dry_run`` is yet to be.
-
-    Args:
-        path: Where it is.
-        written: Whether it was made.
-        kind: What it is, in words.
-        parameters: Parameters of what it holds.
-        bytes: Bytes of all files but the small ones of JSON.
-        files: Its files of tensors.
-    """
+    """A folder that was made, or with ``dry_run`` is yet to be; ``written`` says which. ``kind``: what it is, in words;
+    ``parameters``: those of what it holds; ``bytes``: those of all files but the small ones of JSON; ``files``: its
+    files of tensors."""
 
     path: Path
     written: bool

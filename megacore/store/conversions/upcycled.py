@@ -35,12 +35,9 @@ _HIDDEN = re.compile(r"\bmlp\b(?!:)")
 
 @dataclass(frozen=True)
 class UpcycledFolder(WeightFolder):
-    """The weights of a dense model as those of one with experts.
-
-    Args:
-        seed: The seed of the rows of routers, which are those of a new model of this seed.
-        wanted: The dtype of what is drawn or scaled; None for that of the dense weights.
-    """
+    """The weights of a dense model as those of one with experts. ``seed``: the seed of the rows of routers, which are
+    those of a new model of this seed; ``wanted``: the dtype of what is drawn or scaled; None for that of the dense
+    weights."""
 
     dense: SafetensorsFolder = field(kw_only=True)
     way: Upcycling = field(kw_only=True)
@@ -93,16 +90,15 @@ class UpcycledFolder(WeightFolder):
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         """Return those of the weights that stay as they are."""
-        dense = self.dense.layout.schema
-        kept = {whole_name(dense, stored) for stored in self.dense.stored() if not stored.param.startswith(DENSE)}
-        return {piece: value for piece, value in self.dense.fingerprints(state).items() if piece[0] in kept}
+        known = self.dense.fingerprints(state)
+        return {piece: value for piece, value in known.items() if piece[0] not in self.replaced}
 
     def widens(self, dtype: str) -> bool:
         """Return whether a dtype has more bits than all that is scaled."""
         dense = (stored for stored in self.dense.stored() if stored.param == DENSE + DOWN)
         return all(DTYPES[self.dense.dtype("weights", each)].itemsize < DTYPES[dtype].itemsize for each in dense)
 
-    @property
+    @cached_property
     def replaced(self) -> set[str]:
         """The whole names of the dense weights that stand for experts', of which no fingerprint is compared."""
         dense = self.dense.layout.schema
@@ -126,8 +122,6 @@ class UpcycledFolder(WeightFolder):
 
     def _slices(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return which slices some hidden features are of, and which features of a slice they are."""
-        if self.way.granularity == 1:
-            return (0, 1), (start, stop)
         each = self.way.config.sizes["expert_mlp"]
         if stop - start >= each:
             return (start // each, stop // each), (0, each)

@@ -48,10 +48,8 @@ class DirectFile:
             raise
 
     def write(self, data: Bytes, offset: int) -> tuple[int, int]:
-        """Write data[start:stop] to where it belongs if the whole belongs at ``offset`` -> (start, stop).
-
-        The rest is the caller's to write: all of it where memory and file are not aligned alike. Raises OSError.
-        """
+        """Write data[start:stop] to where it belongs if the whole belongs at ``offset`` -> (start, stop). The rest is
+        the caller's to write: all of it where memory and file are not aligned alike. Raises OSError."""
         if self._refused or data.size < LEAST or (data.ctypes.data - offset) % ALIGNMENT:
             return 0, 0
         start = at = -offset % ALIGNMENT

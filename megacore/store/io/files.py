@@ -7,6 +7,7 @@ StoreErrors of them.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
 
+from megacore.store.io.errors import StoreError
 from megacore.store.io.objects import ObjectPath
 
 _FOLDER: int = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
@@ -29,13 +31,10 @@ _SHARED = re.compile("([0-9a-f]{2})/\\1[0-9a-f]{62}")
 
 def open_file(path: Path, root: Path | None = None) -> BufferedReader:
     """Open a regular file for reading. Raises OSError: it is not there or no file, or its links lead out, so that
-    whoever made the folder would have us read what is not theirs.
-
-    Args:
-        root: The folder of whoever made it, which its links may not leave; None where the user has
-            named the file. The hub's cache counts as one: there, files in ``snapshots/REVISION`` are links to those in
-            ``blobs`` of the repository, which may be links to those that all repositories share.
-    """
+    whoever made the folder would have us read what is not theirs. ``root``: the folder of whoever made it, which its
+    links may not leave; None where the user has named the file. The hub's cache counts as one: there, files in
+    ``snapshots/REVISION`` are links to those in ``blobs`` of the repository, which may be links to those that all
+    repositories share."""
     if isinstance(path, ObjectPath):
         return path.open()
     real = Path(os.path.realpath(path))
@@ -140,7 +139,47 @@ def ends_within_a_line(path: Path) -> bool:
         return file.read(1) not in (b"", b"\n")
 
 
+# -- to lock: one process holds a file at a time, until it lets go or dies
+
+
+class NoLocks(StoreError):
+    """A filesystem has no locks."""
+
+
 def open_lock(path: Path) -> FileIO:
     """Open a file to lock, which is made if it is not there. Raises OSError: its name is taken by a link or by what is
     no file, or its folder has just gone."""
     return FileIO(path, "r+", opener=lambda name, flags: _opened(path, flags | os.O_CREAT))
+
+
+def hold(path: Path) -> FileIO | None:
+    """Lock a file, made if it is not there; None while someone else holds it. To hold it is to own what it stands for:
+    who opened it before it was renamed or removed does not. Raises FileNotFoundError: the file or its folder has just
+    gone; NoLocks: its filesystem has none."""
+    lock = open_lock(path)
+    try:
+        if flock(lock, fcntl.LOCK_EX) and is_at(lock, path):
+            return lock
+    except BaseException:
+        lock.close()
+        raise
+    lock.close()
+    return None
+
+
+def is_at(lock: FileIO, path: Path) -> bool:
+    """Return whether the file that was opened still stands under its path."""
+    return os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
+
+
+def flock(lock: FileIO | BufferedReader | BufferedWriter, kind: int) -> bool:
+    """Take a lock of this kind -> whether it is now held. Raises NoLocks: its filesystem has none."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise NoLocks(
+            f"{lock.name}: its filesystem has no locks ({error.strerror}): mount it with them, or choose another"
+        ) from error
+    return True

@@ -47,11 +47,9 @@ class HubName:
 
     @classmethod
     def of(cls, path: str | Path, kind: Literal["model", "dataset"] = "model") -> HubName | None:
-        """Return the name that is given in the place of a path; None where a path is meant.
-
-        A path is meant where something of this name is there, and where no revision is named and the folder around it
-        is there: then it is one that was mistyped, and nobody else is asked about it.
-        """
+        """Return the name that is given in the place of a path; None where a path is meant. A path is meant where
+        something of this name is there, and where no revision is named and the folder around it is there: then it is
+        one that was mistyped, and nobody else is asked about it."""
         text = str(path)
         name = cls.parse(text, kind)
         if name is None or os.path.lexists(text):
@@ -232,10 +230,8 @@ def _without_bars(shown: bool) -> Iterator[None]:
 
 @contextmanager
 def _interruptible(name: HubName) -> Iterator[None]:
-    """Let a signal end this process at once while files are fetched, where it would only be noted.
-
-    As an exception it would wait for threads that fetch files of gigabytes. What has come is kept.
-    """
+    """Let a signal end this process at once while files are fetched, where it would only be noted. As an exception it
+    would wait for threads that fetch files of gigabytes. What has come is kept."""
 
     def end(number: int, frame: FrameType | None) -> None:
         os.write(2, f"interrupted while {name} was fetched: what has come stays in the hub's cache\n".encode())

@@ -73,10 +73,8 @@ def place(text: str | Path) -> Path:
 
 
 class ObjectPath(PosixPath):
-    """The URL of an object, or of all those whose names begin with it: a folder.
-
-    What touches the store raises a StoreError that names the URL, once it has been tried again for a while.
-    """
+    """The URL of an object, or of all those whose names begin with it: a folder. What touches the store raises a
+    StoreError that names the URL, once it has been tried again for a while."""
 
     __slots__ = ()
 

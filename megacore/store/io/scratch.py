@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,32 +35,26 @@ class Scratch:
 
     def read(self, into: Bytes, offset: int) -> None:
         """Read ``into``, [n] bytes, all of which are there. Raises OSError."""
-        at = 0
-        while at < into.size:
-            try:
-                count = os.preadv(self._file, [into[at:].data], offset + at)
-            except OSError as error:
-                self._recover(error)
-                continue
-            if not count:
-                raise EOFError(f"offload file: {into.size} bytes at {offset} are beyond its {self.size}")
-            at += count
+        self._move(into, lambda rest, at: os.preadv(self._file, [rest], at), offset)
 
     def write(self, data: Bytes, offset: int) -> None:
         """Write ``data``, [n] bytes. Raises OSError."""
+        self._move(data, lambda rest, at: os.pwrite(self._file, rest, at), offset)
+
+    def _move(self, data: Bytes, some: Callable[[memoryview, int], int], offset: int) -> None:
         at = 0
         while at < data.size:
             try:
-                at += os.pwrite(self._file, data[at:].data, offset + at)
+                count = some(data[at:].data, offset + at)
             except OSError as error:
-                self._recover(error)
-
-    def _recover(self, error: OSError) -> None:
-        """Go on without direct reads and writes, whose memory, places and sizes must suit the disk, which may ask for
-        more than usual."""
-        if error.errno not in NO_SUCH_WAY or not self.direct:
-            raise error
-        self._set_direct(False)
+                # Direct reads and writes must suit the disk in memory, place and size, and it may ask for more.
+                if error.errno not in NO_SUCH_WAY or not self.direct:
+                    raise
+                self._set_direct(False)
+                continue
+            if not count:
+                raise EOFError(f"offload file: {data.size} bytes at {offset} are beyond its {self.size}")
+            at += count
 
     @property
     def direct(self) -> bool:

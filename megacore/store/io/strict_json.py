@@ -25,13 +25,9 @@ def short(value: object) -> str:
 def parse_json(data: bytes, where: object, wide: bool = False, infinite: bool = False) -> Any:
     """Return the value of a JSON text. Raises StoreError: it is not JSON, or only Python's relaxed idea of it.
 
-    Args:
-        data: The text.
-        where: The file, in words.
-        wide: Whether whole numbers may have more than 64 bits, as the settings of tokenizers have 10^30 where there is
-            no limit.
-        infinite: Whether ``Infinity`` may stand there, as in a ``config.json`` of transformers 4; it is returned as
-            transformers 5 writes it, ``{"__float__": "Infinity"}``.
+    ``where``: the file, in words; ``wide``: whether whole numbers may have more than 64 bits, as the settings of
+    tokenizers have 10^30 where there is no limit; ``infinite``: whether ``Infinity`` may stand there, as in a
+    ``config.json`` of transformers 4; it is returned as transformers 5 writes it, ``{"__float__": "Infinity"}``.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -40,14 +40,9 @@ class TensorInFile:
 
 @dataclass(frozen=True)
 class Account:
-    """The account of the tensors of a folder.
-
-    Args:
-        ignored: Names on the family's list of tensors that hold no weights.
-        others: Names of tensors that the model leaves out.
-        carried: Names of tensors of other parts of what it is wrapped in.
-        naming: How the model's tensors are named there.
-    """
+    """The account of the tensors of a folder. ``ignored``: names on the family's list of tensors that hold no weights;
+    ``others``: names of tensors that the model leaves out; ``carried``: names of tensors of other parts of what it is
+    wrapped in; ``naming``: how the model's tensors are named there."""
 
     weights: Mapping[str, TensorInFile]
     ignored: tuple[str, ...] = ()
@@ -58,11 +53,9 @@ class Account:
 
 
 def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapper | None = None) -> Account:
-    """Account for all tensors that lie in ``files`` (by tensor) for a model of this configuration.
-
-    The tensors of what the model leaves out, and of other parts of what it is wrapped in, are listed, and any that is
-    of no part is a problem.
-    """
+    """Account for all tensors that lie in ``files`` (by tensor) for a model of this configuration. The tensors of what
+    the model leaves out, and of other parts of what it is wrapped in, are listed, and any that is of no part is a
+    problem."""
     too_few = _absurd(config, len(files))
     if too_few:
         return Account({}, problems=[too_few])
@@ -78,12 +71,12 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
         outside = [name for name, found in inside.items() if found is None]
         part = {found: part[name] for name, found in inside.items() if found is not None}
     held, problems = _with_prefix(config, part, lambda name: name in expected or ignorable(name))
-    problems += _tie(config, held) + _copies(config, held)
+    problems += _spares(config, held)
     ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))
     weights = {name: held[name] for name in expected if name in held}
     missing = [name for name in expected if name not in held]
     unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)] + outside
-    problems += _absent(config, missing, unexpected) + _shapes(expected, weights) + _dtypes(weights)
+    problems += _absent(config, missing, unexpected) + alike(_unfit(expected, weights))
     return Account(weights, ignored, tuple(others), tuple(carried), naming, problems)
 
 
@@ -167,31 +160,28 @@ def _with_prefix(
     return held, [f"some names start with {prefix!r} and some lack it: {names}"]
 
 
-def _tie(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
-    """Leave one tensor that is embedding and head under the embedding's name."""
+def _spares(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
+    """Leave out what is stored again: a head that is the embedding, and what layers that predict further tokens have of
+    the model's own. Where the embedding is not there, the head stands for it."""
     embedding, head = config.tied
-    if not config.tie_word_embeddings or head not in held:
-        return []
-    spare = held.pop(head)
-    kept = held.setdefault(embedding, spare)
-    if kept is spare or _equal(kept, spare):
-        return []
-    return [
-        f"{kept} and {spare} differ, though tie_word_embeddings says that they are one: if they are two, let "
-        "config.json say tie_word_embeddings=false; else remove one of them"
-    ]
-
-
-def _copies(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
-    """Leave out what is stored again for layers that predict further tokens, and is the model's own."""
+    tied = (
+        "though tie_word_embeddings says that they are one: if they are two, let config.json say "
+        "tie_word_embeddings=false; else remove one of them"
+    )
+    own = (
+        "and layers that predict further tokens have the model's own: to read it without these layers, let config.json "
+        "say num_nextn_predict_layers=0"
+    )
+    spares = [(head, embedding, tied)] if config.tie_word_embeddings else []
+    spares += [(name, param.hf, own) for param in config.schema.params for name in param.hf_copies]
     problems = []
-    for param in config.schema.params:
-        for spare, kept in ((held.pop(name, None), held.get(param.hf)) for name in param.hf_copies):
-            if spare and kept and not _equal(kept, spare):
-                problems.append(
-                    f"{kept} and {spare} differ, and layers that predict further tokens have the model's own: to read "
-                    "it without these layers, let config.json say num_nextn_predict_layers=0"
-                )
+    for name, kept_as, way_out in spares:
+        spare = held.pop(name, None)
+        kept = held.get(kept_as)
+        if spare and kept and not _equal(kept, spare):
+            problems.append(f"{kept} and {spare} differ, {way_out}")
+        elif spare and name == head:
+            held.setdefault(embedding, spare)
     return problems
 
 
@@ -228,21 +218,13 @@ def _nearest(names: list[str], missing: list[str]) -> list[str]:
     return [f"{name} (is it {near[0]}?)" if near else name for name, near in found]
 
 
-def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]) -> list[str]:
-    return alike(
-        (f"shape {list(held.entry.shape)} instead of {list(expected[name].shape)}", held.name)
-        for name, held in weights.items()
-        if held.entry.shape != expected[name].shape
-    )
-
-
-def _dtypes(weights: Mapping[str, TensorInFile]) -> list[str]:
+def _unfit(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]) -> Iterator[tuple[str, str]]:
     floats = f"{', '.join(FLOATS)} (a quantised model? Take the one it was made from)"
-    return alike(
-        (f"dtype {held.entry.dtype} is not one of {floats}", held.name)
-        for held in weights.values()
-        if held.entry.dtype not in FLOATS
-    )
+    for name, held in weights.items():
+        if held.entry.shape != expected[name].shape:
+            yield f"shape {list(held.entry.shape)} instead of {list(expected[name].shape)}", held.name
+        if held.entry.dtype not in FLOATS:
+            yield f"dtype {held.entry.dtype} is not one of {floats}", held.name
 
 
 def alike(found: Iterable[tuple[str, str]]) -> list[str]:

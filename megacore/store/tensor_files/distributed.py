@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 
@@ -23,16 +24,20 @@ from megacore.store.io.strict_json import StoreError, read_file, short
 from megacore.store.tensor_files.pickles import Call, Name, read_pickle
 from megacore.store.tensor_files.tensor_cache import TensorCache
 from megacore.store.tensor_files.tensors import DTYPES, MAX_DIMENSIONS, Bits, Entry, TensorFile, os_errors
-from megacore.store.tensor_files.torch_files import KINDS, SavedTensor, read_saved
+from megacore.store.tensor_files.torch_files import KINDS, SavedTensor, numbers_of, read_saved
 
 METADATA = ".metadata"
+_UNFLATTENED = "nd_reformulated_orig_global_shape"  # of what Megatron-Core before 0.14 saved in flat blocks
 _OF = "torch.distributed.checkpoint.metadata."
-_FILES = "torch.distributed.checkpoint.filesystem."
+_FILES, _PLANS = "torch.distributed.checkpoint.filesystem.", "torch.distributed.checkpoint.planner."
 _KNOWN = {
     *(f"{_OF}{name}" for name in ("Metadata", "StorageMeta", "MetadataIndex", "_MEM_FORMAT_ENCODING")),
     *(f"{_OF}{name}" for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
     f"{_OF}BytesStorageMetadata",
     f"{_FILES}_StorageInfo",
+    # Megatron-Core leaves what each rank wrote there, too.
+    *(f"{_PLANS}{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
     "torch.Size",
     "torch.serialization._get_layout",
     "collections.OrderedDict",
@@ -58,11 +63,18 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class PartedTensor:
-    """A tensor in parts. ``dtype``: as in safetensors files, or torch's name of one that these do not have."""
+    """A tensor in parts.
+
+    Args:
+        dtype: As in safetensors files, or torch's name of one that these do not have.
+        blocks: How many blocks lie along each dimension, where each lies by itself, flat: the parts are in [blocks,
+            elements of one].
+    """
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[StoredPart, ...]
+    blocks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,12 +86,20 @@ class DistributedFiles:
         tensors: {name: tensor}.
         values: {name: what holds it} of what is no tensor.
         sizes: {file: bytes}.
+        kind: What it is, in words.
+        updates: The numbers of updates that its optimizers have seen, where the tensors do not say so one by one.
+        unread: Why moments that are there are not among the tensors.
+        flat: Whether a tensor may have lost its shape.
     """
 
     path: Path
     tensors: Mapping[str, PartedTensor]
     values: Mapping[str, StoredPart]
     sizes: Mapping[str, int]
+    kind: str = "a checkpoint of torch.distributed.checkpoint"
+    updates: frozenset[Any] | None = None
+    unread: str = ""
+    flat: bool = False
 
     @classmethod
     def open(cls, path: Path) -> DistributedFiles:
@@ -89,6 +109,7 @@ class DistributedFiles:
         tree = read_pickle(read_file(where, path), where, _KNOWN)
         try:
             said, lie = _state(tree, f"{_OF}Metadata", "state_dict_metadata", "storage_data")
+            flat = tree.state.get("mcore_data") or {}
             where_parts = _storage(lie)
             tensors, values = dict[str, PartedTensor](), dict[str, StoredPart]()
             for name, value in said.items():
@@ -97,7 +118,7 @@ class DistributedFiles:
                     if (at := where_parts.get((name, None))) is not None:
                         values[name] = StoredPart((), (), *at)
                 else:
-                    tensors[name] = _parted(name, value, where_parts)
+                    tensors[name] = _parted(name, value, where_parts, flat.get(name, {}).get(_UNFLATTENED))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise StoreError(
                 f"{where} does not describe a checkpoint of torch.distributed.checkpoint as this release knows them, "
@@ -114,28 +135,55 @@ class DistributedFiles:
                 found.setdefault(part.file, {})[name] = None
         return {file: list(of) for file, of in sorted(found.items())}
 
-    def tensor(self, name: str) -> Bits:
-        """Return the bits of a tensor, [shape]. Raises StoreError: what lies in the files is not what the metadata
-        say."""
-        tensor = self.tensors[name]
-        made = np.empty(tensor.shape, DTYPES[tensor.dtype])
+    def tensor(self, name: str, index: tuple[int, ...] = ()) -> Bits:
+        """Return the bits of a tensor, [shape], or of what it has at an index of its first dimensions. Raises
+        StoreError: what lies in the files is not what the metadata say."""
+        tensor, first = self.tensors[name], len(index)
+        blocks = tensor.blocks or ()
+        elements = [math.prod(tensor.shape) // math.prod(blocks)] if blocks else []
+        made = np.empty((*(blocks or tensor.shape), *elements)[first:], DTYPES[tensor.dtype])
         for part in tensor.parts:
-            box = tuple(slice(at, at + size) for at, size in zip(part.origin, part.shape, strict=True))
-            made[box] = self._part(name, part, tensor.dtype)
+            inside = [at - start for at, start in zip(index, part.origin, strict=False)]
+            if all(0 <= at < size for at, size in zip(inside, part.shape, strict=False)):
+                box = tuple(slice(at, at + size) for at, size in zip(part.origin, part.shape, strict=True))
+                made[box[first:]] = self._part(name, part, tensor.dtype)[tuple(inside)]
+        if blocks:
+            shape, of = tensor.shape[first:], blocks[first:]
+            each = [size // count for size, count in zip(shape, of, strict=True)]
+            order = [dim for pair in zip(range(len(of)), range(len(of), 2 * len(of)), strict=True) for dim in pair]
+            made = np.ascontiguousarray(made.reshape(*of, *each).transpose(order)).reshape(shape)
         return made
 
-    def value(self, name: str) -> Any:
-        """Return what a name holds that is no tensor. Raises StoreError: it is damaged, or more than plain values."""
-        part = self.values[name]
-        path = self.path / part.file
-        with os_errors(path), open_file(path, self.path) as file:
-            return read_saved(file, f"{path}: {short(name)}", part.start, part.length)
+    def number(self, name: str) -> Any:
+        """Return what a name holds that is no tensor, or a tensor of one number. Raises StoreError: it is damaged, or
+        more than plain values."""
+        parts = self.tensors[name].parts if name in self.tensors else (self.values[name],)
+        if len(parts) != 1:
+            raise StoreError(f"{self.path}: {short(name)} has {len(parts)} parts, and is no number")
+        (part,) = parts
+        with self._opened(part) as file:
+            where = f"{self.path / part.file}: {short(name)}"
+            saved = self._saved(file, where, part)
+            return saved.number(file, where) if isinstance(saved, SavedTensor) else saved
+
+    def numbers(self, name: str, keys: Collection[str]) -> list[Any]:
+        """Return what stands by some keys in what a name holds that is no tensor. Raises StoreError: it is damaged."""
+        part, where = self.values[name], f"{self.path}: {short(name)}"
+        with self._opened(part) as file:
+            return [*numbers_of(read_saved(file, where, part.start, part.length, any_names=True), keys, file, where)]
+
+    @contextmanager
+    def _opened(self, part: StoredPart) -> Iterator[BinaryIO]:
+        with os_errors(self.path / part.file), open_file(self.path / part.file, self.path) as file:
+            yield file
+
+    def _saved(self, file: BinaryIO, where: str, part: StoredPart) -> Any:
+        return read_saved(file, where, part.start, part.length)
 
     def _part(self, name: str, part: StoredPart, dtype: str) -> Bits:
-        path = self.path / part.file
-        where = f"{path}: {short(name)}"
-        with os_errors(path), open_file(path, self.path) as file:
-            saved = read_saved(file, where, part.start, part.length)
+        where = f"{self.path / part.file}: {short(name)}"
+        with self._opened(part) as file:
+            saved = self._saved(file, where, part)
             if not isinstance(saved, SavedTensor) or (saved.dtype, saved.shape) != (dtype, part.shape):
                 found = f"{saved.dtype}{list(saved.shape)}" if isinstance(saved, SavedTensor) else short(saved)
                 raise StoreError(f"{where}: is {found}, and {METADATA} says {dtype}{list(part.shape)}: it is damaged")
@@ -182,7 +230,10 @@ def _storage(said: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None]
 
 
 def _parted(
-    name: str, value: Any, where: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+    name: str,
+    value: Any,
+    where: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]],
+    unflattened: tuple[int, ...] | None,
 ) -> PartedTensor:
     properties, size, chunks = _state(value, f"{_OF}TensorStorageMetadata", "properties", "size", "chunks")
     (kind, *_) = properties.state
@@ -201,7 +252,13 @@ def _parted(
     whole = [part for part in parts if 0 not in part.shape]  # a rank may have none of a small tensor
     if 0 not in shape and not _tile(whole, shape, 0):
         raise ValueError(f"the parts of {short(name)} do not make up {list(shape)}, or overlap")
-    return PartedTensor(dtype, shape, tuple(whole))
+    if unflattened is None:
+        return PartedTensor(dtype, shape, tuple(whole))
+    *blocks, elements = shape
+    fits = all(n and size % n == 0 for n, size in zip(blocks, unflattened, strict=True))
+    if not fits or math.prod(unflattened) != math.prod(shape):
+        raise ValueError(f"{short(name)} of {short(unflattened)} lies in {blocks} blocks of {elements} elements")
+    return PartedTensor(dtype, unflattened, tuple(whole), tuple(blocks))
 
 
 def _tile(parts: Sequence[StoredPart], shape: Sequence[int], dim: int) -> bool:
@@ -240,17 +297,18 @@ def _sizes(path: Path, parts: Iterable[StoredPart]) -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor that is asked for lies: it is another one, or a view of it.
+    """Where a tensor that is asked for lies: it is another one, or views of it.
 
     Args:
         name: The name of the other.
-        view: The piece of it that is meant; None for all of it, as it is.
-        axes: The axes of the piece, in the order of the tensor that is made of it.
+        index: Where it lies along the first dimensions of the other, which are of layers or experts.
+        views: Pieces of the rest, each with the piece of the tensor that is made which it fills; an axis that is only
+            there has size 1. None: all of it, as it is.
     """
 
     name: str
-    view: Piece | None = None
-    axes: tuple[str, ...] = ()
+    index: tuple[int, ...] = ()
+    views: tuple[tuple[Piece, Piece], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -283,8 +341,12 @@ class PartedFile(TensorFile):
 
     def _made(self, name: str) -> Bits:
         origin, shape = self.origins[name], self.entry(name).shape
-        bits = self.source.tensor(origin.name)
-        if origin.view is None:
+        bits = self.source.tensor(origin.name, origin.index)
+        if not origin.views:
             return bits.reshape(shape)
-        order = [origin.view.axes.index(axis) for axis in origin.axes]
-        return np.ascontiguousarray(strided(bits, origin.view).transpose(order)).reshape(shape)
+        made = np.empty(shape, bits.dtype)
+        for taken, filled in origin.views:
+            order = [taken.axes.index(axis) for axis in filled.axes if axis in taken.axes]
+            target = strided(made, filled)
+            target[...] = strided(bits, taken).transpose(order).reshape(target.shape)
+        return made

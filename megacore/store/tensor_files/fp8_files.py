@@ -22,7 +22,11 @@ from megacore.store.tensor_files.tensors import DTYPES, Bits, TensorFile
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FP8, _SCALE = "F8_E4M3", "_scale_inv"
+FP8, SCALE = "F8_E4M3", "_scale_inv"
+_LARGEST = 448
+"""The largest number in e4m3."""
+_LEAST = 1e-30
+"""A block of smaller numbers is one of zeros: its scale would be none of fp32."""
 _EXPONENTS = np.float32(2**8)  # e4m3 has a bias of 7, and fp16 one of 15
 _AT_ONCE = (1 << 15) - 1
 """Elements that are computed before they leave the cache, and so few that torch's own threads stay out of the way of
@@ -32,9 +36,9 @@ those that write."""
 def decoded(files: Sequence[TensorFile], fp8: BlockFp8) -> tuple[tuple[TensorFile, ...], list[str]]:
     """Return (the files as they are read, each scale used by its weight and no tensor by itself, problems)."""
     tensors = {name: TensorInFile(file, name) for file in files for name in file.entries}
-    scales = {name.removesuffix(_SCALE): tensors[name] for name in tensors if name.endswith(_SCALE)}
-    narrow = {name for name, tensor in tensors.items() if tensor.entry.dtype == _FP8}
-    problems = [(f"an fp8 weight has no {_SCALE}", name) for name in sorted(narrow - scales.keys())]
+    scales = {name.removesuffix(SCALE): tensors[name] for name in tensors if name.endswith(SCALE)}
+    narrow = {name for name, tensor in tensors.items() if tensor.entry.dtype == FP8}
+    problems = [(f"an fp8 weight has no {SCALE}", name) for name in sorted(narrow - scales.keys())]
     problems += [("a scale is of no fp8 weight", scales[name].name) for name in sorted(scales.keys() - narrow)]
     for name in sorted(narrow & scales.keys()):
         shape, scale = tensors[name].entry.shape, scales[name].entry
@@ -46,16 +50,14 @@ def decoded(files: Sequence[TensorFile], fp8: BlockFp8) -> tuple[tuple[TensorFil
             told = f"scales have shape {list(scale.shape)}, and blocks of {fp8.rows} x {fp8.columns} take {list(grid)}"
             problems.append((told, scales[name].name))
         if scale.dtype not in FLOATS:
-            problems.append(
-                (f"scales have dtype {scale.dtype}, which is not one of {', '.join(FLOATS)}", name + _SCALE)
-            )
+            problems.append((f"scales have dtype {scale.dtype}, which is not one of {', '.join(FLOATS)}", name + SCALE))
     wide = next(name for name, kind in FLOATS.items() if kind == fp8.dtype)
     return tuple(_read_as(file, fp8, wide, scales) for file in files), alike(problems)
 
 
 def _read_as(file: TensorFile, fp8: BlockFp8, wide: str, scales: Mapping[str, TensorInFile]) -> TensorFile:
-    own = {name: scales[name] for name, entry in file.entries.items() if entry.dtype == _FP8 and name in scales}
-    entries = {name: entry for name, entry in file.entries.items() if not name.endswith(_SCALE)}
+    own = {name: scales[name] for name, entry in file.entries.items() if entry.dtype == FP8 and name in scales}
+    entries = {name: entry for name, entry in file.entries.items() if not name.endswith(SCALE)}
     shown = {name: replace(entry, dtype=wide) if name in own else entry for name, entry in entries.items()}
     return _Fp8File(file.path, shown, file.metadata, file.size, file.root, stored=file, fp8=fp8, scales=own)
 
@@ -100,6 +102,25 @@ class _Fp8File(TensorFile):
         if not (np.isfinite(scales).all() and (scales > 0).all()):
             raise StoreError(f"{held}: scales must be finite and above 0, and some are not: it is damaged")
         return scales * _EXPONENTS
+
+
+def encoded(bits: Bits, dtype: str, block: int) -> tuple[Bits, np.ndarray]:
+    """Return a matrix in e4m3, and in fp32 the scale of each block of so many rows and columns, which
+    divide it; the largest number of a block is 448. Raises ValueError: a number is not finite."""
+    import torch
+
+    made, scales = np.empty(bits.shape, np.uint8), np.empty([size // block for size in bits.shape], np.float32)
+    for band in range(len(scales)):
+        rows = slice(band * block, (band + 1) * block)
+        floats = torch.from_numpy(as_floats(bits[rows], dtype, "F32").copy())
+        whole = floats.unflatten(1, (-1, block))
+        largest = whole.abs().amax((0, 2))
+        if not largest.isfinite().all():
+            raise ValueError("a number is not finite: fp8 has none for it")
+        factors = torch.where(largest > _LEAST, _LARGEST / largest, 1.0)
+        narrow = whole.mul_(factors[:, None]).flatten(1).clamp_(-_LARGEST, _LARGEST)
+        made[rows], scales[band] = narrow.to(torch.float8_e4m3fn).view(torch.uint8), 1 / factors
+    return made, scales
 
 
 def numbers(bits: Bits) -> Tensor:

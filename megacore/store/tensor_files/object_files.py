@@ -28,17 +28,9 @@ _NEAR = 1 << 20
 
 
 def upload(folder: ObjectPath, files: Sequence[File], schema: Schema) -> dict[str, Fingerprints]:
-    """Write the files as objects, as :func:`~megacore.store.tensor_files.stream.write` does on a disk.
-
-    Args:
-        files: The files to write; their sources are read again where a store fails midway.
-
-    Returns:
-        The fingerprints of what each file holds, padding left out.
-
-    Raises:
-        StoreError: a file cannot be written.
-    """
+    """Write the files as objects, as :func:`~megacore.store.tensor_files.stream.write` does on a disk -> the
+    fingerprints of what each holds, padding left out. Their sources are read again where a store fails midway. Raises
+    StoreError: a file cannot be written."""
 
     def put(file: File) -> Fingerprints:
         found = Fingerprints()

@@ -44,17 +44,10 @@ class Call:
     state: Any = None
 
 
-def read_pickle(data: bytes, where: object, known: Collection[str]) -> Any:
-    """Return what a pickle describes: values, lists, tuples, dicts, :class:`Name` and :class:`Call`.
-
-    Args:
-        data: The pickle.
-        where: The file, in words.
-        known: The names that it may hold.
-
-    Raises:
-        StoreError: it is none, holds another name, or asks for what no file of torch's own does.
-    """
+def read_pickle(data: bytes, where: object, known: Collection[str] | None) -> Any:
+    """Return what a pickle describes: values, lists, tuples, dicts, :class:`Name` and :class:`Call`. ``where``: the
+    file, in words; ``known``: the names that it may hold, None: any, where only what is beside them is asked for.
+    Raises StoreError: it is none, holds another name, or asks for what no file of torch's own does."""
     try:
         return _read(data, where, known)
     except StoreError:
@@ -63,7 +56,7 @@ def read_pickle(data: bytes, where: object, known: Collection[str]) -> Any:
         raise StoreError(f"{where} is no pickle that torch writes, or is damaged: {short(str(error))}") from error
 
 
-def _read(data: bytes, where: object, known: Collection[str]) -> Any:
+def _read(data: bytes, where: object, known: Collection[str] | None) -> Any:
     stack, marks, memo = list[Any](), list[int](), dict[int, Any]()
 
     def since_mark() -> list[Any]:
@@ -73,7 +66,7 @@ def _read(data: bytes, where: object, known: Collection[str]) -> Any:
         return found
 
     def named(name: str) -> Name:
-        if name not in known:
+        if known is not None and name not in known:
             raise StoreError(
                 f"{where} names {short(name)}, which is nothing that such a file needs: it is not read, and nothing of "
                 "it has been run"

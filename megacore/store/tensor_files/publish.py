@@ -21,8 +21,7 @@ from io import FileIO
 from pathlib import Path
 from typing import ClassVar
 
-from megacore.store.io.file_lock import flock, hold, is_at
-from megacore.store.io.files import open_file, replacing
+from megacore.store.io.files import flock, hold, is_at, open_file, replacing
 from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.tensors import free_bytes, os_errors
@@ -45,11 +44,9 @@ class Publication:
 
     @classmethod
     def begin(cls, target: str | Path, needed_bytes: int = 0) -> Publication:
-        """Make and hold the partial folder, empty; a leftover of the same name is removed first.
-
-        StoreError if the target is there already and is no empty folder, if someone else is writing it, or if its disk
-        has no room for `needed_bytes`.
-        """
+        """Make and hold the partial folder, empty; a leftover of the same name is removed first. StoreError if the
+        target is there already and is no empty folder, if someone else is writing it, or if its disk has no room for
+        `needed_bytes`."""
         folder = partial(target)
         target = _resolved(target)
         with os_errors(target):
@@ -75,13 +72,13 @@ class Publication:
         with os_errors(self.target):
             self.folder.chmod(_usual_mode(self.folder))
             for folder, _, _ in os.walk(self.folder, topdown=False):
-                _sync(Path(folder))
+                sync(Path(folder))
             _refuse_taken(self.target)
             os.rename(self.folder, self.target)
             # Last: without its lock, a folder of this name would be another writer's to empty.
             (self.target / LOCK).unlink()
-            _sync(self.target)
-            _sync(self.target.parent)
+            sync(self.target)
+            sync(self.target.parent)
         self._lock.close()
 
     def sizes(self) -> dict[str, int]:
@@ -212,11 +209,12 @@ def _make_folders(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
-        _sync(path.parent)
+        sync(path.parent)
 
 
-def _sync(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put a file or folder on the disk as it is now, whatever happens then."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     except OSError as error:
@@ -256,17 +254,10 @@ def make_and_hold(folder: Path) -> FileIO:
 
 def _is_ours(folder: Path) -> bool:
     """Return whether this is a real folder, not a link, that is this user's, that nobody else may write to, and that is
-    empty or has
-    the lock: nothing else is ever emptied or published.
-
-    FileNotFoundError if it is not there.
-    """
+    empty or has the lock: nothing else is ever emptied or published. Raises FileNotFoundError: it is not there."""
     status = folder.lstat()
-    if (
-        not stat.S_ISDIR(status.st_mode)
-        or status.st_uid != os.geteuid()
-        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    ):
+    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not mine or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
     names = os.listdir(folder)
     return not names or LOCK in names
@@ -303,10 +294,8 @@ def empty(folder: Path) -> None:
 
 
 def discard(folder: Path, lock: FileIO) -> None:
-    """Remove a folder whose lock was held, if it still is, and let go of the lock.
-
-    It loses its name first: what another process that still writes there would make anew would be in the way for ever.
-    """
+    """Remove a folder whose lock was held, if it still is, and let go of the lock. It loses its name first: what
+    another process that still writes there would make anew would be in the way for ever."""
     with lock:
         if is_at(lock, folder / LOCK):
             if not folder.match(_DOOMED.format("*", "*")):

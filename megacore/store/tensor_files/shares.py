@@ -40,8 +40,7 @@ class FileContents:
 
 def share_out(layout: Layout, states: States, replicas: int) -> list[list[FileContents]]:
     """Return the files that each replica of a place writes. Where there are fewer shares than replicas, those that
-    write are far from each other, on different machines.
-    """
+    write are far from each other, on different machines."""
     sizes = {state: sum(map(_bytes, tensors)) for state, tensors in states.items()}
     most = MOST_FILES // layout.mesh.world - len(sizes)
     shares = min(replicas, sum(sizes.values()) // SHARE_BYTES, most)
@@ -112,10 +111,7 @@ def _slices(stored: Stored, axis: str | None, begin: int, end: int, size: int) -
 
 def _axis(stored: Stored, shares: float) -> str | None:
     """Return the axis along which a tensor of so many shares is cut: the outermost axis that is fine enough, else the
-    longest.
-
-    None where it is small, or its pieces have none in common.
-    """
+    longest. None where it is small, or its pieces have none in common."""
     if shares * _FINE < 1:
         return None
     first, *others = stored.pieces.values()

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -22,14 +22,12 @@ from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Copy, Stored, TargetChunk, blocks, strided
 from megacore.store.io.direct import WriteWindow
 from megacore.store.tensor_files.dtypes import as_dtype
-from megacore.store.tensor_files.tensors import DTYPES, TensorWriter, file_size, os_errors
+from megacore.store.tensor_files.tensors import DTYPES, TensorWriter, lay_out, os_errors
 
 
 class Read(Protocol):
-    """A function of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape).
-
-    Where only a view of it is asked for, the rest may be anything.
-    """
+    """A function of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape). Where only
+    a view of it is asked for, the rest may be anything."""
 
     def __call__(self, stored: Stored, view: Piece | None = None, /) -> tuple[str, np.ndarray]: ...
 
@@ -70,7 +68,7 @@ class File:
     @property
     def size(self) -> int:
         """Bytes it will have."""
-        return file_size(self.headers, METADATA)
+        return lay_out(self.headers, METADATA)[2]
 
 
 def write(
@@ -80,17 +78,8 @@ def write(
     jobs: int = 2,
     progress: Callable[[int], object] = lambda written: None,
 ) -> dict[str, Fingerprints]:
-    """Fill the files and make them durable.
-
-    Args:
-        progress: Is told the bytes of each block when it is filled.
-
-    Returns:
-        The fingerprints of what each file holds, padding left out.
-
-    Raises:
-        StoreError: a file cannot be written.
-    """
+    """Fill the files and make them durable -> the fingerprints of what each holds, padding left out. ``progress``: is
+    told the bytes of each block when it is filled. Raises StoreError: a file cannot be written."""
     tasks, lock = _tasks(folder, files), threading.Lock()
     failed = threading.Event()
     results: dict[str, Fingerprints] = {}
@@ -111,10 +100,15 @@ def write(
                         return
                     name, dtype = tensor.stored.name, DTYPES[tensor.dtype]
                     memory = window.take(writer.put, writer.offset(name, block.start), block.numel * dtype.itemsize)
-                    opened.add(name, fill(block, tensor, opened.file.read, schema, memory.view(dtype)))
+                    found = fill(block, tensor, opened.file.read, schema, memory.view(dtype))
+                    with lock:
+                        add_to(opened.fingerprints[name], found)
                     progress(memory.size)
                 window.flush()
-                if opened.end_of_run():
+                with lock:
+                    opened.runs -= 1
+                    whole = not opened.runs  # of several that end at once, one sees it
+                if whole:
                     unfinished.pop(opened.file.path).close()
                     results[opened.file.path] = opened.fingerprints
             except BaseException:
@@ -127,9 +121,8 @@ def write(
             try:
                 for worker in workers:
                     worker.result()
-            except BaseException:  # an interrupt too: nobody shall wait for what is thrown away
+            finally:  # after an interrupt too: nobody shall wait for what is thrown away
                 failed.set()
-                raise
     except BaseException:
         for writer in unfinished.values():
             writer.abandon()
@@ -144,21 +137,7 @@ class _Open:
     file: File
     writer: TensorWriter
     fingerprints: Fingerprints
-    lock: threading.Lock = field(default_factory=threading.Lock)
     runs: int = 1
-
-    def add(self, name: str, fingerprints: Mapping[str, int]) -> None:
-        with self.lock:
-            add_to(self.fingerprints[name], fingerprints)
-
-    def begin_run(self) -> None:
-        with self.lock:
-            self.runs += 1
-
-    def end_of_run(self) -> bool:
-        with self.lock:
-            self.runs -= 1
-            return not self.runs
 
 
 _Task = tuple[_Open, Sequence[tuple[Tensor, TargetChunk]]]
@@ -178,7 +157,7 @@ def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
             for block in blocks(tensor.copies, BLOCK_BYTES // DTYPES[tensor.dtype].itemsize)
         )
         while run := list(itertools.islice(chunks, _RUN)):
-            opened.begin_run()
+            opened.runs += 1
             yield opened, run
         yield opened, ()  # the file's own count: it is closed by whoever ends last
 
@@ -190,19 +169,20 @@ def fill(block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, made: n
     for copy in block.copies:
         held, bits = read(copy.source, copy.source_view)
         strided(made, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, tensor.dtype)
-    return _fingerprints(block, made, schema)
+    fingerprints: dict[str, int] = {}
+    for copy in block.copies:
+        axes = schema[copy.target.param].sentence.piece_axes(copy.label)
+        add_to(fingerprints, {copy.label: of_copy(copy, copy.target_view, made, axes)})
+    return fingerprints
 
 
 def assemble(
     stored: Stored, copies: Sequence[Copy], read: Read, dtype: str, found: dict[str, int] | None = None
 ) -> np.ndarray:
-    """Assemble one whole target tensor, as unsigned integers in its stored shape; padding is zero.
-
-    Args:
-        found: Is given {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so
-            that they compare with those of when the source was written. Where the dtype stays, they are taken from what
-            was made: from the bits that are used.
-    """
+    """Assemble one whole target tensor, as unsigned integers in its stored shape; padding is zero. ``found``: is given
+    {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so that they compare
+    with those of when the source was written. Where the dtype stays, they are taken from what was made: from the bits
+    that are used."""
     made = np.zeros(stored.shape, DTYPES[dtype])
     for block in blocks(copies, BLOCK_BYTES // made.itemsize):
         part = made.reshape(-1)[block.start : block.start + block.numel]
@@ -213,14 +193,6 @@ def assemble(
                 view, seen = (copy.target_view, part) if held == dtype else (copy.source_view, bits)
                 add_to(found, {copy.label: of_copy(copy, view, seen, copy.source.pieces[copy.label].axes)})
     return made
-
-
-def _fingerprints(block: TargetChunk, bits: np.ndarray, schema: Schema) -> dict[str, int]:
-    fingerprints: dict[str, int] = {}
-    for copy in block.copies:
-        axes = schema[copy.target.param].sentence.piece_axes(copy.label)
-        add_to(fingerprints, {copy.label: of_copy(copy, copy.target_view, bits, axes)})
-    return fingerprints
 
 
 def add_to(found: dict[str, int], more: Mapping[str, int]) -> None:

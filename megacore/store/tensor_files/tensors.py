@@ -16,14 +16,13 @@ import mmap
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -67,11 +66,6 @@ OTHERS: Mapping[bytes, str] = {
 
 
 # -- errors
-
-
-def _listed(path: Path, problems: list[str]) -> NoReturn:
-    rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-    raise StoreError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
 
 
 @contextmanager
@@ -131,17 +125,17 @@ class TensorFile:
 
     @classmethod
     def open(cls, path: str | Path, root: Path | None = None) -> Self:
-        """Read and check the header, and nothing else; StoreError names all that is wrong with it.
-
-        Its links may not leave `root`, see :func:`~megacore.store.io.files.open_file`.
-        """
+        """Read and check the header, and nothing else; StoreError names all that is wrong with it. Its links may not
+        leave `root`, see :func:`~megacore.store.io.files.open_file`."""
         path = place(path)
         with os_errors(path), open_file(path, root) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
             start = LENGTH.size + _header_length(path, file.read(64), size)
             file.seek(LENGTH.size)
-            header = _parse(path, file.read(start - LENGTH.size))
+            header = parse_json(file.read(start - LENGTH.size), f"{path}: the header")
+        if not isinstance(header, dict):
+            raise StoreError(f"{path}: the header is {short(header)}, not tensors by name")
         metadata = header.pop(METADATA, {})
         problems = [] if _is_strings(metadata) else [f"{METADATA} is {short(metadata)}, not strings by name"]
         entries = {}
@@ -151,7 +145,8 @@ class TensorFile:
             except StoreError as error:
                 problems.append(f"tensor {short(name)} {error}")
         if problems or (problems := list(_gaps(entries, start, size))):
-            _listed(path, problems)
+            rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            raise StoreError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
         return cls(path, entries, metadata, size, root)
 
     def array(self, name: str, view: Piece | None = None) -> Bits:
@@ -210,13 +205,6 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
             f"{path}: claims a header of {length} bytes, and only {size - LENGTH.size} follow: it is truncated"
         )
     return int(length)
-
-
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    header = parse_json(raw, f"{path}: the header")
-    if not isinstance(header, dict):
-        raise StoreError(f"{path}: the header is {short(header)}, not tensors by name")
-    return header
 
 
 def _is_strings(metadata: object) -> bool:
@@ -286,9 +274,7 @@ class TensorWriter:
         cls, path: str | Path, tensors: Iterable[Declared], metadata: Mapping[str, str] | None = None
     ) -> TensorWriter:
         """Allocate the whole file, zeros, and write its header; wider dtypes come first, so that all are aligned.
-
-        StoreError if the file exists, the tensors cannot be declared, or the disk has no room for all of it.
-        """
+        StoreError if the file exists, the tensors cannot be declared, or the disk has no room for all of it."""
         path = Path(path)
         with os_errors(path):
             header, entries, size = lay_out(tensors, metadata or {})
@@ -312,20 +298,14 @@ class TensorWriter:
         return entry.start + start * DTYPES[entry.dtype].itemsize
 
     def put(self, data: Bytes, offset: int) -> None:
-        """Write bytes to a place in the file, from any thread; what is not there yet is when it is closed.
-
-        Large pieces start on their way to the disk at once, so that :meth:`close` finds little left to wait for.
-        """
+        """Write bytes to a place in the file, from any thread; what is not there yet is when it is closed."""
         with os_errors(self.path, self.size):
-            file = self._file.fileno()
             first, last = self._direct.write(data, offset) if self._direct else (0, 0)
-            if first < last:
-                ends = (data[:first], offset), (data[last:], offset + last)
-                self._ends.extend((end.tobytes(), at) for end, at in ends if end.size)
+            if first == last:
+                _write_all(self._file.fileno(), data.data, offset)
                 return
-            _write_all(file, data.data, offset)
-        if data.size >= WRITE_BACK and (start_write_back := _sync_file_range()):
-            start_write_back(file, offset, data.size, SYNC_FILE_RANGE_WRITE)
+            ends = (data[:first], offset), (data[last:], offset + last)
+            self._ends.extend((end.tobytes(), at) for end, at in ends if end.size)
 
     def close(self) -> None:
         """Close the file, all of which is on the disk afterwards."""
@@ -346,18 +326,11 @@ class TensorWriter:
     def __enter__(self) -> TensorWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
             self.abandon()
-
-
-def file_size(tensors: Iterable[Declared], metadata: Mapping[str, str] | None = None) -> int:
-    """Return the bytes of the file that :meth:`TensorWriter.create` makes of the same arguments."""
-    return lay_out(tensors, metadata or {})[2]
 
 
 def lay_out(tensors: Iterable[Declared], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry], int]:
@@ -411,24 +384,3 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
-
-
-SYNC_FILE_RANGE_WRITE = 2
-WRITE_BACK = 2**20  # bytes; below, the call costs more than it gains (0.2 ms, and 0.007 for a small write without it)
-
-
-@cache
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return Linux's call that starts to write a file's bytes back and does not wait. Only a hint: errors are fsync's
-    to tell.
-
-    Two threads had 1 GiB on the disk in 0.47 s with it, in 0.57 to 0.76 without.
-    """
-    import ctypes
-
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is None:
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    return function

@@ -11,7 +11,7 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -49,6 +49,7 @@ _STORAGES = {
 }
 _TENSOR = "torch._utils._rebuild_tensor_v2"
 _KNOWN = {*_STORAGES, _TENSOR, "collections.OrderedDict", "torch.Size"}
+_NUMBERS = {"F32": "f4", "F64": "f8", "I64": "i8", "I32": "i4"}
 _LOCAL = struct.Struct("<4s22xHH")  # of a member: magic, lengths of its name and of what else stands before its bytes
 
 
@@ -83,6 +84,12 @@ class SavedTensor:
         strides = [stride * dtype.itemsize for stride in self.strides]
         return np.ndarray(self.shape, dtype, made, 0, strides)
 
+    def number(self, file: BinaryIO, where: object) -> Any:
+        """Return the number that it is. Raises StoreError: it is none, or as of :meth:`read`."""
+        if self.shape != () or self.dtype not in _NUMBERS:
+            raise StoreError(f"{where} is {self.dtype}{list(self.shape)}, and no number")
+        return self.read(file, where).view(_NUMBERS[self.dtype]).item()
+
     @property
     def _last(self) -> int:
         """The last element, counted from the first."""
@@ -91,7 +98,7 @@ class SavedTensor:
         return sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
-def read_saved(file: BinaryIO, where: object, start: int, length: int) -> Any:
+def read_saved(file: BinaryIO, where: object, start: int, length: int, any_names: bool = False) -> Any:
     """Return what an archive within a file describes: values, lists, tuples and dicts; tensors as
     :class:`SavedTensor`, of which nothing is read yet.
 
@@ -100,6 +107,7 @@ def read_saved(file: BinaryIO, where: object, start: int, length: int) -> Any:
         where: What it is, in words.
         start: The byte at which the archive begins.
         length: Its bytes.
+        any_names: Whether it may name what it likes, which stays a :class:`Name` or a :class:`Call`.
 
     Raises:
         StoreError: it is no such archive, is damaged, or holds something else.
@@ -112,8 +120,8 @@ def read_saved(file: BinaryIO, where: object, start: int, length: int) -> Any:
         order = _bytes(window, found.get("byteorder", (0, 0)))
         if "data.pkl" not in found or order not in (b"", b"little"):
             raise ValueError(f"it holds {short(sorted(found))}, in byte order {order!r}")
-        tree = read_pickle(_bytes(window, found["data.pkl"]), where, _KNOWN)
-        return _placed(tree, {name: (start + first, size) for name, (first, size) in found.items()})
+        tree = read_pickle(_bytes(window, found["data.pkl"]), where, None if any_names else _KNOWN)
+        return _placed(tree, {name: (start + first, size) for name, (first, size) in found.items()}, any_names)
     except StoreError:
         raise
     except (zipfile.BadZipFile, OSError, RuntimeError, ValueError, LookupError, TypeError, struct.error) as error:
@@ -172,7 +180,23 @@ def _bytes(window: _FileWindow, bounds: tuple[int, int]) -> bytes:
     return window.read(bounds[1])
 
 
-def _placed(tree: Any, members: Mapping[str, tuple[int, int]]) -> Any:
+def numbers_of(tree: Any, names: Collection[str], file: BinaryIO, where: object) -> Iterator[Any]:
+    """Yield what stands by any of the names in the dicts of what :func:`read_saved` returned, at any depth; a tensor of
+    one number as that number."""
+    seen, left = set[int](), [tree]
+    while left:
+        at = left.pop()
+        if id(at) in seen or not isinstance(at, dict | list | tuple):
+            continue
+        seen.add(id(at))
+        for key, value in at.items() if isinstance(at, dict) else enumerate(at):
+            if key in names:
+                yield value.number(file, f"{where}: {key}") if isinstance(value, SavedTensor) else value
+            else:
+                left.append(value)
+
+
+def _placed(tree: Any, members: Mapping[str, tuple[int, int]], any_names: bool) -> Any:
     """Return what a pickle describes with its tensors found among the members, {name: (byte of the file, bytes)}."""
     # What stands in many places is one object, and is made once: written out it may be more than could ever be held.
     done = dict[int, Any]()
@@ -189,7 +213,7 @@ def _placed(tree: Any, members: Mapping[str, tuple[int, int]]) -> Any:
             return type(tree)(placed(value) for value in tree)
         if isinstance(tree, Call) and tree.name == _TENSOR:
             return _tensor(tree.arguments, members)
-        if isinstance(tree, Call | Name):
+        if isinstance(tree, Call | Name) and not any_names:
             raise ValueError(f"it holds {short(tree.name)}")
         return tree
 

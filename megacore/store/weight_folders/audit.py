@@ -87,12 +87,9 @@ class Damage:
 def check(
     folder: SafetensorsFolder, jobs: int, progress: OnBytes = silent, tensors: Mapping[str, Set[str]] | None = None
 ) -> list[Damage]:
-    """Compare every byte of the tensors with the index, replicas with each other, and padding with zero.
-
-    Args:
-        folder: The folder; tensors whose fingerprints it does not know are not read.
-        tensors: {state: whole names} of those to compare, if not all.
-    """
+    """Compare every byte of the tensors with the index, replicas with each other, and padding with zero. Tensors
+    whose fingerprints the folder does not know are not read. ``tensors``: {state: whole names} of those to compare, if
+    not all."""
     schema = folder.layout.schema
     damage = list[Damage]()
     for state in folder.states if tensors is None else tensors:

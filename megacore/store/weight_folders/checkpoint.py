@@ -7,7 +7,7 @@ holds, or a part of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from megacore.store.tensor_files.accounting import summary
 from megacore.store.tensor_files.companions import Companion, companions
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.tensor_files.object_files import Files
-from megacore.store.tensor_files.tensors import os_errors
+from megacore.store.tensor_files.tensors import TensorFile, os_errors
 from megacore.store.weight_folders import hugging_face_files
 from megacore.store.weight_folders.folder import SafetensorsFolder
-from megacore.store.weight_folders.index import EMA, FORMAT, INDEX, path_of, read_index
+from megacore.store.weight_folders.index import EMA, FORMAT, INDEX, FileRecord, path_of, read_index
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
 LISTED = 20  # problems of a checkpoint that are spelled out
@@ -94,27 +94,16 @@ class Checkpoint(SafetensorsFolder):
 
     def _of_carried(self) -> Iterator[str]:
         for name, record in self.index.carried.files.items() if self.index.carried else ():
-            try:
-                file = self.files[name]
-            except StoreError as error:
-                yield str(error)
-                continue
-            if file.size != record.size:
-                yield f"{name} has {file.size} bytes, not {record.size}"
-            if differ := file.entries.keys() ^ record.fingerprints.keys():
+            file = yield from self._opened(name, record)
+            if file and (differ := file.entries.keys() ^ record.fingerprints.keys()):
                 yield f"{name} and {INDEX} do not have the same tensors: {', '.join(summary(sorted(differ)))}"
-            for tensor in sorted(each for each, of in record.fingerprints.items() if [*of] != [""]):
+            for tensor in sorted(each for each, of in record.fingerprints.items() if [*of] != [""]) if file else ():
                 yield f"{INDEX} has no fingerprint of {tensor} in {name}"
 
     def _of_file(self, name: str, wanted: Mapping[str, Stored]) -> Iterator[str]:
         record = self.index.files[name]
-        try:
-            file = self.files[name]
-        except StoreError as error:
-            yield str(error)
+        if (file := (yield from self._opened(name, record))) is None:
             return
-        if file.size != record.size:
-            yield f"{name} has {file.size} bytes, not {record.size}"
         if missing := wanted.keys() - file.entries.keys():
             yield f"{name} lacks {', '.join(summary(sorted(missing)))}"
         if unknown := file.entries.keys() - wanted.keys():
@@ -125,6 +114,17 @@ class Checkpoint(SafetensorsFolder):
                 yield f"{name}: {tensor} is {entry.dtype}{list(entry.shape)}, not floats of {list(stored.shape)}"
             if set(record.fingerprints.get(tensor, ())) != set(stored.labels):
                 yield f"{INDEX} has no fingerprints of {tensor} in {name}"
+
+    def _opened(self, name: str, record: FileRecord) -> Generator[str, None, TensorFile | None]:
+        """Yield what is wrong with a file as a whole -> the file, if it can be opened."""
+        try:
+            file = self.files[name]
+        except StoreError as error:
+            yield str(error)
+            return None
+        if file.size != record.size:
+            yield f"{name} has {file.size} bytes, not {record.size}"
+        return file
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -58,17 +58,14 @@ class Differences:
 
 
 def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differences:
-    """Compare two folders without holding either.
-
-    The fingerprints of checkpoints are those of their indexes, so their tensors are not read. Raises StoreError:
-    replicas in a checkpoint differ.
-    """
+    """Compare two folders without holding either. The fingerprints of checkpoints are those of their indexes, so their
+    tensors are not read. Raises StoreError: replicas in a checkpoint differ."""
     one, other = folders
     alone = {each: which for which in (0, 1) for each in folders[which].states if each not in folders[1 - which].states}
     told = alone if one.format == other.format else {}
     steps = one.index.step, other.index.step
     shared = [state for state in one.states if state in other.states]
-    pieces = [difference for state in shared for difference in _pieces(folders, state, jobs, progress)]
+    pieces = [each for state in shared for each in _differences(state, folders, state, jobs, progress)]
     if (one.carried is None) == (other.carried is None):
         pieces += carried_differences(folders, jobs, progress)
     else:
@@ -100,57 +97,38 @@ def _adapters(folders: Folders) -> dict[str, Sides]:
     return {f"lora.{name}": both for name, both in _differing(ours, theirs).items()}
 
 
-@dataclass(frozen=True)
-class _PieceSummary:
-    sizes: Mapping[str, int]
-    dtype: str
-    fingerprint: str
-
-
 def carried_differences(folders: Folders, jobs: int, progress: OnBytes = silent) -> Iterator[Difference]:
     """Yield the tensors that are carried and differ, or that one of the two does not carry."""
-    both = (folder.carried for folder in folders)
-    held = ({} if each is None else _held(each, "weights", jobs, progress) for each in both)
-    return _differences(_CARRIED, *held)
-
-
-def _pieces(folders: Folders, state: str, jobs: int, progress: OnBytes) -> Iterator[Difference]:
-    return _differences(state, *(_held(folder, state, jobs, progress) for folder in folders))
+    return _differences(_CARRIED, [folder.carried for folder in folders], "weights", jobs, progress)
 
 
 def _differences(
-    state: str, one: Mapping[Logical, _PieceSummary], other: Mapping[Logical, _PieceSummary]
+    name: str, folders: Sequence[SafetensorsFolder | None], state: str, jobs: int, progress: OnBytes
 ) -> Iterator[Difference]:
+    one, other = ({} if each is None else _held(each, state, jobs, progress) for each in folders)
     for piece in {**one, **other}:
         here, there = one.get(piece), other.get(piece)
         if here is None or there is None:
-            yield Difference(state, *piece, "presence", (here and piece[0], there and piece[0]))
-        elif here.sizes != there.sizes:
-            yield Difference(state, *piece, "shape", (here.sizes, there.sizes))
-        elif here.dtype != there.dtype:
-            yield Difference(state, *piece, "dtype", (here.dtype, there.dtype))
-        elif here.fingerprint != there.fingerprint:
-            yield Difference(state, *piece, "values", (here.fingerprint, there.fingerprint))
+            yield Difference(name, *piece, "presence", (here and piece[0], there and piece[0]))
+        elif differ := [what for what in here if here[what] != there[what]]:
+            yield Difference(name, *piece, differ[0], (here[differ[0]], there[differ[0]]))
 
 
-def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -> dict[Logical, _PieceSummary]:
+def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -> dict[Logical, dict[str, Any]]:
+    """Return {piece: what is compared of it}."""
     schema, values = folder.schema, folder.fingerprints(state)
     # Those of another release may have taken the axes in another order.
     if not values or _orders(folder.layout.schema) != _orders(schema):
         values = fingerprints(folder, state, jobs, progress)
     held = {}
     for stored in folder.stored(state):
+        dtype = folder.dtype(state, stored)
         for label in stored.labels:
             piece = whole_name(schema, stored), label
-            axes = schema[stored.param].sentence.piece_axes(label)
-            sizes = {axis: schema.sizes[axis] for axis in axes}
-            held[piece] = _PieceSummary(sizes, _dtype(folder.dtype(state, stored)), f"{values[piece]:016x}")
+            sizes = {axis: schema.sizes[axis] for axis in schema[stored.param].sentence.piece_axes(label)}
+            # What is carried may have any dtype.
+            held[piece] = {"shape": sizes, "dtype": FLOATS.get(dtype, dtype), "values": f"{values[piece]:016x}"}
     return held
-
-
-def _dtype(name: str) -> str:
-    """Return a dtype as people know it; what is carried may have any."""
-    return FLOATS.get(name, name)
 
 
 def _orders(schema: Schema) -> dict[Logical, tuple[str, ...]]:

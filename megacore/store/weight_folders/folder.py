@@ -31,14 +31,10 @@ from megacore.store.weight_folders.index import FileRecord, Index
 class WeightFolder(ABC):
     """The weights of a model, or adapters of one, and what goes with them. Tensors are read when they are asked for.
 
-    Args:
-        trainer: The state of a training run, None where it is of none.
-        base: The folder of the model that adapters are read with.
-        ignored: Tensors that hold no weights, by the names they have.
-        others: Tensors that the model leaves out, likewise.
-        fp8: How the weights lie that are read in a wider dtype; None: all are read as they lie.
-        told: What else is to be said of how it is read.
-        hub: The name of the hub, with its commit, that the folder was fetched by.
+    ``trainer``: the state of a training run, None where it is of none; ``base``: the folder of the model that adapters
+    are read with; ``ignored``: tensors that hold no weights, by the names they have; ``others``: those that the model
+    leaves out; ``fp8``: how the weights lie that are read in a wider dtype, None: all are read as they lie; ``told``:
+    what else is to be said of how it is read; ``hub``: the name of the hub, with its commit, that it was fetched by.
     """
 
     path: Path
@@ -91,16 +87,6 @@ class WeightFolder(ABC):
         their own, which nothing here computes with; None where it is all of it."""
         return None
 
-    @property
-    def left_out(self) -> str | None:
-        """A sentence about what is not read of it; None where all is."""
-        if not self.others:
-            return None
-        further = self.config.left_out
-        begin = {next(part[:-1] for part in further if name.startswith(part)) for name in self.others}
-        read = "the model without layers that predict further tokens"
-        return f"only {read} is read; {len(self.others)} tensors of {', '.join(sorted(begin))} are left out"
-
     def check_predicts(self) -> None:
         """Raise StoreError: its head gives scores of a sequence, where the next token is asked for."""
         if self.config.labels:
@@ -112,17 +98,21 @@ class WeightFolder(ABC):
     @property
     def remarks(self) -> list[str]:
         """Sentences about what is not read of it, or not as it lies there."""
-        found = [f"{self.path}: {each}" for each in (*([self.left_out] if self.left_out else []), *self.told)]
+        found = list[str]()
+        if self.others:
+            further = self.config.left_out
+            begin = sorted({next(part[:-1] for part in further if name.startswith(part)) for name in self.others})
+            read = "only the model without layers that predict further tokens is read"
+            found.append(f"{read}; {len(self.others)} tensors of {', '.join(begin)} are left out")
+        found += self.told
         if (carried := self.carried) is not None:
             names = carried.schema.by_name
             parts = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in names}))
-            found.append(
-                f"{self.path}: its text model is read; {len(names)} tensors of {parts} are carried as they are"
-            )
+            found.append(f"its text model is read; {len(names)} tensors of {parts} are carried as they are")
         if self.fp8 is not None:
             blocks = f"a scale for each {self.fp8.rows} x {self.fp8.columns}"
-            found.append(f"{self.path}: its weights in fp8, with {blocks} of them, are read as {self.fp8.dtype}")
-        return found
+            found.append(f"its weights in fp8, with {blocks} of them, are read as {self.fp8.dtype}")
+        return [f"{self.path}: {each}" for each in found]
 
     @abstractmethod
     def stored(self, state: str = "weights") -> Iterator[Stored]:
@@ -219,6 +209,8 @@ class SafetensorsFolder(WeightFolder):
         return self.index.files[file].fingerprints[name]
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        if not any(of for record in self.index.files.values() for of in record.fingerprints.values()):
+            return {}  # the format keeps none
         try:
             return add_up(self.layout.schema, ((stored, self.written(state, stored)) for stored in self.stored(state)))
         except ValueError as error:
@@ -266,19 +258,16 @@ class CarriedFolder(SafetensorsFolder):
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         return self.holders[stored.name], stored.name
 
-    def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        known = all(of for record in self.index.files.values() for of in record.fingerprints.values())
-        return super().fingerprints(state) if known else {}
-
 
 @dataclass(frozen=True)
 class JoinedFolder(WeightFolder):
     """Folders of different tensors that are read as one."""
 
+    joined: Sequence[WeightFolder] = field(kw_only=True)
+
     @property
-    @abstractmethod
-    def joined(self) -> Sequence[WeightFolder]:
-        """The folders."""
+    def folders(self) -> tuple[SafetensorsFolder, ...]:
+        return tuple(each for folder in self.joined for each in folder.folders)
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
         for folder in self.joined if state in self.states else ():

@@ -1,4 +1,5 @@
-"""Checkpoints of other trainers as sources: ``torch.distributed.checkpoint`` (DCP), as FSDP2 and torchtitan save it.
+"""Checkpoints of other trainers as sources: ``torch.distributed.checkpoint`` (DCP), as FSDP2, torchtitan and
+Megatron-Core save it, and DeepSpeed's universal checkpoints.
 
 Such a folder has weights and AdamW's moments by the trainer's own names, and no config: that of the model lies beside
 them as ``config.json``, or is given. All that can be known without reading tensors is checked when it is opened, and
@@ -8,6 +9,7 @@ nothing in the files is run. No torch.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +28,15 @@ from megacore.store.tensor_files.accounting import account, alike, summary
 from megacore.store.tensor_files.companions import COMPANIONS, Companion, companions
 from megacore.store.tensor_files.distributed import METADATA, DistributedFiles, Origin, PartedFile
 from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.megatron import COMMON, open_megatron
+from megacore.store.tensor_files.universal import UniversalFiles, is_universal
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.foreign_names import TrainerNaming, anchors, placed
 from megacore.store.weight_folders.hugging_face import CONFIG, read_config, unusable
-from megacore.store.weight_folders.index import MOMENTS, FileRecord, Index
+from megacore.store.weight_folders.index import MASTER, MOMENTS, FileRecord, Index
 
 _STEP, _SHOWN = "step", 6
-_NUMBERS = {"F32": "f4", "F64": "f8", "I64": "i8", "I32": "i4"}
+_STATES = MASTER, *MOMENTS
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class ForeignFolder(SafetensorsFolder):
         home: The folder of its config and what else travels with the model.
     """
 
-    format = "torch_distributed"
-    kind = "a checkpoint of torch.distributed.checkpoint"
+    format = "foreign"
+    kind = "a checkpoint of another trainer"
 
     weights: Mapping[str, str]
     home: Path
@@ -64,7 +68,7 @@ class ForeignFolder(SafetensorsFolder):
             StoreError: everything that is wrong with it.
         """
         home, name = _home(path, config)
-        source, problems = DistributedFiles.open(path), list[str]()
+        source, problems = _source(path), list[str]()
         raw, kind, model, wrapper, fp8 = read_config(home, ignored_fields, problems, name)
         if wrapper is not None or fp8 is not None:
             what = "are a part of a larger model" if wrapper is not None else "lie in fp8"
@@ -74,7 +78,9 @@ class ForeignFolder(SafetensorsFolder):
         made = _Names.of(source, model, problems)
         if made is None:
             raise unusable(path, problems)
-        weights = made.file(made.weights, model)
+        weights = made.file(made.weights, model, problems)
+        if problems:
+            raise unusable(path, problems)
         found = account(model, dict.fromkeys(weights.entries, weights))
         held = {hf: tensor.name for hf, tensor in found.weights.items()}
         problems += found.problems
@@ -91,7 +97,7 @@ class ForeignFolder(SafetensorsFolder):
         }
         layout = Layout(model.schema, MeshShape(), (model.sizes["layer"],))
         index = Index(raw, layout, tuple(files), steps, records, frozen=frozen)
-        told = tuple(_remarks(made, source, names, frozen, steps))
+        told = tuple(_remarks(made, model, weights, names, frozen, steps))
         # A run that goes on with it takes its data from the beginning.
         begun: dict[str, Any] = {
             "step": steps,
@@ -122,7 +128,13 @@ class ForeignFolder(SafetensorsFolder):
 
 def is_foreign(path: Path) -> bool:
     """Return whether a folder is a checkpoint of another trainer that :class:`ForeignFolder` may open."""
-    return not isinstance(path, ObjectPath) and (path / METADATA).is_file()
+    return not isinstance(path, ObjectPath) and ((path / METADATA).is_file() or is_universal(path))
+
+
+def _source(path: Path) -> DistributedFiles:
+    if not (path / METADATA).is_file():
+        return UniversalFiles.open(path)
+    return open_megatron(path) if (path / COMMON).is_file() else DistributedFiles.open(path)
 
 
 def _home(path: Path, config: Path | None) -> tuple[Path, str]:
@@ -137,7 +149,7 @@ def _home(path: Path, config: Path | None) -> tuple[Path, str]:
             "give it by `megacore convert --config`" if config is None else "give the folder that has it, or the file"
         )
         raise StoreError(
-            f"{home} has no {name}, and a checkpoint of torch.distributed.checkpoint does not say what model it is of: "
+            f"{home} has no {name}, and a checkpoint of another trainer does not say what model it is of: "
             f"{way_out}, or copy the Hugging Face {CONFIG} of the model into {path}"
         )
     return home, name
@@ -175,9 +187,9 @@ class _Names:
                 return None
             if begins:
                 states = list(_states(begins[0], source.tensors))
-                roots = dict.fromkeys(state.root for state in states if state.kind in MOMENTS)
+                roots = dict.fromkeys(state.root for state in states if state.kind in _STATES)
                 optimizers = tuple(root.removesuffix("state.") for root in roots if root not in ("", "state."))
-                moments = {kind: _after(roots, f".{kind}", source.tensors, problems) for kind in (*MOMENTS, _STEP)}
+                moments = {kind: _after(roots, f".{kind}", source.tensors, problems) for kind in (*_STATES, _STEP)}
                 moments[_STEP] |= _after(roots, f".{_STEP}", source.values, problems)
                 with_moments = {state.weight for state in states if state.kind in MOMENTS}
                 others = [each.name for each in states if each.weight not in with_moments and each.kind != _STEP]
@@ -199,21 +211,25 @@ class _Names:
         )
         return None
 
-    def file(self, names: Mapping[str, str], config: ModelConfig) -> PartedFile:
+    def file(self, names: Mapping[str, str], config: ModelConfig, problems: list[str]) -> PartedFile:
         """Return tensors as Hugging Face names and stores them; those that nobody knows keep their names."""
-        if self.naming is None:
-            known, shapes = {name: Origin(name) for name in names}, dict[str, tuple[int, ...]]()
-        else:
-            there = placed(self.naming, config, names)
-            shape_of = {name: self.source.tensors[whole].shape for name, whole in names.items()}
-            there = {hf: place for hf, place in there.items() if shape_of[place.origin.name] == place.stored}
-            used = {place.origin.name for place in there.values()}
-            known = {hf: place.origin for hf, place in there.items()}
-            known |= {name: Origin(name) for name in names if name not in used}
+        stored = {name: self.source.tensors[whole].shape for name, whole in names.items()}
+        known, shapes = {name: Origin(name) for name in names}, dict[str, tuple[int, ...]]()
+        if self.naming is not None:
+            there = placed(self.naming, config, stored)
+            used = {place.origin.name: place for place in there.values()}
+            wrong = {name: place.stored for name, place in used.items() if place.stored != stored[name]}
+            problems += alike((f"shape {list(stored[name])} instead of {list(of)}", name) for name, of in wrong.items())
+            known = {name: origin for name, origin in known.items() if name not in used}
+            known |= {hf: place.origin for hf, place in there.items()}
             shapes = {hf: place.shape for hf, place in there.items()}
+        elif self.source.flat:
+            expected = {tensor.name: tensor.shape for tensor in hugging_face(config.schema)}
+            shapes = {hf: expected[hf] for hf in expected.keys() & stored if (math.prod(expected[hf]),) == stored[hf]}
         for one, other in (config.tied, config.tied[::-1]) if config.tie_word_embeddings else ():
             if one in known and other not in known:  # one tensor, which the optimizer may call by the other name
                 known[other] = known[one]
+                shapes |= {other: shapes[one]} if one in shapes else {}
         origins = {name: replace(origin, name=names[origin.name]) for name, origin in known.items()}
         return PartedFile.of(self.source, origins, shapes)
 
@@ -270,7 +286,12 @@ def _moments(
 ) -> tuple[Mapping[str, PartedFile], frozenset[str], int | None]:
     """Return ({state: its tensors}, the tensors of ours that have none, the updates they are of); none, none and None
     where there are no moments."""
-    files = {state: names.file(names.moments[state], config) for state in MOMENTS}
+    files = {state: names.file(names.moments[state], config, problems) for state in MOMENTS}
+    dtypes = {name: names.source.tensors[whole].dtype for name, whole in names.weights.items()}
+    if names.moments[MASTER] and {*dtypes.values()} != {"F32"}:
+        # What is fp32 itself has no other.
+        wide = {name: whole for name, whole in names.weights.items() if dtypes[name] == "F32"}
+        files = {MASTER: names.file({**wide, **names.moments[MASTER]}, config, problems), **files}
     if not any(file.entries for file in files.values()) or _unfit(names) is not None:
         return {}, frozenset(), None
     lacking, wrong, parts = dict[str, list[str]](), list[tuple[str, str]](), Counter[str]()
@@ -303,36 +324,40 @@ def _unfit(names: _Names) -> str | None:
 
 def _steps(names: _Names) -> set[int]:
     """Return the numbers of updates that the tensors have seen."""
-    found = set[int]()
-    for whole in names.moments[_STEP].values():
-        source = names.source
-        if whole in source.values:
-            value = source.value(whole)
-        else:
-            tensor = source.tensors[whole]
-            if tensor.shape != () or tensor.dtype not in _NUMBERS:
-                raise StoreError(f"{source.path}: {short(whole)} is {tensor.dtype}{list(tensor.shape)}, and no number")
-            value = source.tensor(whole).view(_NUMBERS[tensor.dtype]).item()
+    source, found = names.source, set[int]()
+    said = source.updates
+    for value in (source.number(whole) for whole in names.moments[_STEP].values()) if said is None else said:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 62 or value % 1:
-            raise StoreError(f"{source.path}: {short(whole)} is {short(value)}, and no number of updates")
+            raise StoreError(f"{source.path}: its optimizer has seen {short(value)}, which is no number of updates")
         found.add(int(value))
     return found
 
 
 def _remarks(
-    names: _Names, source: DistributedFiles, read: Collection[str], frozen: Collection[str], steps: int | None
+    names: _Names,
+    config: ModelConfig,
+    weights: PartedFile,
+    read: Collection[str],
+    frozen: Collection[str],
+    steps: int | None,
 ) -> Iterator[str]:
-    trainer = names.naming.trainer if names.naming else "Hugging Face"
-    yield f"a checkpoint of torch.distributed.checkpoint, whose tensors have the names of {trainer}"
+    source, trainer = names.source, names.naming.trainer if names.naming else "Hugging Face"
+    yield f"{source.kind}, whose tensors have the names of {trainer}"
+    held = {hf: weights.origins[hf] for hf in config.tied if hf in weights.origins}
+    for name in dict.fromkeys(origin.name for origin in held.values() if origin.views):
+        if (rows := source.tensors[name].shape[0]) > config.sizes["vocab"]:
+            yield f"{short(name)} is filled up to {rows:,} tokens: those beyond {config.sizes['vocab']:,} are left out"
     if steps is not None:
         yield f"the moments of AdamW after {steps:,} updates go with the weights"
-    elif names.moments[MOMENTS[0]]:
-        yield f"the moments of its optimizer are left out: {_unfit(names)}"
+    elif names.moments[MOMENTS[0]] or source.unread:
+        yield f"the moments of its optimizer are left out: {source.unread or _unfit(names)}"
     if frozen:
         still = summary(frozen)
         more = f" and {len(still) - _SHOWN} more" if len(still) > _SHOWN else ""
         yield f"without moments, as what is frozen has none, are {', '.join(still[:_SHOWN])}{more}"
     used: dict[str, Any] = dict.fromkeys([*read, *names.moments[_STEP].values()])
+    if steps is not None:  # masters of weights that are fp32 themselves are the same
+        used |= dict.fromkeys(names.moments[MASTER].values())
     rest: dict[str, int] = {}
     for name in (*source.tensors, *source.values):
         if name not in used:

@@ -20,7 +20,6 @@ from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import FAMILIES, family
 from megacore.models.wrappers import Wrapper, unwrapped
 from megacore.parallel.enum_errors import nearest
-from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, hugging_face
 from megacore.say import err
@@ -65,13 +64,13 @@ class HuggingFace(SafetensorsFolder):
         problems: list[str] = []
         raw, kind, config, wrapper, fp8 = read_config(path, ignored_fields, problems)
         files = _files(path, problems)
-        found, held, told = Account({}), files.files if files else (), tuple[str, ...]()
+        found, held, told = Account({}), files[0] if files else (), tuple[str, ...]()
         if files and fp8:
             held, damaged = decoded(held, fp8)
             problems += damaged
         if files:
             if kind:
-                problems += _unnamed(files, kind)
+                problems += _unnamed(*files, kind)
             if kind and config:
                 tensors = {name: file for file in held for name in file.entries}
                 shapes = {name: file.entries[name].shape for name, file in tensors.items()}
@@ -115,20 +114,14 @@ class HuggingFace(SafetensorsFolder):
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         return self.weights[stored.name]
 
-    def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        return {}  # the format keeps none
-
     def companions(self) -> Mapping[str, Companion]:
         return companions(self.path, self.path)
 
 
 def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
-    """Bring a model of the hub onto this machine -> its folder in the hub's cache, whose name is the commit.
-
-    These are the files that a folder is read from, and no others: the config first, which may say that the model cannot
-    be used, and the weights in one format. Raises StoreError: it cannot be fetched, or is no model that can be read
-    here.
-    """
+    """Bring a model of the hub onto this machine -> its folder in the hub's cache, whose name is the commit. These are
+    the files that a folder is read from, and no others: the config first, which may say that the model cannot be used,
+    and the weights in one format. Raises StoreError: it cannot be fetched, or is no model that can be read here."""
     folder = hub.fetch(name, [CONFIG, INDEX, ADAPTER, *COMPANIONS])
     pinned = name.at(folder)
     if not (folder / CONFIG).exists():
@@ -138,7 +131,9 @@ def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
     read_config(folder, ignored_fields, problems)
     if problems:
         raise unusable(pinned, problems)
-    weights = [WEIGHTS] if (folder / WEIGHTS).exists() else _named_weights(folder)
+    weights = [WEIGHTS] if (folder / WEIGHTS).exists() else []
+    if not weights and (folder / INDEX).exists():
+        weights = sorted({*_weight_map(_object(folder, INDEX)).values()})
     if weights and all((folder / file).exists() for file in weights):
         return folder
     sizes = hub.files_of(pinned)
@@ -152,10 +147,6 @@ def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
     return hub.fetch(pinned, [glob.escape(file) for file in weights], shown=True)
 
 
-def _named_weights(folder: Path) -> list[str]:
-    return sorted({*_weight_map(_object(folder, INDEX)).values()}) if (folder / INDEX).exists() else []
-
-
 def _not_there(files: Sequence[str]) -> str:
     return f"{INDEX} names files that are not there: {', '.join(map(printable, files))}"
 
@@ -165,22 +156,12 @@ def unusable(source: Path | HubName, problems: Sequence[str]) -> StoreError:
     return StoreError("\n- ".join([f"{source} cannot be used:", *problems]))
 
 
-@dataclass(frozen=True)
-class _WeightFiles:
-    """The weight files, and which of them the index names for each tensor (None: there is no index)."""
-
-    files: tuple[TensorFile, ...]
-    named: Mapping[str, TensorFile] | None
-
-
 def read_config(
     folder: Path, ignored_fields: Sequence[str], problems: list[str], name: str = CONFIG
 ) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None, BlockFp8 | None]:
-    """Return what can be made out of ``config.json``.
-
-    These are its fields, its family's kind of config, what they mean, what they are wrapped in, and how weights lie.
-    What is wrong with it joins the problems. ``name``: that of the file.
-    """
+    """Return what can be made out of ``config.json``. These are its fields, its family's kind of config, what they
+    mean, what they are wrapped in, and how weights lie. What is wrong with it joins the problems. ``name``: that of the
+    file."""
     raw: dict[str, Any] = {}
     kind, wrapper, fp8 = None, None, None
     try:
@@ -230,14 +211,13 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
-    """Open the weight files; None if some cannot be opened.
-
-    Where there are both a single file and an index, the single file counts, as for transformers.
-    """
+def _files(folder: Path, problems: list[str]) -> tuple[tuple[TensorFile, ...], Mapping[str, TensorFile] | None] | None:
+    """Open the weight files -> they, and which of them the index names for each tensor (None: there is no index). None
+    if some cannot be opened. Where there are both a single file and an index, the single file counts, as for
+    transformers."""
     if os.path.lexists(folder / WEIGHTS):
         opened = _open(folder, [WEIGHTS], problems)
-        return _WeightFiles(opened, None) if opened else None
+        return (opened, None) if opened else None
     if not os.path.lexists(folder / INDEX):
         problems.append(_no_weights(str(folder), [file.name for file in folder.iterdir()]))
         return None
@@ -254,7 +234,7 @@ def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
     if len(opened) < len(names):
         return None
     by_name = dict(zip(names, opened, strict=True))
-    return _WeightFiles(opened, {tensor: by_name[name] for tensor, name in named.items()})
+    return opened, {tensor: by_name[name] for tensor, name in named.items()}
 
 
 def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFile, ...]:
@@ -286,18 +266,18 @@ def _is_inside(name: object) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _unnamed(files: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
+def _unnamed(files: Sequence[TensorFile], named: Mapping[str, TensorFile] | None, kind: type[ModelConfig]) -> list[str]:
     """Return the problems of an index that disagrees with its files."""
-    if files.named is None:
+    if named is None:
         return []
     problems = []
     holders: dict[str, list[str]] = {}
-    for file in files.files:
+    for file in files:
         for name in file.entries:
             holders.setdefault(name, []).append(file.path.name)
     ignorable = ignorable_by(kind)
     absent: dict[str, list[str]] = {}
-    for name, file in files.named.items():
+    for name, file in named.items():
         if name not in file.entries:
             absent.setdefault(file.path.name, []).append(name)
     for path, names in absent.items():
@@ -308,7 +288,7 @@ def _unnamed(files: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
     if twice:
         paths = sorted({path for name in twice for path in holders[name]})
         problems.append(f"tensors lie in several files ({', '.join(paths)}): {', '.join(summary(twice))}")
-    unnamed = [name for name in holders if name not in files.named and not ignorable(name)]
+    unnamed = [name for name in holders if name not in named and not ignorable(name)]
     if unnamed:
         paths = sorted({path for name in unnamed for path in holders[name]})
         problems.append(f"{INDEX} does not name tensors of {', '.join(paths)}: {', '.join(summary(unnamed))}")

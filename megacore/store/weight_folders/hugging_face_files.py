@@ -53,8 +53,7 @@ def parse_size(text: str) -> int:
 def named(schema: Schema, raw: Mapping[str, Any], naming: Naming | None = None) -> list[Stored]:
     """Return the tensors by the names that the class gives them which ``config.json`` names: those of a base model that
     was saved by itself lack their prefix. One whose head is another tensor is not such a model. ``naming``: that of the
-    larger model that they are a part of.
-    """
+    larger model that they are a part of."""
     kind, stored = family(raw["model_type"]).config, list(hugging_face(schema, copies=True))
     if naming is not None:
         return [replace(each, name=naming.outside(each.name)) for each in stored]
@@ -65,12 +64,8 @@ def named(schema: Schema, raw: Mapping[str, Any], naming: Naming | None = None) 
 
 
 def export_files(tensors: Iterable[Stored], dtypes: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:
-    """Return the weight files, in the order of the family's table.
-
-    Args:
-        dtypes: {Hugging Face's tensor name: safetensors dtype}.
-        max_shard_bytes: The most that the tensors of a file take; a larger tensor has a file of its own.
-    """
+    """Return the weight files, in the order of the family's table. ``dtypes``: {Hugging Face's tensor name: safetensors
+    dtype}; ``max_shard_bytes``: the most that the tensors of a file take; a larger tensor has a file of its own."""
     shards: list[list[Stored]] = []
     room = 0
     for stored in tensors:
@@ -100,8 +95,7 @@ def texts(
 
 def config_json(raw: Mapping[str, Any]) -> bytes:
     """Return a ``config.json`` with all fields of ``raw`` but the names of code, and a class to load where none is
-    named.
-    """
+    named."""
     kind = family(raw["model_type"]).config
     raw = {key: value for key, value in raw.items() if key not in CODE}
     return _json({**kind.as_written(raw), "architectures": raw.get("architectures") or [kind.architecture]})

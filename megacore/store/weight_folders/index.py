@@ -23,7 +23,7 @@ from megacore.parallel.weights.block_formats import BLOCK_BYTES
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard, least_layers
 from megacore.parallel.weights.schema import SPLIT, Param, Schema, Split
-from megacore.parallel.weights.transfer import Stored, native
+from megacore.parallel.weights.transfer import Cut, Stored, native
 from megacore.store.io.strict_json import StoreError, read_json, short
 
 INDEX = "index.json"
@@ -90,33 +90,20 @@ class Adapters:
 
 
 @dataclass(frozen=True)
-class Range:
-    """A tensor of which a file holds the part from ``start`` to ``stop`` of an axis."""
-
-    axis: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class FileRecord:
-    """Bytes of a file, {tensor: {label: fingerprint}} of what it holds, and of which of them it is only a range."""
+    """Bytes of a file, {tensor: {label: fingerprint}} of what it holds, and {tensor: (axis, start, stop)} of those of
+    which it is only a range."""
 
     size: int
     fingerprints: Mapping[str, Mapping[str, int]]
-    ranges: Mapping[str, Range] = field(default_factory=dict)
+    ranges: Mapping[str, Cut] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Carried:
     """The larger model that the weights are a part of, one that also sees, and its other tensors, which are carried
-    byte by byte.
-
-    Args:
-        config: All fields of its ``config.json``.
-        naming: How the tensors of the part are named in it.
-        files: The files that have the others, as in :class:`Index`.
-    """
+    byte by byte. ``config``: all fields of its ``config.json``; ``naming``: how the tensors of the part are named in
+    it; ``files``: the files that have the others, as in :class:`Index`."""
 
     config: Mapping[str, Any]
     naming: Naming
@@ -127,15 +114,12 @@ class Carried:
 class Index:
     """The index of a folder: a checkpoint's ``index.json``, or what a Hugging Face folder's files come to.
 
-    Args:
-        raw: All fields of the Hugging Face ``config.json`` that the model came from or would have.
-        states: Those of :data:`STATES` that are there.
-        step: The training step, None for converted weights.
-        files: The files by path within the folder; Hugging Face's have no fingerprints.
-        adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
-        frozen: Tensors that were not trained: they have weights alone, as buffers do, which are not listed.
-        muon: Whether the matrices of blocks have been updated as wholes: of them there is the first moment alone.
-        carried: What the weights are a part of, where they are one.
+    ``raw``: all fields of the Hugging Face ``config.json`` that the model came from or would have; ``states``: those of
+    :data:`STATES` that are there; ``step``: the training step, None for converted weights; ``files``: those by path
+    within the folder, Hugging Face's have no fingerprints; ``adapters``: of what, if it holds adapters and not the
+    model that ``raw`` describes; ``frozen``: tensors that were not trained: they have weights alone, as buffers do,
+    which are not listed; ``muon``: whether the matrices of blocks have been updated as wholes: of them there is the
+    first moment alone; ``carried``: what the weights are a part of, where they are one.
     """
 
     raw: Mapping[str, Any]
@@ -215,7 +199,7 @@ class Index:
                 for name in shards if part is None or record is None else record.fingerprints:
                     cut = record and record.ranges.get(name)
                     whole = replace(shards[name], where=where)
-                    yield whole.along(cut.axis, cut.start, cut.stop) if cut else whole
+                    yield whole.along(*cut) if cut else whole
 
     def to_json(self) -> bytes:
         schema, mesh = self.layout.schema, self.layout.mesh
@@ -254,7 +238,7 @@ def _of_files(files: Mapping[str, FileRecord]) -> dict[str, Any]:
     return {
         name: {
             "bytes": record.size,
-            **({"ranges": {of: list(astuple(cut)) for of, cut in record.ranges.items()}} if record.ranges else {}),
+            **({"ranges": dict(record.ranges)} if record.ranges else {}),
             "fingerprints": {
                 tensor: {label: f"{value:016x}" for label, value in of.items()}
                 for tensor, of in record.fingerprints.items()
@@ -265,11 +249,8 @@ def _of_files(files: Mapping[str, FileRecord]) -> dict[str, Any]:
 
 
 def _of_carried(carried: Carried) -> dict[str, Any]:
-    return {
-        "config": dict(carried.config),
-        "naming": list(astuple(carried.naming)),
-        "files": _of_files(carried.files),
-    }
+    naming = list(astuple(carried.naming))
+    return {"config": dict(carried.config), "naming": naming, "files": _of_files(carried.files)}
 
 
 def _spelled(adapters: Adapters) -> dict[str, Any]:
@@ -294,7 +275,10 @@ class _Tree:
     def error(self, reason: str) -> StoreError:
         return StoreError(f"{self.path}: {self.where} {reason}: this is not a checkpoint of ours, or it is damaged")
 
-    def get(self, key: str, *kinds: type) -> Any:
+    def get(self, key: str, *kinds: type, default: object = None) -> Any:
+        """Return the value of a field. Without a default, it must be there."""
+        if key not in self.tree and default is not None:
+            return default
         if key not in self.tree:
             raise self.error(f"has no {key!r}")
         value = self.tree[key]
@@ -303,8 +287,8 @@ class _Tree:
             raise self.error(f"has {key}={short(value)}, which is not of type {wanted}")
         return value
 
-    def child(self, key: str) -> _Tree:
-        return _Tree(self.path, key, self.get(key, dict))
+    def child(self, key: str, default: object = None) -> _Tree:
+        return _Tree(self.path, key, self.get(key, dict, default=default))
 
     def numbers(self) -> dict[str, int]:
         """Return the fields, all of which must be positive whole numbers."""
@@ -351,10 +335,16 @@ def read_index(path: Path) -> Index:
         _check_count(tree, schema, records)
         if "adapters" not in tree.tree:  # earlier releases left out layers that predict further tokens
             raw, _ = family(raw["model_type"]).config.as_held(raw, {param.hf: () for param in schema.params})
-        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split, _placement(tree))
+        placement, optimizer = tree.get("placement", str, default="loop"), tree.get("optimizer", str, default="muon")
+        if placement not in (known_placements := get_args(Placement)):
+            known = " or ".join(known_placements)
+            raise tree.error(f"has placement={short(placement)}, and virtual stages are placed as {known}")
+        if optimizer != "muon":  # where none is named, it was AdamW, or there was none
+            raise tree.error(f"has optimizer={short(optimizer)}, of which only muon is known")
+        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split, cast(Placement, placement))
         index = Index(raw, layout, states, step, records, _adapters(tree), carried=_carried(tree, raw["model_type"]))
         _check_model(tree, index)
-        index = replace(index, frozen=_frozen(tree, index.schema), muon=_muon(tree))
+        index = replace(index, frozen=_frozen(tree, index.schema), muon="optimizer" in tree.tree)
     except StoreError:
         raise
     except (ModelConfigError, ValueError, KeyError) as error:
@@ -373,7 +363,7 @@ def _check_files(tree: _Tree, index: Index, version: int) -> None:
             wanted |= {file_name(state, place, part if count > 1 else None) for part in range(max(1, count))}
     if wanted != set(index.files):
         raise tree.error(f"names the files {short(sorted(index.files))} instead of {short(sorted(wanted))}")
-    cut, alike = {tensor for record in index.files.values() for tensor in record.ranges}, dict[object, list[Range]]()
+    cut, alike = {tensor for record in index.files.values() for tensor in record.ranges}, dict[object, list[Cut]]()
     if cut and version == 1:
         raise tree.error(f"has ranges of {short(sorted(cut))}, which version 1 does not know")
     for (state, place), parts in index.parts.items() if version > 1 else ():
@@ -388,9 +378,9 @@ def _check_files(tree: _Tree, index: Index, version: int) -> None:
 
 def _tiled(
     tree: _Tree, place: str, shards: Iterable[Stored], records: Sequence[FileRecord]
-) -> Iterator[tuple[Stored, list[Range]]]:
+) -> Iterator[tuple[Stored, list[Cut]]]:
     """Yield each tensor of a place, and in which ranges its files hold it: none where one has all of it."""
-    listed: dict[str, list[Range | None]] = {}
+    listed: dict[str, list[Cut | None]] = {}
     for record in records:
         for name in record.fingerprints:
             listed.setdefault(name, []).append(record.ranges.get(name))
@@ -398,22 +388,21 @@ def _tiled(
         if stored.name not in listed:
             raise tree.error(f"lists no {stored.name} in the files of {place}")
         found = listed.pop(stored.name)
-        ranges = sorted((each for each in found if each is not None), key=lambda each: each.start)
+        ranges = sorted((each for each in found if each is not None), key=lambda each: each[1])
         if found != [None] and (len(ranges) < len(found) or not _tile(stored, ranges)):
-            said = ", ".join("all" if each is None else f"{each.axis} {each.start}:{each.stop}" for each in found[:9])
+            said = ", ".join("all" if each is None else "{} {}:{}".format(*each) for each in found[:9])
             raise tree.error(f"lists {said} of {stored.name} in the files of {place}, which are not all of it once")
         yield stored, ranges
     if listed:
         raise tree.error(f"lists {short(sorted(listed))} in the files of {place}, which do not belong there")
 
 
-def _tile(stored: Stored, ranges: Sequence[Range]) -> bool:
-    axis = ranges[0].axis
-    if any(axis not in stored.pattern.piece_axes(label) for label in stored.labels):
+def _tile(stored: Stored, ranges: Sequence[Cut]) -> bool:
+    axes, starts, stops = zip(*ranges, strict=True)
+    if {*axes} != {axes[0]} or any(axes[0] not in stored.pattern.piece_axes(label) for label in stored.labels):
         return False
-    first, last = stored.box[axis]
-    ends = [first, *(each.stop for each in ranges)]
-    return {each.axis for each in ranges} == {axis} and [*(each.start for each in ranges), last] == ends
+    first, last = stored.box[axes[0]]
+    return (*starts, last) == (first, *stops)
 
 
 def _adapters(tree: _Tree) -> Adapters | None:
@@ -451,19 +440,11 @@ def _carried(tree: _Tree, family: str) -> Carried | None:
 
 
 def _frozen(tree: _Tree, schema: Schema) -> frozenset[str]:
-    named = tree.get("frozen", list) if "frozen" in tree.tree else []
+    named = tree.get("frozen", list, default=[])
     known = {name for name, _ in names.tensors(schema)}
     if strange := [name for name in named if not isinstance(name, str) or name not in known]:
         raise tree.error(f"has frozen={short(strange)}, which are no tensors of it")
     return frozenset(named)
-
-
-def _muon(tree: _Tree) -> bool:
-    """Return whether the optimizer was Muon; where none is named, it was AdamW, or there was none."""
-    name = tree.get("optimizer", str) if "optimizer" in tree.tree else "muon"
-    if name != "muon":
-        raise tree.error(f"has optimizer={short(name)}, of which only muon is known")
-    return "optimizer" in tree.tree
 
 
 def _record(tree: _Tree) -> FileRecord:
@@ -473,19 +454,16 @@ def _record(tree: _Tree) -> FileRecord:
         if not all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in values):
             raise found.error(f"of {tensor!r} are {short(of)}, not 16 hexadecimal digits for each piece")
     made = {tensor: {label: int(v, 16) for label, v in of.items()} for tensor, of in found.tree.items()}
-    cut = tree.child("ranges") if "ranges" in tree.tree else None
-    ranges = {} if cut is None else {tensor: _range(cut, tensor) for tensor in cut.tree}
-    if cut is not None and (strange := sorted(ranges.keys() - made.keys())):
+    cut, ranges = tree.child("ranges", default={}), dict[str, Cut]()
+    for tensor, value in cut.tree.items():
+        match value:
+            case [str(axis), int(start), int(stop)] if 0 <= start < stop and bool not in map(type, (start, stop)):
+                ranges[tensor] = axis, start, stop
+            case _:
+                raise cut.error(f"has {short(value)} for {tensor!r}, which is not [axis, start, stop]")
+    if strange := sorted(ranges.keys() - made.keys()):
         raise cut.error(f"are of {short(strange)}, which have no fingerprints")
     return FileRecord(tree.get("bytes", int), made, ranges)
-
-
-def _range(tree: _Tree, tensor: str) -> Range:
-    match tree.tree[tensor]:
-        case [str(axis), int(start), int(stop)] if 0 <= start < stop and bool not in map(type, (start, stop)):
-            return Range(axis, start, stop)
-        case other:
-            raise tree.error(f"has {short(other)} for {tensor!r}, which is not [axis, start, stop]")
 
 
 def _runs(layers: Sequence[int]) -> str:
@@ -505,13 +483,6 @@ def _layers(tree: _Tree, version: int) -> tuple[int, ...] | None:
     if any(a > b for a, b in ends) or any(b >= a for (_, b), (a, _) in itertools.pairwise(ends)):
         raise tree.error(f"has layers={short(text)}, which do not ascend")
     return tuple(n for a, b in ends for n in range(a, b + 1))
-
-
-def _placement(tree: _Tree) -> Placement:
-    known = get_args(Placement)
-    if (said := tree.tree.get("placement", "loop")) not in known:
-        raise tree.error(f"has placement={short(said)}, and virtual stages are placed as {' or '.join(known)}")
-    return cast(Placement, said)
 
 
 def _split(tree: _Tree, version: int) -> Split:

@@ -227,11 +227,8 @@ def _located(read: _StateRead, wrong: set[Logical]) -> tuple[str | None, list[st
 
 def fingerprint(base: WeightFolder, control: Control) -> int:
     """Return the fingerprint of a model's weights: one number, the same on all ranks and for equal weights wherever
-    they lie.
-
-    A checkpoint knows it; of a Hugging Face folder each rank reads a part, so that together they read it once. Raises
-    StoreError: one of them cannot; on every rank.
-    """
+    they lie. A checkpoint knows it; of a Hugging Face folder each rank reads a part, so that together they read it
+    once. Raises StoreError: one of them cannot; on every rank."""
     if known := base.fingerprints("weights"):
         return combined(known)
     rank, world = control.mesh.rank, control.mesh.shape.world

@@ -90,6 +90,7 @@ class Metrics(Callback):
             **self._told(stats.told.tolist()),
             **({"loss_scale": stats.scale.item()} if run.train_step.scaling.moves else {}),
             **self._loads(run),
+            **_divergence(run),
         }
 
     def _told(self, told: Sequence[float]) -> Record:
@@ -110,6 +111,15 @@ class Metrics(Callback):
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def _divergence(run: Trainer) -> Record:
+    """Return how far indexers are from their attention in a step, the mean over the layers that have some."""
+    alignment = run.train_step.alignment
+    if alignment is None:
+        return {}
+    found = alignment.read(len(run.model.config.anatomy.layers))
+    return {"index_divergence": (found.sum() / (found > 0).sum().clamp(min=1)).item()}
 
 
 def expert_load_metrics(loads: Loads, coefficients: Coefficients) -> Record:

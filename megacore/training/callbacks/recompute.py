@@ -17,7 +17,7 @@ from megacore.corruption import Corrupted, at_fault
 from megacore.models.decoder import Microbatch
 from megacore.places import listed
 from megacore.training.callbacks.replicas import checksum
-from megacore.training.step import PHASES, counted_and_routed, counted_tokens
+from megacore.training.step import PHASES, counted_tokens
 from megacore.training.trainer import Callback, Trainer
 
 
@@ -81,7 +81,7 @@ def microbatch_of(run: Trainer, replica: int, number: int) -> Microbatch:
     """Return a microbatch of this step as the rank of this place, but of another number along dp, has it; ``number``
     goes around."""
     shape = run.mesh.shape
-    batches = run.batches.of(replica * shape.ep + run.mesh.place.ep)
+    batches = replace(run.batches, data_rank=replica * shape.ep + run.mesh.place.ep)
     made = batches.microbatches_from(run.start.at(run.step - 1, run.config).samples)
     at = number % len(made)
     (found,) = run.upload(made[at : at + 1], run.step, at)
@@ -104,12 +104,10 @@ def computed(run: Trainer, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     def add(parameter: Tensor, gradient: Tensor) -> None:
         total.add_(checksum(gradient) * (2 * numbers[parameter] + 1))
 
-    if step.balance is None:
+    if step.balance is None and step.alignment is None:
         tokens = counted_tokens([microbatch], step.mesh)
     else:
-        tokens, sequences, routed = counted_and_routed([microbatch], step.mesh)
-        step.balance.begin(1, sequences, routed, step.scaler.scale)
-        microbatch = replace(microbatch, number=0)
+        tokens, (microbatch,) = step.begin([microbatch])
     with step.gradients.handed_to(add):
         loss = step.pipeline.train([microbatch], step.scaler.scale / tokens, lambda kind: run.enter(PHASES[kind]))
     return loss.flatten()[0], total

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megacore import checkpoints, incidents
 from megacore.config import Config
-from megacore.data.corpora import facts
+from megacore.data.corpus import Corpus
 from megacore.say import err, say
 from megacore.store.io.objects import ObjectPath
 from megacore.store.io.strict_json import StoreError
@@ -33,7 +33,7 @@ def report(config: Config, last: int, vocabulary: int) -> str:
     """Return the end of a run in a few lines and draw the pictures; vocabulary: the number of the model's tokens."""
     out = Path(config.out)
     records = metrics.read(out / metrics.METRICS)
-    known = facts(config.data.train[0]) if len(config.data.train) == 1 else None
+    known = Corpus.beside(Path(config.data.train[0].path)) if len(config.data.train) == 1 else None
     entropy = known.unigram_entropy if known else None
     unit = " in nats per token" if config.preference is None else " of a pair"
     metrics.draw(records, out / metrics.PICTURE, entropy, unit)

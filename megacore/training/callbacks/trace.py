@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megacore.control import Control
 from megacore.parallel.recorder import Mark, NotedInterval, Timed
+from megacore.rank import RankPlace
+from megacore.resources import queued_s
 from megacore.store.io.strict_json import StoreError
 from megacore.training.step import Phase
-from megacore.training.traces import AGREE, COLLECTIVES, COMPUTE, TracedInterval, TracedStep, align, along, write_trace
+from megacore.training.traces import (
+    AGREE,
+    COLLECTIVES,
+    COMPUTE,
+    CPU,
+    KEPT,
+    TracedInterval,
+    TracedStep,
+    align,
+    along,
+    write_trace,
+)
 from megacore.training.trainer import Callback, Trainer
 
 ROUNDS = 8
@@ -33,7 +49,7 @@ class Trace(Callback):
         self._phase: tuple[str, Mark] | None = None
         """The phase that is being recorded, and its begin."""
         self._asked: Mark | None = None
-        self._done: tuple[int, list[NotedInterval]] | None = None
+        self._done = deque[tuple[int, list[NotedInterval]]](maxlen=KEPT)
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
         recorder = run.mesh.recorder
@@ -47,7 +63,7 @@ class Trace(Callback):
                 self._end(run)
         every = run.config.log.trace
         if phase == "data" and every and (run.step + 1) % every == 0:
-            recorder.begin()
+            recorder.begin(queued_s)
             self._phase = kind, recorder.now()
 
     def ask(self, run: Trainer) -> Mapping[str, float]:
@@ -59,12 +75,11 @@ class Trace(Callback):
             run.mesh.recorder.note(AGREE, (), self._asked)
 
     def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
-        if self._done is not None:
-            self._write(run, *self._done)
-            self._done = None
+        self._write(run)
 
     def on_rewind(self, run: Trainer) -> None:
         self._drop(run)
+        self._done = deque((each for each in self._done if each[0] <= run.step), KEPT)
 
     def on_error(self, run: Trainer, error: BaseException) -> None:
         self._drop(run)
@@ -73,23 +88,29 @@ class Trace(Callback):
         if self._phase is not None:
             run.mesh.recorder.note(self._phase[0], (), self._phase[1])
             self._end(run)
-        if self._done is not None:
-            self._write(run, *self._done)
-            self._done = None
+        self._write(run)
 
     def _end(self, run: Trainer) -> None:
-        self._done, self._phase = (run.step, run.mesh.recorder.end()), None
+        self._done.append((run.step, run.mesh.recorder.end()))
+        self._phase = None
 
     def _drop(self, run: Trainer) -> None:
         run.mesh.recorder.end()
-        self._phase = self._asked = self._done = None
+        self._phase = self._asked = None
 
-    def _write(self, run: Trainer, step: int, noted: list[NotedInterval]) -> None:
-        timed = run.mesh.recorder.read(noted)
-        found = run.control.gather([_rounds(run.control), _packed(timed)])
-        if not found:  # on all ranks but the first
+    def _write(self, run: Trainer) -> None:
+        """Write the steps that are done."""
+        if not self._done:
             return
-        shape = run.mesh.shape
+        rounds = _rounds(run.control)
+        while self._done:
+            step, noted = self._done.popleft()
+            found = run.control.gather([rounds, _packed(run.mesh.recorder.read(noted))])
+            if found:  # on the first rank
+                self._put(run, step, found)
+
+    def _put(self, run: Trainer, step: int, found: list[Any]) -> None:
+        shape, here = run.mesh.shape, RankPlace.of_environment()
         clocks = align([rounds for rounds, _ in found])
         rows = [_unpacked(packed, ahead) for (_, packed), (ahead, _) in zip(found, clocks, strict=True)]
         first = min(each.start for row in rows for each in row)
@@ -103,7 +124,9 @@ class Trace(Callback):
         ]
         errors = tuple(error for _, error in clocks)
         try:
-            traced = TracedStep(step, shape, run.config.pipeline.schedule, errors, tuple(ranks))
+            per_node = here.local_world if here.launched else shape.world
+            device = torch.cuda.get_device_name(run.mesh.device) if run.mesh.device.type == "cuda" else CPU
+            traced = TracedStep(step, shape, run.config.pipeline.schedule, errors, tuple(ranks), per_node, device)
             write_trace(Path(run.config.out), traced)
         except (OSError, StoreError) as error:  # on a full disk, say; the run goes on
             run.tell(f"the trace of step {step} could not be written: {error}")
@@ -113,9 +136,9 @@ def _interval(each: Timed, first: float, axis: Callable[[tuple[int, ...]], str])
     """Return what is shown of something that a rank did; ``axis`` of the ranks of a group."""
     start, end = each.start - first, each.end - first
     if each.kind in COLLECTIVES:
-        return TracedInterval(each.kind, start, end, axis=axis(each.about))
+        return TracedInterval(each.kind, start, end, axis=axis(each.about), queued=each.queued)
     chunk, microbatch = each.about or (-1, -1)
-    return TracedInterval(each.kind, start, end, chunk, microbatch)
+    return TracedInterval(each.kind, start, end, chunk, microbatch, queued=each.queued)
 
 
 def _rounds(control: Control) -> list[tuple[float, float]]:
@@ -132,7 +155,13 @@ def _packed(timed: list[Timed]) -> list[Any]:
     """Return what was recorded as few bytes of JSON, from its begin on."""
     first = min(each.start for each in timed)
     rows = [
-        [x.track[0], x.kind, x.about, round((x.start - first) / _UNIT), round((x.end - x.start) / _UNIT)] for x in timed
+        [
+            x.track[0],
+            x.kind,
+            x.about,
+            *(round(seconds / _UNIT) for seconds in (x.start - first, x.end - x.start, x.queued)),
+        ]
+        for x in timed
     ]
     return [first, rows]
 
@@ -141,7 +170,7 @@ def _unpacked(packed: list[Any], ahead: float) -> list[Timed]:
     """Return what a rank has recorded by rank 0's clock."""
     (first, rows), tracks = packed, {"h": "host", "d": "device"}
     found = list[Timed]()
-    for track, kind, about, since, length in rows:
+    for track, kind, about, since, length, queued in rows:
         start = first - ahead + since * _UNIT
-        found.append(Timed(tracks[track], kind, tuple(about), start, start + length * _UNIT))
+        found.append(Timed(tracks[track], kind, tuple(about), start, start + length * _UNIT, queued * _UNIT))
     return found

@@ -1,0 +1,127 @@
+"""A Hugging Face folder whose matrices lie in fp8, a scale in fp32 for each block, as DeepSeek-V3 is published.
+
+What is not made of matrices stays as it is: embeddings, heads, norms, routers and biases, and matrices that blocks do
+not divide. Numbers are rounded as transformers does it (`FineGrainedFP8Config`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megacore.models.block_fp8 import QUANTIZATION
+from megacore.store.conversions.conversion import FolderPlan
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.fp8_files import FP8, SCALE, encoded
+from megacore.store.tensor_files.stream import METADATA, File, Fingerprints, Tensor, assemble
+from megacore.store.tensor_files.tensors import DTYPES, Declared, TensorWriter
+from megacore.store.weight_folders.hugging_face import CONFIG, INDEX
+
+BLOCK = 128
+"""Rows and columns of a block: those of the folders that are published so, and of the kernels that read them."""
+
+
+def in_block_fp8(plan: FolderPlan) -> FolderPlan:
+    """Return the plan of a Hugging Face folder in which its matrices lie in fp8. Raises StoreError: it has none that
+    blocks divide, or keeps several matrices in one tensor."""
+    params = {param.name: param for param in plan.schema.params}
+    tensors = [tensor.stored for file in plan.files for tensor in file.tensors]
+    matrices = [each for each in tensors if params[each.param].is_matrix and len(each.shape) > 1]
+    if stacked := [each.name for each in matrices if len(each.shape) > 2]:
+        raise StoreError(
+            f"`dtype=fp8` takes matrices, and {len(stacked)} tensors are several at once, {stacked[0]} among them: "
+            "choose another dtype"
+        )
+    narrow = frozenset(each.name for each in matrices if not any(size % BLOCK for size in each.shape))
+    if not narrow:
+        raise StoreError(f"`dtype=fp8` takes matrices that blocks of {BLOCK} x {BLOCK} divide, and the model has none")
+    wide = sorted(
+        each.name.removesuffix(".weight") for each in tensors if len(each.shape) == 2 and each.name not in narrow
+    )
+
+    def texts(fingerprints: Mapping[str, Fingerprints]) -> Mapping[str, bytes]:
+        made = {name: json.loads(text) for name, text in plan.texts(fingerprints).items()}
+        made[CONFIG][QUANTIZATION] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": wide,
+        }
+        if INDEX in made:
+            held = {name: file.path for file in files for name, *_ in file.headers}
+            made[INDEX]["weight_map"] = dict(sorted(held.items()))
+            made[INDEX]["metadata"]["total_size"] = sum(file.bytes for file in files)
+        return {name: json.dumps(tree, indent=2).encode() + b"\n" for name, tree in made.items()}
+
+    part = plan.states["weights"]
+    files = tuple(_NarrowFile(file.path, file.tensors, file.read, narrow) for file in part.files)
+    return _NarrowPlan(
+        "a Hugging Face folder in fp8",
+        plan.schema,
+        {"weights": replace(part, files=files)},
+        texts,
+        plan.companions,
+        plan.reader,
+    )
+
+
+@dataclass(frozen=True)
+class _NarrowFile(File):
+    """A file some of whose tensors are ``narrow``: rounded to fp8, with a scale for each block beside them."""
+
+    narrow: frozenset[str]
+
+    @property
+    def headers(self) -> list[Declared]:
+        return [each for tensor in self.tensors for each in self.declared(tensor)]
+
+    def declared(self, tensor: Tensor) -> Iterator[Declared]:
+        name, shape = tensor.stored.name, tensor.stored.shape
+        if name not in self.narrow:
+            yield name, tensor.dtype, shape
+            return
+        yield name, FP8, shape
+        yield f"{name}{SCALE}", "F32", tuple(size // BLOCK for size in shape)
+
+    @property
+    def bytes(self) -> int:
+        """Those of its tensors alone."""
+        return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in self.headers)
+
+    def made(self, tensor: Tensor, found: dict[str, int]) -> list[np.ndarray]:
+        """Return what is written of a tensor; ``found``: as :func:`assemble`."""
+        bits = assemble(tensor.stored, tensor.copies, self.read, tensor.dtype, found)
+        if tensor.stored.name not in self.narrow:
+            return [bits]
+        try:
+            return [*encoded(bits, tensor.dtype, BLOCK)]
+        except ValueError as error:
+            raise StoreError(f"{tensor.stored.name}: {error}") from error
+
+
+class _NarrowPlan(FolderPlan):
+    """A plan whose tensors are computed one by one, each thread in the memory of one."""
+
+    def fill(self, folder: Path, jobs: int, progress: Callable[[int], object]) -> dict[str, Fingerprints]:
+        return {file.path: _write(file, folder, jobs, progress) for file in self.files if isinstance(file, _NarrowFile)}
+
+
+def _write(file: _NarrowFile, folder: Path, jobs: int, progress: Callable[[int], object]) -> Fingerprints:
+    with TensorWriter.create(folder / file.path, file.headers, METADATA) as writer, ThreadPoolExecutor(jobs) as pool:
+
+        def write(tensor: Tensor) -> dict[str, int]:
+            found = dict.fromkeys(tensor.stored.labels, 0)
+            for (name, *_), made in zip(file.declared(tensor), file.made(tensor, found), strict=True):
+                data = made.reshape(-1).view(np.uint8)
+                writer.put(data, writer.offset(name, 0))
+                progress(data.size)
+            return found
+
+        return dict(zip((tensor.stored.name for tensor in file.tensors), pool.map(write, file.tensors), strict=True))
