@@ -118,6 +118,7 @@ class Anatomy:
         activation: That of the feed-forward network, by Hugging Face's name; of a gated one also another of
             :data:`GATES`.
         mixer_activation: That of the convolutions of state space layers; None: the same.
+        delta_gate: The function of the gates that weigh what the gated delta rule gives.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).
@@ -150,6 +151,7 @@ class Anatomy:
     plain_norms: frozenset[str] = frozenset()
     activation: str = "silu"
     mixer_activation: str | None = None
+    delta_gate: Literal["silu", "sigmoid"] = "silu"
     parallel: bool = False
     attention_scale: float | None = None
     qkv_limit: float | None = None

@@ -112,12 +112,13 @@ class MultiHeadAttention(Attention):
     ) -> None:
         shard = parameters.shards[f"{name}.qkv.weight"]
         rows, head = shard.shape[0], shard.sizes["head"]
-        kv = shard.piece("v").numel // shard.sizes["embed"] // head
+        value = shard.sizes["value"] if "value" in shard.piece("v").axes else head
+        kv = shard.piece("v").numel // shard.sizes["embed"] // value
         gated = not {"q.gate", "gate"}.isdisjoint(shard.param.sentence.labels)
-        heads = (rows // head - 2 * kv) // (1 + gated)
-        sizes = {"heads": heads, "kv": kv, "head": head, "value": head}
+        heads = (rows - kv * (head + value)) // head // (1 + gated)
+        sizes = {"heads": heads, "kv": kv, "head": head, "value": value}
         super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding)
-        self.gated = gated
+        self.gated, self.pieces = gated, ((heads, head), (heads * gated, head), (kv, head), (kv, value))
         self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")
         self.norms = None if norms is None else nn.ModuleList(norms)
@@ -125,10 +126,11 @@ class MultiHeadAttention(Attention):
 
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
         qkv = self.qkv(x)
-        if self.norms is None and self.limit is None and rotation is not None and not self.gated:
+        plain = self.norms is None and self.limit is None and not self.gated and self.value == self.pieces[0][1]
+        if plain and rotation is not None:
             return *self._split_and_rotate(qkv, *rotation, self.heads, self.kv), None, None
-        gates = self.heads * self.gated
-        q, gate, k, v = qkv.unflatten(-1, (-1, self.value)).split([self.heads, gates, self.kv, self.kv], 1)
+        parts = qkv.split([heads * size for heads, size in self.pieces], -1)
+        q, gate, k, v = (part.unflatten(-1, piece) for part, piece in zip(parts, self.pieces, strict=True))
         if not self.norms_after_rope:
             q, k = self._normalised(q, k)
         if self.limit is not None:

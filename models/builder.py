@@ -114,7 +114,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     )
 
 
-MIXERS = ("attn", "delta", "ssm", "short")
+MIXERS = ("attn", "local_attn", "delta", "ssm", "short")
 """The names that what mixes tokens has in a block: those that a layer has stand side by side."""
 
 
@@ -127,8 +127,9 @@ def scaled(anatomy: Anatomy, name: str, branch: nn.Module) -> nn.Module:
 
 
 def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.Module:
-    """Return what mixes tokens in a layer: self-attention, ``attn``, of latents where it has some, the gated delta
-    rule, ``delta``, a state space, ``ssm``, or a short convolution, ``short``, as the name ends."""
+    """Return what mixes tokens in a layer: self-attention, ``attn``, or ``local_attn`` where heads of layers with
+    windows have other sizes, of latents where it has some, the gated delta rule, ``delta``, a state space, ``ssm``, or
+    a short convolution, ``short``, as the name ends."""
     from megacore.models.attention import MultiHeadAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
@@ -143,7 +144,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     if kind == "delta":
         assert weight is not None  # of each head's outputs
         of_head = RMSNorm.of(weight, anatomy.norm_eps, parameters.mesh)
-        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], of_head)
+        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], anatomy.delta_gate, of_head)
     if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
         of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)

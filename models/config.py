@@ -422,6 +422,7 @@ _STATES: Mapping[str, int] = {
 }
 """{a weight that layers with a state have: the operations of an element of a head's state for each token}: those of the
 gated delta rule, of state space layers, and of a short convolution alone."""
+_ATTENDS = "layers.{layer}.attn.out.weight", "layers.{layer}.local_attn.out.weight"
 
 
 @lru_cache(maxsize=64)
@@ -446,9 +447,9 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     sizes, whole = config.sizes, config.schema
     predicts = tuning.predicts(whole)
     mixed = {param.name: param for param in whole.params if param.name in _STATES}
-    attends = whole.by_name.get("layers.{layer}.attn.out.weight")
+    attends = [whole.by_name[name] for name in _ATTENDS if name in whole.by_name]
     others = () if mixed else range(sizes["layer"])  # a user's own blocks give their weights other names
-    some = others if attends is None else attends.values("layer", sizes)
+    some = [layer for param in attends for layer in param.values("layer", sizes)] if attends else others
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
     attending = (config.anatomy.layers[layer] for layer in (*some, *further))
     looked_at = sum(looks(sequence_length, layer.top or layer.window, layer.chunk) for layer in attending)

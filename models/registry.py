@@ -61,10 +61,12 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_v1_moe": "megacore.models.families.hunyuan_v1_moe.HunYuanMoEV1Config",
     "internlm3": "megacore.models.families.internlm3.InternLM3Config",
     "jais2": "megacore.models.families.jais2.Jais2Config",
+    "kimi_linear": "megacore.models.families.kimi_linear.KimiLinearConfig",
     "lfm2": "megacore.models.families.lfm2.Lfm2Config",
     "lfm2_moe": "megacore.models.families.lfm2_moe.Lfm2MoeConfig",
     "llama": "megacore.models.families.llama.LlamaConfig",
     "llama4_text": "megacore.models.families.llama4.Llama4Config",
+    "mimo_v2_flash": "megacore.models.families.mimo_v2_flash.MimoV2FlashConfig",
     "minicpm3": "megacore.models.families.minicpm3.MiniCPM3Config",
     "minimax_m2": "megacore.models.families.minimax_m2.MiniMaxM2Config",
     "ministral": "megacore.models.families.ministral.MinistralConfig",
@@ -109,11 +111,10 @@ _OWN: dict[str, type[ModelConfig]] = {}
 
 
 class Family(NamedTuple):
-    """A family: its config, {preset: fields}, and {preset: its published number of parameters}."""
+    """A family: its config, and {preset: fields}."""
 
     config: type[ModelConfig]
     presets: Mapping[str, Mapping[str, Any]]
-    parameters: Mapping[str, int]
 
 
 def family(name: str) -> Family:
@@ -169,8 +170,7 @@ def own_family(path: str) -> type[ModelConfig]:
 
 
 def _family(config: type[ModelConfig]) -> Family:
-    module = sys.modules[config.__module__]
-    return Family(config, getattr(module, "PRESETS", {}), getattr(module, "PARAMETERS", {}))
+    return Family(config, getattr(sys.modules[config.__module__], "PRESETS", {}))
 
 
 def presets() -> Mapping[str, tuple[str, Mapping[str, Any]]]:

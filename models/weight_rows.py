@@ -159,6 +159,8 @@ class Table:
         pairs: Pairs | None = None,
         here: str = QKV,
         stored: str = "",
+        name: str = "attn",
+        heads: str = HEADS,
     ) -> Rows:
         """Return queries, keys, values and what comes out, as LLaMA's ``self_attn`` has them.
 
@@ -167,13 +169,15 @@ class Table:
             hf, out: Hugging Face's names.
             pairs: The pairs that turn together in heads, where neighbours do on disk.
             here, stored: The sentences of queries, keys and values, ours and Hugging Face's, where that differs.
+            name: Ours.
+            heads: The sentence of what heads give.
         """
         if pairs is not None:
             here, stored = _QKV.format(pairs.here), _QKV.format(pairs.stored)
         of_weight = stored and f"{stored} embed"
         return (
-            *self.linear("attn.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
-            *self.linear("attn.out", "embed", HEADS, out, bias=out_bias, ends=True),
+            *self.linear(f"{name}.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
+            *self.linear(f"{name}.out", "embed", heads, out, bias=out_bias, ends=True),
         )
 
     def gated_attention(self, *, bias: bool = False) -> Rows:

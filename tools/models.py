@@ -30,12 +30,11 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 
 NOT_CARRIED = {
     "other states in place of keys and values": "bailing_hybrid, falcon_mamba, "
-    "jamba, kimi_linear, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
+    "jamba, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
     "keys and values that are compressed": "deepseek_v4",
     "queries of latents that are scaled by their position": "mistral4",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
-    "sliding layers whose heads have other sizes": "mimo_v2_flash",
     "text that looks at tokens after it": "paligemma",
     "tensors that published files have otherwise than what transformers saves": "olmo_hybrid",
     "a text family that is not here": "gemma3n, gemma4",
@@ -109,7 +108,7 @@ def special(config: ModelConfig) -> list[str]:
 
 
 def _of_table(schema: Schema) -> Iterator[str]:
-    names = {param.name.removeprefix("layers.{layer}."): param for param in schema.params}
+    names = {param.name.removeprefix("layers.{layer}.").removeprefix("local_"): param for param in schema.params}
     for mixer, words in (
         ("delta", "the gated delta rule"),
         ("ssm", "state spaces"),
@@ -117,6 +116,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
     ):
         if (row := names.get(f"{mixer}.conv.weight")) is not None:
             yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
+    if (row := names.get("delta.fade_bias")) is not None and "state_key" in row.sentence.axes:
+        yield "gates of channels"
     if (row := names.get("attn.qkv.weight")) is not None and not {"q.gate", "gate"}.isdisjoint(row.sentence.labels):
         yield "gated attention"
     qkv = names.get("attn.qkv.weight")
@@ -127,6 +128,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         and not each
     ):
         yield "shared keys and values"
+    if "local_kv" in schema.sizes:
+        yield "more heads of keys and values in windows"
     if "attn_norm.weight" not in names and "attn_out_norm.weight" in names:
         yield "norms after the branches"
     elif "attn_out_norm.weight" in names:

@@ -83,5 +83,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v32-tiny": tiny_latent(96, n_group=4, topk_group=2) | TINY,
     "deepseek-v3.2": OF_V3["deepseek-v3"],
 }
-
-PARAMETERS: Mapping[str, int] = {"deepseek-v3.2": 671_877_929_216}

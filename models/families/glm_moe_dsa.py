@@ -60,5 +60,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "glm_moe_dsa-tiny": tiny_latent(96) | TINY,
     "glm-5": shape(6144, 12288, 78, 64) | {"vocab_size": 154880, "max_position_embeddings": 202752} | rope(1e6),
 }
-
-PARAMETERS: Mapping[str, int] = {"glm-5": 743_911_199_232}

@@ -213,7 +213,9 @@ def heads_problem(sizes: Sizes, tp: int, ranks: int) -> str | None:
         ranks: Ranks of cp that share out those of one of them.
     """
     heads, kv = sizes["heads"] // tp, sizes.get("kv", sizes.get("groups", sizes["heads"])) // tp or 1
-    fitting = [n for n in range(1, min(heads, 4096) + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    looked_at = {kv, sizes.get("local_kv", kv * tp) // tp or 1}
+    fits = (n for n in range(1, min(heads, 4096) + 1) if heads % n == 0)
+    fitting = [n for n in fits if all(each % n == 0 or n % each == 0 for each in looked_at)]
     if heads * tp < sizes["heads"] or ranks in fitting:  # where tp does not split them, that is said already
         return None
     of_each = f" of each rank of tp={tp}" if tp > 1 else ""

@@ -19,6 +19,7 @@ SPLIT: Split = {
     "experts": ("ep", "tp"),
     "heads": ("tp",),
     "kv": ("tp",),
+    "local_kv": ("tp",),
     "groups": ("tp",),
     "state_heads": ("tp",),
     "state_groups": ("tp",),
@@ -38,7 +39,7 @@ PADDED = ("vocab", "labels", "mlp", "shared_mlp", "expert_mlp")
 """Axes that are filled up with zeros to a multiple of the ranks. No token or label names a row of zeros; a hidden
 feature of zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
 
-SHARED = ("kv", "state_groups")
+SHARED = ("kv", "local_kv", "state_groups")
 """Axes of what several heads look at: neighbouring ranks share them where there are fewer than ranks."""
 
 NAMED = re.compile(r"\{(\w+)\}")

@@ -512,6 +512,7 @@ OF_CONTEXT = [
     replace(IN_TWO, documents=(900, 2, 1146, 2048)),
     replace(IN_TWO, family="qwen3_5_text", fields=()),
     replace(IN_TWO, family="bamba", fields=()),
+    replace(IN_TWO, family="kimi_linear", fields=()),
     Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
 ]
 INDEXED = Case(family="deepseek_v32", vocab=64, length=512, fields=(("index_topk", 16),))

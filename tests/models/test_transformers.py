@@ -266,6 +266,7 @@ SPREAD = {
     "deepseek_v32": ContextParallel(4, "ring", "rows", 2),
     "qwen3_moe": ContextParallel(4, "heads", "rows", 4),
     "lfm2": ContextParallel(4, "gather", "rows"),
+    "kimi_linear": ContextParallel(4, "gather", "rows"),
     "bamba": ContextParallel(4, "ring", "rows"),
     "qwen3_next": ContextParallel(),
     "qwen3_5_text": ContextParallel(4, "ring", "rows", 2),
