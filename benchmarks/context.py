@@ -48,7 +48,6 @@ from benchmarks.interleaved import free_port
 from benchmarks.steps import DTYPES, LR
 from benchmarks.workload import HEAP
 from megacore.models.assemble import Model
-from megacore.models.context import CausalAttention, DocumentAttention, MaskedAttention
 from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
@@ -60,6 +59,7 @@ from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.scoring import PLAIN
 from megacore.parallel.layers import context_attention
 from megacore.parallel.layers.context_attention import ContextAttention
+from megacore.parallel.layers.whole_attention import CausalAttention, DocumentAttention, MaskedAttention
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.rank_sets import inner_ranks, of_context

@@ -32,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megacore import checkpoints
+from megacore.config import CheckpointConfig
 from megacore.control import Control
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
@@ -43,7 +44,7 @@ from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
 from megacore.store.weight_folders.index import MOMENTS
 from megacore.training.optimizer import Optimizer
-from megacore.training.save import Contents, Retention, Saver, TrainingState
+from megacore.training.save import Contents, Saver
 from megacore.training.states.device_store import DeviceStore
 from megacore.training.step import TrainStep
 
@@ -143,13 +144,13 @@ class Megacore:
     def __init__(self, run: Run, background: bool) -> None:
         self.background = background
         self.control = Control.create(run.mesh)
-        self.contents = Contents(TrainingState(run.model.parameters, run.train.optimizer), run.shape.raw, {})
+        self.contents = Contents(run.model.parameters, run.train.optimizer, run.model.parameters.layout, run.shape.raw)
         self.saver: Saver | None = None
         self.made = Path()
 
     def save(self, folder: Path, step: int) -> None:
         if self.saver is None:
-            self.saver = Saver(folder, self.contents, self.control, Retention(newest=1, every=0))
+            self.saver = Saver(folder, self.contents, self.control, CheckpointConfig(keep=1))
         self.made = checkpoints.path_of(folder, step)
         self.saver.save(step, {"step": step})
         if not self.background:

@@ -437,6 +437,9 @@ class LossConfig:
     """Weight of the squared log-partition."""
     mtp_loss_scaling_factor: Annotated[Float, AT_LEAST_0] = 0.1
     """Weight of the mean loss of the layers that predict further tokens (MTP), where the model has some."""
+    indexer: Annotated[Float, AT_LEAST_0] = 1.0
+    """Weight of what indexers learn from, where the model has some: the mean divergence of the softmax of their scores
+    from the attention's weights. It is not part of the loss, and has no gradient for other weights."""
 
 
 @dataclass(frozen=True, config=TYPED)

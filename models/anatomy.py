@@ -88,6 +88,8 @@ class LayerAttention:
         chunk: A token sees no token before the last multiple of so many positions; None: it does.
         temperature: The factor of its queries; None: there is none.
         plain_norms: Whether queries and keys have those of :attr:`Anatomy.plain_norms`.
+        top: A token sees so many tokens at most, those that an indexer chooses; None: there is none.
+        chooser: The layer whose indexer chooses them for several layers; None: its own does, for it alone.
     """
 
     rope: str | None = ROPE
@@ -95,6 +97,8 @@ class LayerAttention:
     chunk: int | None = None
     temperature: Temperature | None = None
     plain_norms: bool = True
+    top: int | None = None
+    chooser: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,7 @@ class Anatomy:
         activation: That of the feed-forward network, by Hugging Face's name; of a gated one also another of
             :data:`GATES`.
         mixer_activation: That of the convolutions of state space layers; None: the same.
+        delta_gate: The function of the gates that weigh what the gated delta rule gives.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).
@@ -147,6 +152,7 @@ class Anatomy:
     plain_norms: frozenset[str] = frozenset()
     activation: str = "silu"
     mixer_activation: str | None = None
+    delta_gate: Literal["silu", "sigmoid"] = "silu"
     parallel: bool = False
     attention_scale: float | None = None
     qkv_limit: float | None = None

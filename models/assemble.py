@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,17 @@ from megacore.models.attention import Attention
 from megacore.models.blocks import CHEAP, Block
 from megacore.models.config import ModelConfig
 from megacore.models.decoder import Decoder, Losses, Microbatch
+from megacore.models.latent_attention import LatentAttention
 from megacore.models.moe import MixtureOfExperts
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel import kernels
+from megacore.parallel.alignment import Alignment
 from megacore.parallel.balance import NONE, Balance, Coefficients
 from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.layers.fp8 import Fp8
+from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.linear import hand_to, multiply_by
 from megacore.parallel.layers.product import SymmetricMemory
 from megacore.parallel.memory.recompute import Activations, runner
@@ -41,6 +44,7 @@ class Model:
         parameters: This rank's parameters.
         chunks: This rank's modules, one for each pipeline chunk.
         balance: That of the experts of all layers that have some here.
+        alignment: What the indexers of all layers that have some here learn from.
         context: The way cp shares out microbatches.
     """
 
@@ -48,6 +52,7 @@ class Model:
     parameters: Parameters
     chunks: tuple[Decoder, ...]
     balance: Balance | None = None
+    alignment: Alignment | None = None
     context: ContextParallel = field(default_factory=ContextParallel)
 
     @classmethod
@@ -63,11 +68,13 @@ class Model:
         tuning: Tuning = EVERYTHING,
         coefficients: Coefficients = NONE,
         context: ContextParallel | None = None,
+        index: float = 0.0,
     ) -> Model:
         """Uninitialised: ``model.parameters.initialise(seed)``, or fill it by a transfer.
 
         ``hollow`` leaves the memory to a sharing of ``parameters``, so that the rank never holds all of them. The
-        layout is that of the model with its adapters, where ``tuning`` has some.
+        layout is that of the model with its adapters, where ``tuning`` has some. ``index`` is the coefficient of what
+        indexers learn from.
 
         Raises:
             ValueError: this rank holds a parameter that none of its modules uses.
@@ -90,7 +97,8 @@ class Model:
             if losses and chunk.head is not None:
                 chunk.head.losses = losses
         _check_used(config.family, parameters, chunks)
-        return cls(config, parameters, chunks, _balance(config, chunks, mesh, coefficients), context)
+        balance, alignment = _balance(config, chunks, mesh, coefficients), _alignment(config, chunks, mesh, index)
+        return cls(config, parameters, chunks, balance, alignment, context)
 
     @property
     def drops_attention(self) -> bool:
@@ -169,6 +177,7 @@ class Model:
             kernels.cpu_has_bf16()  # the compiler finds the answer, and cannot look for it
         # How many pieces there are is known where it runs; as a decorator there it would import the compiler.
         Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
+        Indexed.__call__ = torch.compiler.disable(Indexed.__call__)  # type: ignore[method-assign]
         for chunk in self.chunks:
             for block in chunk.blocks:
                 for module in block.modules():
@@ -200,16 +209,32 @@ def _balance(config: ModelConfig, chunks: Sequence[Decoder], mesh: Mesh, coeffic
     if routing is None:
         return None
     mesh.make_groups(mesh.shape.all_along(*Balance.ACROSS))
-    heads = [chunk.head for chunk in chunks if chunk.head is not None]
-    still = {module for head in heads if not head.losses.mtp for module in head.predictions.modules()}
-    modules = (module for chunk in chunks for module in chunk.modules() if module not in still)
-    mixtures = [module for module in modules if isinstance(module, MixtureOfExperts)]
+    mixtures = [module for module in _running(chunks) if isinstance(module, MixtureOfExperts)]
     found = ((mixture.layer, mixture.router.correction) for mixture in mixtures)
     corrections = {layer: correction for layer, correction in found if correction is not None}
     balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients, corrections)
     for mixture in mixtures:
         mixture.balance = balance
     return balance
+
+
+def _alignment(config: ModelConfig, chunks: Sequence[Decoder], mesh: Mesh, coefficient: float) -> Alignment | None:
+    """Return what the indexers of these chunks learn from; None where they learn nothing or the model has none."""
+    if not coefficient or all(layer.top is None for layer in config.anatomy.layers):
+        return None
+    running = (module for module in _running(chunks) if isinstance(module, LatentAttention))
+    indexed = {module.layer: module for module in running if module.indexer is not None}
+    alignment = Alignment([*indexed], mesh, coefficient)
+    for module in indexed.values():
+        module.alignment = alignment
+    return alignment
+
+
+def _running(chunks: Sequence[Decoder]) -> Iterator[nn.Module]:
+    """Yield the modules that steps run: those that predict further tokens only where their loss counts."""
+    heads = [chunk.head for chunk in chunks if chunk.head is not None]
+    still = {module for head in heads if not head.losses.mtp for module in head.predictions.modules()}
+    return (module for chunk in chunks for module in chunk.modules() if module not in still)
 
 
 def _check_used(family: str, parameters: Parameters, chunks: Iterable[nn.Module]) -> None:

@@ -12,9 +12,10 @@ from megacore.models.context import Context
 from megacore.models.positions import Encoding
 from megacore.parallel import kernels
 from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.layers.indexed import IndexVectors
 from megacore.parallel.parameters import Parameters
 
-Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
+Projected = tuple[Tensor, Tensor, Tensor, Tensor | None, IndexVectors | None]
 
 
 class Attention(nn.Module):
@@ -61,18 +62,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         rotation = None if self.rope is None else context.rotations[self.rope]
-        q, k, v, gate = self.queries_keys_values(x, rotation)
+        q, k, v, gate, index = self.queries_keys_values(x, rotation)
         if self.encoding is not None:
             assert context.positions is not None  # those of a decoder
             q, k = self.encoding(q, k, context.positions)
         scoring = self.scoring if self.training else self._still
-        y = context.attention(self.name, q, k, v, scoring)
+        y = self.attend(q, k, v, index, scoring, context)
         y = self.out((y if gate is None else y * gate.sigmoid()).flatten(1))
         return y
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, index: IndexVectors | None, scoring: Scoring, context: Context
+    ) -> Tensor:
+        """-> [tokens, heads, value], what the heads make of the tokens that they look at."""
+        return context.attention(self.name, q, k, v, scoring)
+
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
-        """x: [tokens/tp, embed] -> q: [tokens, heads, head], k: [tokens, kv, head], v: [tokens, kv, value], and the
-        logits of what the outputs are weighed by, [tokens, heads, value], where they are."""
+        """x: [tokens/tp, embed] -> q: [tokens, heads, head], k: [tokens, kv, head], v: [tokens, kv, value]; the logits
+        of what the outputs are weighed by, [tokens, heads, value], where they are; and what an indexer chooses by."""
         raise NotImplementedError
 
 
@@ -109,12 +116,14 @@ class MultiHeadAttention(Attention):
         sentence = shard.param.sentence
         of_values = "v" if "v" in sentence.labels else "k"
         rows, head = shard.shape[0], shard.sizes["local_head" if "local_head" in sentence.axes else "head"]
-        kv = shard.piece(of_values).numel // shard.sizes["embed"] // head
+        value = shard.sizes["value"] if "value" in shard.piece(of_values).axes else head
+        kv, own = shard.piece(of_values).numel // shard.sizes["embed"] // value, of_values == "v"
         gated = not {"q.gate", "gate"}.isdisjoint(sentence.labels)
-        heads = (rows // head - kv * (1 + (of_values == "v"))) // (1 + gated)
-        sizes = {"heads": heads, "kv": kv, "head": head, "value": head}
+        heads = (rows - kv * (head + value * own)) // head // (1 + gated)
+        sizes = {"heads": heads, "kv": kv, "head": head, "value": value}
         super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding)
-        self.gated, self.own_values = gated, of_values == "v"
+        self.gated, self.own_values = gated, own
+        self.pieces = ((heads, head), (heads * gated, head), (kv, head), (kv * own, value))
         self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")
         self.norms = None if norms is None else nn.ModuleList(norms)
@@ -123,10 +132,10 @@ class MultiHeadAttention(Attention):
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
         qkv = self.qkv(x)
         plain = self.norms is None and self.limit is None and self.own_values and not self.gated
-        if plain and rotation is not None:
-            return *self._split_and_rotate(qkv, *rotation, self.heads, self.kv), None
-        sizes = self.heads, self.heads * self.gated, self.kv, self.kv * self.own_values
-        q, gate, k, v = qkv.unflatten(-1, (-1, self.value)).split(sizes, 1)
+        if plain and self.value == self.pieces[0][1] and rotation is not None:
+            return *self._split_and_rotate(qkv, *rotation, self.heads, self.kv), None, None
+        parts = qkv.split([heads * size for heads, size in self.pieces], -1)
+        q, gate, k, v = (part.unflatten(-1, piece) for part, piece in zip(parts, self.pieces, strict=True))
         v = v if self.own_values else k
         if self.norms is not None and len(self.norms) > 2:
             v = self.norms[2](v)
@@ -138,7 +147,7 @@ class MultiHeadAttention(Attention):
             q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)
         if self.norms_after_rope:
             q, k = self._normalised(q, k)
-        return q, k, v, gate if self.gated else None
+        return q, k, v, gate if self.gated else None, None
 
     def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.norms is None:

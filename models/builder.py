@@ -147,7 +147,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     if kind == "delta":
         assert weight is not None  # of each head's outputs
         of_head = RMSNorm.of(weight, anatomy.norm_eps, parameters.mesh)
-        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], of_head)
+        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], anatomy.delta_gate, of_head)
     if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
         of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)
@@ -165,7 +165,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     )
     if f"{name}.kv_a.weight" in parameters:
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
-        return LatentAttention(parameters, name, own.rope, scoring, of_latent)
+        return LatentAttention(parameters, name, layer, own, scoring, of_latent)
     normed = ["q_norm", "k_norm", *(["v_norm"] if "attn.v_norm" in anatomy.plain_norms else [])]
     norms = (
         [norm(anatomy, parameters, f"{name}.{each}") for each in normed]

@@ -422,6 +422,7 @@ _STATES: Mapping[str, int] = {
 }
 """{a weight that layers with a state have: the operations of an element of a head's state for each token}: those of the
 gated delta rule, of state space layers, and of a short convolution alone."""
+_ATTENDS = "layers.{layer}.attn.out.weight", "layers.{layer}.local_attn.out.weight"
 
 
 @lru_cache(maxsize=64)
@@ -435,6 +436,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     2204.02311, appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4 instead of
     6; adapters count as any parameters do.
 
+    An indexer scores all tokens before a token, with one product, and sends a gradient to the ones that it chooses.
+
     A layer with a state has no scores. Each of its heads multiplies the state three times, to know what it says of a
     key, to write and to read: 18 * key * value, or without the first one 12; and a short convolution counts 6 for each
     of its weights.
@@ -444,17 +447,23 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     sizes, whole = config.sizes, config.schema
     predicts = tuning.predicts(whole)
     mixed = {param.name: param for param in whole.params if param.name in _STATES}
-    attends, of_local = (whole.by_name.get(f"layers.{{layer}}.{name}.out.weight") for name in ("attn", "local_attn"))
-    others = () if mixed or of_local else range(sizes["layer"])  # a user's own blocks give their weights other names
-    some = others if attends is None else attends.values("layer", sizes)
+    attends = [whole.by_name.get(name) for name in _ATTENDS]
+    others = (
+        () if mixed or any(attends) else range(sizes["layer"])
+    )  # a user's own blocks give their weights other names
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
-    attention = sum(6 * whole.numel(param) for param in mixed.values())
-    for kind, own in (("", (*some, *further)), ("local_", () if of_local is None else of_local.values("layer", sizes))):
+    full, local = (() if param is None else param.values("layer", sizes) for param in attends)
+    looked_at = 0  # numbers of all heads
+    for own, head in (((*full, *others, *further), sizes["head"]), (local, sizes.get("local_head", sizes["head"]))):
         attending = (config.anatomy.layers[layer] for layer in own)
-        looked_at = sum(looks(sequence_length, layer.window, layer.chunk) for layer in attending)
-        head = sizes.get(f"{kind}head", 0)
-        width = sizes.get(f"{kind}heads", 0) * (head + sizes.get(f"{kind}value", head))
-        attention += 6 * width * looked_at // sequence_length
+        tokens = sum(looks(sequence_length, layer.top or layer.window, layer.chunk) for layer in attending)
+        looked_at += sizes["heads"] * (head + sizes.get("value", head)) * tokens
+    attention = 6 * looked_at // sequence_length + sum(6 * whole.numel(param) for param in mixed.values())
+    if index := whole.by_name.get("layers.{layer}.attn.index.q.weight"):
+        own = whole.numel(index) // sizes["q_latent"] // len(index.values("layer", sizes))
+        own *= len(index.values("layer", sizes)) + len(further)
+        every, chosen = looks(sequence_length, None), looks(sequence_length, config.anatomy.layers[0].top)
+        attention += own * (2 * every + 4 * chosen) // sequence_length
     state = math.prod(sizes.get(axis, 1) for axis in ("state_heads", "each", "state_key", "state_value"))
     attention += sum(_STATES[name] * len(param.values("layer", sizes)) * state for name, param in mixed.items())
     schema, frozen = tuning.schema(whole), tuning.frozen(whole)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.models.context import CausalAttention, Context, DocumentAttention, MaskedAttention
+from megacore.models.context import Context
 from megacore.models.rope import Rotary
 from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.collectives import all_gather
@@ -24,11 +24,13 @@ from megacore.parallel.layers.context_attention import ContextAttention
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
 from megacore.parallel.layers.experts import Experts
 from megacore.parallel.layers.head_loss import head_loss, head_losses
+from megacore.parallel.layers.indexed import Indexed, IndexedTokens
 from megacore.parallel.layers.linear import column_linear
 from megacore.parallel.layers.loss import Finish, Objective
 from megacore.parallel.layers.product import DENSE, Product
 from megacore.parallel.layers.scores import token_scores
 from megacore.parallel.layers.states import ContextStates, States
+from megacore.parallel.layers.whole_attention import CausalAttention, DocumentAttention, MaskedAttention
 from megacore.parallel.memory.recompute import PLAIN, Runner
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.parameters import Parameters, WeightGradient
@@ -66,6 +68,7 @@ class Microbatch:
             by it rather than by the sequence length.
         attention: The attention of the tokens, if it is not that of sequences and documents.
         states: What their layers with a state are handed, if it is not that.
+        indexed: Their attention to tokens that indexers choose, if it is not that.
         padding: [t], true where a token is padding, which routers need not balance; None: nowhere.
         number: Its place in a training step; None where none is under way.
         wanted: [n], the tokens whose losses or logits are asked for; None for all. Losses are shared out over tp, so
@@ -89,6 +92,7 @@ class Microbatch:
     lengths: tuple[int, ...] | None = None
     attention: MaskedAttention | None = None
     states: States | None = None
+    indexed: Indexed | None = None
     wanted: Tensor | None = None
     padding: Tensor | None = None
     number: int | None = None
@@ -463,9 +467,15 @@ class Decoder(nn.Module):
         """Return what the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
         attention, states = microbatch.attention or self.attention(microbatch), microbatch.states
-        return Context(
-            attention, microbatch.positions, rotations, self._routed(microbatch), states or self.states(microbatch)
-        )
+        indexed = microbatch.indexed or self.indexed(microbatch)
+        states = states or self.states(microbatch)
+        return Context(attention, microbatch.positions, rotations, self._routed(microbatch), states, indexed)
+
+    def indexed(self, microbatch: Microbatch) -> IndexedTokens:
+        """Return how the tokens of sequences and documents look at those that indexers choose."""
+        rows = (microbatch.sequence_length,) * microbatch.sequences
+        documents, split = microbatch.documents or rows, microbatch.split
+        return IndexedTokens({}, documents, split, self._mesh.cp, microbatch.tokens.device)
 
     def states(self, microbatch: Microbatch, whole: bool = False) -> States:
         """Return what layers with a state are handed where documents begin, or parts of them; ``whole`` is that of

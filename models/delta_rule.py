@@ -1,15 +1,18 @@
-"""Layers with a state in place of attention: the gated delta rule (arXiv 2412.06464), as Qwen3-Next has it."""
+"""Layers with a state in place of attention: the gated delta rule (arXiv 2412.06464), as Qwen3-Next has it, and Kimi
+Linear's, whose gates are of each channel and of low rank (arXiv 2510.26692)."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.models.blocks import Activation, column, row
+from megacore.models.blocks import Activation, column, replicated, row
 from megacore.models.context import Context
 from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.again import keeping_inputs
+from megacore.parallel.kernels.delta_rule import GATES, left, weighed
 from megacore.parallel.kernels.upcast import wide
 from megacore.parallel.parameters import Parameters
 
@@ -23,44 +26,54 @@ class GatedDeltaRule(nn.Module):
     Args:
         parameters: This rank's.
         name: Prefix of ``.inner``, which makes queries, keys, values, gates of the outputs, and for each head of values
-            the share that is written and what fades; of ``.conv``, ``.fade``, ``.fade_bias`` and ``.out``.
+            the share that is written and what fades; of ``.conv``, ``.fade``, ``.fade_bias`` and ``.out``. Where there
+            is ``.gates_a``, gates are made by it and ``.gates_b``, and what fades by ``.fades_a`` and ``.fades_b``: of
+            latents, which each rank makes of its own tokens.
         activation: That of the convolution, of :data:`parallel.kernels.activation.FUNCTIONS`.
+        gate: That of the gates, of :data:`parallel.kernels.delta_rule.GATES`.
         norm: That of each head's outputs: [tokens, heads, value] -> same.
     """
 
-    def __init__(self, parameters: Parameters, name: str, activation: str, norm: nn.Module) -> None:
+    def __init__(self, parameters: Parameters, name: str, activation: str, gate: str, norm: nn.Module) -> None:
         super().__init__()
         sizes = parameters.shards[f"{name}.inner.weight"].sizes
         self.heads, self.each = sizes["state_heads"], sizes["each"]
         self.key, self.value = sizes["state_key"], sizes["state_value"]
         self.name = name
         self.inner, self.out = column(parameters, f"{name}.inner"), row(parameters, f"{name}.out")
+        self.of_latents = nn.ModuleList(
+            nn.Sequential(replicated(parameters, f"{name}.{each}_a"), column(parameters, f"{name}.{each}_b"))
+            for each in ("gates", "fades")
+            if f"{name}.{each}_a.weight" in parameters
+        )
         self.conv = parameters[f"{name}.conv.weight"]
         self.fade, self.fade_bias = parameters[f"{name}.fade"], parameters[f"{name}.fade_bias"]
         self.activation = Activation(FUNCTIONS[activation].of)
-        self.norm = norm
+        self.weighed, self.norm = partial(weighed, gate=GATES[gate]), norm
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        y: Tensor = self.out(self._mixed(self.inner(x), context).flatten(1))
+        inner = self.inner(x)
+        keys, values = self.heads * self.key, self.heads * self.each
+        qkv, width = 2 * keys + values * self.value, values * self.value
+        if self.of_latents:
+            (qkv, share), (z, fades) = inner.split([qkv, values], 1), (of(x) for of in self.of_latents)
+        else:
+            qkv, z, share, fades = inner.split([qkv, width, values, values], 1)
+        y: Tensor = self.out(self._mixed(qkv, z, share, fades, context).flatten(1))
         return y
 
     @torch.compiler.disable  # which tokens are of one document is known where it runs
-    def _mixed(self, x: Tensor, context: Context) -> Tensor:
-        """x: [tokens, what is projected] -> [tokens, heads of values, value]."""
+    def _mixed(self, qkv: Tensor, z: Tensor, share: Tensor, fades: Tensor, context: Context) -> Tensor:
+        """qkv, z, share, fades: [tokens, what is projected] -> [tokens, heads of values, value]."""
         states = context.states
         assert states is not None  # of a model that has layers with a state
         keys, values = self.heads * self.key, self.heads * self.each
-        qkv, z, share, fades = x.split([2 * keys + values * self.value, values * self.value, values, values], 1)
         qkv = self.activation(states.convolve(self.name, qkv, self.conv.flatten(1)))
         q, k, v = qkv.split([keys, keys, values * self.value], 1)
         q, k = (each.unflatten(1, (self.heads, self.key)) for each in (q, k))
         v, z = (each.unflatten(1, (self.heads, self.each, self.value)) for each in (v, z))
-        g = -wide(self.fade).exp() * F.softplus(wide(fades) + self.fade_bias)
+        (g,) = keeping_inputs(left, fades, self.fade.flatten(), self.fade_bias)
         g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, wide(share).sigmoid()))
         y = self.norm(states.delta_rule(self.name, q, k, v, g, beta))
-        (y,) = keeping_inputs(_weighed, y, z)
+        (y,) = keeping_inputs(self.weighed, y, z)
         return y.flatten(1, 2)
-
-
-def _weighed(y: Tensor, z: Tensor) -> tuple[Tensor]:
-    return ((wide(y) * F.silu(wide(z))).to(y.dtype),)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megacore.models.anatomy import LayerAttention
 from megacore.models.attention import Attention, Projected
 from megacore.models.blocks import column, replicated
+from megacore.models.context import Context
+from megacore.parallel.alignment import Alignment
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.scoring import Scoring
+from megacore.parallel.layers.indexed import Indexer, IndexVectors
 from megacore.parallel.parameters import Parameters
 
 
@@ -28,16 +33,25 @@ class LatentAttention(Attention):
         parameters, name, rope, scoring: Those of :class:`~models.attention.Attention`. The prefix is also that of
             ``.kv_a`` and ``.kv_b``, and of ``.q_a`` and ``.q_b``, or of ``.q`` where queries have no latent.
         norm: Makes the norm of a name: ``.kv_a_norm``, and ``.q_a_norm`` where queries have a latent.
+        layer: The layer.
+        looks: How it encodes positions and which tokens it sees: those that an indexer chooses, ``.index``, its own or
+            another layer's, or all of them.
     """
 
     def __init__(
-        self, parameters: Parameters, name: str, rope: str | None, scoring: Scoring, norm: Callable[[str], nn.Module]
+        self,
+        parameters: Parameters,
+        name: str,
+        layer: int,
+        looks: LayerAttention,
+        scoring: Scoring,
+        norm: Callable[[str], nn.Module],
     ) -> None:
         sizes = parameters.shards[f"{name}.kv_b.weight"].sizes
         heads, rest = sizes["heads"], sizes["rest"]
         rotary = 2 * parameters.shards[f"{name}.kv_a.weight"].sizes["half"]
         super().__init__(
-            parameters, name, rope, scoring, heads=heads, kv=heads, head=rotary + rest, value=sizes["value"]
+            parameters, name, looks.rope, scoring, heads=heads, kv=heads, head=rotary + rest, value=sizes["value"]
         )
         latent = f"{name}.q_a.weight" in parameters
         self.q_a = replicated(parameters, f"{name}.q_a") if latent else nn.Identity()
@@ -47,13 +61,27 @@ class LatentAttention(Attention):
         self.kv_b = column(parameters, f"{name}.kv_b")
         self.latent, self.rotary, self.rest = sizes["kv_latent"], rotary, rest
         self.group = parameters.mesh.tp
+        self.layer, self.looks, index = layer, looks, f"{name}.index"
+        self.indexer = Indexer.of(parameters, index) if f"{index}.q.weight" in parameters else None
+        self.alignment: Alignment | None = None
 
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
-        q = self.q_b(self.q_a_norm(self.q_a(x))).unflatten(-1, (self.heads, self.head))
+        of_queries = self.q_a_norm(self.q_a(x))
+        q = self.q_b(of_queries).unflatten(-1, (self.heads, self.head))
         latent, turning = self.kv_a(x).split([self.latent, self.rotary], -1)
         still, v = self.kv_b(self.kv_a_norm(latent)).split([self.heads * self.rest, self.heads * self.value], -1)
         turning = all_gather(turning, self.group).unsqueeze(1)
         if rotation is not None:
             q, turning = self._rotate(q, *rotation), self._rotate(turning, *rotation)
         still, v = (each.unflatten(-1, (self.heads, -1)) for each in (still, v))
-        return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v, None
+        index = None if self.indexer is None else self.indexer(x, of_queries, rotation, self.alignment is not None)
+        return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v, None, index
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, index: IndexVectors | None, scoring: Scoring, context: Context
+    ) -> Tensor:
+        if self.looks.top is None:
+            return super().attend(q, k, v, index, scoring, context)
+        assert context.indexed is not None  # that of a decoder with indexers
+        learn = None if self.alignment is None else partial(self.alignment.attach, self.layer, context.routed)
+        return context.indexed(self.name, q, k, v, scoring, index, self.looks.top, self.looks.chooser, learn)

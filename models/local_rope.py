@@ -80,8 +80,8 @@ class LocalRopeConfig(WindowedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalHeadsConfig(LocalRopeConfig):
-    """Heads of layers with windows have sizes of their own, the axes ``local_heads``, ``local_kv`` and ``local_head``:
-    ``heads``, ``kv`` and ``head`` are of the others."""
+    """Heads of layers with windows have sizes of their own, the axes ``local_kv`` and ``local_head``: ``kv`` and
+    ``head`` are of the others."""
 
     @property
     def rotary_heads(self) -> dict[str, int]:
@@ -104,7 +104,7 @@ class LocalHeadsConfig(LocalRopeConfig):
 
     def problems(self) -> list[str]:
         found, sizes = super().problems(), self.sizes
-        of_kinds = {FULL: (sizes["heads"], sizes["kv"]), SLIDING: (sizes["local_heads"], sizes["local_kv"])}
+        of_kinds = {FULL: (sizes["heads"], sizes["kv"]), SLIDING: (sizes["heads"], sizes["local_kv"])}
         return found or [
             f"{kind}: {heads} heads are no multiple of {kv} heads of keys"
             for kind, (heads, kv) in of_kinds.items()

@@ -45,19 +45,21 @@ MISTAKEN_IN = frozenset(
         "afmoe",
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
         "dots1",
         "ernie4_5_moe",
         "exaone_moe",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "hunyuan_v1_moe",
         "qwen3_moe",
         "qwen3_next",
         "solar_open",
     }
 )
-UNKNOWN_TO_PEFT = frozenset({"nemotron_h"})
-"""Families whose modules have other names in memory than in their files, by which the peft library finds none."""
+UNKNOWN_TO_PEFT = frozenset({"kimi_linear", "nemotron_h"})
+"""Families some of whose modules have other names in memory than in their files, where the peft library finds none."""
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
 REFUSED_BY_PEFT = {"falcon_h1": "out_proj"}
 """{a family: the name of a linear of its state spaces that the peft library refuses to adapt}."""
@@ -170,7 +172,7 @@ def peft_problems(family: str, chosen: Iterable[LinearTarget], whole: str | None
     if any(linear.hf_name.rpartition(".")[2] == refused for linear in chosen):
         yield f"peft refuses adapters of {refused} of {family}"
     if family in UNKNOWN_TO_PEFT:
-        yield f"modules of {family} have other names in memory than in its files, and peft would find none of them"
+        yield f"modules of {family} have other names in memory than in its files, and peft would not find them"
     if whole is not None:
         inside = "and peft would find no linear of these names in it"
         yield f"{whole} is a larger model of which {family} is a part, {inside}"

@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, str] = {
     "cwm": "megacore.models.families.cwm.CwmConfig",
     "deepseek_v2": "megacore.models.families.deepseek_v2.DeepseekV2Config",
     "deepseek_v3": "megacore.models.families.deepseek_v3.DeepseekV3Config",
+    "deepseek_v32": "megacore.models.families.deepseek_v32.DeepseekV32Config",
     "dots1": "megacore.models.families.dots1.Dots1Config",
     "ernie4_5": "megacore.models.families.ernie4_5.Ernie4_5Config",
     "ernie4_5_moe": "megacore.models.families.ernie4_5_moe.Ernie4_5MoeConfig",
@@ -45,6 +46,7 @@ FAMILIES: Mapping[str, str] = {
     "glm4": "megacore.models.families.glm4.Glm4Config",
     "glm4_moe": "megacore.models.families.glm4_moe.Glm4MoeConfig",
     "glm4_moe_lite": "megacore.models.families.glm4_moe_lite.Glm4MoeLiteConfig",
+    "glm_moe_dsa": "megacore.models.families.glm_moe_dsa.GlmMoeDsaConfig",
     "gpt2": "megacore.models.families.gpt2.Gpt2Config",
     "gpt_bigcode": "megacore.models.families.gpt_bigcode.GptBigCodeConfig",
     "gpt_neo": "megacore.models.families.gpt_neo.GptNeoConfig",
@@ -60,10 +62,12 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_v1_moe": "megacore.models.families.hunyuan_v1_moe.HunYuanMoEV1Config",
     "internlm3": "megacore.models.families.internlm3.InternLM3Config",
     "jais2": "megacore.models.families.jais2.Jais2Config",
+    "kimi_linear": "megacore.models.families.kimi_linear.KimiLinearConfig",
     "lfm2": "megacore.models.families.lfm2.Lfm2Config",
     "lfm2_moe": "megacore.models.families.lfm2_moe.Lfm2MoeConfig",
     "llama": "megacore.models.families.llama.LlamaConfig",
     "llama4_text": "megacore.models.families.llama4.Llama4Config",
+    "mimo_v2_flash": "megacore.models.families.mimo_v2_flash.MimoV2FlashConfig",
     "minicpm3": "megacore.models.families.minicpm3.MiniCPM3Config",
     "minimax_m2": "megacore.models.families.minimax_m2.MiniMaxM2Config",
     "ministral": "megacore.models.families.ministral.MinistralConfig",
@@ -108,11 +112,10 @@ _OWN: dict[str, type[ModelConfig]] = {}
 
 
 class Family(NamedTuple):
-    """A family: its config, {preset: fields}, and {preset: its published number of parameters}."""
+    """A family: its config, and {preset: fields}."""
 
     config: type[ModelConfig]
     presets: Mapping[str, Mapping[str, Any]]
-    parameters: Mapping[str, int]
 
 
 def family(name: str) -> Family:
@@ -168,8 +171,7 @@ def own_family(path: str) -> type[ModelConfig]:
 
 
 def _family(config: type[ModelConfig]) -> Family:
-    module = sys.modules[config.__module__]
-    return Family(config, getattr(module, "PRESETS", {}), getattr(module, "PARAMETERS", {}))
+    return Family(config, getattr(sys.modules[config.__module__], "PRESETS", {}))
 
 
 def presets() -> Mapping[str, tuple[str, Mapping[str, Any]]]:

@@ -299,6 +299,19 @@ class Table:
             *self.linear("attn.out", "embed", "(heads value)", "self_attn.o_proj", bias=bias, ends=True),
         )
 
+    def indexer(self, *, pairs: bool) -> Rows:
+        """Return the indexer of a latent attention, as DeepSeek-V3.2's ``self_attn.indexer`` has it; ``pairs`` is that
+        of :meth:`latent_attention`."""
+        head, theirs = "(turn: two half + still: index_rest)", "self_attn.indexer"
+        stored = "(turn: half two + still: index_rest)" if pairs else ""
+        queries, of_queries, of_keys = f"(index_heads {head})", f"(index_heads {stored}) q_latent", f"{stored} embed"
+        return (
+            *self.linear("attn.index.q", queries, "q_latent", f"{theirs}.wq_b", stored=stored and of_queries),
+            *self.linear("attn.index.k", head, "embed", f"{theirs}.wk", stored=stored and of_keys),
+            *replace(self, norm_bias=True).norm("attn.index.k_norm", f"{theirs}.k_norm", head, stored=stored, mean=1.0),
+            *self.linear("attn.index.weights", "index_heads", "embed", f"{theirs}.weights_proj"),
+        )
+
     def gated_mlp(self, up: str = "mlp.{gate,up}_proj", down: str = "mlp.down_proj", *, bias: bool = False) -> Rows:
         """Return a gated feed-forward network, as LLaMA's ``mlp`` has it, or of other names."""
         return (

@@ -129,8 +129,7 @@ def trainer(
     left_out = (FinalReport,) if log else (FinalReport, Incidents)
     made.callbacks = [each for each in made.callbacks if not isinstance(each, left_out)]
     if not log:
-        looks = of(made, Metrics)
-        looks.on_start = lambda run: looks._meter.begin(run.step, run.position.tokens)  # type: ignore[method-assign]
+        of(made, Metrics)._opened = lambda run: None  # type: ignore[method-assign]
     if mesh.rank == 0 and log:
         Path(setup.config.out).mkdir(parents=True, exist_ok=True)
     return made

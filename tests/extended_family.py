@@ -125,7 +125,6 @@ class ExtendedConfig(LlamaConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {}
-PARAMETERS: Mapping[str, int] = {}
 
 
 @contextmanager

@@ -52,6 +52,9 @@ SMALL: dict[str, Any] = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+    "index_topk": 3,
+    "index_head_dim": 7,
+    "index_n_heads": 16,
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "n_group": 2,
@@ -63,6 +66,8 @@ SMALL: dict[str, Any] = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
+    "linear_head_dim": 12,
+    "linear_num_heads": 4,
     "mamba_n_heads": 8,
     "mamba_d_ssm": 32,
     "mamba_n_groups": 2,
@@ -75,7 +80,7 @@ SMALL: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 12,
 }
 
-NEVER_TIED = ("nemotron_h",)
+NEVER_TIED = ("kimi_linear", "nemotron_h")
 """Whose class of transformers ties nothing, whatever a file says."""
 
 
@@ -124,6 +129,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     wide = {"hidden_size": 32} if convention.partial_rotary_factor == 0.25 else {}
     # Of latents each head has keys and values of its own.
     own = {"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in known else {}
+    own |= {} if "kv_lora_rank" in known else {"v_head_dim": 3}  # no more than those of keys
     # Which layers have windows, GPT-Neo says of all.
     layers = fields.get("num_hidden_layers", SMALL["num_hidden_layers"])
     own |= {"attention_types": [[["local"], layers]]}
@@ -133,6 +139,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     own |= {"layers_block_type": [branches[layer % 3] for layer in range(layers)]} if "n_groups" in known else {}
     for field, mixer in (
         ("linear_num_key_heads", "linear_attention"),
+        ("linear_num_heads", "linear_attention"),
         ("conv_L_cache", "conv"),
         ("mamba_n_heads", "linear_attention"),
     ):

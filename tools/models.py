@@ -30,12 +30,11 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 
 NOT_CARRIED = {
     "other states in place of keys and values": "bailing_hybrid, falcon_mamba, "
-    "jamba, kimi_linear, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
+    "jamba, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
-    "tokens that an indexer chooses": "deepseek_v32, deepseek_v4, glm_moe_dsa",
+    "keys and values that are compressed": "deepseek_v4",
     "queries of latents that are scaled by their position": "mistral4",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
-    "sliding layers whose heads have other sizes": "mimo_v2_flash",
     "text that looks at tokens after it": "paligemma",
     "tensors that published files have otherwise than what transformers saves": "olmo_hybrid",
     "a text family that is not here": "gemma3n",
@@ -109,7 +108,7 @@ def special(config: ModelConfig) -> list[str]:
 
 
 def _of_table(schema: Schema) -> Iterator[str]:
-    names = {param.name.removeprefix("layers.{layer}."): param for param in schema.params}
+    names = {param.name.removeprefix("layers.{layer}.").removeprefix("local_"): param for param in schema.params}
     for mixer, words in (
         ("delta", "the gated delta rule"),
         ("ssm", "state spaces"),
@@ -117,6 +116,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
     ):
         if (row := names.get(f"{mixer}.conv.weight")) is not None:
             yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
+    if (row := names.get("delta.fade_bias")) is not None and "state_key" in row.sentence.axes:
+        yield "gates of channels"
     if (row := names.get("attn.qkv.weight")) is not None and not {"q.gate", "gate"}.isdisjoint(row.sentence.labels):
         yield "gated attention"
     qkv = names.get("attn.qkv.weight")
@@ -127,6 +128,10 @@ def _of_table(schema: Schema) -> Iterator[str]:
         and not each
     ):
         yield "shared keys and values"
+    if "local_head" in schema.sizes:
+        yield "heads of other sizes in windows"
+    elif "local_kv" in schema.sizes:
+        yield "more heads of keys and values in windows"
     if "attn_norm.weight" not in names and "attn_out_norm.weight" in names:
         yield "norms after the branches"
     elif "attn_out_norm.weight" in names:
@@ -136,9 +141,7 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "norms of queries and keys" + (" over all heads" if len(axes.dims) == 1 < len(axes.axes) else "")
     if biases := [linear for linear in ("attn.qkv", "attn.out", "mlp.up", "mlp.down") if f"{linear}.bias" in names]:
         yield f"biases ({', '.join(biases)})"
-    if (own := names.get("local_attn.qkv.weight")) is not None:
-        yield f"heads of other sizes in {len(own.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
-    if qkv is not None and {*qkv.sentence.labels} == {"q", "k"}:
+    if any({*param.sentence.labels} == {"q", "k"} for param in schema.params):
         yield "keys as values"
     if "attn.kv_a.weight" in names:
         yield "latent attention"
@@ -188,6 +191,9 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     if windows := [each.window for each in layers if each.window is not None]:
         share = "" if len(windows) == len(layers) else f" in {len(windows)} of {len(layers)} layers"
         yield f"window {windows[0]:,}{share}"
+    if tops := [each.top for each in layers if each.top is not None]:
+        sharing = sum(each.chooser is not None and each.chooser != at for at, each in enumerate(layers))
+        yield f"{tops[0]:,} tokens that an indexer chooses" + (f", in {sharing} layers another's" if sharing else "")
     if chunks := [each.chunk for each in layers if each.chunk is not None]:
         yield f"chunks of {chunks[0]:,} in {len(chunks)} of {len(layers)} layers"
     if still := sum(each.rope is None for each in layers) * bool(anatomy.ropes):

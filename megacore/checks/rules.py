@@ -17,6 +17,7 @@ from megacore.checkpoints import AUTO
 from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, CorpusConfig, PreferenceConfig
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
+from megacore.models.stages import default_layers
 from megacore.models.tuning import EVERYTHING
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
@@ -237,6 +238,35 @@ def _mtp(facts: RuleContext) -> Iterator[str]:
         f"loss.mtp_loss_scaling_factor {reason}: the model's layers that predict further tokens ({layers}) would learn "
         "nothing, and weights decay: leave them as they are with train.freeze=[mtp]"
     )
+
+
+def _indexers(facts: RuleContext) -> Iterator[str]:
+    schema = facts.model.schema
+    indexers = {name for p in schema.params if ".attn.index." in p.name for name in names.whole_names(schema, p)}
+    if not facts.config.loss.indexer and (trained := indexers - facts.config.tuning.frozen(schema)):
+        yield (
+            f"loss.indexer is 0: the weights of indexers ({len(trained)} tensors) would learn nothing, and weights "
+            "decay: leave them as they are with train.freeze=[attn.index]"
+        )
+
+
+def _choices(facts: RuleContext) -> Iterator[str]:
+    pipeline, pp = facts.config.pipeline, facts.config.mesh.pp
+    index = facts.model.schema.by_name.get("layers.{layer}.attn.index.q.weight")
+    given, virtual, layers = pipeline.layers_per_stage, pp * pipeline.chunks, facts.sizes["layer"]
+    if index is None or index.layers is None or (given is None and virtual > layers):
+        return  # each layer has its own, or it is said already
+    counts = given or default_layers(facts.model, virtual, bare_ends=pipeline.chunks > 1)
+    parts = [part for part, count in enumerate(counts) for _ in range(count)]
+    for layer in range(min(layers, len(parts))):
+        chooser = max(each for each in index.layers if each <= layer)
+        if parts[chooser] != parts[layer]:
+            yield (
+                f"mesh.pp ({pp}), pipeline.chunks ({pipeline.chunks}): layer {layer} looks at what the indexer of "
+                f"layer {chooser} chooses, which is in another part of the pipeline: keep both in one part with "
+                "pipeline.layers_per_stage, or set mesh.pp=1 and pipeline.chunks=1"
+            )
+            return
 
 
 def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
@@ -681,10 +711,10 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _labels, _mtp, _mlp_chunk,
-    _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards, _compression, _lengths,
-    _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp,
-    _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
+    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _labels, _mtp, _indexers,
+    _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards,
+    _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances,
+    _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

@@ -21,29 +21,25 @@ from typing import TYPE_CHECKING
 from megacore import exits
 from megacore.config import Config
 from megacore.incidents import Incident
-from megacore.launcher.forking import prepare
 from megacore.launcher.node import Job, Node
-from megacore.launcher.processes import IMPORTS, threads
+from megacore.launcher.processes import IMPORTS, prepare, threads
 from megacore.launcher.signals import noted
 from megacore.launcher.temporary_folder import compiled, temporary_folder
 from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
 from megacore.resources import gpus
 from megacore.say import brief, err, outlive, say
-from megacore.store.io.strict_json import StoreError
 
 if TYPE_CHECKING:  # which imports much
     from megacore.recovery.hang_report import HangReport
     from megacore.training.check import Setup
 
 OPTIONS = {
-    "init": "take the weights of a Hugging Face folder, a model of its hub or a checkpoint",
-    "resume": "go on with a run: a checkpoint, or auto for the newest of the run's own",
-    "export": "make a Hugging Face folder of the last checkpoint",
+    "init": ("MODEL", "take the weights of a Hugging Face folder, a model of its hub or a checkpoint"),
+    "resume": ("auto|CHECKPOINT", "go on with a run: a checkpoint, or auto for the newest of the run's own"),
+    "export": ("FOLDER", "make a Hugging Face folder of the last checkpoint"),
 }
-"""{key of the recipe's section checkpoint: what it is for}; ``--init MODEL`` stands for ``checkpoint.init=MODEL``."""
-
-METAVARS = {"init": "MODEL", "resume": "auto|CHECKPOINT"}
+"""{key of the recipe's section checkpoint: what it takes and is for}; ``--init MODEL`` is ``checkpoint.init=MODEL``."""
 
 # On a CPU, activations are large allocations that come and go each step. glibc would map and unmap each, and the kernel
 # would zero its pages each time: keep them in the heap instead.
@@ -76,10 +72,7 @@ class TrainingJob(Job):
 
     def arguments(self, nodes: int, again: bool) -> list[str]:
         """Return the arguments of a rank; one that was started before goes on from the newest of its own checkpoints.
-
-        Raises:
-            ConfigError: the recipe cannot be read any more.
-        """
+        Raises ConfigError: the recipe cannot be read any more."""
         from megacore.training.resume import overrides_of_restart  # imports much
 
         recipe, *overrides = [*self.given, *self.layouts.get(nodes, ())]
@@ -109,11 +102,7 @@ def run(command: str, given: Sequence[str]) -> int:
 
 
 def _dry_run(command: str, recipe: str, overrides: list[str]) -> int:
-    """Check a run and say what it would do -> exit status.
-
-    Raises:
-        ConfigError: all that is wrong.
-    """
+    """Check a run and say what it would do -> exit status. Raises ConfigError: all that is wrong."""
     try:
         with temporary_folder() as folder:
             job, setup = _checked(command, recipe, overrides, folder)
@@ -128,14 +117,8 @@ def _dry_run(command: str, recipe: str, overrides: list[str]) -> int:
 def _checked(
     command: str, recipe: str, overrides: list[str], prepared: Path | None = None
 ) -> tuple[TrainingJob, Setup]:
-    """Return the run that a command describes, with nothing wrong that can be known before it starts.
-
-    Args:
-        prepared: The folder that has prepared examples, where nothing will be started.
-
-    Raises:
-        ConfigError: all that is wrong.
-    """
+    """Return the run that a command describes, with nothing wrong that can be known before it starts; ``prepared``: as
+    of :func:`~megacore.training.check.check`. Raises ConfigError: all that is wrong."""
     if _number("RESTART_COUNT", 0, 0):
         from megacore.training.resume import overrides_of_restart
 
@@ -190,11 +173,7 @@ def _checked(
 
 
 def _launched(job: TrainingJob, arrived: list[int]) -> int:
-    """Run the ranks of this machine -> exit status.
-
-    Raises:
-        ConfigError: the nodes cannot meet.
-    """
+    """Run the ranks of this machine -> exit status. Raises ConfigError: the nodes cannot meet."""
     from megacore.recovery.agent import Agent, heed
     from megacore.recovery.rendezvous import OneNode, SeveralNodes, secret_of
 
@@ -212,24 +191,14 @@ def _launched(job: TrainingJob, arrived: list[int]) -> int:
 
 
 def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[int, Sequence[str]]:
-    """Return {number of nodes: the overrides by which a recipe fits them}, where the number may change.
-
-    Raises:
-        ConfigError: no layout fits some of them, or there is no model.
-    """
+    """Return {number of nodes: the overrides by which a recipe fits them}, where the number may change. Raises
+    ConfigError: no layout fits some of them, or there is no model."""
     if least == most:
         return {}
-    from megacore.models.config import ModelConfigError
     from megacore.planning.layout_choice import overrides_of_nodes  # imports much
-    from megacore.training.resume import find, model_of
+    from megacore.training.resume import model_alone
 
-    try:
-        model = model_of(config, find(config, checked=True).source)
-    except StoreError as error:
-        raise ConfigError([f"checkpoint: {error}"]) from error
-    except ModelConfigError as error:
-        raise ConfigError([f"model: {problem}" for problem in error.problems]) from error
-    return overrides_of_nodes(config, model, least, most, processes)
+    return overrides_of_nodes(config, model_alone(config), least, most, processes)
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str], bool]:
@@ -240,8 +209,8 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str], bool]
     parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="of the recipe")
     for name in names:
-        metavar = METAVARS.get(name, "FOLDER")
-        parser.add_argument(f"--{name}", metavar=metavar, help=f"{OPTIONS[name]}: checkpoint.{name}={metavar}")
+        metavar, told = OPTIONS[name]
+        parser.add_argument(f"--{name}", metavar=metavar, help=f"{told}: checkpoint.{name}={metavar}")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, say what would be done, and start and write nothing"
     )
@@ -266,12 +235,8 @@ def _meant(option: str, known: Sequence[str]) -> str:
 
 
 def _several(least: int, most: int) -> tuple[int, tuple[str, int]]:
-    """Return the place of this machine among several, as the environment says it -> its number, and the host and
-    the port of the first one.
-
-    Raises:
-        ConfigError: it does not say enough.
-    """
+    """Return the place of this machine among several, as the environment says it -> its number, and the host and the
+    port of the first one. Raises ConfigError: it does not say enough."""
     host, index = os.environ.get("MASTER_ADDR"), _number("NODE_RANK", 0, -1)
     if least < most:
         if host is None:
@@ -285,11 +250,7 @@ def _several(least: int, most: int) -> tuple[int, tuple[str, int]]:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Return the least and the most nodes that NNODES says: "4", or "2:8".
-
-    Raises:
-        ConfigError: it says neither.
-    """
+    """Return the least and the most nodes that NNODES says: "4", or "2:8". Raises ConfigError: it says neither."""
     least, _, most = text.partition(":")
     numbers = [int(each) for each in (least, most or least) if each.isdecimal()]
     if len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
@@ -298,11 +259,7 @@ def nodes_of(text: str) -> tuple[int, int]:
 
 
 def _number(name: str, least: int, default: int) -> int:
-    """Return the number that a variable of the environment holds.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the number that a variable of the environment holds. Raises ConfigError: it is none."""
     text = os.environ.get(name)
     if not text:
         return default

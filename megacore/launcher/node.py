@@ -6,20 +6,18 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megacore.incidents import Incident
+
+if TYPE_CHECKING:
+    from megacore.recovery.hang_report import HangReport
 
 
 @dataclass(frozen=True)
 class Node:
-    """The processes of this machine among those of all.
-
-    Args:
-        index: The number of this one.
-        master: (host of node 0, port) where there are several.
-        least: The least number of machines that the run goes on with.
-    """
+    """The processes of this machine, which is number ``index`` of all; ``master`` is (host of node 0, port) where there
+    are several, and ``least`` the least number of them that the run goes on with."""
 
     processes: int
     nodes: int = 1
@@ -40,25 +38,11 @@ class Node:
         return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
-class RankWatch(Protocol):
-    """The part of an agent that tells where ranks stand."""
-
-    def poll(self, ranks: Mapping[int, int]) -> None: ...
-
-    def show(self) -> None: ...
-
-    def brief(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Job:
-    """The program that an agent runs on the ranks of its node.
-
-    Args:
-        shutdown_s: Seconds that the signal to end leaves them.
-        max_restarts: The restarts in a row with no new step between them; None for a program that has no checkpoints,
-            which ends with the status of the rank that has failed.
-    """
+    """The program that an agent runs on the ranks of its node, which the signal to end leaves ``shutdown_s``. There are
+    ``max_restarts`` in a row with no new step between them; None for a program that has no checkpoints, which ends with
+    the status of the rank that has failed."""
 
     module: str
     given: Sequence[str]
@@ -73,6 +57,6 @@ class Job:
         before."""
         return list(self.given)
 
-    def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> RankWatch | None:
+    def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> HangReport | None:
         """Return what tells where the ranks of this machine stand; folder: the agent's, report: takes incidents."""
         return None

@@ -38,11 +38,8 @@ def temporary_folder() -> Iterator[Path]:
 
 def compiled(out: Path) -> Path:
     """Return the folder for what torch compiles, which it runs when it finds it again. Its own choice is a name in the
-    folder for temporary files that anybody can know, and make first.
-
-    Args:
-        out: The folder of the run, in which it is where another user has taken the name of this one's.
-    """
+    folder for temporary files that anybody can know, and make first. Where another user has taken the name of this
+    one's folder, it is in that of the run."""
     return (_own_folder() or out) / "torchinductor"
 
 

@@ -33,6 +33,7 @@ from megacore.models.blocks import CHEAP
 from megacore.models.config import ModelConfig, looks
 from megacore.models.context import Context, MaskedAttention
 from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
+from megacore.models.latent_attention import LatentAttention
 from megacore.models.moe import MixtureOfExperts
 from megacore.models.stages import layout_of
 from megacore.models.tuning import Tuning
@@ -86,7 +87,10 @@ class FakeModel:
             layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some=some)
         with self._without_numbers():
             losses = Losses(mtp=float(tuning.predicts(config.schema)))
-            model = Model.create(config, layout, self._mesh, self._dtype, losses, tuning=tuning)
+            model = Model.create(config, layout, self._mesh, self._dtype, losses, tuning=tuning, index=1.0)
+            if model.alignment is not None:
+                one = torch.ones((), dtype=torch.float64, device=self._mesh.device)
+                model.alignment.begin(one, one)
         (self._chunk,) = model.chunks
         self._handed: deque[WeightGradient] = deque()
         if late:  # by a pipeline, of which the embedding is in another chunk, whatever it shares with the head
@@ -187,6 +191,10 @@ class FakeModel:
             batch = self._microbatch(packing)
             context = self._chunk.context(batch)
             context = replace(context, attention=_Noted(context.attention, seen))
+            for each in module.modules():
+                if isinstance(each, LatentAttention) and each.looks.chooser is not None and context.indexed is not None:
+                    chosen = torch.empty(len(batch.tokens), min(each.looks.top or 0, packing.length), dtype=torch.int32)
+                    context.indexed.shared[each.looks.chooser] = chosen.to(self._mesh.device)
             rotations = {rope: [*map(_key, tables)] for rope, tables in context.rotations.items()}
             before = seen.live - sum(seen.sized(rotations).values())
             leaf = torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)

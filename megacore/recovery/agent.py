@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ from torch.distributed.elastic.agent.server import (
 from megacore import exits, rank
 from megacore.background import unnamed_main
 from megacore.incidents import Action, Incident, IncidentWriter, Kind
-from megacore.launcher.node import Job, RankWatch
+from megacore.launcher.node import Job
 from megacore.launcher.signals import ENDS
 from megacore.outcome import PAUSE, RankOutcome, rank_file
+from megacore.places import listed
 from megacore.recipe import ConfigError
 from megacore.recovery.beats import read
 from megacore.recovery.gpus import GpuErrors
+from megacore.recovery.hang_report import HangReport
 from megacore.recovery.rendezvous import OneNode, RunEndedError
 from megacore.say import brief, err
 
@@ -75,21 +77,13 @@ class RankProcess:
     """Whether the agent has killed it."""
 
     @property
-    def ended(self) -> bool:
-        return self.end is not None
-
-    @property
     def silent(self) -> bool:
         """Whether it has ended, and something is to be started again."""
         return self.end is not None and not self.end.final and not self.end.paused
 
 
 class Agent(SimpleElasticAgent):
-    """The agent of this node.
-
-    Args:
-        arrived: The signals that have arrived, to which later ones are added.
-    """
+    """The agent of this node; to ``arrived`` the signals are added that reach it."""
 
     def __init__(self, job: Job, meeting: OneNode, folder: Path, arrived: list[int]) -> None:
         spec = WorkerSpec(
@@ -106,7 +100,7 @@ class Agent(SimpleElasticAgent):
         self._job, self._meeting, self._folder, self._arrived = job, meeting, folder, arrived
         self._status = exits.DONE
         self._ranks = dict[int, RankProcess]()
-        self._watch: RankWatch | None = None
+        self._watch: HangReport | None = None
         self._launch = uuid.uuid4().hex[:8]
         self._incidents = IncidentWriter(job.out, err) if job.out else None
         self._node, self._nodes = 0, 0
@@ -193,13 +187,12 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         for each in self._ranks.values():
-            if not each.ended and each.process.exitcode is not None:
-                each.end = self._outcome_of(each) or (
-                    _KILLED if each.killed else _outcome_of_status(each.process.exitcode)
-                )
+            if each.end is None and each.process.exitcode is not None:
+                unsaid = _KILLED if each.killed else _outcome_of_status(each.process.exitcode)
+                each.end = RankOutcome.read(self._folder, each.pid) or unsaid
                 self._since = self._since or time.monotonic()
         self._take_signals()
-        living = {number: each.pid for number, each in self._ranks.items() if not each.ended}
+        living = {number: each.pid for number, each in self._ranks.items() if each.end is None}
         if self._watch is not None:
             self._watch.poll(living)
         self._heed_drain()
@@ -209,15 +202,13 @@ class Agent(SimpleElasticAgent):
     # -- decisions
 
     def _state(self) -> WorkerState:
-        """Return the state of the ranks, and decide what follows from it.
-
-        Raises:
-            RunEndedError: the run ends, and no other node is to be waited for.
-        """
+        """Return the state of the ranks, and decide what follows from it. Raises RunEndedError: the run ends, and no
+        other node is to be waited for."""
         now, ranks = time.monotonic(), self._ranks
-        living = [number for number, each in ranks.items() if not each.ended]
+        living = [number for number, each in ranks.items() if each.end is None]
         if now >= self._kill_at and living:
-            tell(f"Ranks {_listed(living)} did not end within {self._job.shutdown_s:g} s of the signal: killed.")
+            who = listed(living)
+            tell(f"{who[0].upper()}{who[1:]} did not end within {self._job.shutdown_s:g} s of the signal: killed.")
             self._kill(living)
             self._kill_at = math.inf
             return WorkerState.HEALTHY
@@ -250,7 +241,7 @@ class Agent(SimpleElasticAgent):
         spoken = self._outcomes()
         mute = [number for number in living if number not in spoken]
         failed = any(end.status or end.kind for end in spoken.values()) or self._meeting.ended() is not None
-        dead = any(each.ended for number, each in self._ranks.items() if number not in spoken or spoken[number].kind)
+        dead = any(each.end for number, each in self._ranks.items() if number not in spoken or spoken[number].kind)
         since = self._since = self._since or time.monotonic()
         if mute and (failed or dead) and not self._signal and time.monotonic() > since + SPEAKS_S:
             self._kill(mute)
@@ -299,11 +290,7 @@ class Agent(SimpleElasticAgent):
         return WorkerState.UNHEALTHY
 
     def _answer(self) -> None:
-        """Decide about a fault, tell it and write it down.
-
-        Raises:
-            RunEndedError: the run ends with it.
-        """
+        """Decide about a fault, tell it and write it down. Raises RunEndedError: the run ends with it."""
         who, end = min(
             ((number, each.end) for number, each in self._ranks.items() if each.end and each.silent),
             key=lambda found: (_CAUSES.index(_cause(found[1])), found[0]),
@@ -354,7 +341,7 @@ class Agent(SimpleElasticAgent):
 
     def _report(self, incident: Incident) -> None:
         if self._incidents is not None:
-            self._incidents.write(Incident(**{**vars(incident), "launch": incident.launch or self._launch}))
+            self._incidents.write(replace(incident, launch=incident.launch or self._launch))
 
     # -- signals
 
@@ -392,7 +379,7 @@ class Agent(SimpleElasticAgent):
     def _end_by(self, number: int) -> None:
         """Have the ranks end, because of a signal; or this node leave, where the others can go on without it."""
         self._signal, self._signalled_at = number, time.monotonic()
-        self._kill_after(self._job.shutdown_s)
+        self._kill_at = time.monotonic() + self._job.shutdown_s
         self._leaving = number == signal.SIGTERM and self._nodes > self._job.node.least and self._meeting.may_leave()
         if self._leaving:
             self._pause()
@@ -409,23 +396,17 @@ class Agent(SimpleElasticAgent):
 
     def _outcomes(self) -> dict[int, RankOutcome]:
         """Return {rank: its outcome} of those that have said one, also of those that live."""
-        found = {number: each.end or self._outcome_of(each) for number, each in self._ranks.items()}
+        found = {number: each.end or RankOutcome.read(self._folder, each.pid) for number, each in self._ranks.items()}
         return {number: end for number, end in found.items() if end is not None}
-
-    def _outcome_of(self, each: RankProcess) -> RankOutcome | None:
-        return RankOutcome.read(self._folder, each.pid)
 
     def _step(self) -> int:
         """Return the furthest step that a rank here has begun; 0 for none."""
         readings = [read(rank_file(self._folder, "beat", each.pid)) for each in self._ranks.values()]
         return max((each.step for each in readings if each is not None), default=0)
 
-    def _kill_after(self, seconds: float) -> None:
-        self._kill_at = min(self._kill_at, time.monotonic() + seconds)
-
     def _kill(self, numbers: Sequence[int] | Mapping[int, RankProcess]) -> None:
         for number in numbers:
-            if not self._ranks[number].ended:
+            if self._ranks[number].end is None:
                 self._ranks[number].killed = True
                 self._ranks[number].process.kill()
 
@@ -457,18 +438,11 @@ def _outcome_of_status(status: int) -> RankOutcome:
 
 
 def heed(arrived: list[int]) -> None:
-    """Do what the signals that have arrived ask for, while there are no ranks.
-
-    Raises:
-        RunEndedError: one of them asks for the end.
-    """
+    """Do what the signals that have arrived ask for, while there are no ranks. Raises RunEndedError: one of them asks
+    for the end."""
     while arrived:
         if (number := arrived.pop(0)) in ENDS:
             raise RunEndedError(exits.of_signal(number))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 def tell(text: str) -> None:

@@ -40,11 +40,7 @@ _PAGE = struct.Struct(f"={_BUSY + len(PHASES)}d")
 
 
 class Beat:
-    """The page in which this rank says where it is.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """The page in which this rank says where it is. Raises OSError: it cannot be made."""
 
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -85,10 +81,6 @@ class Beat:
         page[_SINCE] = now
         page[_PLACE] = self._step * _STEP + number
 
-    def waited(self, seconds: float) -> None:
-        """Add seconds to the busy ones of this phase in which this rank waited, but for no other: for a disk, say."""
-        self._page[_BUSY + self._here] += seconds
-
     def did(self, step: int) -> None:
         """Say that the update of a step is in, as far as the host knows.
 
@@ -115,9 +107,8 @@ class Reading:
         device: The last step that the device has done, as far as that was looked at; -1 where nobody does.
         slowest: Seconds of the slowest step; those of the first one only until there is another. 0 before.
         longest: The most seconds that a save, or a batch of an evaluation, has taken; 0 before the first.
-        busy: {phase: all seconds of it in which the main thread computed, rather than waited;
-            of ``data`` all but those in which others had its core, for no rank is waited for in it, and of ``save``
-            those of its own files}.
+        busy: {phase: all seconds of it in which the main thread computed, rather than waited; of ``data`` all but those
+            in which others had its core, for no rank is waited for in it}.
         queued: All seconds, from each batch to the wait for the next one, in which others had the core of the main
             thread.
     """

@@ -20,9 +20,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from megacore.outcome import rank_file
 from megacore.recovery.beats import Place
@@ -42,8 +41,7 @@ Call = tuple[str, str]
 numbers no size."""
 
 
-@dataclass(frozen=True)
-class GroupLog:
+class GroupLog(NamedTuple):
     """The collectives of one group that a rank has entered, or the messages from one rank to another.
 
     Args:
@@ -67,11 +65,8 @@ class GroupLog:
 
 
 def answer(folder: Path, device: Callable[[], Place | None] = lambda: None) -> None:
-    """Start the thread of this rank that answers its agent; none where one runs, or the path is too long for a socket.
-
-    Args:
-        device: Returns the place that the device has come to, where that is known. It is a part of the answer.
-    """
+    """Start the thread of this rank that answers its agent, also with the place that the device has come to, where that
+    is known; none where one runs, or the path is too long for a socket."""
     with suppress(OSError):
         asked, answered = (rank_file(folder, kind, os.getpid()) for kind in _FILES)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -101,7 +96,7 @@ def read(folder: Path, pid: int) -> tuple[dict[str, GroupLog], Place | None] | N
     except (OSError, ValueError):
         return None
     groups = {
-        name: GroupLog(tuple(ranks), last, kind, {number: (called, size) for number, called, size in pending}, *first)
+        name: GroupLog(tuple(ranks), last, kind, {int(number): tuple(call) for number, call in pending.items()}, *first)
         for name, (ranks, last, kind, pending, *first) in told["groups"].items()
     }
     return groups, None if told["device"] is None else tuple(told["device"])
@@ -114,11 +109,7 @@ def _answer(listening: socket.socket, answered: Path, device: Callable[[], Place
             file.write(json.dumps({"device": device(), "groups": groups()}).encode())
 
 
-Told = tuple[list[int], int, str, list[tuple[int, str, str]], int, bool | None]
-"""The fields of a :class:`GroupLog`, for JSON."""
-
-
-def groups() -> dict[str, Told]:
+def groups() -> dict[str, GroupLog]:
     """Return {group: its log} of this process as the flight recorder has it; messages from one rank to another have a
     name of their own."""
     torch, made = map(sys.modules.get, ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d"))
@@ -126,14 +117,14 @@ def groups() -> dict[str, Told]:
         return {}
     world = made._world
     ranks = {world.pg_names[group]: sorted(found) for group, found in [*world.pg_group_ranks.items()]}
-    found = dict[str, Told]()
+    found = dict[str, GroupLog]()
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if hasattr(torch, dump):
             found |= logs(json.loads(getattr(torch, dump)()).get("entries", ()), ranks)
     return found
 
 
-def logs(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, Sequence[int]]) -> dict[str, Told]:
+def logs(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, Sequence[int]]) -> dict[str, GroupLog]:
     """Return {group: its log} of what the flight recorder has of a backend; ``ranks``: those of each group.
 
     Of messages that have gone in a batch the recorder notes no end: they are left out.
@@ -154,16 +145,16 @@ def logs(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, Sequence[int]
             messages[f"{name} {way[0]}>{way[1]}"] = kind
             if not _has_ended(entry):
                 of_pair[len(of_pair) + 1] = (kind, ""), entry
-    told = dict[str, Told]()
+    told = dict[str, GroupLog]()
     for (name, members), entered in calls.items():
         pending = {number: each for number, each in sorted(entered.items()) if not _has_ended(each[1])}
         _, first = next(iter(pending.values()), ((), {}))
         begun = first["state"] == "started" if first and timed else None
         last = max(entered, default=0)
         kind = messages.get(name) or entered[last][0][0]
-        shown = [(number, *call) for number, (call, _) in [*pending.items()][:_PENDING]]
+        shown = {number: call for number, (call, _) in [*pending.items()][:_PENDING]}
         on_gpu = first and first["profiling_name"].startswith("nccl:")
-        told[name] = [*members], last, kind, shown, first["record_id"] if on_gpu else -1, begun
+        told[name] = GroupLog(members, last, kind, shown, first["record_id"] if on_gpu else -1, begun)
     return told
 
 

@@ -68,11 +68,7 @@ def gpu_in_words(number: int) -> str:
 
 
 class GpuErrors:
-    """Says each kind of critical error (Xid) of a GPU of this machine once, when it comes; nothing without NVML.
-
-    Args:
-        say: Says a line.
-    """
+    """Says each kind of critical error (Xid) of a GPU of this machine once, when it comes; nothing without NVML."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say

@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from megacore.background import in_background
+from megacore.background import Result, in_background
 from megacore.incidents import Incident
 from megacore.outcome import rank_file
 from megacore.parallel.weights.layout import MeshShape
@@ -90,10 +91,7 @@ class HangReport:
     """Looks at the ranks of one agent; :meth:`poll` is called from its loop, and never waits.
 
     Seconds count in which this process was awake as well: what stops the whole machine, or starves it, is no hang.
-
-    Args:
-        out: The run's folder; reports go to ``hangs`` in it.
-        report: Is given the incidents, by :meth:`poll`.
+    Reports go to ``hangs`` in the run's folder, and :meth:`poll` gives incidents to ``report``.
     """
 
     out: Path
@@ -103,8 +101,7 @@ class HangReport:
     report: Callable[[Incident], object]
     timeout_s: float = math.inf
     _ranks: Mapping[int, int] = field(default_factory=dict, init=False)
-    _seen: dict[int, tuple[Reading, float]] = field(default_factory=dict, init=False)
-    """{rank: where it was seen, and for how many seconds}"""
+    _seen: dict[int, Witness] = field(default_factory=dict, init=False)
     _looks: int = field(default=0, init=False)
     """The looks that were taken since a rank has moved: each has twice the time of the one before."""
     _told: bool = field(default=False, init=False)
@@ -124,27 +121,27 @@ class HangReport:
         while self._found:
             self.report(self._found.popleft())
         moved = self._look()
+        readings = {rank: each.reading for rank, each in self._seen.items()}
         if self._slow is not None:
-            self._slow.see(self._readings)
+            self._slow.see(readings)
         if moved:
             self._looks = 0
             if self._told:
                 self._told = False
-                self._in_background(lambda: _is_done_in_time(now_of(self.out, self.node).unlink))
-        still = min((stood for _, stood in self._seen.values()), default=0.0)
-        bound = bound_s(self._readings.values(), self.timeout_s)
+                self._in_background(lambda: _in_time(now_of(self.out, self.node).unlink, WRITE_S))
+        still = min((each.stood for each in self._seen.values()), default=0.0)
+        bound = bound_s(readings.values(), self.timeout_s)
         if still >= bound * 2**self._looks and not (self._looking is not None and self._looking.is_alive()):
             self._looks += 1
             self._looking = self._in_background(self._tell)
 
     def brief(self) -> str:
         """Return where the ranks are, in one line."""
-        if not self._seen:
+        if not (seen := self._seen):
             return "no rank runs here"
-        done = min(reading.done for reading in self._readings.values())
-        seen = {rank: Witness(*each) for rank, each in sorted(self._seen.items())}
+        done = min(each.reading.done for each in seen.values())
         told = f"step {done} is done" if done >= 0 else "no step is done yet"
-        return f"{told}; {where(seen, seen, self.shape, self.node)}"
+        return f"{told}; {where(seen, sorted(seen), self.shape, self.node)}"
 
     def show(self) -> None:
         """Say where every rank is, with its stacks, in a thread: ranks that are stopped are waited for."""
@@ -168,10 +165,6 @@ class HangReport:
         made.start()
         return made
 
-    @property
-    def _readings(self) -> dict[int, Reading]:
-        return {rank: reading for rank, (reading, _) in self._seen.items()}
-
     def _read(self, pid: int) -> Reading:
         return read(rank_file(self.folder, "beat", pid)) or UNBORN
 
@@ -179,52 +172,54 @@ class HangReport:
         """Read all beats -> whether a rank has moved. Who has not has stood for as long as nobody slept meanwhile."""
         now = time.monotonic()
         awake, self._at = min(now - self._at, AWAKE_S), now
-        earlier, self._seen = self._seen, {}
+        seen = dict[int, Witness]()
         for rank, pid in self._ranks.items():
-            reading = self._read(pid)
-            last, stood = earlier.get(rank, (None, 0.0))
-            self._seen[rank] = reading, stood + awake if last is not None and _place(last) == _place(reading) else 0.0
-        return any(not stood for _, stood in self._seen.values())
+            reading, last = self._read(pid), self._seen.get(rank)
+            stands = last is not None and _place(last.reading) == _place(reading)
+            seen[rank] = Witness(reading, last.stood + awake if last is not None and stands else 0.0)
+        self._seen = seen  # whole: other threads read it
+        return any(not each.stood for each in seen.values())
 
     def _tell(self) -> None:
         """Ask the ranks, and say who stands, unless one has moved meanwhile, or may well take its time."""
-        ranks, before, looks = self._ranks, dict(self._seen), self._looks
+        ranks, before, looks = self._ranks, self._seen, self._looks
         stacks, answers = self._asked(ranks)
         if self._ranks is not ranks or any(
-            _place(self._read(pid)) != _place(before[rank][0]) for rank, pid in ranks.items()
+            _place(self._read(pid)) != _place(before[rank].reading) for rank, pid in ranks.items()
         ):
             return
-        seen, earlier, self._devices = dict[int, Witness](), self._devices, dict[int, Place]()
-        for rank, (reading, stood) in before.items():
+        seen, earlier = dict[int, Witness](), self._devices
+        for rank, each in before.items():
             groups, device = answers.get(rank, ({}, None))
-            does = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
-            seen[rank] = Witness(reading, stood, *does, groups=groups, device=device)
-            if device is not None:
-                self._devices[rank] = device
-        if any(device > earlier.get(rank, _told(before[rank][0])) for rank, device in self._devices.items()):
+            does, call = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
+            seen[rank] = replace(each, doing=does, call=call, groups=groups, device=device)
+        self._devices = {rank: each.device for rank, each in seen.items() if each.device is not None}
+        if any(device > earlier.get(rank, _told(before[rank].reading)) for rank, device in self._devices.items()):
             return  # a device has gone on, that its host is ahead of
         stands, text = judge(seen, self.shape, self.node)
         if looks > 1 or not any(seen[rank].may_take for rank in stands):
             self._say(stands, text, seen, stacks)
 
     def _say(self, stands: Sequence[int], text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> None:
-        gpus = {rank: _gpu_in_time(sorted(seen).index(rank)) for rank in stands[:NAMED] if seen[rank].is_gpu}
-        text = "; ".join([text, *(f"rank {rank} has {gpu}" for rank, gpu in gpus.items() if gpu)])
+        for rank in (each for each in stands[:NAMED] if seen[each].is_gpu):
+            if gpu := _in_time(partial(gpu_in_words, sorted(seen).index(rank)), STACKS_S):
+                text = f"{text}; rank {rank} has {gpu}"
         text = f"no step for {min(each.stood for each in seen.values()):.0f} s: {text}"
         now, step = now_of(self.out, self.node), min(each.reading.step for each in seen.values())
         path = now.with_name(f"{time.strftime('%Y-%m-%dT%H-%M-%S')}{now.stem.removeprefix('now')}.txt")
         self._told = True
 
-        def write() -> None:
+        def write() -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(now, durable=False) as file:
                 file.write(json.dumps({"at": time.time(), "step": step, "text": text}).encode())
             with path.open("x") as report:
                 report.write(self._full(text, seen, stacks))
+            return path
 
-        more = f"; {path} has the stacks of all" if _is_done_in_time(write) else ""
-        rank = stands[0] if len(stands) == 1 else None
-        self._found.append(Incident("stands_still", detail=text, rank=rank, host=self.node, step=step))
+        more = f"; {path} has the stacks of all" if _in_time(write, WRITE_S) else ""
+        one = stands[0] if len(stands) == 1 else None
+        self._found.append(Incident("stands_still", detail=text, rank=one, host=self.node, step=step))
         err(f"\n{text[0].upper()}{text[1:]}{more}")
 
     def _full(self, text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> str:
@@ -272,16 +267,11 @@ class HangReport:
         return {rank: files[rank].read_text()[before[rank] :] for rank in before if sizes[rank] > before[rank]}, answers
 
 
-def _is_done_in_time(write: Callable[[], object]) -> bool:
-    """Write something in a thread that is left behind where the disk does not answer -> whether it is written."""
-    writing = in_background(write, "hang-report-file")
-    return bool(wait([writing], WRITE_S).done) and writing.exception() is None
-
-
-def _gpu_in_time(number: int) -> str:
-    """Return the state of a GPU of this machine, and nothing where its driver does not answer."""
-    asking = in_background(lambda: gpu_in_words(number), "hang-report-gpu")
-    return asking.result() if wait([asking], STACKS_S).done and asking.exception() is None else ""
+def _in_time(ask: Callable[[], Result], seconds: float) -> Result | None:
+    """Return what a function does in a thread that is left behind where a disk or a driver does not answer; None there,
+    and where it fails."""
+    answer = in_background(ask, "hang-report")
+    return answer.result() if wait([answer], seconds).done and answer.exception() is None else None
 
 
 def _told(reading: Reading) -> Place:

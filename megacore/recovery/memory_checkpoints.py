@@ -26,9 +26,8 @@ from pathlib import Path
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO, KEPT_IN_MEMORY
-from megacore.config import Config
+from megacore.config import CheckpointConfig, Config
 from megacore.control import Control
-from megacore.parallel.mesh import Group
 from megacore.recovery import partners
 from megacore.recovery.partners import HeldFiles, Machines, SpreadCheckpoint, TensorTypes
 from megacore.resources import free_memory
@@ -41,7 +40,7 @@ from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import progress
 from megacore.training.check import Setup
 from megacore.training.resume import Start, go_on
-from megacore.training.save import Retention, SaveError, Saver
+from megacore.training.save import SaveError, Saver
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
 
@@ -59,11 +58,8 @@ _HELD = "held"
 
 
 def private(folder: Path) -> Path:
-    """Make a folder that this user alone may enter, if it is not there.
-
-    Raises:
-        StoreError: something else has its name, or others may enter it.
-    """
+    """Make a folder that this user alone may enter, if it is not there. Raises StoreError: something else has its name,
+    or others may enter it."""
     with os_errors(folder):
         with suppress(FileExistsError):
             folder.mkdir(0o700)
@@ -87,11 +83,7 @@ def sweep(user: Path, older_than_s: float, but: str = "", only: str = "*") -> No
 
 def shared(root: Path, control: Control) -> int:
     """Return the number of successive ranks that share a file system in memory: those of several launchers, where they
-    are on one machine.
-
-    Raises:
-        StoreError: machines have various numbers; on all ranks.
-    """
+    are on one machine. Raises StoreError: machines have various numbers; on all ranks."""
 
     def place() -> tuple[str, int, str]:
         with os_errors(root):
@@ -105,11 +97,8 @@ def shared(root: Path, control: Control) -> int:
 
 
 def known_as(config: Config) -> tuple[str, str]:
-    """Return the number of a run, and that of another one in whose place it begins, if there is one.
-
-    Raises:
-        StoreError: it cannot be noted in the folder of the run.
-    """
+    """Return the number of a run, and that of another one in whose place it begins, if there is one. Raises StoreError:
+    it cannot be noted in the folder of the run."""
     path, before = Path(config.out) / RUN_ID, ""
     if path.exists():
         noted = read_file(path, path.parent, 99).decode(errors="replace").strip()
@@ -123,10 +112,9 @@ def known_as(config: Config) -> tuple[str, str]:
     return known, before
 
 
-def _opened(
-    config: Config, path: Path, held: Sequence[Mapping[str, TensorTypes]], machines: Machines, control: Control
-) -> Start:
-    checkpoint = SpreadCheckpoint.of(Checkpoint.open(path, checked=True), held, machines, control)
+def _opened(config: Config, path: Path, held: Sequence[Mapping[str, TensorTypes]], machines: Machines) -> Start:
+    here = Checkpoint.open(path, checked=True)
+    checkpoint = SpreadCheckpoint(here.path, here.index, here.files, held, machines, trainer=here.trainer)
     found = go_on(config, checkpoint, checked=True)
     return replace(found, progress=found.progress.without(config.recovery.skip_samples))
 
@@ -144,8 +132,6 @@ class MemoryCheckpoints(Callback):
         self._data: Sequence[str] = ()
         self._held: FileIO | None = None
         self._saver: Saver | None = None
-        self._partners: Group | None = None
-        self._machines: Sequence[range] = ()
         self._costs = deque[float](maxlen=2)
         self._asked = self._began_at = self._blocked_s = self._step_s = self._last = self._due = 0.0
         self._looked = self._is_next = self._failing = self._ended = False
@@ -169,7 +155,8 @@ class MemoryCheckpoints(Callback):
         return self._found(self.folder, setup.config, start, control)
 
     def _found(self, folder: Path, config: Config, start: Start, control: Control) -> Start:
-        first, refused = self._is_first(control), {each.path.name for each in start.damaged if self._has(each.path)}
+        first = self._is_first(control)
+        refused = {each.path.name for each in start.damaged if each.path.parent.name == folder.name}
 
         def look() -> list[HeldFiles]:
             if not first:
@@ -179,12 +166,9 @@ class MemoryCheckpoints(Callback):
                 shutil.rmtree(folder / name, ignore_errors=True)
             return partners.held(folder)
 
-        told, machines = (
-            control.exchange([asdict(each) for each in control.attempt(look)]),
-            Machines(control, self._node),
-        )
+        told = control.exchange([asdict(each) for each in control.attempt(look)])
+        machines = Machines(control, self._node)
         there = [[HeldFiles(**each) for each in told[ranks[0]]] for ranks in machines.ranks]
-        found, last = start, start.progress.step
         for step, held in partners.whole(there):
             path, others = checkpoints.path_of(folder, step), [each.others if each else {} for each in held]
             if step <= start.progress.step:
@@ -194,19 +178,14 @@ class MemoryCheckpoints(Callback):
             try:
                 machines.bring(path, others, [max(others, key=len)] * len(others))
                 tensors = [each.tensors if each else {} for each in held]
-                newer = control.attempt(partial(_opened, config, path, tensors, machines, control))
+                newer = control.attempt(partial(_opened, config, path, tensors, machines))
             except StoreError as error:
                 self._say(control, f"A checkpoint in memory is passed over: {error}")
                 continue
-            found = replace(newer, damaged=start.damaged)
-            last = step
-            break
-        self._drop_after(last, control)
-        return found
-
-    def _has(self, path: Path) -> bool:
-        """Return whether this is a checkpoint in the memory of a machine."""
-        return self.folder is not None and path.parent.name == self.folder.name
+            self._drop_after(step, control)
+            return replace(newer, damaged=start.damaged)
+        self._drop_after(start.progress.step, control)
+        return start
 
     def _drop_after(self, step: int, control: Control) -> None:
         """Remove checkpoints of later steps than that which the run goes on from."""
@@ -219,11 +198,8 @@ class MemoryCheckpoints(Callback):
         control.largest()
 
     def _open(self, config: Config, control: Control) -> None:
-        """Make the folder of the run on each machine, and hold it on each rank.
-
-        Raises:
-            StoreError: one of them cannot; on all ranks.
-        """
+        """Make the folder of the run on each machine, and hold it on each rank. Raises StoreError: one of them cannot;
+        on all ranks."""
         self._node = shared(self._root, control)
         first, user = self._is_first(control), self._root / f"megacore-{os.geteuid()}"
         known, before = control.tell(control.attempt(lambda: known_as(config) if control.mesh.rank == 0 else None))
@@ -257,16 +233,13 @@ class MemoryCheckpoints(Callback):
     def on_start(self, run: Trainer) -> None:
         if self.folder is None:
             return
-        control, world = run.control, run.mesh.shape.world
-        several = self._node < world
-        saver = Saver(
-            self.folder,
-            run.contents,
-            control,
-            Retention(KEPT_IN_MEMORY, 0, ahead=True),
-            self._node if several else None,
-            self._send if several else None,
-        )
+        control, world, send = run.control, run.mesh.shape.world, None
+        there = partners.machines(world, self._node)
+        if len(there) > 1:
+            group = run.mesh.host_group(partners.partners(there))
+            send = partial(partners.exchange, group=group, there=there)
+        kept, node = CheckpointConfig(keep=KEPT_IN_MEMORY), self._node if send else None
+        saver = Saver(self.folder, run.contents, control, kept, node, send, ahead=True)
         try:
             room = self._lack(saver.bytes, saver.carried_bytes, world) if self._is_first(control) else None
             lacks = control.exchange(room)
@@ -276,9 +249,6 @@ class MemoryCheckpoints(Callback):
         except SaveError as error:
             run.tell(f"{_NONE}: {error}")
             return
-        if several:
-            self._machines = partners.machines(world, self._node)
-            self._partners = run.mesh.host_group(partners.partners(self._machines))
         self._saver, self._last = saver, self._clock()
 
     def _lack(self, whole: int, carried: int, world: int) -> str | None:
@@ -373,12 +343,6 @@ class MemoryCheckpoints(Callback):
         if not self._failing:
             run.tell(f"{error}\nThe run goes on; memory is tried again in {RETRY_S / 60:g} minutes")
         self._failing, self._began_at = True, 0.0
-
-    def _send(self, path: Path) -> None:
-        """Send what this rank has written of a checkpoint to its partner, and keep what another one sends."""
-        assert self._saver is not None and self._partners is not None
-        own = [each.file.path for each in self._saver.reserve().written]
-        partners.exchange(path, own, self._partners, self._machines)
 
     def _reckon(self, run: Trainer, saver: Saver) -> None:
         """Reckon what a checkpoint has cost, and when the next one may begin."""

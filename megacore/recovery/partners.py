@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -61,12 +60,8 @@ def keeper(rank: int, group: Sequence[int], there: Sequence[range]) -> int:
 
 def exchange(folder: Path, own: Sequence[str], group: Group, there: Sequence[range]) -> None:
     """Send the files that this rank has written to the rank that keeps them, and take those of others; all ranks of a
-    set do so, each in a thread of its own.
-
-    Raises:
-        StoreError: a file could not be read or written, here.
-        RuntimeError: the other one is gone.
-    """
+    set do so, each in a thread of its own. Raises StoreError: a file could not be read or written, here; RuntimeError:
+    the other one is gone."""
     problems, rank = list[str](), group.ranks[group.index]
     for sender in group.ranks:
         to = keeper(sender, group.ranks, there)
@@ -74,6 +69,10 @@ def exchange(folder: Path, own: Sequence[str], group: Group, there: Sequence[ran
             problems += send(folder, own, to, group)
         elif rank == to != sender:
             problems += receive(folder, sender, group)
+    _tell(problems)
+
+
+def _tell(problems: Sequence[str]) -> None:
     if problems:
         raise StoreError("\n".join(problems))
 
@@ -153,14 +152,9 @@ TensorTypes = tuple[int, str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class HeldFiles:
-    """The part of a checkpoint that a machine has.
-
-    Args:
-        index: A digest of its index, which tells it from others of that step.
-        tensors: {tensor file that is there, and whose header is whole: what is in it}.
-        others: {other file: its bytes}.
-        lacking: The other tensor files that the index names.
-    """
+    """The part of a checkpoint that a machine has: a digest of its index, which tells it from others of that step,
+    {tensor file that is there, and whose header is whole: what is in it}, {other file: its bytes}, and the tensor files
+    that it lacks of those that the index names."""
 
     step: int
     name: str
@@ -210,30 +204,21 @@ def whole(told: Sequence[Sequence[HeldFiles]]) -> list[tuple[int, list[HeldFiles
 
 
 class Machines:
-    """The machines of a run, each with files of its own, which the first rank of one sends to that of another.
-
-    Args:
-        node: The number of successive ranks that share a machine.
-    """
+    """The machines of a run, of ``node`` successive ranks each, and each with files of its own, which the first rank of
+    one sends to that of another."""
 
     def __init__(self, control: Control, node: int) -> None:
-        self._control = control
+        self.control = control
         self.ranks = machines(control.mesh.shape.world, node)
         self.here = control.mesh.rank // node
 
     @cached_property
     def _group(self) -> Group:
-        return self._control.mesh.host_group([tuple(ranks[0] for ranks in self.ranks)])
+        return self.control.mesh.host_group([tuple(ranks[0] for ranks in self.ranks)])
 
     def bring(self, folder: Path, there: Sequence[Mapping[str, int]], wanted: Sequence[Collection[str]]) -> None:
-        """Bring to each machine the files that it lacks, from one that has them; all ranks call this.
-
-        Args:
-            there: {file: bytes} of those that each has.
-
-        Raises:
-            StoreError: a machine has no room, say; on all ranks.
-        """
+        """Bring to each machine the files that it lacks, from one that has them: {file: bytes} of those that are there.
+        All ranks call this. Raises StoreError: a machine has no room, say; on all ranks."""
         moves, sizes = dict[tuple[int, int], list[str]](), {name: of[name] for of in there for name in of}
         for number, name in enumerate(sorted(sizes)):
             having = [machine for machine, files in enumerate(there) if name in files]
@@ -242,7 +227,7 @@ class Machines:
                     moves.setdefault((having[number % len(having)], machine), []).append(name)
         if not moves:
             return
-        first, rank, group = [ranks[0] for ranks in self.ranks], self._control.mesh.rank, self._group
+        first, rank, group = [ranks[0] for ranks in self.ranks], self.control.mesh.rank, self._group
 
         def make_room() -> None:
             coming = [name for (_, target), names in moves.items() if first[target] == rank for name in names]
@@ -255,7 +240,7 @@ class Machines:
                 with os_errors(folder):
                     folder.mkdir(0o700, exist_ok=True)
 
-        self._control.attempt(make_room)
+        self.control.attempt(make_room)
         problems = list[str]()
         for (source, target), names in sorted(moves.items()):  # in one order everywhere: whoever sends is waited for
             if rank == first[source]:
@@ -263,32 +248,16 @@ class Machines:
             elif rank == first[target]:
                 problems += receive(folder, first[source], group)
 
-        def end() -> None:
-            if problems:
-                raise StoreError("\n".join(problems))
-
-        self._control.attempt(end)
+        self.control.attempt(partial(_tell, problems))
 
 
 @dataclass(frozen=True)
 class SpreadCheckpoint(Checkpoint):
-    """A checkpoint of which each machine has some of the files. A slice is read where it lies; a file that lies on none
-    of the machines that are to read it is brought to them.
-
-    Args:
-        held: {tensor file: what is in it} of each machine.
-    """
+    """A checkpoint of which each machine has some of the files: ``held``, {tensor file: what is in it} of each. A slice
+    is read where it lies; a file that lies on none of the machines that are to read it is brought to them."""
 
     held: Sequence[Mapping[str, TensorTypes]]
     machines: Machines
-    control: Control
-
-    @classmethod
-    def of(
-        cls, found: Checkpoint, held: Sequence[Mapping[str, TensorTypes]], machines: Machines, control: Control
-    ) -> Self:
-        """Return a checkpoint that is spread over machines."""
-        return cls(found.path, found.index, found.files, held, machines, control, trainer=found.trainer)
 
     @cached_property
     def _types(self) -> Mapping[str, TensorTypes]:
@@ -306,7 +275,7 @@ class SpreadCheckpoint(Checkpoint):
 
     def bring(self, state: str, copies: Sequence[Copy]) -> None:
         lacking = self._files(state, copies) - self.held[self.machines.here].keys()
-        told = self.control.exchange(sorted(lacking))
+        told = self.machines.control.exchange(sorted(lacking))
         wanted = [{name for rank in ranks for name in told[rank]} for ranks in self.machines.ranks]
         there = [{name: size for name, (size, *_) in of.items()} for of in self.held]
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,14 +23,10 @@ class Beats(Callback):
 
     On a GPU an event stands before each phase, and after each update; it is asked, but never waited for, whether the
     device has come to it.
-
-    Args:
-        disk_s: Returns the seconds in which this rank has waited for its own disks so far.
     """
 
-    def __init__(self, disk_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self) -> None:
         self._beat: Beat | None = None
-        self._disk_s, self._waited = disk_s, 0.0
         self._marks = deque[tuple[Place, torch.cuda.Event]]()
         self._reached: Place | None = None
         """The last place that the device was seen to have come to."""
@@ -43,9 +39,6 @@ class Beats(Callback):
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
         if self._beat is not None:
-            waited = self._disk_s()
-            self._beat.waited(waited - self._waited)
-            self._waited = waited
             step = run.step + (phase == "data")
             self._beat.enter(phase, step)
             self._mark(run, step, phase)

@@ -20,11 +20,11 @@ import socket
 import stat
 import threading
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -34,14 +34,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousBackend,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from megacore import exits
 from megacore.background import in_background
@@ -145,16 +143,9 @@ class OneNode(RendezvousHandler):
 
 
 class SeveralNodes(OneNode):
-    """The rounds of a run on several nodes.
-
-    Args:
-        node: This machine among those of the run; the first one hosts the store.
-        patience_s: Seconds that are waited for enough of them.
-        heed: Is called while it is waited, and raises :class:`RunEndedError` where a signal asks for the end.
-
-    Raises:
-        ConfigError: the store cannot be hosted.
-    """
+    """The rounds of a run on several nodes, of which the first one hosts the store. While ``patience_s`` are waited for
+    enough of them, ``heed`` is called, and raises :class:`RunEndedError` where a signal asks for the end. Raises
+    ConfigError: the store cannot be hosted."""
 
     def __init__(self, node: Node, secret: bytes, patience_s: float, heed: Callable[[], None]) -> None:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -168,18 +159,14 @@ class SeveralNodes(OneNode):
         """The store as the thread of the agent asks it: a client waits for one answer at a time."""
         self._handler: DynamicRendezvousHandler | None = None
         self._name = ""
-        self._members, self._rank = 0, 0
+        self._members = 0
         self._seen: tuple[str, int | None] = "", None
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="rendezvous", daemon=True).start()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round -> it.
-
-        Raises:
-            RunEndedError: too few nodes came, a signal asks for the end, another node says that the run ends, or
-                somebody has meddled with the rendezvous.
-        """
+        """Join the next round -> it. Raises RunEndedError: too few nodes came, a signal asks for the end, another node
+        says that the run ends, or somebody has meddled with the rendezvous."""
         until, told = time.monotonic() + self._patience_s, ""
         while True:
             try:
@@ -289,7 +276,7 @@ class SeveralNodes(OneNode):
         except RuntimeError:  # one of its nodes is gone
             store.compare_set(_ROUND, name, _named("fault"))
             raise
-        self._name, self._members, self._rank = name, info.world_size, info.rank
+        self._name, self._members = name, info.world_size
         self._seen, self.started = (name, self._seen[1]), any(int(each) for each in found)
         return info
 
@@ -333,72 +320,45 @@ class SeveralNodes(OneNode):
         return answer.result()
 
 
-class SignedBackend(RendezvousBackend):
-    """torch's state of one round, signed.
-
-    Args:
-        goes_on: Raises where it is not to be joined any more.
-    """
-
-    _NONE = "none"
+class SignedBackend(C10dRendezvousBackend):
+    """torch's state of one round, signed; ``goes_on`` raises where it is not to be joined any more."""
 
     def __init__(self, store: Store, name: str, secret: bytes, goes_on: Callable[[], None] = lambda: None) -> None:
-        self._store, self._key, self._goes_on = store, f"{name}/state", goes_on
-        self._secret = hmac.digest(secret, name.encode(), "sha256")
-        store.compare_set(self._key, "", self._NONE)
-
-    @property
-    def name(self) -> str:
-        return "signed"
+        super().__init__(store, name)
+        self._goes_on, self._secret = goes_on, hmac.digest(secret, name.encode(), "sha256")
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the state and its token, if there is one.
-
-        Raises:
-            ForgedError: it is not signed with the secret.
-            RuntimeError: the store does not answer.
-        """
-        self._goes_on()
-        return self._read(self._store.get(self._key))
+        """Return the state and its token, if there is one. Raises ForgedError: it is not signed with the secret;
+        RendezvousConnectionError: the store does not answer."""
+        return self._verified(super().get_state)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Write a state if none was written since the token's -> the one that stands now, its token, and whether it
-        is this one.
+        is this one. Raises as :meth:`get_state`."""
+        signed = hmac.digest(self._secret, state, "sha256") + state
+        return self._verified(partial(super().set_state, signed, token))
 
-        Raises:
-            ForgedError: the one that stands is not signed with the secret.
-            RuntimeError: the store does not answer.
-        """
+    def _verified(self, ask: Callable[[], Any]) -> Any:
         self._goes_on()
-        written = b64encode(hmac.digest(self._secret, state, "sha256") + state)
-        known = token.decode() if isinstance(token, bytes) else self._NONE
-        stands = self._store.compare_set(self._key, known, written.decode())
-        found = self._read(stands)
-        return None if found is None else (*found, stands == written)
-
-    def _read(self, data: bytes) -> tuple[bytes, bytes] | None:
-        if data == self._NONE.encode():
-            return None
         try:
-            signed = b64decode(data, validate=True)
-        except ValueError:
-            signed = b""
-        signature, state = signed[:32], signed[32:]
+            found = ask()
+        except RendezvousStateError:  # it is no base64
+            found = b"", b""
+        if found is None:
+            return None
+        signature, state = found[0][:32], found[0][32:]
         if not hmac.compare_digest(signature, hmac.digest(self._secret, state, "sha256")):
             raise ForgedError(
                 "the state of the rendezvous is not signed with the secret of this run: nodes of another one meet at "
                 "this port, or somebody has written there. Choose another MASTER_PORT, and give all nodes the same "
                 f"{SECRET} or {SECRET_FILE} (by default rendezvous.secret in the run's folder, which they share)"
             )
-        return state, data
+        return state, *found[1:]
 
 
 def secret_of(out: Path) -> bytes:
-    """Return the secret of a run: from the environment, or from a file, which the first node makes.
-
-    Raises:
-        ConfigError: it cannot be read or made, or others may read it.
-    """
+    """Return the secret of a run: from the environment, or from a file, which the first node makes. Raises ConfigError:
+    it cannot be read or made, or others may read it."""
     if text := os.environ.get(SECRET):
         return text.encode()
     path = Path(os.environ.get(SECRET_FILE) or out / "rendezvous.secret")

@@ -60,14 +60,9 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Witness:
-    """A rank as its agent has seen it.
-
-    Args:
-        doing: "works", "waits", "compiles" or "is stopped", as far as its stacks show that.
-        call: The call in which it waits, or nothing.
-        groups: {group: its collectives}; empty where it has not answered.
-        device: The place that its GPU has come to; None where that is not known.
-    """
+    """A rank as its agent has seen it: it "works", "waits" in a call, "compiles" or "is stopped", as far as its stacks
+    show that; {group: its collectives}, none where it has not answered, and the place that its GPU has come to, where
+    that is known."""
 
     reading: Reading
     stood: float

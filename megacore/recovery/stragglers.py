@@ -82,11 +82,8 @@ class _Rank:
 
 @dataclass
 class Stragglers:
-    """Looks at the beats of the ranks of one agent, and names the slow ones: each once, until it is slow no more.
-
-    Args:
-        gpu: Tells of a GPU of this machine, by its number, in a few words; ranks have them in their order.
-    """
+    """Looks at the beats of the ranks of one agent, and names the slow ones: each once, until it is slow no more. Ranks
+    have the GPUs of their machine in their order, and ``gpu`` tells of one by its number."""
 
     shape: MeshShape
     report: Callable[[Incident], object]

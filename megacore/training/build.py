@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from megacore import checkpoints
 from megacore.config import Config
-from megacore.control import Control
+from megacore.control import Control, Made
 from megacore.data.batches import Batches
 from megacore.data.corpora import end_of_text, packed_of
 from megacore.data.samples import Source
@@ -41,7 +41,7 @@ from megacore.training.callbacks.data_states import DataStates
 from megacore.training.callbacks.evaluation import Evaluation, decides
 from megacore.training.callbacks.garbage import Garbage
 from megacore.training.callbacks.incidents import Incidents
-from megacore.training.callbacks.metrics import Meter, Metrics
+from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.profile import Profile
 from megacore.training.callbacks.recompute import Recompute
 from megacore.training.callbacks.reference import ReferenceScores
@@ -54,11 +54,10 @@ from megacore.training.callbacks.spikes import TellSpikes
 from megacore.training.callbacks.trace import Trace
 from megacore.training.check import Setup
 from megacore.training.initial_state import load_initial_state
-from megacore.training.lr import learning_rate
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
-from megacore.training.save import NAMES, Contents, Retention, Saver, TrainingState
+from megacore.training.save import NAMES, Contents, Saver
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
@@ -75,12 +74,9 @@ DTYPES = {
 
 
 def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callback] = ()) -> Trainer:
-    """Build the live parts of a run on this rank, its model initialised or loaded.
-
-    Raises:
-        ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
-        StoreError: what the run starts from is damaged.
-    """
+    """Build the live parts of a run on this rank, its model initialised or loaded. Raises ConfigError: the ranks have
+    found different things, or one of them cannot do what the config asks for; StoreError: what the run starts from is
+    damaged."""
     config, start, schema = setup.config, setup.start, setup.model.schema
     _agree(control, setup, kernels.chosen(mesh.device, config.train.compile, DTYPES[config.train.precision]))
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
@@ -90,21 +86,18 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     gradients = _gradients(config, model)
     offload = _offload(config)
     optimizer = _optimizer(config, gradients, offload, control)
-    folder = offload.folder if offload else None
-    state = TrainingState(model.parameters, optimizer, folder, replace(layout, schema=config.tuning.kept(schema)))
-    contents = _contents(setup, state, _adapters(config, start, control))
+    contents = _contents(setup, model, optimizer, offload, _adapters(config, start, control))
     loss = () if config.preference is None else (TOLD,)
     loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients, loss)
-    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance, model.alignment)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
     batches = _batches(setup, setup.corpora.train, mesh, model)
     batches = replace(batches, sizes=config.batch.sizes, skipped=start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)
-    rate = partial(learning_rate, schedule=config.schedule, base=config.optimizer.lr, total_steps=config.train.steps)
-    return Trainer(config, mesh, model, step, batches, upload, rate, control, contents, start, callbacks)
+    return Trainer(config, mesh, model, step, batches, upload, control, contents, start, callbacks)
 
 
 def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:
@@ -133,7 +126,7 @@ def _callbacks(
     if config.preference is not None and config.preference.loss in WITH_REFERENCE:
         sources = [packed for side in (setup.corpora.train, held_out) if side for packed in packed_of(side)]
         made.append(ReferenceScores(sources, lambda source: _batches(setup, source, mesh, model)))
-    made += [DataStates(), Metrics(Meter(config, setup.model, mesh, peak)), Incidents()]
+    made += [DataStates(), Metrics(peak), Incidents()]
     keeping: list[Callback] = [checkpoints_on_disk, *([evaluation] if evaluation else [])]
     return [*made, *(keeping[::-1] if decides(config) else keeping), Garbage(), Profile(), FinalReport()]
 
@@ -155,13 +148,23 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     coefficients = Coefficients(experts.sequence_balance, experts.batch_balance, experts.z_loss, experts.bias_rate)
     context = config.context.over(mesh.shape.cp, setup.model.drops_attention)
     model = Model.create(
-        setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning, coefficients, context
+        setup.model,
+        layout,
+        mesh,
+        dtype,
+        losses,
+        activations,
+        hollow,
+        config.tuning,
+        coefficients,
+        context,
+        config.loss.indexer,
     )
     kernels.take_flash_attention(mesh.device, model.drops_attention)
     if config.train.precision == "fp8":
         model.use_fp8()
     if config.train.async_tp:
-        _overlap(model, control)
+        _on_all(control, "train.async_tp", lambda: _overlap(model))
     if config.train.compile:
         model.compile()
     return model
@@ -188,30 +191,22 @@ def _gradients(config: Config, model: Model) -> Gradients:
 
 
 def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, control: Control) -> Optimizer:
-    """Build the optimizer.
-
-    Raises:
-        ConfigError: on all ranks, where one of them cannot offload.
-    """
     section = config.optimizer
-    try:
-        return control.attempt(
-            lambda: Optimizer(
-                gradients,
-                lr=section.lr,
-                betas=section.betas,
-                eps=section.eps,
-                weight_decay=section.weight_decay,
-                clip=section.clip,
-                master_weights=section.master_weights,
-                moments=torch.bfloat16 if section.moments == "bf16" else None,
-                muon=_muon(config),
-                ema=config.ema.decay,
-                offload=offload,
-            )
-        )
-    except StoreError as error:
-        raise ConfigError([f"memory.offload_folder: {error}"]) from error
+    make = partial(
+        Optimizer,
+        gradients,
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        clip=section.clip,
+        master_weights=section.master_weights,
+        moments=torch.bfloat16 if section.moments == "bf16" else None,
+        muon=_muon(config),
+        ema=config.ema.decay,
+        offload=offload,
+    )
+    return _on_all(control, "memory.offload_folder", make)
 
 
 def _muon(config: Config) -> Muon | None:
@@ -222,41 +217,53 @@ def _muon(config: Config) -> Muon | None:
     return Muon(section.momentum, section.nesterov, section.steps, section.scale == "original", ratio)
 
 
-def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> Contents:
+def _contents(
+    setup: Setup, model: Model, optimizer: Optimizer, offload: Offload | None, adapters: Adapters | None
+) -> Contents:
     """Return all that checkpoints hold."""
-    config, start = setup.config, setup.start
+    config, start, parameters = setup.config, setup.start, model.parameters
     raw = raw_of(setup.model, start.source)
     if start.source is None and (end := end_of_text(config, setup.corpora.corpora)) is not None:
         raw = {**raw, "eos_token_id": end}
     frozen = config.tuning.frozen(setup.model.schema) if adapters is None else frozenset[str]()
     named, whole = with_dtype(raw, NAMES[DTYPES[config.train.precision]]), config.optimizer.name == "muon"
     carried = None if start.source is None else start.source.index.carried
-    source, naming = start.source if adapters is None else None, None if carried is None else carried.naming
-    return Contents(state, named, setup.companions, adapters, frozen, whole, source, naming)
+    return Contents(
+        parameters,
+        optimizer,
+        replace(parameters.layout, schema=config.tuning.kept(setup.model.schema)),
+        named,
+        setup.companions,
+        adapters,
+        frozen,
+        whole,
+        source=start.source if adapters is None and carried is not None else None,
+        naming=None if carried is None else carried.naming,
+        folder=offload.folder if offload else None,
+    )
 
 
 def _saver(config: Config, contents: Contents, control: Control) -> Saver:
     """Build what saves checkpoints; room for states on disk is taken at once."""
-    kept = Retention(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.best)
-    saver = Saver(checkpoints.folder_of(config.out, config.checkpoint.folder), contents, control, kept)
+    saver = Saver(checkpoints.folder_of(config.out, config.checkpoint.folder), contents, control, config.checkpoint)
     if config.memory.offload_folder is not None and config.checkpoint.on:
         saver.reserve()
     return saver
 
 
-def _overlap(model: Model, control: Control) -> None:
-    """Raise ConfigError on all ranks where one of them cannot do it."""
-
-    def use() -> None:
-        try:
-            model.use_async_tp()
-        except ValueError as error:
-            raise StoreError(str(error)) from error
-
+def _on_all(control: Control, key: str, make: Callable[[], Made]) -> Made:
+    """Make something on all ranks, or raise ConfigError on all: the recipe's key asks for what one of them cannot."""
     try:
-        control.attempt(use)
+        return control.attempt(make)
     except StoreError as error:
-        raise ConfigError([f"train.async_tp: {error}: set it to false"]) from error
+        raise ConfigError([f"{key}: {error}"]) from error
+
+
+def _overlap(model: Model) -> None:
+    try:
+        model.use_async_tp()
+    except ValueError as error:
+        raise StoreError(f"{error}: set it to false") from error
 
 
 def _scaling(config: Config) -> Scaling:
@@ -274,11 +281,8 @@ def _offload(config: Config) -> Offload | None:
 
 
 def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
-    """Return the adapters of a run and what they belong to, if it trains some.
-
-    Raises:
-        ConfigError: they go on beside another model than they were trained on.
-    """
+    """Return the adapters of a run and what they belong to, if it trains some. Raises ConfigError: they go on beside
+    another model than they were trained on."""
     lora, base = config.tuning.lora, start.source
     if lora is None or base is None:
         return None

@@ -11,7 +11,7 @@ from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
 from megacore.checks.machine import readable, surroundings, without_a_model
 from megacore.checks.rules import problems, too_few_steps
-from megacore.config import Config, CorpusConfig
+from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.data_sets import resolved
 from megacore.data.model_tokenizer import ModelFiles
@@ -42,11 +42,7 @@ class Setup:
 
     def held(self) -> Setup:
         """Return the run with the content of what travels with the model: whoever has a checkpoint that a run starts
-        from may remove it while that run goes on.
-
-        Raises:
-            StoreError: a file cannot be read.
-        """
+        from may remove it while that run goes on. Raises StoreError: a file cannot be read."""
         return replace(self, companions={name: each.held() for name, each in self.companions.items()})
 
     def at(self, start: Start) -> Setup:
@@ -108,7 +104,8 @@ def check(
         found += _steps_done(config, start)
     if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
-    if readable(config) and not (found and any(map(_is_elsewhere, config.data.train + config.data.validation))):
+    is_elsewhere = any(each.hub_name is not None for each in config.data.train + config.data.validation)
+    if readable(config) and not (found and is_elsewhere):
         try:
             config = resolved(config, data_as_begun(config))
             found += [] if checked or another_looks else [f"data: {problem}" for problem in Corpora.look(config)]
@@ -162,10 +159,6 @@ def _steps_done(config: Config, start: Start) -> Iterator[str]:
         )
 
 
-def _is_elsewhere(corpus: CorpusConfig) -> bool:
-    return corpus.hub_name is not None
-
-
 def _missing_code(config: Config) -> Iterator[str]:
     """Yield the import paths of the user's own code at which there is nothing; the model's is told with the model."""
     named = [("data.train", each.path) for each in config.data.train if each.is_imported]
@@ -187,11 +180,8 @@ def _meet_family(config: Config) -> None:
 
 
 def _start(config: Config, another_looks: bool, goes_on: bool) -> Start:
-    """Return what a run starts from, or its own newest checkpoint where that is gone.
-
-    Raises:
-        StoreError: neither can be used.
-    """
+    """Return what a run starts from, or its own newest checkpoint where that is gone. Raises StoreError: neither can be
+    used."""
     try:
         return find(config, checked=another_looks)
     except StoreError:

@@ -28,15 +28,9 @@ def export(config: Config, step: int, last: int) -> MadeFolder | None:
     checkpoints.
 
     Of a run that has trained adapters it is a folder of the peft library. With ``checkpoint.push`` it is then uploaded,
-    which is tried again where the run is started again.
-
-    Args:
-        step: The last step that was done.
-        last: The one that ends the run; where steps are left, nothing is exported.
-
-    Raises:
-        StoreError: there is no checkpoint of that step, or none with the loss of an evaluation where the best is
-            asked for, or the folder cannot be made or uploaded.
+    which is tried again where the run is started again. Of a run that has stopped at a step before the ``last`` nothing
+    is exported. Raises StoreError: there is no checkpoint of that step, or none with the loss of an evaluation where
+    the best is asked for, or the folder cannot be made or uploaded.
     """
     target = Path(str(config.checkpoint.export))
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)

@@ -22,11 +22,8 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
     """Fill this rank's parameters, and of a run that goes on the optimizer, one tensor at a time.
 
     Masters, where a checkpoint has them, are what the weights that are trained are rounded from, in whatever precision
-    they are now. What no folder has is drawn.
-
-    Raises:
-        DamageError, StoreError: as of :meth:`Loader.verify`, or what a checkpoint carries is damaged, which nobody
-            loads, but saves write on; on every rank.
+    they are now. What no folder has is drawn. Raises DamageError, StoreError: as of :meth:`Loader.verify`, or what a
+    checkpoint carries is damaged, which nobody loads, but saves write on; on every rank.
     """
     loader = Loader(parameters, control)
     left = set(parameters)

@@ -51,11 +51,8 @@ from megacore.training.trainer import Callback, Trainer, callbacks_of, check_met
 
 def checked(recipe: Recipe, overrides: Sequence[str], here: RankPlace, finetunes: bool = False) -> Setup:
     """Return a run once it is checked: one rank of each node reads the indexes of the data for all, and one of them all
-    the files of a checkpoint; ``finetunes``: as of :func:`~megacore.training.check.check`.
-
-    Raises:
-        ConfigError: all that is wrong.
-    """
+    the files of a checkpoint; ``finetunes``: as of :func:`~megacore.training.check.check`. Raises ConfigError: all that
+    is wrong."""
     given = overrides_of_restart(recipe, overrides) if restarts() else overrides
     return check(recipe, given, here.world, here.local_world, here.local_rank > 0, here.rank > 0, finetunes=finetunes)
 
@@ -99,12 +96,9 @@ def fit(setup: Setup, device: torch.device, here: RankPlace, callbacks: Sequence
 
 
 def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """Return the trainer of a run, with the newest state that is whole.
-
-    Raises:
-        ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
-        StoreError: what the run is to start from is damaged, and there is nothing else.
-    """
+    """Return the trainer of a run, with the newest state that is whole. Raises ConfigError: the ranks have found
+    different things, or one of them cannot do what the config asks for; StoreError: what the run is to start from is
+    damaged, and there is nothing else."""
     while True:
         newest = start.newest(setup, callbacks, control)
         try:
@@ -142,7 +136,7 @@ def train(
         NonFinite, SaveError, StoreError: the run has ended, on all ranks.
     """
     check_methods(callbacks)
-    return _run(_with(load(recipe, overrides), model, data, loss), (), callbacks)
+    return _run(_with(load(recipe, overrides), model, data, loss), callbacks)
 
 
 def finetune(
@@ -167,7 +161,7 @@ def finetune(
     check_methods(callbacks)
     options = {"init": init, "export": export}
     given = [f"checkpoint.{name}={value}" for name, value in options.items() if value is not None]
-    return _run(_with(load(recipe, [*overrides, *given]), model, data, loss), (), callbacks, finetunes=True)
+    return _run(_with(load(recipe, [*overrides, *given]), model, data, loss), callbacks, finetunes=True)
 
 
 def _with(config: Config, model: type[ModelConfig] | None, data: object, loss: TokenLoss | None) -> Config:
@@ -179,11 +173,9 @@ def _with(config: Config, model: type[ModelConfig] | None, data: object, loss: T
     return config if loss is None else replace(config, loss=replace(config.loss, function=path_of(loss)))
 
 
-def _run(
-    recipe: Recipe, overrides: Sequence[str], callbacks: Sequence[Callback], finetunes: bool = False
-) -> FinishedRun:
+def _run(config: Config, callbacks: Sequence[Callback], finetunes: bool = False) -> FinishedRun:
     here = RankPlace.of_environment()
-    setup = checked(recipe, overrides, here, finetunes)
+    setup = checked(config, (), here, finetunes)
     own = callbacks_of(setup.config)
     device = ready(setup, here)
     try:
@@ -228,7 +220,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
             err(error)
         return exits.MISUSED
     device = ready(setup, here)
-    status, run, damaged = exits.DONE, None, None
+    status, run = exits.DONE, None
     try:
         run = fit(setup, device, here, callbacks)
     except ConfigError as error:  # on every rank
@@ -237,9 +229,10 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
             err(error)
     except (NonFinite, SaveError, StoreError) as error:  # on every rank
         status = error.status if isinstance(error, NonFinite) else exits.FAILED
-        damaged = error.path if isinstance(error, DamageError) else None
-        if here.rank == 0:
+        if here.rank == 0:  # while the others wait, for the launcher ends one that is left over
             err(error)
+            if isinstance(error, DamageError) and (other := checkpoints.instead_of(error.path)):
+                err(other)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
         err(f"rank {here.rank}: {error}")
         RankOutcome(exits.FAILED).write()
@@ -247,9 +240,6 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
         err("Interrupted again: ended at once, without a checkpoint.")
         os._exit(exits.of_signal(signal.SIGINT))
-    # While the others wait, for the launcher ends one that is left over.
-    if here.rank == 0 and damaged is not None and (other := checkpoints.instead_of(damaged)):
-        err(other)
     exports = here.rank == 0 and run is not None and not run.pausing and run.config.checkpoint.export is not None
     stopped = run is not None and run.stopping and run.step < run.last
     if not exports:  # before a library can abort this process, which has nothing more to do

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -41,53 +41,41 @@ _HISTORY = 32 << 20
 Record = Mapping[str, float | int | None]
 
 
-class Sink(Protocol):
-    def write(self, step: int, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class JsonLines:
     """One line of JSON for each record, added at once. JSON has no NaN: a number that is not finite is null.
 
-    A full disk does not end a run: the lines that it does not take are kept, and written as soon as it does.
+    A full disk does not end a run: what it does not take of the lines is kept, and written as soon as it does.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], object] = err) -> None:
         self._path, self._tell, self._told = path, tell, False
-        self._kept = list[bytes]()
-        self._written = 0
-        """Bytes of the first of them that are in the file already."""
+        self._kept = b""
         with os_errors(path):
             cut = path.exists() and ends_within_a_line(path)
             self._file = append(path).detach()
         if cut:
-            self._kept.append(b"\n")
+            self._kept = b"\n"
 
     def write(self, step: int, record: Record) -> None:
         plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
         self.add({"step": step, **plain})
 
     def add(self, line: Mapping[str, Any]) -> None:
-        self._kept.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._kept += json.dumps(line, allow_nan=False).encode() + b"\n"
         if (why := self._flush()) and not self._told:
             self._tell(f"{self._path}: {why}: its lines are kept until they can be written; make room")
         self._told = bool(why)
 
     def close(self) -> None:
         if why := self._flush():
-            lost = sum(map(len, self._kept)) - self._written
-            self._tell(f"{self._path}: {why}: the last {lost:,} bytes are lost")
+            self._tell(f"{self._path}: {why}: the last {len(self._kept):,} bytes are lost")
         self._file.close()
 
     def _flush(self) -> str:
         """Write what is kept -> why that cannot be done; nothing where it is."""
         try:
             while self._kept:
-                self._written += self._file.write(self._kept[0][self._written :])
-                if self._written == len(self._kept[0]):
-                    del self._kept[0]
-                    self._written = 0
+                self._kept = self._kept[self._file.write(self._kept) :]
         except OSError as error:
             return error.strerror or str(error)
         return ""
@@ -166,8 +154,7 @@ class ProgressBar:
 class WallClock:
     """The wall clock of a run over all of its launches, and the part of it that went into steps that count: whose
     updates the run still has. Start-up, evaluation, saves that are waited for, recovery and steps that had to be done
-    again are the rest; the time between a launch's last record and the next launch is not counted.
-    """
+    again are the rest; the time between a launch's last record and the next launch is not counted."""
 
     useful: float
     """Seconds that went into steps that count, until ``step``."""
@@ -187,11 +174,8 @@ class WallClock:
 
     @classmethod
     def of(cls, records: Sequence[Record], after: int, began: float) -> WallClock:
-        """Return the clock of a run that goes on after a step.
-
-        Args:
-            records: All that it has written so far, those of later steps too: their time has passed.
-        """
+        """Return the clock of a run that goes on after a step, by all records that it has written so far: the time of
+        later steps has passed too."""
         useful, before, since, step = 0.0, 0.0, began, after
         for record in records:
             at, wall, goodput, passed = (record.get(key) for key in ("step", "wall_seconds", "goodput", "time"))
@@ -220,23 +204,16 @@ class WallClock:
 
 class Log:
     """All sinks of a run; only rank 0 has one. Records are added: of a step that stands twice, for a run has gone back,
-    the last one counts (:func:`standing`).
-
-    Args:
-        began: The time when the launch of the run began, in seconds since 1970; None for now.
-    """
+    the last one counts (:func:`standing`). ``began`` is when the launch did, in seconds since 1970; None for now."""
 
     def __init__(
-        self,
-        config: Config,
-        after: int = 0,
-        began: float | None = None,
-        tell: Callable[[str], object] = err,
+        self, config: Config, after: int = 0, began: float | None = None, tell: Callable[[str], object] = err
     ) -> None:
         self._out, self._tell = Path(config.out), tell
         so_far = newest(self._out / METRICS, _HISTORY)
         self._clock = WallClock.of(so_far, after, time.time() if began is None else began)
-        self._sinks: list[Sink] = [JsonLines(self._out / METRICS, tell), ProgressBar(config.train.steps, after)]
+        self._sinks: list[JsonLines | ProgressBar | TensorBoard | WeightsAndBiases]
+        self._sinks = [JsonLines(self._out / METRICS, tell), ProgressBar(config.train.steps, after)]
         self._loads: JsonLines | None = None
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(self._out / "tensorboard", after))
@@ -286,11 +263,7 @@ def standing(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def newest(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
     """Return the records in the last bytes of a metrics.jsonl, which may be cut, those that do not stand among them;
-    none where there is no file.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    none where there is no file. Raises StoreError: it cannot be read."""
     if not path.exists():
         return []
     with os_errors(path), open_file(path, path.parent) as file:

@@ -19,11 +19,7 @@ _PRIVATE = ("out", "checkpoint", "log")
 
 def model_card(name: str, config: Config, checkpoint: Checkpoint) -> str:
     """Return the README.md of a repository, for what was made of a checkpoint. Paths are cut to their last part: where
-    a run lay is nobody's business.
-
-    Raises:
-        StoreError: the checkpoint is of no run.
-    """
+    a run lay is nobody's business. Raises StoreError: the checkpoint is of no run."""
     progress = Progress.read(checkpoint.trainer or {}, checkpoint.path)
     adapters, init = checkpoint.index.adapters is not None, config.checkpoint.init
     base = None if init is None else HubName.of(init)

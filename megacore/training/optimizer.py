@@ -27,13 +27,10 @@ class Optimizer:
     rule, as wholes; their one moment is the first.
 
     Args:
-        lr, betas, eps, weight_decay: The paper's.
         clip: Largest global gradient norm; None for no clipping.
-        master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
-        moments: dtype of the moments; None for that of what is updated.
         muon: The rule of the matrices of blocks, if not AdamW; nothing is offloaded then.
-        ema: The share of an average of the weights that an update keeps; None for no averages.
         offload: The place of masters and moments if not the device.
+        others: As of :class:`~megacore.training.states.device_store.Rule`.
     """
 
     def __init__(
@@ -55,8 +52,10 @@ class Optimizer:
         self._gradients = gradients
         self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments, muon, ema)
         device, matrices = gradients.parameters.mesh.device, None if muon is None else Matrices(gradients)
+        some = next(iter(gradients.parameters.values()))
+        nothing = Nothing(some.new_empty(0), some.new_empty(0, dtype=gradients.dtype))
         self.store: DeviceStore | OffloadedStore = (
-            DeviceStore(gradients.parts, self._rule, device, _nothing(gradients), matrices)
+            DeviceStore(gradients.parts, self._rule, device, nothing, matrices)
             if offload is None
             else OffloadedStore(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)
         )
@@ -68,10 +67,8 @@ class Optimizer:
         """Update what this rank owns from the summed gradients: parameters that are split are to be gathered after it
         (``Gradients.updated``). AdamW sends no message to anybody, and Muon brings whole matrices together.
 
-        Args:
-            norm: The global norm of the gradient, without the scale.
-            go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
-            scale: The factor that the summed gradients have; None for 1.
+        ``norm`` is the global one of the gradient, without the scale, the factor that the summed gradients have. Where
+        ``go``, a bool scalar on the device, is false nothing changes; by default, where ``norm`` is not finite.
         """
         self._wait_for_copies()
         self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
@@ -186,8 +183,3 @@ class Optimizer:
 
     def _state(self, state: str) -> Callable[[OwnedShard], Elements]:
         return lambda part: self.store.of(part, state)
-
-
-def _nothing(gradients: Gradients) -> Nothing:
-    parameter = next(iter(gradients.parameters.values()))
-    return Nothing(parameter.new_empty(0), parameter.new_empty(0, dtype=gradients.dtype))

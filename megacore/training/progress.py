@@ -26,14 +26,9 @@ DATA = "data"
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts since the run began, whatever it has been resumed with.
-
-    Args:
-        samples: Samples of the training data; the next step begins with the one at this position of the run's order.
-        updates: Steps that have changed the weights: those with a gradient that was not finite have not.
-        scaler: The state of the loss scale; None where losses are not scaled.
-        skipped_samples: The samples that are cut from that order.
-    """
+    """Counts since the run began, whatever it has been resumed with: the next step begins with the sample at the
+    position ``samples`` of the run's order, from which ``skipped_samples`` are cut, and ``updates`` are the steps that
+    have changed the weights. ``scaler`` is the state of the loss scale; None where losses are not scaled."""
 
     step: int = 0
     samples: int = 0
@@ -48,23 +43,13 @@ class Progress:
 
     def at(self, step: int, config: Config, updates: int = 0, scaler: Mapping[str, Any] | None = None) -> Progress:
         """Return the progress at a later step of a run that goes on from here with this config."""
-        samples = config.batch.sizes.after(self.samples, step - self.step) - self.samples
-        tokens = samples * config.data.sequence_length
-        return replace(
-            self,
-            step=step,
-            samples=self.samples + samples,
-            tokens=self.tokens + tokens,
-            updates=updates,
-            scaler=scaler,
-        )
+        samples = config.batch.sizes.after(self.samples, step - self.step)
+        tokens = self.tokens + (samples - self.samples) * config.data.sequence_length
+        return replace(self, step=step, samples=samples, tokens=tokens, updates=updates, scaler=scaler)
 
     def without(self, ranges: Iterable[SampleRange]) -> Progress:
-        """Return the progress of a run that leaves out these samples too, from here on.
-
-        Raises:
-            StoreError: it has been trained on some of them.
-        """
+        """Return the progress of a run that leaves out these samples too, from here on. Raises StoreError: it has been
+        trained on some of them."""
         asked = SkippedSamples.of(ranges)
         if done := self.skipped_samples.left_out_by(asked, self.samples):
             raise StoreError(
@@ -76,12 +61,8 @@ class Progress:
 
     @classmethod
     def read(cls, tree: Mapping[str, Any], where: object) -> Progress:
-        """Read the progress from a ``trainer.json``.
-
-        Raises:
-            StoreError: a count is missing or none, the state of the loss scale is none, or the order of the data is
-                another one.
-        """
+        """Read the progress from a ``trainer.json``. Raises StoreError: a count is missing or none, the state of the
+        loss scale is none, or the order of the data is another one."""
         wrong = [
             name
             for name in _FIELDS.values()
@@ -107,13 +88,13 @@ class Progress:
 
 
 def is_scaler_state(value: Any) -> bool:
-    """Return whether something that was read is a state of :meth:`~megacore.training.scaler.Scaler.state`."""
-    if value is None:
-        return True
-    if not isinstance(value, Mapping):
-        return False
-    scale, good = value.get("scale"), value.get("good_steps")
-    return isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and type(good) is int and good >= 0
+    """Return whether this is a state of :meth:`~megacore.training.scaler.Scaler.state`."""
+    match value:
+        case None:
+            return True
+        case {"scale": float(scale), "good_steps": int(good)}:
+            return math.frexp(scale)[0] == 0.5 and type(good) is int and good >= 0
+    return False
 
 
 def recipe(config: Config, mesh: MeshShape) -> dict[str, Any]:

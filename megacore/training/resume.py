@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from megacore.models.scores import WEIGHT
 from megacore.parallel import limits
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import MeshShape
-from megacore.recipe import Recipe, load
+from megacore.recipe import ConfigError, Recipe, load
 from megacore.recipe_yaml import flat, read_yaml
 from megacore.say import brief
 from megacore.store.conversions.adapters import is_part_of
@@ -52,13 +53,9 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run.
-
-    Args:
-        source: The folder of the weights; None where they are drawn at random.
-        trainer: The source's state of its run, if that goes on; None where a run begins.
-        damaged: Newer checkpoints of the run, which were passed over: to be set aside before the run writes anything.
-    """
+    """The start of a run: the folder of the weights, which are drawn at random where there is none, and its state of a
+    run that goes on. Newer checkpoints that are damaged were passed over: to be set aside before the run writes
+    anything."""
 
     source: WeightFolder | None = None
     trainer: Mapping[str, Any] | None = None
@@ -74,10 +71,7 @@ class Start:
 def overrides_of_restart(recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a run that is started once more: it goes on from the newest of its own checkpoints.
 
-    Where it has saved none, it begins as it did before.
-
-    Raises:
-        ConfigError: the recipe cannot be read.
+    Where it has saved none, it begins as it did before. Raises ConfigError: the recipe cannot be read.
     """
     config = load(recipe, overrides)
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
@@ -121,14 +115,8 @@ def _noted(config: Config, section: str, key: str) -> Any:
 
 
 def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = False) -> Start:
-    """Open what the run is to start from.
-
-    Args:
-        checked: Whether another process checks the tensor files of checkpoints.
-
-    Raises:
-        StoreError: it cannot be used, or the run has been trained on samples that are to be left out.
-    """
+    """Open what the run is to start from; ``checked``: whether another process checks the tensor files of checkpoints.
+    Raises StoreError: it cannot be used, or the run has been trained on samples that are to be left out."""
     start = _find(config, damaged, checked)
     return replace(start, progress=start.progress.without(config.recovery.skip_samples))
 
@@ -158,11 +146,8 @@ def newest_whole(
     folder: Path, damaged: tuple[Damaged, ...], checked: bool = False, steps: range | None = None
 ) -> tuple[Checkpoint | None, tuple[Damaged, ...]]:
     """Return the newest checkpoint of a run that is whole, as far as can be known without reading its tensors, and the
-    newer ones that are damaged, beside those that are known to be.
-
-    Raises:
-        VersionError: another version of megacore has written it.
-    """
+    newer ones that are damaged, beside those that are known to be. Raises VersionError: another version of megacore has
+    written it."""
     for step, path in reversed(checkpoints.named(folder).items()):
         if (steps is None or step in steps) and all(path != each.path for each in damaged):
             try:
@@ -244,10 +229,7 @@ def _going_on(checkpoint: Checkpoint) -> Start:
 
 def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
     """Return the model: the recipe's, or where that names none, the source's with the fields that the recipe changes.
-
-    Raises:
-        ModelConfigError: everything that is wrong with it, and with its fit to the source.
-    """
+    Raises ModelConfigError: everything that is wrong with it, and with its fit to the source."""
     section = config.model
     if source is None and not section:
         way_out = "name a Hugging Face folder, a model of its hub or a checkpoint in checkpoint.init (--init MODEL)"
@@ -270,6 +252,16 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
     if wrong:
         raise ModelConfigError(model.family, wrong)
     return model
+
+
+def model_alone(config: Config) -> ModelConfig:
+    """Return the model of a run of which nothing else is asked. Raises ConfigError: there is none."""
+    try:
+        return model_of(config, find(config, checked=True).source)
+    except StoreError as error:
+        raise ConfigError([f"checkpoint: {error}"]) from error
+    except ModelConfigError as error:
+        raise ConfigError([f"model: {problem}" for problem in error.problems]) from error
 
 
 def raw_of(model: ModelConfig, source: WeightFolder | None) -> Mapping[str, Any]:
@@ -338,7 +330,8 @@ def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
 def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, data: Sequence[str]) -> Iterator[str]:
     """Yield what a run goes on with that is not as it was when it stopped."""
     if start.trainer is not None:
-        was, now = flat(start.trainer["recipe"]), flat(_plain(recipe(config, mesh)))
+        ours = json.loads(json.dumps(recipe(config, mesh)))
+        was, now = flat(start.trainer["recipe"]), flat(ours)
         changed = [key for key in now if key in was and now[key] != was[key]]
         yield from (f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD))
         source = start.adapters or start.source
@@ -349,7 +342,8 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
                 f"  what is trained from here on only has moments of 0 and the bias correction of step "
                 f"{start.progress.updates:,}: its first steps are larger. Begin by checkpoint.init to count anew"
             )
-        if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
+        drops = any("drop" in each.name and getattr(model, each.name) for each in fields(model))
+        if drops and any(key.startswith(_LAYOUT) for key in changed):
             yield "  the layout or microbatch has changed: dropout draws other masks than it would have drawn"
         held = start.trainer.get(DATA)
         before, here = (held, data) if held and data else (None, None)  # older checkpoints have none
@@ -357,7 +351,7 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
             if one != other:
                 yield f"  {corpus.path} holds other tokens than those that the run was trained on"
         begun = start.progress.samples > 0  # what was another trainer's run begins the data anew
-        if begun and _order(start.trainer["recipe"], before) != _order(_plain(asdict(config)), here):
+        if begun and _order(start.trainer["recipe"], before) != _order(ours, here):
             yield (
                 "  samples come in another order from here on: some of those that were trained on in this epoch may "
                 "come again, and others never"
@@ -383,16 +377,8 @@ def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[An
     known = [each.get("path") for each in corpora] if identities is None else list(identities)
     sizes = [(each.get("weight"), each.get("least"), each.get("streams")) for each in corpora]
     shuffle, temperature = data.get("shuffle", True), data.get("temperature", 1.0)
-    return [
-        known,
-        sizes,
-        held_out,
-        data.get("sequence_length"),
-        data.get("seed"),
-        shuffle,
-        temperature,
-        chat.get("pack"),
-    ]
+    drawn = data.get("sequence_length"), data.get("seed"), shuffle, temperature, chat.get("pack")
+    return [known, sizes, held_out, *drawn]
 
 
 _TOLD = (
@@ -415,17 +401,6 @@ _TOLD = (
     "checkpoint.keep",
 )
 _LAYOUT = ("mesh.", "pipeline.", "batch.")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as it comes back from JSON."""
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _drops(model: ModelConfig) -> bool:
-    return any("drop" in field.name and getattr(model, field.name) for field in fields(model))
 
 
 def companions(start: Start, config: Config) -> Mapping[str, Companion]:

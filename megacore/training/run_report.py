@@ -74,12 +74,8 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What the folder of a run tells.
-
-    Args:
-        name: The last part of the folder's path, or more of it where several runs are called so.
-        traced: The newest step that all ranks have recorded, if there is one.
-    """
+    """What the folder of a run tells: ``name`` is the last part of its path, or more where several runs are called so,
+    ``traced`` the newest step that all ranks have recorded."""
 
     name: str
     out: Path
@@ -91,11 +87,7 @@ class RunRecords:
 
     @classmethod
     def of(cls, out: Path, name: str) -> RunRecords:
-        """Read a run.
-
-        Raises:
-            StoreError: there is none, or it cannot be read.
-        """
+        """Read a run. Raises StoreError: there is none, or it cannot be read."""
         records = metrics.read(out / metrics.METRICS)
         try:
             config = load(out / "config.yaml")
@@ -117,11 +109,8 @@ class RunRecords:
 
 
 def write(folders: Sequence[Path], target: Path) -> int:
-    """Write a report of the runs of these folders -> its bytes.
-
-    Raises:
-        StoreError: one is none, it cannot be written, or vl-convert is not installed.
-    """
+    """Write a report of the runs of these folders -> its bytes. Raises StoreError: one is none, it cannot be written,
+    or vl-convert is not installed."""
     made = _page(folders).encode()
     replace_file(target, made)
     return len(made)
@@ -225,21 +214,9 @@ def _stages(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
             for chunk in range(layout.chunks)
             for layer in layout.chunk_layers(stage, chunk)
         ]
-        legend = {"orient": "bottom"}
-        yield {
-            "$schema": _SCHEMA,
-            "title": f"Layers of {run.name}",
-            "width": "container",
-            "height": 26 * layout.mesh.pp,
-            "data": {"values": values},
-            "mark": {"type": "rect", "stroke": "#fff", "tooltip": {"content": "data"}},
-            "encoding": {
-                "x": {"field": "layer", "type": "quantitative", "title": "layer", "axis": {"tickMinStep": 1}},
-                "x2": {"field": "end"},
-                "y": {"field": "stage", "type": "nominal", "title": None, "sort": None},
-                "color": {"field": "chunk", "type": "nominal", "legend": legend if layout.chunks > 1 else None},
-            },
-        }
+        x = {"field": "layer", "title": "layer", "axis": {"tickMinStep": 1}}
+        color = {"field": "chunk"} | ({} if layout.chunks > 1 else {"legend": None})
+        yield _bars(f"Layers of {run.name}", layout.mesh.pp, values, x, color)
 
 
 def _timelines(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
@@ -257,22 +234,31 @@ def _timelines(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
             for stage, (rank, row) in enumerate(zip(found.ranks, found.real.spans, strict=True))
             for action, start, end in row[: ACTIONS // len(found.ranks)]
         ]  # fmt: skip
-        yield {
-            "$schema": _SCHEMA,
-            "title": f"Step {run.traced.step} of {run.name}: bubble {found.real.bubble:.1%}, as planned "
-            f"{found.planned.bubble:.1%}",
-            "width": "container",
-            "height": 26 * run.traced.mesh.pp,
-            "data": {"values": values},
-            "mark": {"type": "rect", "stroke": "#fff", "strokeWidth": 0.5, "tooltip": {"content": "data"}},
-            "params": [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}],
-            "encoding": {
-                "x": {"field": "ms", "type": "quantitative", "title": "ms from the first action"},
-                "x2": {"field": "end"},
-                "y": {"field": "stage", "type": "nominal", "title": None, "sort": None},
-                "color": {"field": "action", "type": "nominal", "legend": {"orient": "bottom"}},
-            },
-        }
+        bubbles = f"bubble {found.real.bubble:.1%}, as planned {found.planned.bubble:.1%}"
+        title = f"Step {run.traced.step} of {run.name}: {bubbles}"
+        x = {"field": "ms", "title": "ms from the first action"}
+        yield _bars(title, run.traced.mesh.pp, values, x, {"field": "action"})
+
+
+def _bars(
+    title: str, stages: int, values: Sequence[Mapping[str, Any]], x: dict[str, Any], color: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a picture of bars in a row for each stage, each from what ``x`` names to its ``end``."""
+    return {
+        "$schema": _SCHEMA,
+        "title": title,
+        "width": "container",
+        "height": 26 * stages,
+        "data": {"values": values},
+        "mark": {"type": "rect", "stroke": "#fff", "strokeWidth": 0.5, "tooltip": {"content": "data"}},
+        "params": [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}],
+        "encoding": {
+            "x": {"type": "quantitative", **x},
+            "x2": {"field": "end"},
+            "y": {"field": "stage", "type": "nominal", "title": None, "sort": None},
+            "color": {"type": "nominal", "legend": {"orient": "bottom"}, **color},
+        },
+    }
 
 
 def _memory(run: RunRecords) -> Iterator[tuple[str, ...]]:
@@ -307,12 +293,8 @@ def _splits(runs: Sequence[RunRecords]) -> Iterator[tuple[str, ...]]:
                 yield run.name, f"{axis}, {sizes[axis]:,}", over, f"{max(1, sizes[axis] // parts):,}"
         if mesh.data > 1 and run.config.zero.shard != "none":
             ranks = mesh.data // run.config.zero.replicas
-            yield (
-                run.name,
-                f"states up to {run.config.zero.shard} (zero.shard)",
-                f"groups of {ranks} ranks",
-                f"1/{ranks}",
-            )
+            states = f"states up to {run.config.zero.shard} (zero.shard)"
+            yield run.name, states, f"groups of {ranks} ranks", f"1/{ranks}"
 
 
 def _points(name: str, curve: Sequence[tuple[float, float, float]]) -> Iterator[dict[str, Any]]:
@@ -338,13 +320,8 @@ def _row(run: RunRecords) -> tuple[str, ...]:
 
     of = "" if run.config is None else f" of {run.config.train.steps:,}"
     step = f"{run.records[-1]['step']:,}{of}" if run.records else "-"
-    told = (
-        last("loss", ".4f"),
-        last("validation_loss", ".4f"),
-        last("tokens", ",.0f"),
-        last("tokens_per_second", ",.0f"),
-    )
-    return run.name, step, *told, last("mfu", ".1%"), str(run.out)
+    spelled = {"loss": ".4f", "validation_loss": ".4f", "tokens": ",.0f", "tokens_per_second": ",.0f", "mfu": ".1%"}
+    return run.name, step, *(last(*each) for each in spelled.items()), str(run.out)
 
 
 def _differing(runs: Sequence[RunRecords]) -> Iterator[tuple[str, ...]]:

@@ -75,11 +75,7 @@ def _other_tokenizer(held: WeightFolder, folder: Path) -> str | None:
 
 
 def _tokens(file: Companion) -> dict[int, str]:
-    """Return {id: token} of a ``tokenizer.json``, none of one that is none.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Return {id: token} of a ``tokenizer.json``, none of one that is none. Raises StoreError: it cannot be read."""
     tree = parse_json(file.read(), file.path, wide=True)
     model = tree.get("model") if isinstance(tree, dict) else None
     vocabulary = model.get("vocab") if isinstance(model, dict) else None

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.background import in_background
+from megacore.config import CheckpointConfig
 from megacore.control import Control
 from megacore.models.wrappers import Naming
 from megacore.parallel.gradients.buckets import Take, all_of_it
@@ -75,60 +76,34 @@ class SaveError(RuntimeError):
 @dataclass(frozen=True)
 class Contents:
     """All that a checkpoint of a run holds, as this rank has it: its tensors, the fields of the model's Hugging Face
-    config, {name: file} of what travels with the model, fields of
-    :class:`~megacore.store.weight_folders.index.Index`, the folder whose carried tensors it carries on, and how the
-    weights are named where they are a part of a larger model."""
+    config, {name: file} of what travels with the model, and fields of
+    :class:`~megacore.store.weight_folders.index.Index`.
 
-    state: TrainingState
+    Args:
+        layout: The layout of what is saved, which may be a part of the weights.
+        source: The folder whose carried tensors it carries on, where that has some.
+        naming: How the weights are named where they are a part of a larger model.
+        folder: The folder of files that copies lie in while they are saved; None for host memory.
+    """
+
+    parameters: Parameters
+    optimizer: Optimizer
+    layout: Layout
     raw: Mapping[str, Any]
-    companions: Mapping[str, Companion]
+    companions: Mapping[str, Companion] = field(default_factory=dict)
     adapters: Adapters | None = None
     frozen: frozenset[str] = frozenset()
     muon: bool = False
     source: WeightFolder | None = None
     naming: Naming | None = None
+    folder: Path | None = None
 
-
-@dataclass(frozen=True)
-class Retention:
-    """The checkpoints that a run keeps: the newest checkpoints (None: all of them), and those of every so many steps
-    (0: no others), and the ``best``; ``ahead``: others go before the next one is written, rather than once it is there.
-    """
-
-    newest: int | None
-    every: int
-    best: bool = False
-    ahead: bool = False
-
-
-class TrainingState:
-    """The tensors of this rank that a checkpoint holds, by state and name.
-
-    Args:
-        folder: The folder of files that copies lie in while they are saved; None for host memory.
-        layout: The layout of what is saved, where that is not all of the weights.
-    """
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        optimizer: Optimizer,
-        folder: Path | None = None,
-        layout: Layout | None = None,
-    ) -> None:
-        self.parameters, self.optimizer, self.folder = parameters, optimizer, folder
-        self.layout = layout or parameters.layout
-        weights = {shard.name: parameters[shard.name].dtype for shard in self.layout.shards(parameters.mesh.place)}
-        there = {WEIGHTS: weights, **optimizer.states()}
-        self.dtypes: dict[str, Mapping[str, torch.dtype]] = {state: there[state] for state in STATES if state in there}
-
-    def read_into(self, state: str, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
-        """Copy a tensor, or what is taken of it; all ranks do so for all states and names in one order, with None where
-        it is not wanted."""
-        if state == WEIGHTS:
-            self.optimizer.read_weight(name, host, take)
-        else:
-            self.optimizer.read_into(state, name, host, take)
+    @cached_property
+    def dtypes(self) -> Mapping[str, Mapping[str, torch.dtype]]:
+        """{state: {name: dtype}} of the tensors of this rank that are saved."""
+        shards = self.layout.shards(self.parameters.mesh.place)
+        there = {WEIGHTS: {each.name: self.parameters[each.name].dtype for each in shards}, **self.optimizer.states()}
+        return {state: there[state] for state in STATES if state in there}
 
 
 def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -150,21 +125,19 @@ class _Written:
 class Snapshot:
     """This rank's share of a checkpoint's files, and host memory for it that is kept from save to save.
 
-    Attributes:
-        written: The files.
-        copied_s: The seconds that the device took for the last copy of them.
-        cpu_s: The seconds of CPU time that it then took to write them.
+    The device took ``copied_s`` for the last copy of them, beside its steps where that ``is_beside``, and to write them
+    then took ``cpu_s`` of CPU time.
     """
 
-    def __init__(self, state: TrainingState) -> None:
-        parameters = state.parameters
-        self.state, self.schema, mesh = state, state.layout.schema, parameters.mesh
-        disk, place = on_disk(state.layout), replace(mesh.place, dp=0, cp=0)
-        self._held = {stored.name: stored for stored in native(state.layout, [mesh.rank])}
+    def __init__(self, contents: Contents) -> None:
+        layout, mesh = contents.layout, contents.parameters.mesh
+        self._contents, self._schema = contents, layout.schema
+        disk, place = on_disk(layout), replace(mesh.place, dp=0, cp=0)
+        self._held = {stored.name: stored for stored in native(layout, [mesh.rank])}
         kept = list(native(disk, [disk.mesh.rank(place)]))
         held = {
             name: found
-            for name, dtypes in state.dtypes.items()
+            for name, dtypes in contents.dtypes.items()
             # None where nothing of this rank is trained, or all of it is another's to write.
             if (found := [(stored, dtypes[stored.name].itemsize) for stored in kept if stored.name in dtypes])
         }
@@ -179,7 +152,8 @@ class Snapshot:
             torch.cuda.Event(enable_timing=True) if on_device else None for _ in range(2)
         )
         # What is split is put together by messages, in whose queues those of the next step would wait for the copies.
-        self._beside = torch.cuda.Stream(self._device) if on_device and not state.optimizer.is_split else None
+        self.is_beside = on_device and not contents.optimizer.is_split
+        self._stream = torch.cuda.Stream(self._device) if self.is_beside else None
 
     def take(self) -> None:
         """Copy what is to be written. On a GPU the host does not wait: a stream beside that of the steps copies, and
@@ -188,27 +162,25 @@ class Snapshot:
             self._take()
             return
         self._copy_begins.record()
-        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._copy_begins.wait()
             self._take()
             self._copy_ends.record()
-        self.state.optimizer.change_after(self._copy_ends)
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether a device copies beside its steps."""
-        return self._beside is not None
+        self._contents.optimizer.change_after(self._copy_ends)
 
     def _take(self) -> None:
+        """Copy: all ranks do so for all states and names in one order, for some hold a part of what others want."""
+        optimizer = self._contents.optimizer
         wanted = {
             (each.state, tensor.stored.name): (each.host[tensor.stored.name], tensor.stored)
             for each in self.written
             for tensor in each.file.tensors
         }
-        for state, dtypes in self.state.dtypes.items():
+        for state, dtypes in self._contents.dtypes.items():
+            read = optimizer.read_weight if state == WEIGHTS else partial(optimizer.read_into, state)
             for name in dtypes:
                 host, stored = wanted.get((state, name), (None, self._held[name]))
-                self.state.read_into(state, name, host, _slice(self._held[name], stored))
+                read(name, host, _slice(self._held[name], stored))
 
     def write(self, folder: Path) -> list[Wrote]:
         """Write what was taken."""
@@ -222,7 +194,7 @@ class Snapshot:
         def note(written: int) -> None:
             spent[threading.get_ident()] = time.thread_time()
 
-        fingerprints = _write(folder, files, self.schema, note)
+        fingerprints = _write(folder, files, self._schema, note)
         self.cpu_s = sum(spent.values())
         return [
             (file.path, file.size, fingerprints[file.path], dict(each.ranges))
@@ -230,14 +202,14 @@ class Snapshot:
         ]
 
     def _written(self, part: FileContents, path: str, on_device: bool) -> _Written:
-        dtypes = self.state.dtypes[part.state]
-        host = _copies({s.name: (s.shape, dtypes[s.name]) for s in part.tensors}, on_device, self.state.folder)
+        dtypes = self._contents.dtypes[part.state]
+        host = _copies({s.name: (s.shape, dtypes[s.name]) for s in part.tensors}, on_device, self._contents.folder)
 
         def read(stored: Stored, view: Piece | None = None) -> tuple[str, Any]:
             copy = host[stored.name]
             return NAMES[copy.dtype], copy.view(getattr(torch, f"uint{8 * copy.itemsize}")).numpy()
 
-        planned = plan(self.schema, part.tensors, part.tensors)
+        planned = plan(self._schema, part.tensors, part.tensors)
         file = File(path, tuple(Written(s, NAMES[dtypes[s.name]], copies) for s, copies in planned), read)
         cuts = {stored.name: self._held[stored.name].cut(stored) for stored in part.tensors}
         ranges = {name: cut for name, cut in cuts.items() if cut is not None}
@@ -320,7 +292,9 @@ class Saver:
     Args:
         node: The number of successive ranks that share the folder, where it is in the memory of each machine: the first
             of them publishes what they have written, with the index of all files. None for a folder of all ranks.
-        send: Sends what this rank has written of a checkpoint elsewhere, once that is published; all ranks do so.
+        send: Sends the files that this rank has written of a checkpoint elsewhere, once that is published; all ranks do
+            so.
+        ahead: Whether checkpoints that are not to stay go before the next one is written, rather than once it is there.
     """
 
     def __init__(
@@ -328,35 +302,31 @@ class Saver:
         folder: Path,
         contents: Contents,
         control: Control,
-        kept: Retention,
+        section: CheckpointConfig,
         node: int | None = None,
-        send: Callable[[Path], object] | None = None,
+        send: Callable[[Path, Sequence[str]], object] | None = None,
+        ahead: bool = False,
     ) -> None:
         self.folder, self._contents = folder, contents
-        layout, dtypes = on_disk(contents.state.layout), tuple(contents.state.dtypes)
+        layout, dtypes = on_disk(contents.layout), tuple(contents.dtypes)
         self.index = Index(contents.raw, layout, dtypes, None, {}, contents.adapters, contents.frozen, contents.muon)
-        self._control, self._kept, self._several, self._send = control, kept, node is not None, send
+        self._control, self._section, self._several, self._send = control, section, node is not None, send
+        self._ahead = ahead
         rank, world = control.mesh.rank, control.mesh.shape.world
         first = rank - rank % (node or world)
         self._sharing = range(first, min(first + (node or world), world))
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
         self._failing_since: float | None = None
-        if contents.source is not None and contents.source.index.carried is not None:
-            try:
-                control.attempt(self._hold_carried)
-            except StoreError as error:
-                raise SaveError(str(error)) from error
+        if contents.source is not None:
+            control.attempt(self._hold_carried)
         self.published: int | None = None
         """The step of the last checkpoint that is published; None since another one has begun."""
 
     def save(self, step: int, trainer: Mapping[str, Any]) -> None:
         """Take the state as it is and begin to write it; waits for an earlier save first. A checkpoint that is there
-        already is left as it is: the run had come so far before, and has gone back after a fault.
-
-        Raises:
-            SaveError: it cannot begin, for want of room say, or the earlier one failed.
-        """
+        already is left as it is: the run had come so far before, and has gone back after a fault. Raises SaveError: it
+        cannot begin, for want of room say, or the earlier one failed."""
         self.finish()
         self.published, snapshot = None, self.reserve()
         publication, begun = None, dict[str, str]()
@@ -368,8 +338,8 @@ class Saver:
                     begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
-        told = self._control.exchange(begun) if self._several else [self._control.tell(begun)]
-        begun = told[self._sharing[0]] if self._several else told[0]
+        told = self._control.exchange(begun)
+        begun = told[self._sharing[0]]
         if errors := [each["error"] for each in told if "error" in each]:
             if publication is not None:
                 publication.abandon()
@@ -381,8 +351,8 @@ class Saver:
         snapshot.take()
 
         def work() -> list[Wrote]:
-            if publication is not None and self._kept.ahead and self._kept.newest is not None:
-                checkpoints.prune(self.folder, self._kept.newest - 1, self._kept.every)
+            if publication is not None and self._ahead and self._section.keep is not None:
+                checkpoints.prune(self.folder, self._section.keep - 1, self._section.keep_every)
             return snapshot.write(folder)
 
         self._saving = _Saving(step, trainer, publication)
@@ -401,11 +371,8 @@ class Saver:
         return ours == theirs
 
     def reserve(self) -> Snapshot:
-        """Reserve room for a copy of what is written, kept from save to save.
-
-        Raises:
-            SaveError: it lies in files, and a rank has no room for them.
-        """
+        """Reserve room for a copy of what is written, kept from save to save. Raises SaveError: it lies in files, and a
+        rank has no room for them."""
         if self._snapshot is None:
             try:
                 self._snapshot = self._control.attempt(self._reserved)
@@ -415,7 +382,7 @@ class Saver:
 
     def _reserved(self) -> Snapshot:
         try:
-            return Snapshot(self._contents.state)
+            return Snapshot(self._contents)
         except RuntimeError as error:  # of torch, where there is no memory that a GPU can copy to
             raise StoreError(str(error)) from error
 
@@ -445,11 +412,8 @@ class Saver:
         return busy, not busy and self._saving.work.exception() is not None
 
     def advance(self, busy: bool, failed: bool) -> None:
-        """Go on with a save in the background, as far as it can without waiting.
-
-        Raises:
-            SaveError: a rank could not write its files.
-        """
+        """Go on with a save in the background, as far as it can without waiting. Raises SaveError: a rank could not
+        write its files."""
         saving = self._saving
         if saving is None:
             return
@@ -460,8 +424,9 @@ class Saver:
             written = self._control.exchange(result) if self._several else self._control.gather(result)
             saving.begin("publish", (lambda: self._publish(saving, written)) if saving.publication else None)
         elif not busy and saving.stage == "publish" and self._send is not None:
-            self.published, path, send = saving.step, checkpoints.path_of(self.folder, saving.step), self._send
-            saving.begin("send", lambda: send(path))
+            self.published, path = saving.step, checkpoints.path_of(self.folder, saving.step)
+            own = [each.file.path for each in self.reserve().written]
+            saving.begin("send", partial(self._send, path, own))
         elif not busy:
             self._saving, self._failing_since, self.published = None, None, saving.step
 
@@ -497,7 +462,7 @@ class Saver:
         index = self.index
         places = [index.layout.mesh.place(rank) for rank in range(index.layout.mesh.world)]
         size = 0
-        for state, dtypes in self._contents.state.dtypes.items():
+        for state, dtypes in self._contents.dtypes.items():
             shards = (shard for place in places for shard in index.layout.shards(place) if index.has(state, shard.name))
             # Where this rank has none of a state, it is as wide as it can be on others.
             size += sum(shard.numel for shard in shards) * next((dtype.itemsize for dtype in dtypes.values()), 8)
@@ -532,7 +497,7 @@ class Saver:
         """Write the tensors that are carried, from the newest checkpoint or, where there is none yet or it is damaged,
         from where the run began: that may be removed meanwhile, as it may with what travels along."""
         source = self._contents.source
-        if source is None or source.index.carried is None:
+        if source is None:
             return None
         for newest in [*checkpoints.complete(self.folder).values()][-1:]:
             with suppress(StoreError):
@@ -551,15 +516,14 @@ class Saver:
                     raise StoreError(
                         f"{folder / name}: another rank has written it, and it is not seen here: {publication.unseen}"
                     )
-        carried = None if self._contents.source is None else self._write_carried(folder)
-        index = replace(self.index, step=saving.step, files=records, carried=carried)
+        index = replace(self.index, step=saving.step, files=records, carried=self._write_carried(folder))
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
         self._copy_companions(folder / COMPANIONS)
         write_file(folder / INDEX, index.to_json())
         publication.finish()
-        if self._kept.ahead:
+        if self._ahead:
             return
         try:
-            checkpoints.prune(self.folder, self._kept.newest, self._kept.every, self._kept.best)
+            checkpoints.prune(self.folder, self._section.keep, self._section.keep_every, self._section.best)
         except (OSError, StoreError) as error:  # this one is there
             err(f"{self.folder}: older checkpoints that are not to be kept could not be removed: {error}")

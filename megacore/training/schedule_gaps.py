@@ -77,11 +77,8 @@ class ComparedSchedule:
 
     @classmethod
     def of(cls, traced: TracedStep, ranks: tuple[int, ...]) -> ComparedSchedule:
-        """Lay a pipeline, of these ranks, on its schedule.
-
-        Raises:
-            ScheduleError: the actions of a trace are no schedule; the message names the step.
-        """
+        """Lay a pipeline, of these ranks, on its schedule. Raises ScheduleError: the actions of a trace are no
+        schedule; the message names the step."""
         done = [[*_actions(traced.of(rank))] for rank in ranks]
         first = min((each.start + waited for row in done for _, each, waited in row[:1]), default=0.0)
         spans = tuple(

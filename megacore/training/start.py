@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -45,11 +45,7 @@ def agreed(setup: Setup, control: Control) -> Setup:
 
 def newest(setup: Setup, given: Sequence[Callback], control: Control) -> Setup:
     """Return a run that starts from the newest state that a callback knows of, with its folder in order and what its
-    saves take from there.
-
-    Raises:
-        StoreError: something cannot be read or written; on all ranks.
-    """
+    saves take from there. Raises StoreError: something cannot be read or written; on all ranks."""
     start = setup.start
     for callback in given:
         start = callback.on_find(setup, start, control)
@@ -58,14 +54,8 @@ def newest(setup: Setup, given: Sequence[Callback], control: Control) -> Setup:
 
 
 def instead_of(setup: Setup, used: Setup, error: DamageError, control: Control) -> Setup:
-    """Return a run that starts from something else than what has turned out to be damaged while it was loaded.
-
-    Args:
-        used: The one whose start is damaged, of :func:`newest`.
-
-    Raises:
-        DamageError: there is nothing else.
-    """
+    """Return a run that starts from something else than the start of ``used``, which has turned out to be damaged while
+    it was loaded. Raises DamageError: there is nothing else."""
     at, config = used.start.adapters or used.start.source, setup.config
     damaged = Damaged(error.path, str(error))
     if at is None or error.path != at.path:
@@ -102,15 +92,12 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
             say(f"Not used: {each.reason}")
     _note(config, out / NOTED)
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
-    said = [*_epochs(config), *remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)]
-    say("\n".join([*said, *setup.corpora.remarks, *uneven]))
-    return setup.held()
-
-
-def _epochs(config: Config) -> Iterator[str]:
+    said = remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)
     if config.train.epochs is not None:
         steps = f"{config.train.steps:,} steps of {config.batch.sizes} samples"
-        yield f"train.epochs={config.train.epochs:g}: {steps}"
+        said = [f"train.epochs={config.train.epochs:g}: {steps}", *said]
+    say("\n".join([*said, *setup.corpora.remarks, *uneven]))
+    return setup.held()
 
 
 def headline(config: Config, model: ModelConfig, shape: MeshShape, kind: str) -> str:

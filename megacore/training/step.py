@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.models.decoder import Microbatch
+from megacore.parallel.alignment import Alignment
 from megacore.parallel.balance import Balance
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.gradients.reduce import Gradients
@@ -70,7 +71,8 @@ class TrainStep:
     """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated.
 
     They stay as they are where the loss or the gradient norm is not finite, or ``halted`` (a bool scalar) is true: both
-    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model.
+    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model, and
+    ``alignment`` what its indexers learn from.
     """
 
     mesh: Mesh
@@ -79,6 +81,7 @@ class TrainStep:
     optimizer: Optimizer
     scaling: Scaling = UNSCALED
     balance: Balance | None = None
+    alignment: Alignment | None = None
     scaler: Scaler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,13 +109,7 @@ class TrainStep:
         is told each phase before it."""
         scale = self.scaler.scale
         self.gradients.begin(len(microbatches))
-        if self.balance is None:
-            tokens = counted_tokens(microbatches, self.mesh)
-        else:
-            tokens, sequences, routed = counted_and_routed(microbatches, self.mesh)
-            self.balance.begin(len(microbatches), sequences, routed, scale)
-            microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
-        own = self.pipeline.train(microbatches, scale / tokens, lambda kind: enter(PHASES[kind])) / scale
+        own, tokens = self.loss(microbatches, enter)
         enter("reduce")
         self.gradients.finish()
         if self.balance is not None:
@@ -122,6 +119,20 @@ class TrainStep:
         # do the rest alone.
         (loss, told), norm = _parts(total_loss(own, self.mesh)), self.gradients.norm(squares) / scale
         return Stats(loss, norm, tokens, _parts(own)[0], scale, self.scaler.overflow(loss, norm), squares, told)
+
+    def loss(self, microbatches: Sequence[Microbatch], enter: Callable[[Phase], object]) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the loss, and the number that divides it, after forwards and backwards."""
+        scale = self.scaler.scale
+        if self.balance is None and self.alignment is None:
+            tokens = counted_tokens(microbatches, self.mesh)
+        else:
+            tokens, sequences, present = counted_and_routed(microbatches, self.mesh)
+            if self.balance is not None:
+                self.balance.begin(len(microbatches), sequences, present, scale)
+            if self.alignment is not None:
+                self.alignment.begin(present, scale)
+            microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
+        return self.pipeline.train(microbatches, scale / tokens, lambda kind: enter(PHASES[kind])) / scale, tokens
 
 
 def _parts(loss: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megacore.incidents import Incident
 from megacore.parallel.import_path import imported
 from megacore.recipe import ConfigError
 from megacore.say import harmless
+from megacore.training.lr import learning_rate
 
 if TYPE_CHECKING:  # the loop calls what it is given
     from megacore.models.assemble import Model
@@ -94,11 +95,7 @@ class Callback:
 
 def callbacks_of(config: Config) -> list[Callback]:
     """Return the callbacks of a config's import paths: what is there, or what a class or function there makes, which is
-    given the config if it takes something.
-
-    Raises:
-        ConfigError: one is none, or has a method that cannot be called.
-    """
+    given the config if it takes something. Raises ConfigError: one is none, or has a method that cannot be called."""
     made, problems = list[Callback](), list[str]()
     for path in config.callbacks:
         try:
@@ -131,12 +128,8 @@ def check_methods(callbacks: Sequence[Callback]) -> None:
 
 @dataclass
 class Trainer:
-    """A run on this rank.
-
-    Args:
-        control: The messages between the ranks in host memory.
-        origin: The start of the run in this process.
-    """
+    """A run on this rank. ``control`` has the messages between the ranks in host memory, ``origin`` is the start of the
+    run in this process."""
 
     config: Config
     mesh: Mesh
@@ -144,7 +137,6 @@ class Trainer:
     train_step: TrainStep
     batches: Batches
     upload: Uploader
-    learning_rate: Callable[[int], float]
     control: Control
     contents: Contents
     origin: Start
@@ -190,8 +182,7 @@ class Trainer:
                 raise self.failure
         except BaseException as error:
             error.add_note(f"at step {self.step}")
-            for callback in self.callbacks:
-                callback.on_error(self, error)
+            self.call("on_error", error)
             raise
         finally:
             self.enter("end")
@@ -251,11 +242,8 @@ class Trainer:
         self._vetoed = flag if self._vetoed is None else self._vetoed | flag
 
     def rewind(self, step: int, start: Progress | None = None) -> None:
-        """Go on after an earlier step, whose state is that of now; all ranks say so after the same step.
-
-        Args:
-            start: The progress that samples are counted from, where some are left out from here on.
-        """
+        """Go on after an earlier step, whose state is that of now; all ranks say so after the same step. ``start`` is
+        the progress that samples are counted from, where some are left out from here on."""
         self._back_to = step, start or self.start
 
     def fail(self, error: Exception) -> None:
@@ -269,8 +257,7 @@ class Trainer:
 
     def enter(self, phase: Phase) -> None:
         """Tell all callbacks what this rank does from now on."""
-        for callback in self.callbacks:
-            callback.on_phase(self, phase)
+        self.call("on_phase", phase)
 
     def tell(self, text: str) -> None:
         """Say something that must not be overlooked, once and above the progress bar; rank 0 does so."""
@@ -296,7 +283,8 @@ class Trainer:
     @property
     def lr(self) -> float:
         """The learning rate of this step."""
-        return self.learning_rate(self.step)
+        config = self.config
+        return learning_rate(self.step, config.schedule, config.optimizer.lr, config.train.steps)
 
     @property
     def position(self) -> Progress:

@@ -51,8 +51,7 @@ class WeightStream:
     """
 
     def __init__(self, contents: Contents, merged: bool = False, everywhere: bool = False) -> None:
-        state = contents.state
-        self._parameters, self._optimizer = state.parameters, state.optimizer
+        self._parameters, self._optimizer = contents.parameters, contents.optimizer
         self._gets = everywhere or self._parameters.mesh.rank == 0
         self._everywhere, layout = everywhere, self._parameters.layout
         self._lora = contents.adapters.lora if contents.adapters is not None and merged else None
@@ -66,12 +65,12 @@ class WeightStream:
         elif not merged:
             whole = None if contents.naming is None else contents.adapters.base
             found = targets(layout.schema, contents.adapters.lora.targets)
-            chosen = [each for each in found if each.param.name not in state.layout.schema.by_name]
+            chosen = [each for each in found if each.param.name not in contents.layout.schema.by_name]
             for problem in peft_problems(contents.raw["model_type"], chosen, whole):
                 raise StoreError(f"adapters cannot be streamed alone: {problem}: stream all weights, by merged=True")
-            wanted = [[each] for each in hugging_face(state.layout.schema)]
+            wanted = [[each] for each in hugging_face(contents.layout.schema)]
         else:
-            adapters = state.layout.schema
+            adapters = contents.layout.schema
             names = named(layout.schema, contents.raw, contents.naming)
             own = adapters.by_name.keys() - in_full(adapters)
             weights = (each for each in names if each.param not in own)

@@ -86,10 +86,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bloom-7b1": _shape(4096, 30, 32),
     "bloom-176b": _shape(14336, 70, 112),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "bloom-560m": 559_214_592,
-    "bloom-1b7": 1_722_408_960,
-    "bloom-7b1": 7_069_016_064,
-    "bloom-176b": 176_247_271_424,
-}

@@ -66,10 +66,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | shape(12288, 33792, 64, 96)
     | {"num_key_value_heads": 8, "max_position_embeddings": 8192, "use_qk_norm": True, "logit_scale": 0.8333},
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "aya-23-8b": 8_028_033_024,
-    "command-r": 34_980_831_232,
-    "command-r-08-2024": 32_296_476_672,
-    "command-r-plus": 103_810_674_688,
-}

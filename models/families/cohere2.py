@@ -38,5 +38,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "command-r7b": _COHERE2 | shape(4096, 14336, 32, 32) | {"max_position_embeddings": 8192},
     "command-a": _COHERE2 | shape(12288, 36864, 64, 96) | {"max_position_embeddings": 131072},
 }
-
-PARAMETERS: Mapping[str, int] = {"command-r7b": 8_028_033_024, "command-a": 111_057_580_032}

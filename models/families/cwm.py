@@ -35,5 +35,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "cwm-tiny": tiny(head_dim=16, sliding_window=128),
     "cwm-32b": shape(6144, 21504, 64, 48) | {"vocab_size": 128256, "max_position_embeddings": 131072},
 }
-
-PARAMETERS: Mapping[str, int] = {"cwm-32b": 32_581_097_472}

@@ -83,5 +83,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"moe_intermediate_size": 1536, "n_routed_experts": 160, "routed_scaling_factor": 16.0, "rope_parameters": _YARN}
     | {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
 }
-
-PARAMETERS: Mapping[str, int] = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880}

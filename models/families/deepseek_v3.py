@@ -44,5 +44,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     | {"routed_scaling_factor": 2.827},
 }
-
-PARAMETERS: Mapping[str, int] = {"deepseek-v3": 671_026_404_352}

@@ -49,5 +49,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
 }
-
-PARAMETERS: Mapping[str, int] = {"dots.llm1": 142_774_373_888}

@@ -44,5 +44,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "ernie-4.5-0.3b": shape(1024, 3072, 18, 16)
     | {"vocab_size": 103424, "max_position_embeddings": 131072, "head_dim": 128},
 }
-
-PARAMETERS: Mapping[str, int] = {"ernie-4.5-0.3b": 360_748_032}

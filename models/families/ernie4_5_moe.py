@@ -103,5 +103,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"moe_intermediate_size": 3584, "moe_num_shared_experts": 0, "moe_layer_start_index": 3}
     | {"tie_word_embeddings": False},
 }
-
-PARAMETERS: Mapping[str, int] = {"ernie-4.5-21b-a3b": 21_825_436_160, "ernie-4.5-300b-a47b": 299_484_160_000}

@@ -54,5 +54,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | shape(5120, 27392, 64, 40)
     | {"max_position_embeddings": 131072, "rope_parameters": _ROPE},
 }
-
-PARAMETERS: Mapping[str, int] = {"exaone-4.0-1.2b": 1_279_391_488, "exaone-4.0-32b": 32_003_216_384}

@@ -43,5 +43,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"moe_intermediate_size": 2048, "num_experts": 128}
     | rope(1e6),
 }
-
-PARAMETERS: Mapping[str, int] = {"k-exaone-236b-a23b": 236_571_150_336}

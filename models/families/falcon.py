@@ -142,5 +142,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "falcon-40b": _shape(8192, 60, 128) | _NEW,
     "falcon-180b": _shape(14848, 80, 232) | _NEW,
 }
-
-PARAMETERS: Mapping[str, int] = {"falcon-7b": 6_921_720_704, "falcon-40b": 41_303_293_952}

@@ -35,5 +35,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "flex_olmo-tiny": tiny(32, pad_token_id=None, num_experts=8, num_experts_per_tok=4),
     "flexolmo-7x7b": shape(4096, 11008, 32, 32) | {"vocab_size": 100352, "max_position_embeddings": 4096},
 }
-
-PARAMETERS: Mapping[str, int] = {"flexolmo-7x7b": 33_270_665_216}

@@ -47,5 +47,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 256000, "num_key_value_heads": 1, "max_position_embeddings": 8192},
     "gemma-7b": shape(3072, 24576, 28, 16) | {"vocab_size": 256000, "max_position_embeddings": 8192},
 }
-
-PARAMETERS: Mapping[str, int] = {"gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896}

@@ -66,9 +66,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | shape(4608, 36864, 46, 32)
     | {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144},
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-2-27b": 27_227_128_320,
-}

@@ -63,12 +63,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gemma-3-12b": _text(3840, 15360, 48, 16, kv=8),
     "gemma-3-27b": _text(5376, 21504, 62, 32, kv=16) | {"head_dim": 128, "query_pre_attn_scalar": 168},
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "gemma-3-270m": 268_098_176,
-    "gemma-3-1b": 999_885_952,
-    "gemma-3-4b": 3_880_263_168,
-    "gemma-3-12b": 11_766_034_176,
-    "gemma-3-27b": 27_009_346_304,
-}
-"""Published numbers of parameters; of the last three, without the tower and the projector of vision."""

@@ -35,7 +35,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         **GemmaConfig.axes,
         "head": "global_head_dim",
         "kv": "global_kv",
-        **{f"local_{axis}": GemmaConfig.axes[axis] for axis in ("heads", "kv", "head")},
+        **{f"local_{axis}": GemmaConfig.axes[axis] for axis in ("kv", "head")},
     }
     rope_kinds: ClassVar[Kinds] = {
         FULL: Convention(parameters={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}),
@@ -99,7 +99,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     def attention(self, t: Table, kind: str) -> Rows:
         bias, local = self.attention_bias, "local_" if kind == SLIDING else ""
         name, head, kv = f"{local}attn", f"{local}head", f"{local}kv {local}head"
-        pieces = {"q": f"{local}heads {head}", "k": kv, "v": kv}
+        pieces = {"q": f"heads {head}", "k": kv, "v": kv}
         if self.attention_k_eq_v and kind == FULL:
             del pieces["v"]
         here = " + ".join(f"{piece}: {axes}" for piece, axes in pieces.items())

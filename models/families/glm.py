@@ -47,10 +47,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "glm-4-9b": _GLM | shape(4096, 13696, 40, 32) | {"max_position_embeddings": 8192},
     "glm-4-9b-chat": _GLM | shape(4096, 13696, 40, 32) | rope(5000000.0, partial_rotary_factor=0.5),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "glm-edge-1.5b": 1_593_427_968,
-    "glm-edge-4b": 4_327_984_128,
-    "glm-4-9b": 9_399_951_360,
-    "glm-4-9b-chat": 9_399_951_360,
-}

@@ -28,5 +28,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "glm-4-9b-0414": _GLM4 | shape(4096, 13696, 40, 32),
     "glm-4-32b-0414": _GLM4 | shape(6144, 23040, 61, 48) | {"attention_bias": False},
 }
-
-PARAMETERS: Mapping[str, int] = {"glm-4-9b-0414": 9_400_279_040, "glm-4-32b-0414": 32_566_081_536}

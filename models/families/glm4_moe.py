@@ -47,5 +47,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"use_qk_norm": True, "moe_intermediate_size": 1536, "n_routed_experts": 160}
     | {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
 }
-
-PARAMETERS: Mapping[str, int] = {"glm-4.5-air": 106_852_245_504, "glm-4.5": 352_797_814_784}

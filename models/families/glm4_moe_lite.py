@@ -35,5 +35,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite-tiny": tiny_latent(96, moe_intermediate_size=32, n_routed_experts=16),
     "glm-4.7-flash": shape(2048, 10240, 47, 20) | {"vocab_size": 154880, "max_position_embeddings": 202752} | rope(1e6),
 }
-
-PARAMETERS: Mapping[str, int] = {"glm-4.7-flash": 29_943_390_976}

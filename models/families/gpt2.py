@@ -141,10 +141,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt2-large": _shape(1280, 36, 20),
     "gpt2-xl": _shape(1600, 48, 25),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-}

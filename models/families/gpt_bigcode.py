@@ -53,5 +53,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "starcoder": {"vocab_size": 49152, "n_positions": 8192, "n_embd": 6144, "n_layer": 40, "n_head": 48}
     | {"n_inner": 24576},
 }
-
-PARAMETERS: Mapping[str, int] = {"santacoder": 1_124_886_528, "starcoder": 15_517_456_384}

@@ -120,9 +120,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt-neo-2.7b": shape(2560, 10240, 32, 20)
     | {"vocab_size": 50257, "max_position_embeddings": 2048, "attention_types": [[["global", "local"], 16]]},
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "gpt-neo-125m": 125_198_592,
-    "gpt-neo-1.3b": 1_315_575_808,
-    "gpt-neo-2.7b": 2_651_307_520,
-}

@@ -72,15 +72,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "pythia-12b": _pythia(50688, 5120, 36, 40),
     "gpt-neox-20b": _pythia(50432, 6144, 44, 64),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "pythia-70m": 70_426_624,
-    "pythia-160m": 162_322_944,
-    "pythia-410m": 405_334_016,
-    "pythia-1b": 1_011_781_632,
-    "pythia-1.4b": 1_414_647_808,
-    "pythia-2.8b": 2_775_208_960,
-    "pythia-6.9b": 6_857_302_016,
-    "pythia-12b": 11_846_072_320,
-    "gpt-neox-20b": 20_554_567_680,
-}

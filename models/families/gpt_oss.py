@@ -58,5 +58,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt-oss-20b": _EACH | shape(2880, 2880, 24, 64) | {"num_local_experts": 32},
     "gpt-oss-120b": _EACH | shape(2880, 2880, 36, 64),
 }
-
-PARAMETERS: Mapping[str, int] = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}

@@ -88,5 +88,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gptj-tiny": {"vocab_size": 512, "n_positions": 512, "n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
     "gpt-j-6b": {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16},
 }
-
-PARAMETERS: Mapping[str, int] = {"gpt-j-6b": 6_050_882_784}

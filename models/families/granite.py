@@ -66,5 +66,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | GRANITE3
     | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0},
 }
-
-PARAMETERS: Mapping[str, int] = {"granite-3.0-2b": 2_533_531_648, "granite-3.0-8b": 8_170_848_256}

@@ -47,5 +47,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "granite-3.0-1b-a400m": _EACH | shape(1024, 512, 24, 16) | {"num_local_experts": 32, "num_experts_per_tok": 8},
     "granite-3.0-3b-a800m": _EACH | shape(1536, 512, 32, 24) | {"num_local_experts": 40, "num_experts_per_tok": 8},
 }
-
-PARAMETERS: Mapping[str, int] = {"granite-3.0-1b-a400m": 1_334_628_352}

@@ -42,5 +42,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "helium-tiny": tiny(head_dim=16),
     "helium-1-preview-2b": shape(2560, 7040, 24, 20) | {"vocab_size": 48000, "max_position_embeddings": 4096},
 }
-
-PARAMETERS: Mapping[str, int] = {"helium-1-preview-2b": 2_172_643_840}

@@ -47,5 +47,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 128167, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}
     | {"tie_word_embeddings": True, "rope_parameters": _ROPE},
 }
-
-PARAMETERS: Mapping[str, int] = {"hunyuan-7b": 7_504_568_320}

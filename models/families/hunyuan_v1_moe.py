@@ -51,5 +51,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"num_experts": 64, "moe_topk": 8, "tie_word_embeddings": True}
     | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}},
 }
-
-PARAMETERS: Mapping[str, int] = {"hunyuan-a13b": 80_393_183_232}

@@ -41,5 +41,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 128512, "max_position_embeddings": 32768}
     | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e7, "factor": 6.0}},
 }
-
-PARAMETERS: Mapping[str, int] = {"internlm3-8b": 8_804_241_408}

@@ -42,15 +42,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | shape(3072, 8192, 28, 24)
     | {"head_dim": 128, "tie_word_embeddings": True, "rope_parameters": llama3(500000.0, 32.0)},
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-2-70b": 68_976_648_192,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-}

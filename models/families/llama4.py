@@ -118,5 +118,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"max_position_embeddings": 1048576, "num_local_experts": 128, "interleave_moe_layer_step": 2}
     | {"use_qk_norm": False},
 }
-
-PARAMETERS: Mapping[str, int] = {"llama-4-scout": 107_769_861_120, "llama-4-maverick": 400_711_848_960}

@@ -73,5 +73,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "minimax-m2": shape(3072, 1536, 62, 48)
     | {"vocab_size": 200064, "head_dim": 128, "rotary_dim": 64, "max_position_embeddings": 196608},
 }
-
-PARAMETERS: Mapping[str, int] = {"minimax-m2": 228_689_748_992}

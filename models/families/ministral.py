@@ -31,5 +31,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"max_position_embeddings": 131072, "sliding_window": 32768, "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 9}
     | rope(1e8),
 }
-
-PARAMETERS: Mapping[str, int] = {"ministral-8b": 8_019_808_256}

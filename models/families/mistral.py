@@ -41,11 +41,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 32768, "sliding_window": None, "max_position_embeddings": 131072}
     | _rope(1e6),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "mistral-7b-v0.1": 7_241_732_096,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "mistral-nemo-12b": 12_247_782_400,
-    "mistral-small-24b": 23_572_403_200,
-    "mistral-large-123b": 122_610_069_504,
-}

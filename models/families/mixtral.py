@@ -44,5 +44,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mixtral-8x7b": _EACH | shape(4096, 14336, 32, 32),
     "mixtral-8x22b": _EACH | shape(6144, 16384, 56, 48) | {"max_position_embeddings": 65536},
 }
-
-PARAMETERS: Mapping[str, int] = {"mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112}

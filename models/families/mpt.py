@@ -115,5 +115,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mpt-7b": _shape(4096, 32, 32),
     "mpt-30b": _shape(7168, 48, 64) | {"max_seq_len": 8192},
 }
-
-PARAMETERS: Mapping[str, int] = {"mpt-7b": 6_649_286_656}

@@ -42,9 +42,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "minitron-8b": _NEMOTRON | shape(4096, 16384, 32, 48) | {"head_dim": 128},
     "nemotron-4-340b": _NEMOTRON | shape(18432, 73728, 96, 96),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "minitron-4b": 4_190_509_056,
-    "minitron-8b": 8_271_699_968,
-    "nemotron-4-340b": 341_029_195_776,
-}

@@ -42,5 +42,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "olmo-1b": _EACH | shape(2048, 8192, 16, 16) | {"tie_word_embeddings": True},
     "olmo-7b": _EACH | shape(4096, 11008, 32, 32),
 }
-
-PARAMETERS: Mapping[str, int] = {"olmo-1b": 1_176_764_416, "olmo-7b": 6_888_095_744}

@@ -40,10 +40,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "olmo2-13b": _EACH | shape(5120, 13824, 40, 40),
     "olmo2-32b": _EACH | shape(5120, 27648, 64, 40) | {"num_key_value_heads": 8},
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "olmo2-1b": 1_484_916_736,
-    "olmo2-7b": 7_298_617_344,
-    "olmo2-13b": 13_716_198_400,
-    "olmo2-32b": 32_234_279_936,
-}

@@ -43,5 +43,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "olmo3-7b": _EACH | shape(4096, 11008, 32, 32),
     "olmo3-32b": _EACH | shape(5120, 27648, 64, 40) | {"num_key_value_heads": 8},
 }
-
-PARAMETERS: Mapping[str, int] = {"olmo3-7b": 7_298_011_136, "olmo3-32b": 32_233_522_176}

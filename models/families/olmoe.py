@@ -44,5 +44,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 512, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4},
     "olmoe-1b-7b": _EACH | shape(2048, 1024, 16, 16),
 }
-
-PARAMETERS: Mapping[str, int] = {"olmoe-1b-7b": 6_919_161_856}

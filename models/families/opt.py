@@ -78,10 +78,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "opt-6.7b": _EACH | shape(4096, 16384, 32, 32),
     "opt-66b": _EACH | shape(9216, 36864, 64, 72),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "opt-125m": 125_239_296,
-    "opt-1.3b": 1_315_758_080,
-    "opt-6.7b": 6_658_473_984,
-    "opt-66b": 65_719_701_504,
-}

@@ -44,5 +44,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 262144, "max_position_embeddings": 16384}
     | rope(25000.0, partial_rotary_factor=0.5),
 }
-
-PARAMETERS: Mapping[str, int] = {"persimmon-8b": 9_397_175_296}

@@ -51,5 +51,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "phi-1.5": _PHI | shape(2048, 8192, 24, 32) | {"partial_rotary_factor": 0.5},
     "phi-2": _PHI | shape(2560, 10240, 32, 32) | {"partial_rotary_factor": 0.4},
 }
-
-PARAMETERS: Mapping[str, int] = {"phi-1.5": 1_418_270_720, "phi-2": 2_779_683_840}

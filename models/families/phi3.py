@@ -103,11 +103,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | shape(3072, 8192, 32, 24)
     | _longrope([1.0] * 48, _PHI4_LONG, part=0.75),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "phi-3-mini-4k": 3_821_079_552,
-    "phi-3-medium-4k": 13_960_238_080,
-    "phi-3.5-mini": 3_821_079_552,
-    "phi-4": 14_659_507_200,
-    "phi-4-mini": 3_836_021_760,
-}

@@ -67,5 +67,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "phi-3.5-moe": shape(4096, 6400, 32, 32)
     | {"vocab_size": 32064, "num_key_value_heads": 8, "attention_bias": True, "lm_head_bias": True},
 }
-
-PARAMETERS: Mapping[str, int] = {"phi-3.5-moe": 41_873_153_344}

@@ -53,5 +53,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480}
     | {"num_experts": 64, "num_experts_per_tok": 8},
 }
-
-PARAMETERS: Mapping[str, int] = {"qwen1.5-moe-a2.7b": 14_315_784_192}

@@ -36,12 +36,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-14b": _EACH | shape(5120, 17408, 40, 40),
     "qwen3-32b": _EACH | shape(5120, 25600, 64, 64),
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
-}

@@ -86,5 +86,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _EACH | shape(2048, 6144, 48, 32),
     "qwen3-235b-a22b": _EACH | shape(4096, 12288, 94, 64) | {"moe_intermediate_size": 1536},
 }
-
-PARAMETERS: Mapping[str, int] = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}

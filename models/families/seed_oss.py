@@ -37,5 +37,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 155136, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288}
     | rope(1e7),
 }
-
-PARAMETERS: Mapping[str, int] = {"seed-oss-36b": 36_151_104_512}

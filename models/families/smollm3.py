@@ -57,5 +57,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"vocab_size": 128256, "num_key_value_heads": 4, "max_position_embeddings": 65536}
     | rope(5e6),
 }
-
-PARAMETERS: Mapping[str, int] = {"smollm3-3b": 3_075_098_624}

@@ -55,5 +55,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | shape(5120, 13824, 40, 32)
     | {"num_key_value_heads": 8, "qk_layernorm": True, "use_parallel_residual": True},
 }
-
-PARAMETERS: Mapping[str, int] = {"stablelm-3b-4e1t": 2_795_443_200, "stablelm-2-1.6b": 1_644_515_328}

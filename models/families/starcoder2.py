@@ -62,9 +62,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | shape(6144, 24576, 40, 48)
     | {"num_key_value_heads": 4, "rope_theta": 100000.0, "tie_word_embeddings": False},
 }
-
-PARAMETERS: Mapping[str, int] = {
-    "starcoder2-3b": 3_030_371_328,
-    "starcoder2-7b": 7_173_923_840,
-    "starcoder2-15b": 15_957_889_024,
-}

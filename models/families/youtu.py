@@ -31,5 +31,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "youtu-tiny": tiny_latent(),
     "youtu-llm-2b": shape(2048, 6144, 32, 16) | {"vocab_size": 128256, "max_position_embeddings": 131072} | rope(1.6e6),
 }
-
-PARAMETERS: Mapping[str, int] = {"youtu-llm-2b": 1_961_560_064}

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.parallel.kernels import activation, bands, cpu, delta_rule, grouped, norm, rotation
+from megacore.parallel.kernels import activation, bands, cpu, delta_rule, grouped, indexed, norm, rotation
 from megacore.parallel.kernels import documents as within
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.narrow_adamw import NarrowAdamW
@@ -35,7 +35,8 @@ from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.kernels.upcast import cpu_has_bf16, upcasts
 
 _FLASH_3 = "flash_attn_interface"
-_LINEAR = "fla.ops.gated_delta_rule"
+_LINEAR = {False: "gated_delta_rule", True: "kda"}
+"""{whether rows of a state fade each by itself: what flash-linear-attention calls the rule}."""
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
 
 
@@ -250,10 +251,16 @@ def documents_attention(
     return within.one_by_one(q, k, v, documents, scoring)
 
 
+choose_indexed, scores_of_chosen, divergence = indexed.choose, indexed.scores_of_chosen, indexed.divergence
+indexed_attention, indexed_weights = indexed.attention, indexed.attention_weights
+"""Attention to tokens that an indexer chooses: torch's operators everywhere. DeepGEMM's scores and FlashMLA's sparse
+attention are not chosen."""
+
+
 @cache
-def has_flash_linear_attention() -> bool:
-    """Return whether flash-linear-attention is installed with the gated delta rule; nothing is run to find out."""
-    return importlib.util.find_spec("fla") is not None and importlib.util.find_spec(_LINEAR) is not None
+def has_flash_linear_attention(rule: str) -> bool:
+    """Return whether flash-linear-attention is installed with a rule of this name; nothing is run to find out."""
+    return importlib.util.find_spec("fla") is not None and importlib.util.find_spec(f"fla.ops.{rule}") is not None
 
 
 def gated_delta_rule(
@@ -261,9 +268,10 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Do as :func:`parallel.kernels.delta_rule.delta_rule`: by flash-linear-attention for two bytes on a GPU, where it
     is installed and no state comes from other ranks, else by torch's operators."""
-    if callable(initial) or q.device.type != "cuda" or q.dtype.itemsize != 2 or not has_flash_linear_attention():
+    rule, narrow = _LINEAR[g.dim() > beta.dim()], q.device.type == "cuda" and q.dtype.itemsize == 2
+    if callable(initial) or not narrow or not has_flash_linear_attention(rule):
         return delta_rule.delta_rule(q, k, v, g, beta, initial, spans)
-    apply = importlib.import_module(_LINEAR).chunk_gated_delta_rule
+    apply = getattr(importlib.import_module(f"fla.ops.{rule}"), f"chunk_{rule}")
     each = v.shape[2]
     q, k = (x.repeat_interleave(each, 1)[None] for x in (q, k))
     v, g, beta = (x.flatten(1, 2)[None] for x in (v, g, beta))

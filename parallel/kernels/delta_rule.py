@@ -9,13 +9,16 @@ with keys and queries of length 1, and queries over sqrt(key). Tokens are taken 
 of section 3.3): within a chunk all is products of matrices, and only from chunk to chunk the state goes step by step.
 Over a span of tokens it goes by S -> through S + gained, which is how ranks that share out a document hand it on.
 
+The rows of a state may fade each by itself, as in Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692): g is then of
+each channel of the keys, and exp(g) S a product row by row.
+
 A state space layer (Mamba-2, Dao and Gu 2024, arXiv 2405.21060) follows the rule without the correction: a token writes
 its value whatever the state says of its key, and keys and queries, B and C there, have any length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -28,6 +31,8 @@ from megacore.parallel.kernels.upcast import wide
 
 CHUNK = 64
 """Tokens of a chunk."""
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+"""The functions of gates."""
 _EPSILON = 1e-6
 """Added to the square of the length of a key or a query, as all do who have published weights."""
 
@@ -55,7 +60,8 @@ def delta_rule(
     Args:
         q, k: [t, heads, key].
         v: [t, heads, each, value]: so many heads of values share one of keys.
-        g: [t, heads, each], the logarithm of what is left of the state at each token.
+        g: [t, heads, each], the logarithm of what is left of the state at each token; or [t, heads, each, key], of each
+            of its rows.
         beta: [t, heads, each], the share that is written.
         initial: [spans, heads, each, key, value], the states before the spans, or what makes them of the transitions;
             None for zeros.
@@ -67,6 +73,23 @@ def delta_rule(
     rule = partial(_rule, chunks=spans.chunks(size), enter=enter, corrects=corrects)
     y, last = keeping_inputs(rule, q, k, v, g, beta, given)
     return y, last
+
+
+def left(fades: Tensor, fade: Tensor, bias: Tensor) -> tuple[Tensor]:
+    """Return g of :func:`delta_rule`, with ``heads`` for heads of values: [t, heads], or [t, heads, key].
+
+    Args:
+        fades: [t, heads] or [t, heads * key], what tokens say of it.
+        fade: [heads], the logarithms of the rates.
+        bias: That of ``fades``.
+    """
+    rates = F.softplus(wide(fades) + bias).unflatten(1, (len(fade), -1))
+    return ((-wide(fade).exp()[:, None] * rates).squeeze(-1),)
+
+
+def weighed(y: Tensor, z: Tensor, gate: Callable[[Tensor], Tensor]) -> tuple[Tensor]:
+    """Return y, weighed by gates z of the same shape."""
+    return ((wide(y) * gate(wide(z))).to(y.dtype),)
 
 
 def handed_on(transition: Tensor, state: Tensor) -> Tensor:
@@ -90,7 +113,10 @@ def _rule(
     q, k, v, g, beta = _cut(q, k, v, g, beta, chunks)
     if corrects:
         q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
-    fade, w, u, tail, left = _writes(k, v, g, beta, corrects)
+    sums = g.cumsum(-2)
+    kept, asked = sums.exp(), _asked(g, sums)
+    w, u, tail = _writes(k, v, g, kept, beta, asked if corrects else None)
+    left = kept[..., -1, :, None]
     if enter is not None:
         # Of a state that is not known yet: both parts of the transition at once, and what enters is added at the end.
         nothing = _nothing_through(k, v, chunks, corrects)
@@ -102,8 +128,7 @@ def _rule(
         state = u.new_zeros(chunks.counts[0], *u.shape[1:3], k.shape[-1], v.shape[-1])
         state = state if initial is None else initial.to(u.dtype).index_select(0, chunks.order)
         states, last = _scan(w, u, tail, left, chunks, state)
-    inside = (q @ k.mT)[:, :, None] * fade
-    y = inside @ _written(u, w, states) + q[:, :, None] * g.cumsum(-1).exp()[..., None] @ states
+    y = asked(q, k) @ _written(u, w, states) + q[:, :, None] * kept @ states
     y = y.movedim(3, 1).flatten(0, 1).index_select(0, chunks.places)
     return y.to(dtype), last.index_select(0, chunks.back)
 
@@ -119,12 +144,15 @@ def _cut(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return queries and keys: [chunks, heads, size, key], and what there is of each head of values: [chunks, heads,
-    each, size, ...]. What is behind a span's end writes nothing, and lets nothing fade."""
+    each, size, ...], of g one number or one for each channel. What is behind a span's end writes nothing, and lets
+    nothing fade."""
     g, beta = (
         wide(x.index_select(0, chunks.tokens)).index_fill(0, chunks.behind, 0.0).unflatten(0, (-1, chunks.size))
         for x in (g, beta)
     )
-    return _chunked(q, chunks), _chunked(k, chunks), _chunked(v, chunks, 3), g.movedim(1, 3), beta.movedim(1, 3)
+    g, beta = g.movedim(1, 3), beta.movedim(1, 3)
+    g = g[..., None] if g.dim() == beta.dim() else g
+    return _chunked(q, chunks), _chunked(k, chunks), _chunked(v, chunks, 3), g, beta
 
 
 def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
@@ -132,26 +160,61 @@ def _chunked(x: Tensor, chunks: Chunks, to: int = 2) -> Tensor:
     return wide(x.index_select(0, chunks.tokens)).unflatten(0, (-1, chunks.size)).movedim(1, to)
 
 
-def _writes(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, corrects: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """Return what is left at each token of what each before it wrote; w and u, of which the tokens write u - w S; the
-    keys as they are at the chunk's end, and what is left of the state there."""
-    sums, (size,) = g.cumsum(-1), g.shape[-1:]
+def _asked(g: Tensor, sums: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return q, k: [chunks, heads, size, key] -> [chunks, heads, each, size, size]: what is left at each token, asked
+    by its q, of what itself and each before it wrote by its k."""
+    if g.shape[-1] > 1:
+        return lambda q, k: _by_halves(q[:, :, None], k[:, :, None], g)
+    fade = _fade(sums)[..., 0]
+    return lambda q, k: (q @ k.mT)[:, :, None] * fade
+
+
+def _fade(sums: Tensor) -> Tensor:
+    """sums: [..., size, n], those of g up to each token -> [..., size, size, n], what is left at each token of what
+    each up to it wrote."""
+    (size,) = sums.shape[-2:-1]
     # What is 1 by itself is no difference of sums: its gradient would be rounding, beside which small ones get lost.
-    here = torch.eye(size, dtype=g.dtype, device=g.device)
-    later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu()
-    fade = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp() + here
-    u, w = v * beta[..., None], None
-    if corrects:
-        known = (k @ k.mT)[:, :, None] * fade * beta[..., None]
-        wanted = torch.cat([u, k[:, :, None] * (beta * sums.exp())[..., None]], -1)
+    here = torch.eye(size, dtype=sums.dtype, device=sums.device)[..., None]
+    later = torch.ones(size, size, dtype=torch.bool, device=sums.device).triu()[..., None]
+    return (sums[..., :, None, :] - sums[..., None, :, :]).masked_fill(later, -torch.inf).exp() + here
+
+
+def _by_halves(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """q, k, g: [..., size, key] -> [..., size, size], as :func:`_asked` has it, of channels that fade by themselves.
+
+    What a first half wrote fades to its end, and from there to each token of the second half. Of both there is at most
+    1 left, so that neither can overflow: one is a factor of k, the other of q, and their product is one of matrices.
+    Within the halves it is the same again.
+    """
+    size = g.shape[-2]
+    if size % 2:
+        return (q[..., :, None, :] * k[..., None, :, :] * _fade(g.cumsum(-2))).sum(-1)
+    q, k, g = (x.unflatten(-2, (2, size // 2)) for x in (q, k, g))
+    first, second = _by_halves(q, k, g).unbind(-3)
+    (_, q), (k, _), (faded, fades) = (x.unbind(-3) for x in (q, k, g))
+    across = q * fades.cumsum(-2).exp() @ (k * _rest(faded).exp()).mT
+    return torch.cat([F.pad(first, (0, size // 2)), torch.cat([across, second], -1)], -2)
+
+
+def _rest(g: Tensor) -> Tensor:
+    """g: [..., size, n] -> [..., size, n], the sum of those behind each token."""
+    return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
+def _writes(
+    k: Tensor, v: Tensor, g: Tensor, kept: Tensor, beta: Tensor, asked: Callable[[Tensor, Tensor], Tensor] | None
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return w and u, of which the tokens write u - w S, w where they correct, and the keys as they are at the chunk's
+    end; ``kept`` is what is left of the state at each token."""
+    beta = beta[..., None]
+    u, w = v * beta, None
+    if asked is not None:
+        known = asked(k, k) * beta
+        wanted = torch.cat([u, k[:, :, None] * (beta * kept)], -1)
         # Of the triangle its diagonal is taken for ones, and what is above it is not looked at.
         written = torch.linalg.solve_triangular(known, wanted, upper=False, unitriangular=True)
         u, w = written.split([v.shape[-1], k.shape[-1]], -1)
-    rest = F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-    tail = k[:, :, None] * rest.exp()[..., None]
-    return fade, w, u, tail, sums[..., -1].exp()[..., None, None]
+    return w, u, k[:, :, None] * _rest(g).exp()
 
 
 def _written(u: Tensor, w: Tensor | None, state: Tensor) -> Tensor:

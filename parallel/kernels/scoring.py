@@ -55,12 +55,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> T
         seen: [b or 1, n, m], True where a query looks at a key; the window and the chunk are in it.
         scoring: The rule by which they become weights.
     """
-    n, kv = q.shape[2], k.shape[1]
+    return apply(weigh(q, k, seen, scoring), v)
+
+
+def weigh(q: Tensor, k: Tensor, seen: Tensor, scoring: Scoring) -> Tensor:
+    """Return the weights of :func:`attend`: [b, kv, heads/kv, n, m], in fp32 (fp64), some of them dropped."""
     scores = _scores(q, k, seen, scoring)
     if scoring.sinks is not None:
-        sinks = scoring.sinks.to(scores).view(kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = scoring.sinks.to(scores).view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
-    weights = F.dropout(scores.softmax(-1)[..., : seen.shape[-1]], scoring.dropout)
+    return F.dropout(scores.softmax(-1)[..., : seen.shape[-1]], scoring.dropout)
+
+
+def apply(weights: Tensor, v: Tensor) -> Tensor:
+    """weights: [b, kv, heads/kv, n, m], v: [b, kv, m, value] -> [b, heads, n, value]."""
+    n = weights.shape[3]
     return matmul(weights.to(v.dtype).flatten(2, 3), v).unflatten(2, (-1, n)).flatten(1, 2)
 
 

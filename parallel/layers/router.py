@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megacore.parallel.kernels.indexed import highest
 from megacore.parallel.kernels.upcast import wide
 from megacore.parallel.routing import Routing
 
@@ -107,25 +108,6 @@ def among_close(logits: Tensor, chosen: Tensor, reach: float) -> Tensor:
 def scores_of(logits: Tensor, routing: Routing) -> Tensor:
     """logits: [n, experts] -> the score of each expert."""
     return logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
-
-
-def highest(scores: Tensor, k: int) -> Tensor:
-    """scores: [n, m] -> [n, k], the places of the highest, the first of them first; of equal ones the lower place.
-
-    ``torch.topk`` says nothing of equals, and a stable sort takes three times as long. So what is sorted are integers,
-    no two of a row the same: a number's bits, turned so that they order as the number does, above the place.
-    """
-    if scores.dtype != torch.float32:  # of 64 bits, and none left for the place
-        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    bits = (scores + 0.0).view(torch.int32)  # of -0.0 those of 0.0
-    ordered = bits ^ ((bits >> 31) & _ALL_BUT_SIGN)
-    last = scores.shape[-1] - 1
-    after = last - torch.arange(last + 1, device=scores.device)
-    keys = (ordered.to(torch.int64) << 32) | after
-    return last - (keys.topk(k, -1).values & _LOW)
-
-
-_ALL_BUT_SIGN, _LOW = 0x7FFFFFFF, 0xFFFFFFFF
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -45,8 +45,9 @@ class States:
         return causal_convolution(x, weight, self.before(name, x, weight.shape[1] - 1), self.spans)
 
     def delta_rule(self, name: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """q, k: [t, heads, key], v: [t, heads, each, value], g, beta: [t, heads, each] -> [t, heads, each, value], as
-        :func:`~parallel.kernels.delta_rule.delta_rule` does it; ``name`` is the layer that asks."""
+        """q, k: [t, heads, key], v: [t, heads, each, value], g: [t, heads, each] or [t, heads, each, key], beta: [t,
+        heads, each] -> [t, heads, each, value], as :func:`~parallel.kernels.delta_rule.delta_rule` does it; ``name`` is
+        the layer that asks."""
         return self._follow(kernels.gated_delta_rule, name, q, k, v, g, beta)
 
     def state_space(self, name: str, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor) -> Tensor:

@@ -212,20 +212,15 @@ def heads_problem(sizes: Sizes, tp: int, ranks: int) -> str | None:
         tp: Ranks of tensor parallelism, which split the heads first.
         ranks: Ranks of cp that share out those of one of them.
     """
-    all_heads = [(sizes["heads"], sizes.get("kv", sizes.get("groups", sizes["heads"])))]
-    all_heads += [(sizes["local_heads"], sizes["local_kv"])] if "local_heads" in sizes else []
-    split = [(heads // tp, kv // tp or 1) for heads, kv in all_heads]
-    fitting = [
-        n
-        for n in range(1, min(split[0][0], 4096) + 1)
-        if all(heads % n == 0 and (kv % n == 0 or n % kv == 0) for heads, kv in split)
-    ]
-    # Where tp does not split them, that is said already.
-    if any(heads % tp for heads, _ in all_heads) or ranks in fitting:
+    heads, kv = sizes["heads"] // tp, sizes.get("kv", sizes.get("groups", sizes["heads"])) // tp or 1
+    looked_at = {kv, sizes.get("local_kv", kv * tp) // tp or 1}
+    fits = (n for n in range(1, min(heads, 4096) + 1) if heads % n == 0)
+    fitting = [n for n in fits if all(each % n == 0 or n % each == 0 for each in looked_at)]
+    if heads * tp < sizes["heads"] or ranks in fitting:  # where tp does not split them, that is said already
         return None
     of_each = f" of each rank of tp={tp}" if tp > 1 else ""
-    choices, heads = ", ".join(map(str, fitting)), " and ".join(f"{n} heads ({kv} of keys)" for n, kv in split)
-    return f"cannot share out {heads}{of_each} over {ranks} ranks of cp: choose from {choices}"
+    choices = ", ".join(map(str, fitting))
+    return f"cannot share out {heads} heads ({kv} of keys){of_each} over {ranks} ranks of cp: choose from {choices}"
 
 
 def balanced_layers(

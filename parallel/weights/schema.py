@@ -19,7 +19,6 @@ SPLIT: Split = {
     "experts": ("ep", "tp"),
     "heads": ("tp",),
     "kv": ("tp",),
-    "local_heads": ("tp",),
     "local_kv": ("tp",),
     "groups": ("tp",),
     "state_heads": ("tp",),

@@ -117,6 +117,7 @@ CASES: Mapping[str, Case] = {
     "delta rule, documents, full": Case(f"{DELTA} memory.recompute=full", documents=TEXTS),
     "delta rule, compiled": Case(f"{DELTA} train.compile=true"),
     "delta rule, tp, cp": Case(f"{DELTA} mesh.tp=2 mesh.cp=2", rank=2),
+    "delta rule, channels, tp": Case("model.preset=kimi_linear-tiny mesh.tp=2"),
     "state space, tp": Case("model.preset=bamba-tiny mesh.tp=2"),
     "short convolution": Case("model.preset=lfm2-tiny"),
     "selective": Case("memory.recompute=selective"),

@@ -31,7 +31,7 @@ class Saves(Callback):
     """Takes snapshots after the first step, and evaluates with averages then, where there are some."""
 
     def __init__(self, run: Trainer, count: int) -> None:
-        self.snapshots = [Snapshot(run.contents.state) for _ in range(count)]
+        self.snapshots = [Snapshot(run.contents) for _ in range(count)]
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         if run.step == 1:

@@ -96,7 +96,6 @@ class OddBlock(nn.Module):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {}
-PARAMETERS: Mapping[str, int] = {}
 
 
 @contextmanager

@@ -83,6 +83,21 @@ def test_what_has_no_coefficient_is_no_metric(recipe: str, tmp_path: Path) -> No
     assert not (tmp_path / "dense" / metrics.EXPERTS).exists()
 
 
+@pytest.mark.in_turn(3)
+def test_indexers_come_nearer_to_their_attention(tmp_path: Path) -> None:
+    """Trained alone, of a model that looks more at some tokens than at others; frozen, nothing is told of them."""
+    sizes = {"vocab_size": engine.VOCAB, "num_hidden_layers": 2, "index_topk": 4, "initializer_range": 0.2}
+    recipe = write_recipe(tmp_path, RECIPE | {"model": {"preset": "deepseek_v32-tiny", **sizes}})
+    given = ["schedule.warmup_steps=0", "optimizer.lr=1e-2", "train.steps=6"]
+    alone = train(recipe, [f"out={tmp_path / 'alone'}", *given, "train.only=[attn.index]"])
+    found = alone.values("index_divergence")
+    assert len(found) == 6 and 0 < found[-1] < 0.9 * found[0]
+    assert {*alone.values("grad_norm")} != {0.0}
+    still = ["loss.indexer=0", "train.freeze=[attn.index]", "train.steps=1"]
+    records = train(recipe, [f"out={tmp_path / 'still'}", *given, *still]).records
+    assert not [record for record in records if "index_divergence" in record]
+
+
 def test_blank_rows_are_no_sequences_of_a_balance(recipe: str, tmp_path: Path) -> None:
     found = {}
     for micro in (8, 5):  # and two rows that are blank

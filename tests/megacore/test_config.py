@@ -43,6 +43,8 @@ class Sizes:
 LLAMA: Any = Sizes()
 SPARSE = Sizes({**LLAMA.sizes, "experts": 2})
 _TINY = configure({"preset": "mixtral-tiny"})
+_INDEXED: Any = configure({"preset": "deepseek_v32-tiny"})
+_SHARED: Any = configure({"preset": "glm_moe_dsa-tiny", "index_topk_freq": 4})
 MIXTRAL = Sizes(_TINY.sizes, schema=_TINY.schema)
 BIASED = replace(
     MIXTRAL,
@@ -87,7 +89,8 @@ RANGE = {
     "zero.replicas=0",
     "above 0": "optimizer.lr=0.0 optimizer.eps=0.0 optimizer.clip=0.0 log.peak_tflops=0.0",
     "at least 0": "optimizer.weight_decay=-0.1 schedule.warmup_steps=-1 train.seed=-1 evaluate.every=-5 "
-    "experts.sequence_balance=-1.0 experts.batch_balance=-0.1 experts.z_loss=-1.0 experts.bias_rate=-0.001",
+    "loss.indexer=-1.0 experts.sequence_balance=-1.0 experts.batch_balance=-0.1 experts.z_loss=-1.0 "
+    "experts.bias_rate=-0.001",
     "at least 0 and below 1": "data.validation_fraction=1.0",
     "at least 0 and below 2^63": "data.seed=-1 data.seed=9223372036854775808",
     "between 0 and 1": "schedule.min_ratio=1.5",
@@ -178,6 +181,17 @@ BAD = [
     bad("mesh.etp=2", "etp=2: the model has no experts to split, set etp=1"),
     bad("mesh.ep=2 mesh.etp=4", "etp=4 is neither 1", "nor tp=2", sizes=SPARSE),
     bad("mesh.ep=2", "experts (2) over ep x tp=4", "choose ep x tp from 1, 2, or etp=2", sizes=SPARSE),
+    # indexers
+    bad(
+        "loss.indexer=0.0",
+        *("loss.indexer is 0: the weights of indexers (20 tensors) would learn nothing", "train.freeze=[attn.index]"),
+        sizes=_INDEXED,
+    ),
+    bad(
+        "mesh.pp=2 mesh.tp=1",
+        *("mesh.pp (2), pipeline.chunks (1): layer 2 looks at what the indexer of layer 1 chooses", "layers_per_stage"),
+        sizes=_SHARED,
+    ),
     # the balance of experts
     bad("experts.sequence_balances=1", "unknown key", "did you mean experts.sequence_balance"),
     bad(

@@ -50,7 +50,7 @@ def said(folder: Path) -> list[str]:
 def test_nothing_is_left_of_a_launcher_that_ends_at_once(tmp_path: Path) -> None:
     """As one that refuses its config: what ranks would be forked from goes on with no import, and says nothing."""
     (tmp_path / "slow.py").write_text("import time; time.sleep(0.5); open('ran', 'w'); 1 / 0")
-    script = "import os; from megacore.launcher.forking import prepare; prepare(['slow'], {}); os._exit(0)"
+    script = "import os; from megacore.launcher.processes import prepare; prepare(['slow'], {}); os._exit(0)"
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     command = [sys.executable, "-c", script]
     done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 from pathlib import Path
 
 import engine
@@ -39,15 +40,13 @@ from megacore.training.states.windows import ALIGNED, BUFFERS, WindowStore, cut
 @given(st.lists(st.integers(0, 1000), max_size=8), st.integers(1, 6).map(lambda n: n * ALIGNED))
 def test_each_element_is_in_one_window(sizes: list[int], numel: int) -> None:
     seen = [np.zeros(size, int) for size in sizes]
-    windows = cut(sizes, numel)
-    assert [window.number for window in windows] == list(range(len(windows)))
-    for window in windows:
-        assert 0 < window.numel <= numel
+    for number, window in enumerate(cut(sizes, numel)):
         taken = np.zeros(numel, int)
-        for segment in window.segments:
-            assert segment.start < segment.stop and segment.at % ALIGNED == 0 == segment.start % ALIGNED
-            taken[segment.here] += 1
-            seen[segment.part][segment.there] += 1
+        for each in window:
+            assert each.window == number and each.here.start % ALIGNED == 0 == each.there.start % ALIGNED
+            assert each.here.stop <= numel
+            taken[each.here] += 1
+            seen[each.part][each.there] += 1
         assert taken.max() == 1
     assert all((each == 1).all() for each in seen)
 
@@ -182,9 +181,8 @@ def test_threads_wait_for_events_on_the_device_of_their_rank(tmp_path: Path, mon
 
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
-    monkeypatch.setattr(
-        "megacore.training.states.windows._bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8)
-    )
+    zeros = partial(torch.zeros, dtype=torch.uint8)
+    monkeypatch.setattr("megacore.training.states.windows._zeros", lambda size, pinned: zeros(size))
     store = WindowStore([100] * 2 * BUFFERS, {"a": torch.float32}, device, tmp_path)
     for number in range(2 * BUFFERS):
         store.open(number)

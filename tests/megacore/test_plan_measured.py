@@ -47,6 +47,7 @@ from megacore.planning.setting import SHARDS, Setting, Widths
 from megacore.planning.traffic import traffic
 from megacore.store.weight_folders.index import MASTER
 from megacore.training.optimizer import Optimizer
+from megacore.training.scaler import UNSCALED
 from megacore.training.states.muon import Muon
 from megacore.training.step import TrainStep
 
@@ -161,6 +162,7 @@ class Run:
             recompute.Activations(case.recompute, mlp_chunk=case.mlp_chunk),
             tuning=case.tuning,
             context=case.context,
+            index=1.0,
         )
         self.model.parameters.initialise(0)
         self.gradients = Gradients(
@@ -179,7 +181,8 @@ class Run:
         self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters, muon=muon, ema=case.ema)
         loss = (2,) if self.ahead else ()
         pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule, self.gradients, loss)
-        self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer)
+        terms = (self.model.balance, self.model.alignment) if self.model.alignment else ()
+        self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer, UNSCALED, *terms)
 
     def step(self) -> None:
         case, embed = self.case, self.model.config.sizes["embed"]
@@ -509,7 +512,14 @@ OF_CONTEXT = [
     replace(IN_TWO, documents=(900, 2, 1146, 2048)),
     replace(IN_TWO, family="qwen3_5_text", fields=()),
     replace(IN_TWO, family="bamba", fields=()),
+    replace(IN_TWO, family="kimi_linear", fields=()),
     Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
+]
+INDEXED = Case(family="deepseek_v32", vocab=64, length=512, fields=(("index_topk", 16),))
+INDEXED_OF_TWO = [
+    replace(INDEXED, mesh=MeshShape(cp=2)),
+    replace(INDEXED, mesh=MeshShape(tp=2), recompute="full"),
+    replace(INDEXED, mesh=MeshShape(tp=2), family="glm_moe_dsa", fields=(*INDEXED.fields, ("index_topk_freq", 3))),
 ]
 OF_CONTEXT_OF_FOUR = [
     Case(MeshShape(cp=2, tp=2), vocab=64, length=1024),
@@ -548,6 +558,7 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("muon-two", 2, BY_MUON[1:], {STATE, PEAK}, 8),
     ("muon-four", 4, BY_MUON_OF_FOUR, {STATE, PEAK}, 8),
     ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 8),
+    ("indexed-two", 2, INDEXED_OF_TWO, {STATE, PEAK, SENT}, 8),
     ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 8),
     *(
         (f"{case.family}-{at % len(WAYS)}", case.mesh.world, [case], {STATE, PEAK}, 2 * ((at + ROTATION) % STRIDE == 0))

@@ -291,7 +291,7 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     assert made.train_step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
     adamw, clip = device_store(made.train_step.optimizer).adamw, made.train_step.optimizer.clip
     assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
-    assert clip is None and of(made, Metrics)._meter.peak_tflops == 3.5
+    assert clip is None and of(made, Metrics).peak_tflops == 3.5
 
 
 def test_the_peak_is_that_of_a_step_s_products(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,6 @@ from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.check import check
 from megacore.training.progress import Progress
 from megacore.training.resume import find, model_of, raw_of, remarks
-from megacore.training.save import TrainingState
 
 TOLERANCE = 1e-9
 OFF = ["evaluate.every=0"]
@@ -188,7 +187,7 @@ def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: 
     # Without masters, in bf16 alone.
     pure = ["train.precision=bf16", "optimizer.master_weights=false", *common]
     made = trainer(recipe, [f"checkpoint.resume={path_of(narrow, 2)}", *pure])
-    assert TrainingState(made.model.parameters, made.train_step.optimizer).dtypes.keys() == {*STATES}
+    assert made.contents.dtypes.keys() == {*STATES}
     assert all(target.tensor.dtype == torch.bfloat16 for target in device_store(made.train_step.optimizer).targets)
 
 

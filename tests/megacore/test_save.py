@@ -120,7 +120,7 @@ def test_a_checkpoint_holds_the_run(recipe: str, tmp_path: Path) -> None:
 
 def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
     made = trainer(recipe, overrides, log=True)
-    snapshots = save.Snapshot(made.contents.state)
+    snapshots = save.Snapshot(made.contents)
     made.fit()
     held = [each.state for each in snapshots.written if {s.stored.name for s in each.file.tensors} == {*each.host}]
     return sorted(each.state for each in snapshots.written), sorted(held)
@@ -168,7 +168,7 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread of CUDA begins on GPU 0."""
-    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).contents.state)
+    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).contents)
     snapshot.take()
     did = list[object]()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, starmap
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from families import in_float64
 from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megacore.parallel.kernels.convolution import causal_convolution
@@ -25,15 +26,16 @@ CASES = [((13, 13), 4), ((5, 1, 8, 3, 16), 4), ((1,), 64), ((1, 1, 1), 2), ((7, 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def draw(t: int, heads: int = 2, each: int = 3, key: int = 5, value: int = 4) -> Inputs:
-    """q, k, v, g, beta of t tokens, all with gradients."""
+def draw(t: int, heads: int = 2, each: int = 3, key: int = 5, value: int = 4, channels: bool = False) -> Inputs:
+    """q, k, v, g, beta of t tokens, all with gradients; g of each channel or of each head."""
     generator = torch.Generator().manual_seed(t)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(t, *shape, generator=generator, dtype=torch.float64)
 
     q, k, v = normal(heads, key), normal(heads, key), normal(heads, each, value)
-    g, beta = -F.softplus(2 * normal(heads, each)), normal(heads, each).sigmoid()
+    g = -F.softplus(2 * normal(heads, each, *[key] * channels))
+    beta = normal(heads, each).sigmoid()
     for x in (q, k, v, g, beta):
         x.requires_grad_()
     return q, k, v, g, beta
@@ -48,7 +50,7 @@ def step_by_step(
         q = q * q.shape[-1] ** -0.5
     outputs = []
     for i in range(len(q)):
-        state = state * g[i].exp()[..., None, None]
+        state = state * (g[i] if g.dim() == 4 else g[i][..., None]).exp()[..., None]
         known = torch.einsum("heav,ha->hev", state, k[i]) if corrects else 0
         state = state + torch.einsum("ha,hev->heav", k[i], (v[i] - known) * beta[i][..., None])
         outputs.append(torch.einsum("heav,ha->hev", state, q[i]))
@@ -66,15 +68,21 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-RULES = pytest.mark.parametrize("corrects", [True, False], ids=["delta", "state-space"])
+RULES = pytest.mark.parametrize(
+    ("corrects", "channels"),
+    [(True, False), (False, False), (True, True), (False, True)],
+    ids=["delta", "state-space", "channels", "channels-state-space"],
+)
 
 
 @pytest.mark.in_turn(3)
 @RULES
 @pytest.mark.parametrize(("lengths", "size"), CASES)
 @pytest.mark.parametrize("enters", [False, True], ids=["", "with-states"])
-def test_chunks_are_the_steps(lengths: tuple[int, ...], size: int, enters: bool, corrects: bool) -> None:
-    inputs = draw(sum(lengths))
+def test_chunks_are_the_steps(
+    lengths: tuple[int, ...], size: int, enters: bool, corrects: bool, channels: bool
+) -> None:
+    inputs = draw(sum(lengths), channels=channels)
     spans, shape = Spans(lengths, CPU), (len(lengths), 2, 3, 5, 4)
     states = torch.randn(shape, dtype=torch.float64) if enters else torch.zeros(shape, dtype=torch.float64)
     states.requires_grad_(enters)
@@ -89,8 +97,10 @@ def test_chunks_are_the_steps(lengths: tuple[int, ...], size: int, enters: bool,
 
 @RULES
 @pytest.mark.parametrize(("lengths", "size"), CASES)
-def test_spans_of_a_document_hand_their_states_on(lengths: tuple[int, ...], size: int, corrects: bool) -> None:
-    inputs, nothing = draw(sum(lengths)), torch.zeros(2, 3, 5, 4, dtype=torch.float64)
+def test_spans_of_a_document_hand_their_states_on(
+    lengths: tuple[int, ...], size: int, corrects: bool, channels: bool
+) -> None:
+    inputs, nothing = draw(sum(lengths), channels=channels), torch.zeros(2, 3, 5, 4, dtype=torch.float64)
 
     def enter(transitions: Tensor) -> Tensor:
         return torch.stack([*accumulate(transitions[:-1], lambda state, each: handed_on(each, state), initial=nothing)])
@@ -102,11 +112,16 @@ def test_spans_of_a_document_hand_their_states_on(lengths: tuple[int, ...], size
     same_gradients([(want, end), (got, last[-1])], inputs)
 
 
-def test_chunks_are_those_of_transformers() -> None:
-    q, k, v, g, beta = (x.detach() for x in draw(150))
+@pytest.mark.parametrize(
+    ("channels", "of_transformers"), [(False, torch_chunk_gated_delta_rule), (True, chunk_kimi_delta_attention)]
+)
+def test_chunks_are_those_of_transformers(
+    channels: bool, of_transformers: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
+    q, k, v, g, beta = (x.detach() for x in draw(150, each=1 if channels else 3, channels=channels))
     y, last = delta_rule(q, k, v, g, beta, None, Spans((75, 75), CPU))
     with in_float64():
-        theirs, state = torch_chunk_gated_delta_rule(
+        theirs, state = of_transformers(
             *(x.unflatten(0, (2, 75)) for x in (q, k)),
             *(x.flatten(1, 2).unflatten(0, (2, 75)) for x in (v, g, beta)),
             output_final_state=True,
@@ -115,6 +130,19 @@ def test_chunks_are_those_of_transformers() -> None:
     close(y.flatten(1, 2), theirs.flatten(0, 1))
     assert state is not None
     close(last.flatten(1, 2), state)
+
+
+@pytest.mark.parametrize("size", [4, 48, 64])
+def test_channels_that_fade_at_once_are_exact(size: int) -> None:
+    """Of some channels nothing is left from one token to the next, of others nearly all, and what is left of a chunk is
+    below all that a number can be: none of it overflows, or loses the other ones."""
+    q, k, v, g, beta = draw(64, channels=True)
+    g = (g.detach() * torch.tensor([200.0, 1e-6, 1.0, 30.0, 0.1])).requires_grad_()
+    nothing = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
+    want = step_by_step(q, k, v, g, beta, nothing, True)
+    got, last = delta_rule(q, k, v, g, beta, None, Spans((64,), CPU), size)
+    close(got, want[0])
+    same_gradients([want, (got, last[0])], (q, k, v, g, beta))
 
 
 def test_narrow_numbers_are_computed_in_fp32() -> None:

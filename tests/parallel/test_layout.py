@@ -23,6 +23,7 @@ from megacore.parallel.weights.layout import (
     Layout,
     MeshShape,
     balanced_layers,
+    heads_problem,
     layers_problems,
     mesh_problems,
     read_layers,
@@ -464,3 +465,10 @@ def test_planning_experts_looks_at_those_that_overlap(split: Split) -> None:
         for sources, targets in ((listed, held), (held, listed)):
             work.append(_python_calls(partial(list, plan(schema, sources, targets))))
     assert work[2] < 4.2 * work[0] and work[3] < 4.2 * work[1]
+
+
+def test_heads_that_ranks_of_cp_can_share_out() -> None:
+    """Those of keys and values that layers with windows have, too."""
+    assert heads_problem({"heads": 12, "kv": 2}, 1, 6) is None
+    told = heads_problem({"heads": 12, "kv": 2, "local_kv": 4}, 1, 6)
+    assert told is not None and "choose from 1, 2, 4, 12" in told

@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megacore.models.attention import MultiHeadAttention
-from megacore.models.cache import Cache, Decode, Prefill
-from megacore.models.context import Context, DocumentAttention
+from megacore.models.context import Context
 from megacore.parallel import kernels
 from megacore.parallel.kernels import bands, flash
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.scoring import Scoring, attend
+from megacore.parallel.layers.cache import Cache, Decode, Prefill
+from megacore.parallel.layers.whole_attention import DocumentAttention
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.weights.layout import Layout, MeshShape
@@ -345,7 +346,7 @@ def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str,
 
         return call
 
-    monkeypatch.setattr("megacore.models.cache.attend", noting(attend))
+    monkeypatch.setattr("megacore.parallel.layers.cache.attend", noting(attend))
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting(F.scaled_dot_product_attention))
     layer: Any = SimpleNamespace(name="a", kv=KV, head=HEAD, value=value)
     kept = Cache.of([layer], [[[*range(length)]] for length in prompts], lengths, torch.float64, CPU, Mesh.single().cp)

@@ -550,6 +550,7 @@ FURTHER = [
     ahead("deepseek_v3", 1, 2, documents=True, padded=True, coefficients=SEQUENCE),
     ahead("glm4_moe", 2, 1, documents=True),
     ahead("qwen3_next", 0, 1),
+    ahead("deepseek_v32", 1, 1, documents=True),
 ]
 OF_FURTHER: list[Pair] = [
     (case, run)
@@ -565,6 +566,22 @@ OF_FURTHER: list[Pair] = [
         Run(MeshShape(cp=4, ep=2), micro=2, balance="auto"),
     )
     for case in FURTHER
+]
+
+# -- layers that look at what the indexer of another one chooses
+
+
+SHARED = Case(
+    "shared-indexers",
+    drawn("glm_moe_dsa", 3, vocab=101, index_topk=3, indexer_types=["full", "shared", "shared", "full", "shared"]),
+    ignored=0.3,
+    documents=True,
+    padded=True,
+)
+OF_SHARED: list[Pair] = [
+    (SHARED, Run(MeshShape(tp=2, cp=2), micro=2, activations=Activations("full"))),
+    (SHARED, Run(MeshShape(pp=2, dp=2), layers=(3, 2), shard="parameters", activations=Activations("full"))),
+    (SHARED, Run(MeshShape(tp=2, pp=2), schedule="zb-h1", layers=(3, 2))),
 ]
 
 # -- ends of the model that are alone in their virtual stage
@@ -620,6 +637,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     for seed, name in enumerate(FAMILIES):
         meshes = CP_EXPERT_MESHES if name in MIXED else CP_MESHES
         yield 480, draw(name, of_family(name, seed), meshes)
+    yield 6, OF_SHARED
     yield 24, BARE_ENDS
     yield 8, UNEVEN
     yield 12, BY_MUON

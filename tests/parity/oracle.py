@@ -32,6 +32,7 @@ from megacore.parallel.balance import NONE, Coefficients, Loads
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import SPLIT_BACKWARD, ContextBalance, ContextExchange, ZeroShard
 from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.kernels import indexed
 from megacore.parallel.labels import IGNORE, with_labels
 from megacore.parallel.layers.router import Router, scores_of
 from megacore.parallel.memory.recompute import Activations
@@ -51,7 +52,10 @@ from megacore.training.step import TrainStep, evaluate
 TOLERANCE = 1e-9
 """Relative, in float64."""
 GAP = 1e-9
-"""Between the scores of the last expert that is chosen and the first that is left out: rounding changes no choice."""
+"""Between the scores of the last expert or token that is chosen and the first that is left out: rounding changes no
+choice."""
+INDEX = 0.3
+"""The coefficient of what indexers learn from, where there are some."""
 STEPS = 2
 LENGTH = 12
 
@@ -180,9 +184,9 @@ class Run:
 
 @dataclass
 class Measured:
-    """Per step: loss, with that of further tokens, and norm; what experts were sent, and after it the buffers. Of the
-    first step: the initial weights
-    and the gradients. After the last: the weights. Of all: the smallest gap of a router."""
+    """Per step: loss, with that of further tokens, and norm; what experts were sent, after it the buffers, and how far
+    indexers are from their attention. Of the first step: the initial weights and the gradients. After the last: the
+    weights. Of all: the smallest gap of a router or an indexer."""
 
     losses: list[float]
     norms: list[float]
@@ -192,6 +196,7 @@ class Measured:
     final: dict[str, np.ndarray]
     loads: list[Loads]
     buffers: list[dict[str, np.ndarray]]
+    apart: list[Tensor]
     gap: float
 
 
@@ -311,6 +316,7 @@ def model_of(case: Case, run: Run, mesh: Mesh) -> Model:
         tuning=case.tuning,
         coefficients=case.coefficients,
         context=run.context,
+        index=INDEX,
     )
     if case.fp8:
         model.use_fp8()
@@ -331,9 +337,9 @@ def measure(case: Case, run: Run) -> Measured:
         model.hand_weight_gradients(gradients.receive, late=True)
     optimizer = Recorded(gradients, lr=1e-2, clip=0.5, muon=case.muon, offload=run.offload)
     pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients, (2,) if case.mtp else ())
-    step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance, alignment=model.alignment)
     initial = snapshot(gradients)
-    losses, norms, loads, buffers = [], [], list[Loads](), []
+    losses, norms, loads, buffers, apart = [], [], list[Loads](), [], list[Tensor]()
     with gaps() as found:
         evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh))[0].flatten()[0].item()
         for i in range(STEPS):
@@ -342,10 +348,12 @@ def measure(case: Case, run: Run) -> Measured:
             norms.append(stats.grad_norm.item())
             if model.balance is not None:
                 loads.append(model.balance.read(len(case.config.anatomy.layers)))
+            if model.alignment is not None:
+                apart.append(model.alignment.read(len(case.config.anatomy.layers)))
             buffers.append(buffers_of(model.parameters))
     gap = min(found, default=float("inf"))
     first = optimizer.first or {}
-    return Measured(losses, norms, evaluated, initial, first, snapshot(gradients), loads, buffers, gap)
+    return Measured(losses, norms, evaluated, initial, first, snapshot(gradients), loads, buffers, apart, gap)
 
 
 def measured(case: Case, run: Run) -> Measured:
@@ -377,15 +385,24 @@ def starve(parameters: Parameters) -> None:
 
 @contextmanager
 def gaps() -> Iterator[list[float]]:
-    """The smallest gap of each call of a router, as long as this lasts."""
-    found, choose = list[float](), Router.choose
+    """The smallest gap of each call of a router or an indexer, as long as this lasts."""
+    found, choose, best_of = list[float](), Router.choose, indexed.best_of
 
     def watched(router: Router, logits: Tensor) -> Tensor:
         found.append(gap(logits, router.routing, router.correction))
         return choose(router, logits)
 
+    def watched_best(scores: Tensor, seen: Tensor, top: int) -> Tensor:
+        if top < scores.shape[1]:
+            best = scores.masked_fill(~seen, -torch.inf).sort(-1, descending=True).values
+            apart = best[:, top - 1] - best[:, top]
+            # Those that all heads leave out are equal to the bit, and the earlier comes first.
+            found.extend(apart[(seen.sum(-1) > top) & (apart != 0)].tolist())
+        return best_of(scores, seen, top)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "choose", watched)
+        patch.setattr(indexed, "best_of", watched_best)
         yield found
 
 
@@ -469,6 +486,9 @@ def check(case: Case, run: Run, one: Measured, ranks: Iterable[Measured]) -> Non
         for step, buffers in enumerate(got.buffers):
             for name, value in buffers.items():
                 assert value.tobytes() == one.buffers[step][name].tobytes(), f"rank {rank}: {name} in step {step}"
+        for here, there in zip(got.apart, one.apart, strict=True):
+            assert here.any()
+            np.testing.assert_allclose(here, there, rtol=TOLERANCE)
         for step, (mine, alone) in enumerate(zip(got.loads, one.loads, strict=True)):
             assert mine.layers == alone.layers and torch.equal(mine.counts, alone.counts), f"rank {rank}: step {step}"
             for values, theirs in ((mine.balance, alone.balance), (mine.z_loss, alone.z_loss)):

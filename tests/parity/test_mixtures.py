@@ -26,7 +26,8 @@ from pool import Pool
 from torch import Tensor
 
 from megacore.models.assemble import Model
-from megacore.models.context import CausalAttention, Context
+from megacore.models.context import Context
+from megacore.parallel.layers.whole_attention import CausalAttention
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.layout import MeshShape

@@ -91,14 +91,18 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
         return [(a, b, slice(None))]
     shared, features = "kv" if "kv" in sizes else "heads", "shared_mlp" if ".shared." in name else "mlp"
     local = "local_" * (".local_attn." in name)
-    heads, shared, head = (f"{local}{axis}" for axis in ("heads", shared, "head"))
-    axes = [(heads, head), (shared, head), (features,), ("state_heads", "state_key"), ("state_heads", "each")]
+    shared, head = (f"{local}{axis}" if f"{local}{axis}" in sizes else axis for axis in (shared, "head"))
+    axes = [("heads", head), (shared, head), (features,), ("state_heads", "state_key"), ("state_heads", "each")]
     q, kv, mlp, key, each = (math.prod(sizes.get(axis, 0) for axis in of) for of in axes)
     if ".delta." in name:
-        value = each * sizes["state_value"]
+        value = each * sizes.get("state_value", 0)
         rows = {"qkvz": 2 * (key + value), "ba": 2 * each}
         if "qkvz" not in labels:
             rows = {"qkv": 2 * key + value, "z": value, "b": each, "a": each}
+        if "q" in labels:
+            rows = {"q": key, "k": key, "v": value, "b": each}
+        if "fades" in labels:
+            rows = dict.fromkeys(("fades", "gates"), sizes["state_latent"])
     elif not {"up", "gate"}.isdisjoint(labels) and "q" not in labels:
         rows = {"gate": mlp, "up": mlp}
     elif "gate" in labels:

@@ -32,16 +32,13 @@ def seen(folder: Path) -> Reading:
 
 
 def test_a_run_tells_where_it_is(folder: Path, not_durable: None) -> None:
-    waited = [0.0]
-
     class Look(Beats):
         def on_phase(self, run: Any, phase: Any) -> None:
-            waited[0] += 0.5 * (phase == "save")
             super().on_phase(run, phase)
             told.append((phase, seen(folder)))
 
     told = list[tuple[str, Reading]]()
-    beats = Look(lambda: waited[0])
+    beats = Look()
     assert seen(folder).phase == "start"
     overrides = [f"out={folder / 'run'}", "train.steps=4", "evaluate.every=2", "checkpoint.every=2"]
     train(write_recipe(folder), overrides, callbacks=[beats])
@@ -54,7 +51,6 @@ def test_a_run_tells_where_it_is(folder: Path, not_durable: None) -> None:
     last = seen(folder)
     assert (last.step, last.done, last.phase) == (4, 4, "end") and 0 < last.slowest < 60 and last.longest > 0
     assert last.busy["forward"] > 0
-    assert sum(last.busy.values()) > waited[0] >= 1.0  # on its own disks
 
 
 def test_where_no_agent_is_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

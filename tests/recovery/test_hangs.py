@@ -79,10 +79,9 @@ def test_a_beat_is_read_from_outside(tmp_path: Path, clock: Clock) -> None:
     assert seen is not None and (seen.step, seen.phase, seen.done, seen.device) == (10, "save", 10, -1)
     assert seen.since == clock.now - 0.5 and slowest == [30.0, 2.0, 5.0, 5.0]
     assert seen.busy["forward"] == 38 / 4 and seen.longest == 15.0
-    beat.waited(3.0)
     beat.device_did(9)
     seen = read(path)
-    assert seen is not None and seen.busy["save"] == 18.5 / 4 + 3 and seen.device == 9
+    assert seen is not None and seen.busy["save"] == 18.5 / 4 and seen.device == 9
 
 
 def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:
@@ -136,15 +135,15 @@ def test_the_recorder_of_nccl_has_what_a_host_is_ahead_with() -> None:
         entry(822, "coalesced", "completed", "6", is_p2p=True),
     ]
     ranks = {"3": [4, 6], "5": [4, 8], "6": [4, 8]}
-    first = ("all_reduce", "6 BFloat16")
+    calls = {812: ("all_gather", ""), **dict.fromkeys((813, 814, 815), ("all_reduce", "6 BFloat16"))}
     assert flight_recorder.logs(ahead, ranks) == {
-        "3": ([4, 6], 819, "all_reduce", [(812, "all_gather", ""), *((n, *first) for n in (813, 814, 815))], 812, None),
-        "5 8>4": ([8, 4], 0, RECEIVE, [], -1, None),
-        "5 4>8": ([4, 8], 1, SEND, [(1, SEND, "")], 820, None),
+        "3": ((4, 6), 819, "all_reduce", calls, 812, None),
+        "5 8>4": ((8, 4), 0, RECEIVE, {}, -1, None),
+        "5 4>8": ((4, 8), 1, SEND, {1: (SEND, "")}, 820, None),
     }
     timed = [entry(809, "all_reduce", "completed", time_discovered_started_ns=5), ahead[2]]
     for state, begun in ("scheduled", False), ("started", True):
-        assert flight_recorder.logs([timed[0], timed[1] | {"state": state}], ranks)["3"][-1] is begun
+        assert flight_recorder.logs([timed[0], timed[1] | {"state": state}], ranks)["3"].begun is begun
 
 
 # -- the judge

@@ -166,7 +166,7 @@ def test_a_forged_state_is_refused_before_it_is_read(tmp_path: Path) -> None:
             there.get_state()
     bomb = f"cos\nmkdir\n(V{tmp_path / 'boom'}\ntR.".encode()  # a pickle that makes a folder where it is read
     for forged in (b64encode(b"x" * 32 + bomb).decode(), "no base64", ""):
-        store.set("round/state", forged)
+        store.set(ours._key, forged)
         with pytest.raises(ForgedError):
             ours.get_state()
         with pytest.raises(ForgedError):

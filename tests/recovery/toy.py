@@ -104,9 +104,8 @@ def notes(folder: Path) -> list[str]:
 def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float = 60.0) -> int:
     """Run it on a node -> exit status."""
     from megacore.launcher.command import nodes_of
-    from megacore.launcher.forking import prepare
     from megacore.launcher.node import Job, Node
-    from megacore.launcher.processes import IMPORTS
+    from megacore.launcher.processes import IMPORTS, prepare
     from megacore.launcher.signals import noted
     from megacore.launcher.temporary_folder import temporary_folder
 

@@ -277,7 +277,7 @@ class _Parts(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], Tensor]) -> _Parts:
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=next(iter(parts.values())).dtype)  # type: ignore[attr-defined]
+        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=next(iter(parts.values())).dtype)
         made.parts = parts
         return made
 
@@ -300,7 +300,7 @@ class _Parts(Tensor):
         raise NotImplementedError
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return self.parts[tuple(index.offset)]  # type: ignore[attr-defined,no-any-return]
+        return self.parts[tuple(index.offset)]  # type: ignore[attr-defined]
 
 
 def _cut(value: Tensor, layers: bool) -> _Parts:
@@ -459,9 +459,12 @@ def test_a_layer_of_a_stack_is_read_alone(tmp_path: Path, monkeypatch: pytest.Mo
     folder = open_folder(tmp_path / "iter")
     read = list[str]()
     part = DistributedFiles._part
-    monkeypatch.setattr(
-        DistributedFiles, "_part", lambda self, name, *rest: (read.append(name), part(self, name, *rest))[1]
-    )
+
+    def noted(self: DistributedFiles, name: str, *rest: Any) -> Any:
+        read.append(name)
+        return part(self, name, *rest)
+
+    monkeypatch.setattr(DistributedFiles, "_part", noted)
     (stored,) = (each for each in folder.stored() if each.name == "model.layers.2.mlp.down_proj.weight")
     folder.read()(stored)
     assert read == ["decoder.layers.mlp.linear_fc2.weight"] * 2

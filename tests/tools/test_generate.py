@@ -99,7 +99,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
     return [ours(folder, shape, choose, stops=stops) for choose in ways]
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(13)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -115,7 +115,10 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("qwen3_5_text", MeshShape(cp=2, tp=2)),
         ("lfm2", MeshShape(cp=4)),
         ("bamba", MeshShape(cp=2, tp=2)),
+        ("kimi_linear", MeshShape(cp=2, tp=2)),
+        ("mimo_v2_flash", MeshShape(cp=2, tp=2)),
         ("deepseek_v2", MeshShape(cp=2, pp=2)),
+        ("deepseek_v32", MeshShape(cp=2, tp=2)),
     ],
     ids=lambda case: case if isinstance(case, str) else "-".join(f"{d}{case[d]}" for d in case.DIMS if case[d] > 1),
 )

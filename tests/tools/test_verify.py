@@ -238,11 +238,12 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
         if logits is not None:
             torch.testing.assert_close(torch.tensor(logits), wanted.detach(), rtol=0, atol=rounding)
     changed = target / f"weights/pp{stages - 1}-ep0-tp{tp - 1}.safetensors"
-    change(changed, "layers.3.attn.out.weight", swap)
+    out = f"layers.3.{'local_attn' if family == 'mimo_v2_flash' else 'attn'}.out.weight"
+    change(changed, out, swap)
     reports = [report for report, _ in pool.run(world, in_this_rank, *arguments)]
     assert all(report == reports[0] for report in reports)
     assert not reports[0].passes and not reports[0].prompts[0].passes
-    assert f"weights/{changed.name}: layers.3.attn.out.weight" in reports[0].differing[0]
+    assert f"weights/{changed.name}: {out}" in reports[0].differing[0]
 
 
 @pytest.mark.in_turn(12, 1)

@@ -31,8 +31,7 @@ class NonFinite(RuntimeError):
 
 class BadSteps(Callback):
     """Counts bad steps on the device, so that nobody waits for it; from one more than ``allowed`` (None for any) of the
-    last ``WINDOW`` on, the weights do not change any more. Those that overflowed for their loss scale do not count.
-    """
+    last ``WINDOW`` on, the weights do not change any more. Those that overflowed for their loss scale do not count."""
 
     def __init__(self, allowed: int | None) -> None:
         self._allowed = allowed

@@ -18,9 +18,8 @@ AGAIN_S = 30
 class Checkpoints(Callback):
     """Saves in the background: each rank says after every step how far it is, and all hear of a failure.
 
-    Args:
-        data: The identity of each corpus to train on.
-        evaluation: Finds the best ones, which are saved too where the config asks for that.
+    ``data`` are the identities of the corpora to train on; ``evaluation`` finds the best steps, which are saved too
+    where the config asks for that.
     """
 
     def __init__(self, saver: Saver, data: Sequence[str], evaluation: Evaluation | None = None) -> None:

@@ -39,11 +39,8 @@ class DataStates(Callback):
 
 
 def resume_streams(run: Trainer, document: Mapping[str, Any]) -> None:
-    """Let the streams of a run know their states in a ``trainer.json``.
-
-    Raises:
-        StoreError: a state is none of its stream.
-    """
+    """Let the streams of a run know their states in a ``trainer.json``. Raises StoreError: a state is none of its
+    stream."""
     known = document.get(_KEY, {})
     for each, _ in streams(run.batches.source, 0):
         if each.name in known:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore.config import Config
 from megacore.hardware import peak_memory_gib
-from megacore.models.config import ModelConfig, flops_per_token
+from megacore.models.config import flops_per_token
 from megacore.parallel.balance import Coefficients, Loads
-from megacore.parallel.mesh import Mesh
 from megacore.rank import RankPlace
 from megacore.training.metrics import Log, Record, rewards
 from megacore.training.step import Phase, Stats
@@ -22,23 +20,29 @@ from megacore.training.trainer import Callback, Trainer
 
 
 class Metrics(Callback):
-    """Records every ``log.every`` steps. Callbacks before it add to what is written."""
+    """Records every ``log.every`` steps, with the throughput since the last record, evaluation left out. Callbacks
+    before it add to what is written. The peak of a device is for the utilisation; None if unknown."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, peak_tflops: float | None) -> None:
+        self.peak_tflops = peak_tflops
         self._log: Log | None = None
         self._stats: Stats | None = None
-        self._evaluating = False
-        self._mtp = 0.0
-        """The factor of the loss of further tokens, where they are predicted."""
+        self._since, self._paused = 0.0, False
+        """The time from which on seconds are counted; while an evaluation goes on, those counted before it."""
 
     def on_start(self, run: Trainer) -> None:
-        def log() -> Log | None:
-            return Log(run.config, run.step, RankPlace.of_environment().began, run.tell) if run.mesh.rank == 0 else None
+        config, model = run.config, run.model.config
+        self._log = run.control.attempt(lambda: self._opened(run) if run.mesh.rank == 0 else None)
+        self._flops = flops_per_token(model, config.data.sequence_length, config.tuning) / run.mesh.shape.world
+        self._mtp = config.mtp_factor(model.schema)
+        self._begin(run)
 
-        self._log = run.control.attempt(log)
-        self._meter.begin(run.step, run.position.tokens)
-        self._mtp = run.config.mtp_factor(run.model.config.schema)
+    def _opened(self, run: Trainer) -> Log | None:
+        return Log(run.config, run.step, RankPlace.of_environment().began, run.tell)
+
+    def _begin(self, run: Trainer) -> None:
+        """Count from here on."""
+        self._last_step, self._tokens, self._since = run.step, run.position.tokens, time.perf_counter()
 
     def on_step(self, run: Trainer, stats: Stats) -> None:
         self._stats = stats
@@ -56,20 +60,25 @@ class Metrics(Callback):
             self._log.write(run.step, record)
 
     def on_rewind(self, run: Trainer) -> None:
-        self._meter.go_back(run.step, run.position.tokens)
+        if run.step < self._last_step:
+            self._begin(run)
         if self._log is not None:
             self._log.go_back(run.step)
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
-        if (phase == "evaluate") is not self._evaluating:
-            self._evaluating = not self._evaluating
-            self._meter.pause() if self._evaluating else self._meter.go_on()
+        if (phase == "evaluate") is not self._paused:
+            self._paused = not self._paused
+            if self._paused and run.mesh.device.type == "cuda":
+                torch.cuda.synchronize(run.mesh.device)  # the steps before it are done
+            self._since = time.perf_counter() - self._since
 
     def on_end(self, run: Trainer) -> None:
-        self._close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def on_error(self, run: Trainer, error: BaseException) -> None:
-        self._close()
+        self.on_end(run)
 
     @staticmethod
     def _is_due(run: Trainer) -> bool:
@@ -83,18 +92,37 @@ class Metrics(Callback):
             "loss": loss,
             "grad_norm": norm,
             "lr": run.lr,
-            "tokens": (tokens := run.position.tokens),
-            **self._meter.record(run.step, tokens, run.tell),
+            "tokens": run.position.tokens,
+            **self._speed(run),
             "peak_memory_gib": run.control.largest(peak_memory_gib(run.mesh.device))[0],
             "skipped_steps": 0,
-            **self._told(stats.told.tolist()),
+            **({"mtp_loss": stats.told[0].item() / self._mtp} if self._mtp else rewards(stats.told.tolist())),
             **({"loss_scale": stats.scale.item()} if run.train_step.scaling.moves else {}),
             **self._loads(run),
+            **_divergence(run),
         }
 
-    def _told(self, told: Sequence[float]) -> Record:
-        """Return the metrics of what the loss says beside itself: of pairs, or the mean of further tokens."""
-        return {"mtp_loss": told[0] / self._mtp} if self._mtp else rewards(told)
+    def _speed(self, run: Trainer) -> Record:
+        """Return what is recorded of the throughput since the last record, up to a step that the device has done."""
+        steps, tokens, since = run.step - self._last_step, run.position.tokens - self._tokens, self._since
+        self._begin(run)
+        speed = tokens / (self._since - since)
+        tflops, peak = speed * self._flops / 1e12, self.peak_tflops
+        if peak is not None and tflops > peak:
+            busy, is_cpu = "measured at the start, while the machine was busy", run.mesh.device.type == "cpu"
+            found = busy if is_cpu else "of the table of devices"
+            of = found if run.config.log.peak_tflops is None else "log.peak_tflops"
+            run.tell(
+                f"step {run.step}: {tflops:.3g} TFLOP/s on each device are above its peak of {peak:.3g} ({of}): mfu is "
+                "null from here on, and was too high before; log.peak_tflops sets the peak"
+            )
+            self.peak_tflops = None  # it was none
+        return {
+            "seconds_per_step": (self._since - since) / steps,
+            "tokens_per_second": speed,
+            "tflops_per_device": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+        }
 
     def _loads(self, run: Trainer) -> Record:
         """Return the loads of the experts of a step, if there are some, and write how many tokens each was sent."""
@@ -106,10 +134,14 @@ class Metrics(Callback):
             self._log.write_loads(run.step, found.layers, found.counts.tolist())
         return expert_load_metrics(found, balance.coefficients)
 
-    def _close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+
+def _divergence(run: Trainer) -> Record:
+    """Return how far indexers are from their attention in a step, the mean over the layers that have some."""
+    alignment = run.train_step.alignment
+    if alignment is None:
+        return {}
+    found = alignment.read(len(run.model.config.anatomy.layers))
+    return {"index_divergence": (found.sum() / (found > 0).sum().clamp(min=1)).item()}
 
 
 def expert_load_metrics(loads: Loads, coefficients: Coefficients) -> Record:
@@ -132,67 +164,3 @@ def expert_load_metrics(loads: Loads, coefficients: Coefficients) -> Record:
     if loads.biases is not None:
         numbers |= {"bias_min": loads.biases[:, 0].min().item(), "bias_max": loads.biases[:, 1].max().item()}
     return numbers
-
-
-class Meter:
-    """Throughput between two records, evaluation left out.
-
-    The peak of the device is for the utilisation; None if unknown.
-    """
-
-    def __init__(self, config: Config, model: ModelConfig, mesh: Mesh, peak_tflops: float | None) -> None:
-        self._flops = flops_per_token(model, config.data.sequence_length, config.tuning)
-        self._world, self._device = mesh.shape.world, mesh.device
-        self._is_told = config.log.peak_tflops is not None
-        self.peak_tflops = peak_tflops
-        self.begin(0, 0)
-
-    def begin(self, step: int, tokens: int) -> None:
-        """Count from here on, after this step and the tokens until there."""
-        self._last_step, self._tokens, self._since, self._paused = step, tokens, time.perf_counter(), 0.0
-
-    def go_back(self, step: int, tokens: int) -> None:
-        """Count from here on where the last record is of a step that is to be done again."""
-        if step < self._last_step:
-            self.begin(step, tokens)
-
-    def record(self, step: int, tokens: int, tell: Callable[[str], object]) -> Record:
-        """Return what is recorded of the throughput up to a step, which the device has done, and the tokens until
-        there; ``tell`` what is wrong with the peak."""
-        now = time.perf_counter()
-        steps, seconds = step - self._last_step, now - self._since
-        speed = (tokens - self._tokens) / seconds
-        self._since, self._last_step, self._tokens = now, step, tokens
-        tflops = speed * self._flops / self._world / 1e12
-        if self.peak_tflops is not None and tflops > self.peak_tflops:
-            tell(self._exceeded(tflops, self.peak_tflops, step))
-            self.peak_tflops = None  # it was none
-        return {
-            "seconds_per_step": seconds / steps,
-            "tokens_per_second": speed,
-            "tflops_per_device": tflops,
-            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-        }
-
-    def pause(self) -> None:
-        """Leave uncounted what comes from here on."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the steps before it are done
-        self._paused = time.perf_counter()
-
-    def go_on(self) -> None:
-        """Count again, after :meth:`pause`."""
-        self._since += time.perf_counter() - self._paused
-
-    def _exceeded(self, tflops: float, peak: float, step: int) -> str:
-        of = (
-            "log.peak_tflops"
-            if self._is_told
-            else "measured at the start, while the machine was busy"
-            if self._device.type == "cpu"
-            else "of the table of devices"
-        )
-        return (
-            f"step {step}: {tflops:.3g} TFLOP/s on each device are above its peak of {peak:.3g} ({of}): mfu is "
-            "null from here on, and was too high before; log.peak_tflops sets the peak"
-        )

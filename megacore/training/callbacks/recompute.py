@@ -17,7 +17,6 @@ from megacore.corruption import Corrupted, at_fault
 from megacore.models.decoder import Microbatch
 from megacore.places import listed
 from megacore.training.callbacks.replicas import checksum
-from megacore.training.step import PHASES, counted_and_routed, counted_tokens
 from megacore.training.trainer import Callback, Trainer
 
 
@@ -32,11 +31,8 @@ class Recompute(Callback):
             self._compare(run)
 
     def _compare(self, run: Trainer) -> None:
-        """Have all replicas compute a microbatch of one of them; this waits for the device, and changes nothing.
-
-        Raises:
-            Corrupted: on the ranks that are at fault, or may be.
-        """
+        """Have all replicas compute a microbatch of one of them; this waits for the device, and changes nothing. Raises
+        Corrupted: on the ranks that are at fault, or may be."""
         mesh, control, step = run.mesh, run.control, run.step
         turn, replica = divmod(step // run.config.recovery.recompute_every, mesh.shape.dp)
         microbatch = microbatch_of(run, replica, turn)
@@ -50,7 +46,7 @@ class Recompute(Callback):
             run.enter("log")
             for rank, told in enumerate(control.exchange(here)):
                 tries[rank].append(tuple(told))
-            return all(len({each for rank in ranks for each in tries[rank]}) == 1 for ranks in alike.values())
+            return not any(_differ({rank: tries[rank] for rank in ranks}) for ranks in alike.values())
 
         if agree() and (mesh.shape.dp > 1 or agree()):
             return
@@ -60,9 +56,8 @@ class Recompute(Callback):
             why = f"step {step}: no rank comes to the same bits twice, for which kernels must repeat bitwise"
             run.tell(f"{why}: recovery.recompute_every compares nothing from here on")
             return
-        wrong = sorted(
-            rank for ranks in set(alike.values()) for rank in _of_group({each: tries[each] for each in ranks})
-        )
+        groups = [{rank: tries[rank] for rank in ranks} for ranks in set(alike.values())]
+        wrong = sorted(rank for group in groups if _differ(group) for rank in at_fault(group))
         if mesh.rank not in wrong:
             return
         right = [rank for rank in alike[mesh.rank] if rank not in wrong]
@@ -88,8 +83,8 @@ def microbatch_of(run: Trainer, replica: int, number: int) -> Microbatch:
     return replace(found, replica=replica)
 
 
-def _of_group(tries: Mapping[int, Sequence[object]]) -> list[int]:
-    return at_fault(tries) if len({each for some in tries.values() for each in some}) > 1 else []
+def _differ(tries: Mapping[int, Sequence[object]]) -> bool:
+    return len({each for some in tries.values() for each in some}) > 1
 
 
 def computed(run: Trainer, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -104,12 +99,6 @@ def computed(run: Trainer, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     def add(parameter: Tensor, gradient: Tensor) -> None:
         total.add_(checksum(gradient) * (2 * numbers[parameter] + 1))
 
-    if step.balance is None:
-        tokens = counted_tokens([microbatch], step.mesh)
-    else:
-        tokens, sequences, routed = counted_and_routed([microbatch], step.mesh)
-        step.balance.begin(1, sequences, routed, step.scaler.scale)
-        microbatch = replace(microbatch, number=0)
     with step.gradients.handed_to(add):
-        loss = step.pipeline.train([microbatch], step.scaler.scale / tokens, lambda kind: run.enter(PHASES[kind]))
+        loss, _ = step.loss([microbatch], run.enter)
     return loss.flatten()[0], total

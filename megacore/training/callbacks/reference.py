@@ -35,12 +35,8 @@ KEY = "reference"
 
 
 class ReferenceScores(Callback):
-    """Gives pairs the log-probabilities of their answers by the reference.
-
-    Args:
-        sources: The rows of pairs that are trained and evaluated on.
-        batches: Makes the batches of this rank of one of them.
-    """
+    """Gives pairs the log-probabilities of their answers by the reference; ``batches`` makes those of this rank, of the
+    rows of pairs that are trained and evaluated on."""
 
     def __init__(self, sources: Sequence[Packed], batches: Callable[[Packed], Batches]) -> None:
         self._sources, self._batches = sources, batches

@@ -69,10 +69,6 @@ class StepResult:
         loss, norm = map(float.fromhex, self.total)
         return f"loss {loss:.6g}, gradient norm {norm:.6g}"
 
-    @property
-    def is_finite(self) -> bool:
-        return all(math.isfinite(float.fromhex(each)) for each in self.total)
-
     def differing(self, other: StepResult) -> list[int]:
         """Return the ranks whose part of the loss is another; where there is none, those whose gradient is."""
         pairs = list(enumerate(zip(self.parts, other.parts, strict=True)))
@@ -81,11 +77,7 @@ class StepResult:
 
 
 class RepeatSteps(BadSteps):
-    """Repeats each bad step once, and each that spikes if ``recovery.spikes`` says so.
-
-    Args:
-        spikes: The limits that a spike is above; None where those are not repeated.
-    """
+    """Repeats each bad step once, and each that spikes if ``recovery.spikes`` says so; ``spikes`` knows the limits."""
 
     def __init__(self, checkpoints: Checkpoints, spikes: TellSpikes | None) -> None:
         super().__init__(allowed=0)
@@ -116,7 +108,7 @@ class RepeatSteps(BadSteps):
         self._set_limits(run)
 
     def _set_limits(self, run: Trainer) -> None:
-        limits = self._spikes.limits if self._spikes is not None else {}
+        limits = self._spikes.seen.limits if self._spikes is not None else {}
         most = [limits.get("loss", math.inf), limits.get("grad_norm", math.inf)]
         self._limits = torch.tensor(most, dtype=torch.float64, device=run.mesh.device)
 
@@ -152,7 +144,8 @@ class RepeatSteps(BadSteps):
     def _found(self, run: Trainer, step: int) -> None:
         """Have a step done again that is bad for the first time."""
         result = StepResult.of(self._outcome, run.control)
-        self._tell(run, "spike" if result.is_finite else "non_finite", "repeat", step, str(result))
+        is_finite = all(math.isfinite(float.fromhex(each)) for each in result.total)
+        self._tell(run, "spike" if is_finite else "non_finite", "repeat", step, str(result))
         self._bad = step, result
         self._again(run, step)
 
@@ -240,11 +233,8 @@ class RepeatSteps(BadSteps):
 
 
 def restore(run: Trainer, start: Start) -> None:
-    """Fill the weights and the optimizer of a run from a checkpoint, and go on from there; all ranks do so.
-
-    Raises:
-        DamageError, StoreError: it cannot be used; the state is neither the one nor the other.
-    """
+    """Fill the weights and the optimizer of a run from a checkpoint, and go on from there; all ranks do so. Raises
+    DamageError, StoreError: it cannot be used; the state is neither the one nor the other."""
     optimizer = run.train_step.optimizer
     optimizer.forget()
     load_initial_state(start, run.model.parameters, optimizer, run.config.train.seed, run.control)
@@ -256,11 +246,8 @@ def restore(run: Trainer, start: Start) -> None:
 
 def _before(run: Trainer, step: int, stop: int, damaged: Sequence[Damaged]) -> Start:
     """Return the newest checkpoint before a bad step that is not known to be damaged, or where there is none what the
-    run started from, without the samples from there to ``stop``.
-
-    Raises:
-        StoreError: what the run started from is damaged.
-    """
+    run started from, without the samples from there to ``stop``. Raises StoreError: what the run started from is
+    damaged."""
     config, origin, control = run.config, run.origin, run.control
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
 

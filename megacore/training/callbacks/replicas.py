@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacore.control import Control
 from megacore.corruption import Corrupted, outvoted
 from megacore.parallel.gradients.buckets import Elements, WholeSpan, spans_of
 from megacore.parallel.rank_sets import RankSet, groups_of
@@ -34,11 +36,8 @@ class Replicas(Callback):
 
 
 def compare(run: Trainer) -> None:
-    """Compare the states of all ranks after a step; this waits for the device.
-
-    Raises:
-        Corrupted: some differ; on all ranks.
-    """
+    """Compare the states of all ranks after a step; this waits for the device. Raises Corrupted: some differ; on all
+    ranks."""
     run.enter("log")
     control = run.control
     here = list(held_tensors(run))
@@ -47,21 +46,20 @@ def compare(run: Trainer) -> None:
     for (ranks, name, _), each in zip(here, sums, strict=True):
         if len(ranks) > 1:
             named.setdefault(ranks, []).append((name, each))
-    told = [
-        {tuple(map(int, key.split())): digest for key, digest in each.items()}
-        for each in control.exchange({_spell(ranks): _digest(each) for ranks, each in named.items()})
-    ]
+    told = _exchanged(control, {ranks: _digest(each) for ranks, each in named.items()})
     differing = sorted({ranks for each in told for ranks in each if len({told[other][ranks] for other in ranks}) > 1})
     if not differing:
         return
-    theirs = control.exchange({_spell(ranks): each for ranks, each in named.items() if ranks in differing})
     ranks = differing[0]
+    theirs = _exchanged(control, {ranks: named[ranks]} if ranks in named else {})
     values = {each: told[each][ranks] for each in ranks}
     wrong = outvoted(values)
     one = wrong[0] if wrong else ranks[0]
     other = next(each for each in ranks if values[each] != values[one] and each not in (wrong or ()))
-    pairs = zip(*(theirs[each][_spell(ranks)] for each in (one, other)), strict=True)
-    where = f"{_some([name for (name, ours), (_, right) in pairs if ours != right])} after step {run.step}"
+    pairs = zip(*(theirs[each][ranks] for each in (one, other)), strict=True)
+    names = [name for (name, ours), (_, right) in pairs if ours != right]
+    more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+    where = f"{', '.join(names[:3])}{more} after step {run.step}"
     if wrong is None:
         raise Corrupted(f"{listed(ranks)} differ in {where}, and nobody knows which is right", None)
     most = listed([each for each in ranks if each not in wrong])
@@ -112,13 +110,9 @@ def _digest(named: Sequence[tuple[str, int]]) -> str:
     return hashlib.blake2b(str([each for _, each in named]).encode(), digest_size=8).hexdigest()
 
 
-def _spell(ranks: RankSet) -> str:
-    return " ".join(map(str, ranks))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} others" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _exchanged(control: Control, here: Mapping[RankSet, Any]) -> list[dict[RankSet, Any]]:
+    """Return what each rank has of each set of ranks."""
+    return [{tuple(ranks): value for ranks, value in each} for each in control.exchange([*here.items()])]
 
 
 @torch.no_grad()

@@ -37,8 +37,8 @@ def report(config: Config, last: int, vocabulary: int) -> str:
     entropy = known.unigram_entropy if known else None
     unit = " in nats per token" if config.preference is None else " of a pair"
     metrics.draw(records, out / metrics.PICTURE, entropy, unit)
-    losses = [loss for _, loss in metrics.curve(records, "loss")]
-    held_out = [loss for _, loss in metrics.curve(records, "validation_loss")]
+    keys = "loss", "validation_loss", "skipped_steps", "goodput"
+    losses, held_out, skipped, goodput = ([value for _, value in metrics.curve(records, key)] for key in keys)
     lines = ["", f"Done after step {last} of {config.train.steps}." if last < config.train.steps else "Done."]
     if losses:
         recent = losses[-10:]
@@ -51,11 +51,11 @@ def report(config: Config, last: int, vocabulary: int) -> str:
         best = f", the lowest {lowest:.4f} at step {at:,.0f}" if lowest < held_out[-1] else ""
         lines.append(f"  validation loss  {held_out[-1]:.4f}{best}")
     lines += _above_a_guess(records, vocabulary) if config.has_cross_entropy else []
-    if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
-        lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
-    if goodput := [share for _, share in metrics.curve(records, "goodput")][-1:]:
+    if skipped and skipped[-1]:
+        lines.append(f"  skipped steps    {skipped[-1]:,} of {last:,}, which changed nothing")
+    if goodput:
         befell = incidents.summary(incidents.read(out))
-        lines.append(f"  goodput          {goodput[0]:.1%} of the wall clock went into steps that count ({befell})")
+        lines.append(f"  goodput          {goodput[-1]:.1%} of the wall clock went into steps that count ({befell})")
     if entropy is not None:
         lines.append(f"  unigram entropy  {entropy:.4f} (what knowing the tokens' frequencies alone would give)")
     paths = {"metrics": out / metrics.METRICS, "loss curve": out / metrics.PICTURE}

@@ -15,14 +15,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-from pydantic import TypeAdapter
+from typing import Any, NamedTuple
 
 from megacore.incidents import Incident
 from megacore.training import metrics
@@ -43,22 +41,7 @@ _NORMAL = 1.4826
 """The standard deviation of normal noise over its median absolute deviation."""
 
 
-@dataclass(frozen=True)
-class Spike:
-    """A value of ``loss`` or ``grad_norm`` far above the median of the records before it; ``limit`` is the most that is
-    no spike."""
-
-    name: str
-    value: float
-    median: float
-    limit: float
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.value:.4g} (median {self.median:.4g}, limit {self.limit:.4g})"
-
-
-@dataclass(frozen=True)
-class RecordedStep:
+class RecordedStep(NamedTuple):
     """A record that was looked at: its step, its learning rate, its ``loss`` and ``grad_norm``, whether it spiked."""
 
     step: int
@@ -76,7 +59,7 @@ class Spikes:
 
     @property
     def limits(self) -> Mapping[str, float]:
-        """The largest values that are no spikes, by metric; infinite where that is not known yet."""
+        """The largest values of the next step that are no spikes, by metric; infinite where that is not known yet."""
         return {name: limit for name, (_, limit) in self._limits.items()}
 
     @cached_property
@@ -91,10 +74,10 @@ class Spikes:
         """Whether the last record was a spike."""
         return bool(self.records) and self.records[-1].spiked
 
-    def found(self, record: Mapping[str, float]) -> list[Spike]:
-        """Return the spikes in a step's ``loss`` and ``grad_norm``; what is not finite is none."""
+    def found(self, record: Mapping[str, float]) -> list[str]:
+        """Return the spikes in a step's ``loss`` and ``grad_norm`` in words; what is not finite is none."""
         return [
-            Spike(name, record[name], middle, limit)
+            f"{name} {record[name]:.4g} (median {middle:.4g}, limit {limit:.4g})"
             for name, (middle, limit) in self._limits.items()
             if limit < record[name] < math.inf
         ]
@@ -125,11 +108,6 @@ class TellSpikes(Callback):
     def __init__(self) -> None:
         self.seen = Spikes()
 
-    @property
-    def limits(self) -> Mapping[str, float]:
-        """The largest values of the next step that are no spikes, by metric."""
-        return self.seen.limits
-
     def on_start(self, run: Trainer) -> None:
         out = Path(run.config.out)
 
@@ -138,17 +116,17 @@ class TellSpikes(Callback):
             for each in metrics.newest(out / metrics.METRICS, _RECALLED) if run.step and run.mesh.rank == 0 else ():
                 if "loss" in each and each["step"] <= run.step:
                     spikes = spikes.after(each["step"], each["lr"], {name: each[name] or 0.0 for name in LEAST})
-            return list(map(asdict, spikes.records))
+            return list(spikes.records)
 
         records = run.control.tell(run.control.attempt(known))
-        self.seen = Spikes(TypeAdapter(tuple[RecordedStep, ...]).validate_python(records))
+        self.seen = Spikes(tuple(RecordedStep(*each) for each in records))
 
     def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
         if "loss" not in record:
             return
         values = {name: float(record[name] or 0) for name in LEAST}
         if (found := self.seen.found(values)) and not self.seen.spiking:
-            detail = ", ".join(map(str, found))
+            detail = ", ".join(found)
             run.report(Incident("spike", detail=detail, step=run.step, at=time.time()))
             run.tell(f"step {run.step}: {detail} is far above those before it")
         self.seen = self.seen.after(run.step, run.lr, values)

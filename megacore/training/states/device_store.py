@@ -68,11 +68,6 @@ class UpdatedTensor:
             return cls(part, data.to(dtype, copy=True).contiguous(), True)
         return cls(part, data, False)
 
-    @property
-    def wider(self) -> bool:
-        """Whether the master knows more than the parameter."""
-        return self.tensor.dtype != self.part.data.dtype
-
 
 @dataclass(frozen=True)
 class Nothing:
@@ -120,7 +115,7 @@ class DeviceStore:
                 matrices,
             )
         )
-        self._of = {id(target.part): target for target in self.targets}
+        self._of = {target.part: target for target in self.targets}
         self._ema = rule.ema
         self._averages = {} if rule.ema is None else {t.part: t.tensor.clone() for t in self.targets}
 
@@ -134,12 +129,9 @@ class DeviceStore:
         kernels.set_updates(self.adamw, count)
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
-        """Update the values of all parts from their gradients, which count no more then.
-
-        Args:
-            go: A bool scalar on the device; where it is false nothing changes.
-            divisor: An fp32 scalar on the device that the update divides gradients by where it reads them; or None.
-        """
+        """Update the values of all parts from their gradients, which count no more then, but nothing where ``go``, a
+        bool scalar on the device, is false; it divides gradients by ``divisor``, an fp32 scalar there, as it reads
+        them."""
         for target in self._by_adamw:
             target.tensor.grad = target.part.gradient
         for group in self.adamw.param_groups:
@@ -151,7 +143,7 @@ class DeviceStore:
             first = kernels.step_of(self.adamw) <= 1
             for part, average in self._averages.items():
                 goes = go.to(average.dtype)
-                average.lerp_(self._of[id(part)].tensor, torch.where(first, goes, goes * (1 - self._ema)))
+                average.lerp_(self._of[part].tensor, torch.where(first, goes, goes * (1 - self._ema)))
         masters = [target for target in self.targets if target.master]
         if masters:
             torch._foreach_copy_([t.part.data for t in masters], [t.tensor for t in masters])
@@ -160,7 +152,7 @@ class DeviceStore:
 
     def of(self, part: OwnedShard, state: str) -> Tensor:
         """Return the state of a part: a moment, empty if it has none, or what is updated in place of its values."""
-        target = self._of[id(part)]
+        target = self._of[part]
         if state == MASTER:
             return target.tensor
         if state == EMA:

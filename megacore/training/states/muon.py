@@ -42,16 +42,8 @@ class Muon:
 
 
 class WholeMatrices:
-    """The parts that are of matrices, with the means of their gradients.
-
-    Args:
-        rule: The numbers of a step.
-        weight_decay: As AdamW's, times the learning rate of a step.
-        parts: The parts, each with what is updated for it, contiguous.
-        value: dtype of what is updated.
-        moments: dtype of the means; None for that.
-        matrices: What brings whole matrices together.
-    """
+    """The parts that are of matrices, each with what is updated for it, contiguous and of the dtype ``value``, and the
+    means of their gradients, of the dtype ``moments``, if it is another. ``weight_decay`` is as AdamW's."""
 
     def __init__(
         self,

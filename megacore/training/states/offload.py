@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -22,39 +23,19 @@ from megacore.parallel.gradients.buckets import Elements, OwnedShard
 from megacore.parallel.kernels.narrow_adamw import Step, update
 from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS
 from megacore.training.states.device_store import Rule
-from megacore.training.states.windows import ALIGNED, BUFFERS, Segment, Window, WindowStore, cut
+from megacore.training.states.windows import ALIGNED, BUFFERS, Segment, WindowStore, cut
 
 
 @dataclass(frozen=True)
 class Offload:
-    """The place of offloaded states.
-
-    Args:
-        folder: The folder of a file for them, on a disk of this machine; None for host memory.
-        buffer_bytes: The size of the host memory that they and gradients pass through; those that stay there come on
-            top.
-    """
+    """The place of offloaded states: a file in a folder, on a disk of this machine, or host memory. They and gradients
+    pass through ``buffer_bytes`` of that; states that stay there come on top."""
 
     folder: Path | None = None
     buffer_bytes: int = 512 << 20
 
 
-@dataclass(frozen=True)
-class _FlatShard:
-    """A part in one dimension: views, or where its memory has gaps, copies."""
-
-    part: OwnedShard
-    values: Tensor
-    gradient: Tensor
-
-    @classmethod
-    def of(cls, part: OwnedShard) -> _FlatShard:
-        return cls(part, part.data.reshape(-1), part.gradient.reshape(-1))
-
-    def put_back(self) -> None:
-        data = self.part.data
-        if not data.is_contiguous():
-            data.copy_(self.values.view(data.shape))
+_Flat = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,17 +52,13 @@ class _Staging:
 
 class OffloadedStore:
     """A store of masters and moments as :class:`~megacore.training.states.device_store.DeviceStore`, elsewhere; dtype:
-    that of the parts' values.
-
-    Raises:
-        StoreError: there is no room for the file.
-    """
+    that of the parts' values. Raises StoreError: there is no room for the file."""
 
     def __init__(
         self, parts: Sequence[OwnedShard], rule: Rule, dtype: torch.dtype, device: torch.device, offload: Offload
     ) -> None:
         self.updates = 0
-        self._parts, self._rule, self._device = parts, rule, device
+        self._parts, self._rule = parts, rule
         kept, value, pinned = rule.kept(dtype), rule.value(dtype), device.type != "cpu"
         self.kept, self.masters = kept, MASTER in kept
         passing = value.itemsize * (1 if self.masters else 2)
@@ -89,11 +66,9 @@ class OffloadedStore:
         sizes = [part.data.numel() for part in parts]
         numel = _window(sizes, offload.buffer_bytes // (BUFFERS * (passing + staying * (offload.folder is not None))))
         self._windows = cut(sizes, numel)
-        self._of: list[list[tuple[Window, Segment]]] = [[] for _ in parts]
-        for window in self._windows:
-            for segment in window.segments:
-                self._of[segment.part].append((window, segment))
-        self._number = {id(part): number for number, part in enumerate(parts)}
+        self._of: dict[OwnedShard, list[Segment]] = {part: [] for part in parts}
+        for segment in chain.from_iterable(self._windows):
+            self._of[parts[segment.part]].append(segment)
         self._on: Any = torch.get_device_module(device)
         self._down, self._up = self._on.Stream(), self._on.Stream()
         self._stagings = [
@@ -105,13 +80,10 @@ class OffloadedStore:
             )
             for _ in self._windows[:BUFFERS]
         ]
-        self._store = WindowStore([window.numel for window in self._windows], kept, device, offload.folder)
-        if self.masters:
-            for part in parts:
-                self.of(part, MASTER)[...] = part.data
-        if rule.ema is not None:
-            for part in parts:
-                self.of(part, EMA)[...] = part.data
+        self._store = WindowStore([window[-1].here.stop for window in self._windows], kept, device, offload.folder)
+        for state in (MASTER, EMA):
+            for part in parts if state in kept else ():
+                self.of(part, state)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
         """Update the values of all parts. The host waits for the device, as it computes."""
@@ -120,49 +92,53 @@ class OffloadedStore:
         if not divided_by:
             return
         self.updates += 1
-        flats, current = [_FlatShard.of(part) for part in self._parts], self._on.current_stream()
+        current = self._on.current_stream()
+        # Of each part values and gradient in one dimension: views, or where its memory has gaps, copies.
+        flats = [(part.data.reshape(-1), part.gradient.reshape(-1)) for part in self._parts]
         self._down.wait_stream(current)
         self._up.wait_stream(current)
         ahead = max(1, len(self._stagings) - 1)
-        for window in self._windows[:ahead]:
-            self._send(window, flats)
-        for window in self._windows:
-            for coming in self._windows[window.number + ahead :][:1]:
+        numbers = range(len(self._windows))
+        for number in numbers[:ahead]:
+            self._send(number, flats)
+        for number in numbers:
+            for coming in numbers[number + ahead :][:1]:
                 self._send(coming, flats)
-            self._update(window, flats, lr, divided_by)
+            self._update(number, flats, lr, divided_by)
         current.wait_stream(self._up)
-        for flat in flats:
-            flat.put_back()
-        for window in self._windows[:ahead]:  # the next step's, beside its forward and backward
-            self._store.fetch(window.number)
+        for part, (values, _) in zip(self._parts, flats, strict=True):
+            if not part.data.is_contiguous():
+                part.data.copy_(values.view(part.data.shape))
+        for number in numbers[:ahead]:  # the next step's, beside its forward and backward
+            self._store.fetch(number)
 
     def of(self, part: OwnedShard, state: str) -> Elements:
         if state == MASTER and not self.masters:
             return part.data
-        return _StoredElements(self._store, self._of[self._number[id(part)]], part, state, self.kept[state])
+        return _StoredElements(self._store, self._of[part], part, state, self.kept[state])
 
     def states(self, part: OwnedShard) -> Sequence[str]:
         return [*self.kept]
 
-    def _send(self, window: Window, flats: Sequence[_FlatShard]) -> None:
-        self._store.fetch(window.number)
-        staging = self._stagings[window.number % len(self._stagings)]
+    def _send(self, window: int, flats: Sequence[_Flat]) -> None:
+        self._store.fetch(window)
+        staging = self._stagings[window % len(self._stagings)]
         with self._on.stream(self._down):
             self._down.wait_event(staging.left)
-            for segment in window.segments:
-                flat = flats[segment.part]
-                staging.gradient[segment.here].copy_(flat.gradient[segment.there], non_blocking=True)
+            for segment in self._windows[window]:
+                values, gradient = flats[segment.part]
+                staging.gradient[segment.here].copy_(gradient[segment.there], non_blocking=True)
                 if staging.values is not None:
-                    staging.values[segment.here].copy_(flat.values[segment.there], non_blocking=True)
+                    staging.values[segment.here].copy_(values[segment.there], non_blocking=True)
         staging.arrived.record(self._down)
 
-    def _update(self, window: Window, flats: Sequence[_FlatShard], lr: float, divisor: float) -> None:
-        staging = self._stagings[window.number % len(self._stagings)]
+    def _update(self, window: int, flats: Sequence[_Flat], lr: float, divisor: float) -> None:
+        staging = self._stagings[window % len(self._stagings)]
         staging.arrived.synchronize()
-        states = self._store.open(window.number)
+        states = self._store.open(window)
         values = states[MASTER] if staging.values is None else staging.values
         for decays in (True, False):
-            here = [each.here for each in window.segments if self._parts[each.part].decays == decays]
+            here = [each.here for each in self._windows[window] if self._parts[each.part].decays == decays]
             decay = self._rule.weight_decay if decays else 0.0
             tensors = (values, staging.gradient, *(states[moment] for moment in MOMENTS))
             update(
@@ -172,12 +148,12 @@ class OffloadedStore:
         if self._rule.ema is not None:
             states[EMA].lerp_(values[: len(states[EMA])], 1.0 if self.updates == 1 else 1 - self._rule.ema)
         with self._on.stream(self._up):
-            for segment in window.segments:
-                target = flats[segment.part].values[segment.there]
+            for segment in self._windows[window]:
+                target = flats[segment.part][0][segment.there]
                 target.copy_(values[segment.here].to(target.device, non_blocking=True))
         staging.left.record(self._up)
-        self._store.changed(window.number, staging.left)
-        self._store.put_back(window.number)
+        self._store.changed(window, staging.left)
+        self._store.put_back(window)
 
 
 @dataclass(frozen=True)
@@ -185,7 +161,7 @@ class _StoredElements:
     """:class:`~parallel.gradients.buckets.Elements` of a part that are in a store."""
 
     store: WindowStore
-    segments: Sequence[tuple[Window, Segment]]
+    segments: Sequence[Segment]
     part: OwnedShard
     state: str
     dtype: torch.dtype
@@ -209,9 +185,11 @@ class _StoredElements:
 
     def _overlaps(self, start: int, stop: int) -> Iterable[tuple[int, slice, slice]]:
         """Yield (window, where in it, where from ``start`` on) of what lies in [start, stop)."""
-        for window, segment in self.segments:
-            if (found := segment.overlap(start, stop)) is not None:
-                yield window.number, *found
+        for each in self.segments:
+            first, last = max(start, each.there.start), min(stop, each.there.stop)
+            if first < last:
+                offset = each.here.start - each.there.start
+                yield each.window, slice(first + offset, last + offset), slice(first - start, last - start)
 
 
 def _window(sizes: Sequence[int], most: int) -> int:

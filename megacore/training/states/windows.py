@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,65 +23,35 @@ BUFFERS = 4
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of the part with this number, from ``at`` on in a window."""
+    """Elements of a part in a window, by the numbers of the two: where they are in the window (``here``), and where in
+    the part (``there``)."""
 
+    window: int
+    here: slice
     part: int
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def here(self) -> slice:
-        """Its place in the window."""
-        return slice(self.at, self.at + self.stop - self.start)
-
-    @property
-    def there(self) -> slice:
-        """Its place in the part."""
-        return slice(self.start, self.stop)
-
-    def overlap(self, start: int, stop: int) -> tuple[slice, slice] | None:
-        """Return the place of elements [start, stop) of the part in the window, and their place from ``start`` on."""
-        first, last = max(start, self.start), min(stop, self.stop)
-        if first >= last:
-            return None
-        offset = self.at - self.start
-        return slice(first + offset, last + offset), slice(first - start, last - start)
+    there: slice
 
 
-@dataclass(frozen=True)
-class Window:
-    """Some segments, up to ``numel`` elements."""
-
-    number: int
-    segments: tuple[Segment, ...]
-
-    @property
-    def numel(self) -> int:
-        return self.segments[-1].here.stop
-
-
-def cut(sizes: Sequence[int], numel: int) -> list[Window]:
-    """Return the parts of these sizes in windows of at most ``numel`` elements, a multiple of ALIGNED, in order."""
-    windows: list[list[Segment]] = []
-    at = numel
-    for part, stop in enumerate(sizes):
+def cut(sizes: Sequence[int], numel: int) -> list[list[Segment]]:
+    """Return the segments of each window, of parts of these sizes that lie one after the other in windows of ``numel``
+    elements, a multiple of ALIGNED."""
+    windows, at = list[list[Segment]](), 0
+    for part, size in enumerate(sizes):
         start = 0
-        while start < stop:
-            if at >= numel:
+        while start < size:
+            number, place = divmod(at, numel)
+            if not place:
                 windows.append([])
-                at = 0
-            end = min(stop, start + numel - at)
-            windows[-1].append(Segment(part, start, end, at))
-            at += -(-(end - start) // ALIGNED) * ALIGNED
-            start = end
-    return [Window(number, tuple(segments)) for number, segments in enumerate(windows)]
+            count = min(size - start, numel - place)
+            windows[number].append(Segment(number, slice(place, place + count), part, slice(start, start + count)))
+            start += count
+            at += -(-count // ALIGNED) * ALIGNED
+    return windows
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A place for a window in host memory: {state: tensor}, and the bytes of all of them as a file has them; without a
-    file it has none."""
+    """A place for a window in host memory: {state: tensor}, and the bytes of all of them as a file has them."""
 
     tensors: Mapping[str, Tensor]
     record: Bytes
@@ -98,31 +67,23 @@ class _Slot:
 
 class WindowStore:
     """{state: host tensor} of each window, zeros at first: all in host memory; or in a file, of which BUFFERS are in
-    host memory while threads read and write others.
-
-    Raises:
-        StoreError: there is no room for the file.
-    """
+    host memory while threads read and write others. Raises StoreError: there is no room for the file."""
 
     def __init__(
         self, sizes: Sequence[int], kept: Mapping[str, torch.dtype], device: torch.device, folder: Path | None
     ) -> None:
-        pinned = device.type != "cpu"
         self._passes = folder is not None and len(sizes) > BUFFERS
         self._slots = list[_Slot]()
+        for number, size in enumerate(sizes if folder is None else [max(sizes, default=0)] * len(sizes[:BUFFERS])):
+            room = {state: -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT for state, dtype in kept.items()}
+            memory = _zeros(sum(room.values()), pinned=device.type != "cpu")
+            parts = zip(room, memory.split(list(room.values())), strict=True)
+            tensors = {state: part.view(kept[state])[:size] for state, part in parts}
+            self._slots.append(_Slot(tensors, memory.numpy(), number if folder is None else None))
         if folder is None or not sizes:
-            for number, size in enumerate(sizes):
-                tensors = {state: torch.zeros(size, dtype=kept[state], pin_memory=pinned) for state in kept}
-                self._slots.append(_Slot(tensors, np.empty(0, np.uint8), number))
             return
-        room = {state: -(-max(sizes) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for state, dtype in kept.items()}
-        self._record = sum(room.values())
+        self._record = self._slots[0].record.size
         self._file = Scratch(folder, len(sizes) * self._record, "the optimizer's states of a rank")
-        for _ in sizes[:BUFFERS]:
-            memory = _bytes(self._record, pinned)
-            parts = dict(zip(room, memory.split(list(room.values())), strict=True))
-            tensors = {state: part.view(kept[state])[: max(sizes)] for state, part in parts.items()}
-            self._slots.append(_Slot(tensors, memory.numpy()))
         # A thread begins on GPU 0: waiting for an event there would make a context, and take memory for it.
         self._threads = ThreadPoolExecutor(2, "offload", torch.get_device_module(device).set_device, (device,))
 
@@ -179,6 +140,6 @@ class WindowStore:
         self._file.write(place.record, number * self._record)
 
 
-def _bytes(size: int, pinned: bool) -> Tensor:
-    """Return host memory that begins where a disk's sectors may."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else torch.from_numpy(aligned_memory(size))
+def _zeros(size: int, pinned: bool) -> Tensor:
+    """Return host memory of so many bytes that begins where a disk's sectors may."""
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=True) if pinned else torch.from_numpy(aligned_memory(size))

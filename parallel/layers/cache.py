@@ -12,22 +12,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.models.attention import Attention
-from megacore.models.context import MaskedAttention
-from megacore.parallel.collectives import all_gather
+from megacore.parallel.collectives import all_gather, start_all_gather
+from megacore.parallel.kernels import indexed
 from megacore.parallel.kernels.delta_rule import Enter
 from megacore.parallel.kernels.scoring import Scoring, attend, attend_partly
 from megacore.parallel.kernels.spans import Spans
+from megacore.parallel.layers.indexed import Indexed, IndexVectors
 from megacore.parallel.layers.states import States
+from megacore.parallel.layers.whole_attention import MaskedAttention
 from megacore.parallel.mesh import Group
 
 _FREE = torch.iinfo(torch.int64).max
 """The position of a slot without a token, which no token sees."""
+
+
+class Attends(Protocol):
+    """An attention that is kept for: its heads of keys on this rank, and the sizes of those of keys and of values."""
+
+    name: str
+    kv: int
+    head: int
+    value: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +53,7 @@ class Cache:
         group: The ranks of cp.
         states: What layers with a state keep of each row: {layer: [rows, heads, each, key, value]}.
         tails: {layer: [rows, taps - 1, channels]}, the last tokens that their convolutions mix in.
+        index: {attention: [rows, slots, head]}, the keys of its indexer.
     """
 
     keys: Mapping[str, Tensor]
@@ -51,11 +63,12 @@ class Cache:
     group: Group
     states: dict[str, Tensor] = field(default_factory=dict)
     tails: dict[str, Tensor] = field(default_factory=dict)
+    index: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        attentions: Iterable[Attention],
+        attentions: Iterable[Attends],
         held: list[list[list[int]]],
         longest: Sequence[int],
         dtype: torch.dtype,
@@ -92,7 +105,7 @@ class Cache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make some rows, in ascending order, the first ones; what is behind them does not count any more."""
-        kept = self.keys, self.values, self.states, self.tails
+        kept = self.keys, self.values, self.states, self.tails, self.index
         for tensor in (*chain(*(each.values() for each in kept)), self.positions):
             for to, row in enumerate(rows):
                 if to != row:
@@ -165,8 +178,15 @@ class Decode:
         return cls(cache, positions, at, own, to, slice(len(rows)) if len(rows) == len(positions) else own)
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return self.among(name, q, k, v, scoring)
+
+    def among(
+        self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Attend to those slots alone that are ``chosen``, [rows, slots], where it says so."""
         self.cache.put(name, self.rows, self.slots, k[self.kept], v[self.kept])
         n, (first, stop, seen) = len(self.at), self._seen(scoring.window, scoring.chunk)
+        seen = seen if chosen is None else seen & chosen[:n, None, first:stop]
         keys, values = (kept[name][:n, :, first:stop] for kept in (self.cache.keys, self.cache.values))
         y = q.new_zeros(*q.shape[:-1], v.shape[-1])
         if self.cache.group.size > 1:
@@ -277,3 +297,63 @@ class DecodeStates(States):
 
     def leaving(self, name: str, last: Tensor) -> None:
         self.cache.states[name][: self.rows] = last[: self.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillIndexed(Indexed):
+    """Attention of whole prompts to tokens that indexers choose, whose keys are kept, too.
+
+    Args:
+        prefill: The prompts.
+        whole: The attention.
+    """
+
+    prefill: Prefill
+    whole: Indexed
+
+    def choose(self, name: str, index: IndexVectors, top: int) -> Tensor:
+        cache, rows = self.prefill.cache, self.prefill.rows
+        kept = index.k.new_zeros(*cache.positions.shape, index.k.shape[1])
+        kept[rows, self.prefill.slots] = index.k[: len(rows)]
+        cache.index[name] = kept
+        return self.whole.choose(name, index, top)
+
+    def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
+        n = len(self.prefill.rows)
+        self.prefill.cache.put(name, self.prefill.rows, self.prefill.slots, k[:n], v[:n])
+        return self.whole.attend(name, q, k, v, chosen, scoring)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeIndexed(Indexed):
+    """Attention of one more token of each row to those that indexers choose; what is chosen are slots of this rank.
+
+    Args:
+        decode: The tokens.
+    """
+
+    decode: Decode
+
+    def choose(self, name: str, index: IndexVectors, top: int) -> Tensor:
+        cache, n, count = self.decode.cache, len(self.decode.at), len(index.q)
+        cache.index[name][self.decode.rows, self.decode.slots] = index.k[self.decode.kept]
+        own = slice(index.group.index * count, min(n, (index.group.index + 1) * count))
+        there = self.decode.at[own]
+        scores = indexed.index_scores(index.q[: len(there)], cache.index[name][own], index.weights[: len(there)])
+        # In the order of their positions, as the earlier of two equals is chosen.
+        every, slots = (self._of_all(each) for each in (scores, cache.positions[own]))
+        slots, order = slots.sort(-1)
+        best = indexed.best_of(every.gather(1, order), slots <= there[:, None], top)
+        places = order.gather(1, best.clamp(min=0).long()).masked_fill(best < 0, -1)
+        size, rank = scores.shape[1], cache.group.index
+        places = torch.where(places // size == rank, places - rank * size, -1)
+        return F.pad(places, (0, 0, 0, count - len(places)), value=-1).int()
+
+    def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
+        slots = self.decode.cache.positions.shape[1]
+        return self.decode.among(name, q, k, v, scoring, indexed.marked(chosen, slots))
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        """x: [n, slots] of this rank -> [n, slots of all ranks of cp]."""
+        parts = start_all_gather(x[None], self.decode.cache.group).wait()
+        return parts.transpose(0, 1).flatten(1)

@@ -1,0 +1,85 @@
+"""DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv 2512.02556): DeepSeek-V3 whose tokens look at those that an indexer
+chooses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import Anatomy, LayerAttention
+from megacore.models.config import positive
+from megacore.models.experts_config import TypedLayersConfig
+from megacore.models.families.deepseek_v2 import DeepseekConfig
+from megacore.models.families.deepseek_v3 import PRESETS as OF_V3
+from megacore.models.families.deepseek_v3 import DeepseekV3Config
+from megacore.models.presets import EXPERTS, tiny_latent
+from megacore.models.weight_rows import Rows, Table, in_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV32Config(DeepseekConfig, TypedLayersConfig):
+    family: ClassVar[str] = "deepseek_v32"
+    architecture: ClassVar[str] = "DeepseekV32ForCausalLM"
+    fixed: ClassVar[Mapping[str, Any]] = {**DeepseekV3Config.fixed, "rope_interleave": True, "mlp_bias": False}
+    # What kind of cache each layer has.
+    harmless: ClassVar[frozenset[str]] = DeepseekConfig.harmless | {"layer_types"}
+    axes: ClassVar[Mapping[str, str]] = {**DeepseekConfig.axes, "index_heads": "index_n_heads"}
+    # Of few heads all are often 0, and transformers says nothing of equal scores.
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"index_n_heads": (14, 16), "index_topk": (2, 5, 40)}
+    # Whether dimensions 2 i and 2 i + 1 of the indexer's heads turn together on disk.
+    index_pairs: ClassVar[bool] = False
+
+    q_lora_rank: int = 1536
+    moe_intermediate_size: int = 2048
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 3
+    n_group: int = 8
+    topk_group: int = 4
+    index_topk: int = 2048
+    index_head_dim: int = 128
+    index_n_heads: int = 64
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, "index_rest": self.index_head_dim - self.qk_rope_head_dim}
+
+    @property
+    def choosers(self) -> Sequence[int]:
+        """The layer whose indexer chooses the tokens that a layer sees, for each layer."""
+        return range(self.num_hidden_layers)
+
+    def mixer(self, t: Table) -> Rows:
+        own, rows = {*self.choosers}, t.indexer(pairs=self.index_pairs)
+        return super().mixer(t) + (rows if len(own) == self.num_hidden_layers else in_layers(own, rows))
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        several = {layer for layer, count in Counter(self.choosers).items() if count > 1}
+        layers = (LayerAttention(top=self.index_topk, chooser=c if c in several else None) for c in self.choosers)
+        return super().anatomy_of(layers=tuple(layers), **own)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        latent, still = rng.choice((6, 9)), rng.choice((2, 5))
+        return drawn | {"q_lora_rank": latent, "index_head_dim": drawn["qk_rope_head_dim"] + still}
+
+    def problems(self) -> list[str]:
+        found = super().problems() + positive(self, "index_topk")
+        if self.index_head_dim <= self.qk_rope_head_dim:
+            turning = f"qk_rope_head_dim ({self.qk_rope_head_dim}), the part of it that turns"
+            found.append(f"index_head_dim is {self.index_head_dim}: it must be above {turning}")
+        return found
+
+
+TINY = EXPERTS | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 4, "first_k_dense_replace": 1}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v32-tiny": tiny_latent(96, n_group=4, topk_group=2) | TINY,
+    "deepseek-v3.2": OF_V3["deepseek-v3"],
+}

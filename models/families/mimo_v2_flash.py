@@ -1,0 +1,142 @@
+"""MiMo-V2-Flash (Xiaomi 2026): experts, and windows with sinks and twice the heads of keys of other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import FULL, SLIDING, Anatomy, Factors
+from megacore.models.experts_config import TypedLayersConfig
+from megacore.models.layer_types import PatternedConfig
+from megacore.models.local_rope import LocalRopeConfig
+from megacore.models.presets import shape, tiny
+from megacore.models.rope_config import Convention, Kinds
+from megacore.models.weight_rows import Rows, Table, in_layers
+from megacore.parallel.weights.schema import Param
+
+# Published files say by numbers of what kind layers are, how many tokens before one a window has, and the sizes of its
+# heads; what says nothing is null.
+_PATTERNS = {
+    "hybrid_layer_pattern": ("layer_types", (FULL, SLIDING)),
+    "moe_layer_freq": ("mlp_layer_types", ("dense", "sparse")),
+}
+_BEFORE, _NULL = "sliding_window_size", ("n_shared_experts", "routed_scaling_factor")
+_SAME = "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
+    family: ClassVar[str] = "mimo_v2_flash"
+    architecture: ClassVar[str] = "MiMoV2FlashForCausalLM"
+    # No expert is shared, and layers that predict further tokens are left out.
+    derived: ClassVar[frozenset[str]] = frozenset({"n_shared_experts", "num_nextn_predict_layers"})
+    harmless: ClassVar[frozenset[str]] = TypedLayersConfig.harmless | {"attention_chunk_size", "hybrid_block_size"}
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 192}
+    spellings: ClassVar[Mapping[str, str]] = {"layernorm_epsilon": "rms_norm_eps"}
+    axes: ClassVar[Mapping[str, str]] = {
+        **{axis: name for axis, name in TypedLayersConfig.axes.items() if axis != "shared_mlp"},
+        "value": "v_head_dim",
+        "local_kv": "local_key_value_heads",
+    }
+    rope_kinds: ClassVar[Kinds] = {
+        FULL: Convention(rope_theta=5e6, partial_rotary_factor=0.334),
+        SLIDING: Convention(theta_key="swa_rope_theta", partial_rotary_factor=0.334),
+    }
+    pattern: ClassVar[int] = 6
+
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    v_head_dim: int = 128
+    attention_value_scale: float | None = 0.707
+    sliding_window: int | None = 129
+    moe_intermediate_size: int = 2048
+    n_routed_experts: int = 256
+    n_shared_experts: int = 0
+    num_experts_per_tok: int = 8
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = field(default=1, compare=False)  # which mlp_layer_types says
+
+    @property
+    def local_key_value_heads(self) -> int:
+        """Heads of keys and values in layers with windows."""
+        return 2 * self.num_key_value_heads
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return ("model.mtp.",)
+
+    def slides(self, layer: int) -> bool:
+        return layer > 0 and super().slides(layer)
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        scale = Factors(gives=1.0 if self.attention_value_scale is None else self.attention_value_scale)
+        return super().anatomy_of(factors={"attn": scale, "local_attn": scale}, **own)
+
+    def mixer(self, t: Table) -> Rows:
+        full, local = (
+            t.attention(
+                name=name,
+                here=f"(q: heads head + k: {kv} head + v: {kv} value)",
+                heads="(heads value)",
+                bias=self.attention_bias,
+            )
+            for name, kv in (("attn", "kv"), ("local_attn", "local_kv"))
+        )
+        sinks = Param("layers.{layer}.local_attn.sinks", "heads", f"{t.layer}.self_attn.attention_sink_bias", std=t.std)
+        return in_layers(self.layers_of(FULL), full) + in_layers(self.layers_of(SLIDING), (*local, sinks))
+
+    def experts(self, t: Table) -> Rows:
+        return t.experts(correction=self.correction)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        heads, head = 2 * drawn["num_attention_heads"], drawn["head_dim"]
+        fitting = [kv for kv in (1, 2, 4, heads // 2) if heads % (2 * kv) == 0 and (kv % tp == 0 or tp % (2 * kv) == 0)]
+        drawn |= {"num_attention_heads": heads, "num_key_value_heads": rng.choice(fitting)}
+        drawn |= {"v_head_dim": rng.choice((3, head)), "attention_value_scale": rng.choice((None, 0.7))}
+        return drawn | {"sliding_window": rng.choice((2, 3, positions))}  # the class cannot do without
+
+    def problems(self) -> list[str]:
+        found, heads, local = super().problems(), self.num_attention_heads, self.local_key_value_heads
+        if not found and heads % local:
+            found.append(f"num_attention_heads ({heads}) is not a multiple of {local}, twice num_key_value_heads")
+        if self.v_head_dim > self.head_dim:
+            found.append(f"v_head_dim is {self.v_head_dim}: it may be up to head_dim ({self.head_dim})")
+        return found
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        said = {name: value for name, value in config.items() if name not in _NULL or value is not None}
+        for name, (field_name, words) in _PATTERNS.items():
+            if isinstance(each := config.get(name), list) and config.get(field_name) is None:
+                said[field_name] = [words[bool(number)] for number in each]
+        if isinstance(before := config.get(_BEFORE), int):
+            said["sliding_window"] = before + 1  # the token itself, too
+        values, problems = super()._read(said)
+        for name in _SAME:
+            own, theirs = values.get(name, getattr(cls, name, None)), config.get(f"swa_{name}")
+            own = 2 * own if name == "num_key_value_heads" and isinstance(own, int) else own
+            if theirs not in (None, own):
+                problems.append(f"swa_{name} is {theirs!r}: {cls.architecture} takes {own!r}")
+        return values, problems
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return super()._consumed() | {*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "mimo_v2_flash-tiny": tiny(96, head_dim=24, v_head_dim=16, sliding_window=128, moe_intermediate_size=32)
+    | {"n_routed_experts": 16, "num_experts_per_tok": 4},
+    "mimo-v2-flash": shape(4096, 16384, 48, 64)
+    | {"vocab_size": 152576, "num_key_value_heads": 4, "head_dim": 192, "max_position_embeddings": 262144},
+}
