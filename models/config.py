@@ -454,8 +454,9 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
     full, local = (() if param is None else param.values("layer", sizes) for param in attends)
     looked_at = 0  # numbers of all heads
-    for own, head in (((*full, *others, *further), sizes["head"]), (local, sizes.get("local_head", sizes["head"]))):
-        attending = (config.anatomy.layers[layer] for layer in own)
+    kinds = ((*full, *others, *further), sizes["head"]), (tuple(local), sizes.get("local_head", sizes["head"]))
+    for layers, head in kinds:
+        attending = (config.anatomy.layers[layer] for layer in layers)
         tokens = sum(looks(sequence_length, layer.top or layer.window, layer.chunk) for layer in attending)
         looked_at += sizes["heads"] * (head + sizes.get("value", head)) * tokens
     attention = 6 * looked_at // sequence_length + sum(6 * whole.numel(param) for param in mixed.values())
