@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from megacore.parallel.weights.schema import Param, Schema
 
 _LAYER = "{layer}."
+_LOCAL = "local_"
 _PARTS = ("experts", "router")
 """Parts of a mixture of experts that are known by these words alone."""
 
@@ -47,9 +48,11 @@ def in_block(name: str) -> str:
 
 
 def without_block(name: str) -> tuple[str, ...]:
-    """Return the names of a part of a block without its layer: ``attn.qkv``; ``mlp.experts.up`` and ``experts.up``."""
+    """Return the names of a part of a block without its layer: ``attn.qkv``, of layers with windows ``local_attn.qkv``
+    too; ``mlp.experts.up`` and ``experts.up``."""
     short = name.partition(".")[2]
-    return (name, short) if short.partition(".")[0] in _PARTS else (name,)
+    alike = {name: None, name.removeprefix(_LOCAL): None}
+    return (*alike, short) if short.partition(".")[0] in _PARTS else (*alike,)
 
 
 def tensors(schema: Schema) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megacore.models.lora import Lora, adapters, linears
+from megacore.models.lora import Lora, adapters, linears, targets
+from megacore.models.names import matches, tensors
+from megacore.models.registry import configure
 from megacore.parallel.weights.schema import Param, Schema
 
 SIZES = {"layer": 2, "embed": 8, "heads": 4, "kv": 2, "head": 6, "two": 2, "half": 2, "rest": 2}
@@ -30,3 +32,13 @@ def test_adapters_of_pieces_in_which_more_is_fused() -> None:
 def test_norms_of_heads_have_no_adapters() -> None:
     norm = Param("layers.{layer}.q_norm.weight", "heads head", vector=True)
     assert not list(linears(Schema((norm,), SIZES)))
+
+
+def test_attention_is_that_of_layers_with_windows_too() -> None:
+    """Wherever their heads have other sizes; they can be chosen alone."""
+    schema = configure({"preset": "mimo_v2_flash-tiny"}).schema
+    found = {pattern: {each.name for each in targets(schema, [pattern])} for pattern in ("attn", "local_attn", "qkv")}
+    both = {f"{name}.{linear}" for name in ("attn", "local_attn") for linear in ("qkv.q", "qkv.k", "qkv.v", "out")}
+    assert found == {"attn": both, "local_attn": {name for name in both if "local" in name}, "qkv": set()}
+    layers = {name for name, names in tensors(schema) if matches("attn.out", names)}
+    assert len(layers) == schema.sizes["layer"]
