@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock, patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -109,9 +109,7 @@ def run_steps(
 
 
 def _trainer(config: Config, mesh: Mesh) -> Trainer:
-    corpora: Any = SimpleNamespace(
-        train=None, validation=None, identities=[], corpora=(), batches=lambda *arguments: MagicMock()
-    )
+    corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], corpora=(), separate=False)
     setup = Setup(config, configure(config.model, config.scores), corpora, Start())
     with (
         patch.object(build, "load_initial_state", lambda *arguments: None),
