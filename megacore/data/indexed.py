@@ -181,8 +181,8 @@ def _copy(path: Path, file: IO[bytes]) -> None:
 
 
 class IndexedWriter(GrowingPair):
-    """Streams documents to `PREFIX.bin` and `PREFIX.idx`, which are on the disk when the context ends, and leaves neither
-    where it fails. An index that was there is gone before other data are."""
+    """Streams documents to `PREFIX.bin` and `PREFIX.idx`, which are on the disk when the context ends, and leaves
+    neither where it fails. An index that was there is gone before other data are."""
 
     def __enter__(self) -> Self:
         self._index = self.paths[0].with_suffix(".idx")

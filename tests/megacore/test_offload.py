@@ -180,7 +180,8 @@ def test_in_memory_each_state_of_a_window_is_by_itself(monkeypatch: pytest.Monke
         return torch.zeros(size, dtype=torch.uint8)
 
     monkeypatch.setattr("megacore.training.states.windows._zeros", zeros)
-    store = WindowStore([4096, 1024], {"a": torch.float32, "b": torch.float32, "c": torch.bfloat16}, torch.device("cpu"), None)
+    kept = {"a": torch.float32, "b": torch.float32, "c": torch.bfloat16}
+    store = WindowStore([4096, 1024], kept, torch.device("cpu"), None)
     assert taken == [16384, 16384, 8192, 4096, 4096, 4096]
     assert {state: len(tensor) for state, tensor in store.open(1).items()} == dict.fromkeys("abc", 1024)
 
