@@ -181,8 +181,8 @@ def _copy(path: Path, file: IO[bytes]) -> None:
 
 
 class IndexedWriter(GrowingPair):
-    """Streams documents to `PREFIX.bin` and `PREFIX.idx`, and leaves neither where it fails. An index that was there is
-    gone before other data are."""
+    """Streams documents to `PREFIX.bin` and `PREFIX.idx`, which are on the disk when the context ends, and leaves
+    neither where it fails. An index that was there is gone before other data are."""
 
     def __enter__(self) -> Self:
         self._index = self.paths[0].with_suffix(".idx")
@@ -190,12 +190,16 @@ class IndexedWriter(GrowingPair):
         return super().__enter__()
 
     def __exit__(self, *raised: object) -> None:
+        left = [*self.paths, self._index]
         try:
             if not any(raised):
-                self.write_index(self._index)
+                self.write_index(self._index)  # and all is written to the file of tokens
+                for path in (self.paths[0], self._index):
+                    sync(path)
+                left = self.paths[1:]
         finally:
             self.close()
-            for path in self.paths if any(raised) else self.paths[1:]:
+            for path in left:
                 path.unlink(missing_ok=True)
 
 

@@ -171,10 +171,10 @@ class StreamedRows:
             number, sample = self._last
             if number != index or sample is None:
                 if self._iterator is None or index < self._next:
-                    self._next = self._newest(index)
+                    row, self._iterator = self._newest(index), None  # also where what follows fails
                     if self.has_states:
-                        self._rows.load_state_dict(deepcopy(self._states[self._next]))
-                    self._iterator = iter(self._rows)
+                        self._rows.load_state_dict(deepcopy(self._states[row]))
+                    self._iterator, self._next = iter(self._rows), row
                 while self._next < index:
                     self._pull()
                 sample = sample_of(self._pull(), self.length, f"row {index} of {self.name}")

@@ -294,6 +294,9 @@ def _receive(connection: Connection, asked: deque[Future[Chunk]], process: BaseP
             found = connection.recv()
         except (EOFError, OSError):
             break
+        except Exception:  # there is no memory for it, say: nothing of what comes after it is of use
+            process.kill()
+            break
         if isinstance(found, str):
             asked.popleft().set_exception(TokenError(found))
         else:

@@ -181,7 +181,8 @@ class SeveralNodes(OneNode):
                 self._agents, why = None, f"no answer of the rendezvous at {self._address}"
                 if told != why:
                     told = why
-                    err(f"{why} ({str(error).partition(chr(10))[0]}): it is tried again for {self._patience_s:g} s")
+                    said = str(error.__cause__ or error).partition("\n")[0]  # torch's own class only names the cause
+                    err(f"{why} ({said}): it is tried again for {self._patience_s:g} s")
             if (status := self.ended()) is not None:
                 raise RunEndedError(status, "the run has ended on the other nodes")
             if time.monotonic() > until:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import engine
 import numpy as np
@@ -87,7 +88,7 @@ def test_a_layout_computes_what_one_process_does_and_resumes_bitwise(
 
 
 @pytest.mark.quick
-def test_a_stream_goes_back_and_on_from_its_states(folder: Path) -> None:
+def test_a_stream_goes_back_and_on_from_its_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like one that is read from its beginning; what is resumed is not."""
     config = load(str(folder / "recipe.yaml"), ["batch.global_size=3"])
 
@@ -101,6 +102,10 @@ def test_a_stream_goes_back_and_on_from_its_states(folder: Path) -> None:
     assert len(stream._states) <= own_rows.KEPT + 1
     known = stream.state(35)
     assert known["row"] in range(30, 36)
+    with pytest.raises(OSError, match="busy"), monkeypatch.context() as once:
+        once.setattr(type(stream._rows), "load_state_dict", mock.Mock(side_effect=OSError("busy")))
+        stream.sample(2)
+    assert stream.sample(2).tokens.tolist() == whole[2]
     resumed = opened("Stream")
     resumed.resume(**known)
     pulled = len(resumed._rows.pulled)

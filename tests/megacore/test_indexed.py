@@ -1,5 +1,6 @@
 """The indexed dataset: its bytes, both ways, against a layout spelled by hand and against Megatron's own code."""
 
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -146,17 +147,31 @@ def test_a_token_outside_the_vocabulary_is_named_and_nothing_is_published(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_leaves_no_pair_and_another_replaces_one_whole(tmp_path):
+def test_a_failure_leaves_no_pair_and_another_replaces_one_whole(tmp_path, monkeypatch):
+    def no_room(path, file):
+        raise OSError("no room")
+
     write(tmp_path / "a", CORPUS)
     with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "a", 100) as writer:
         assert not (tmp_path / "a.idx").exists()
         writer.write([9])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="no room"), monkeypatch.context() as full:
+        full.setattr(indexed, "_copy", no_room)
+        write(tmp_path / "a", CORPUS)
+    assert list(tmp_path.iterdir()) == []
     write(tmp_path / "a", CORPUS)
     write(tmp_path / "a", [[[11]]])
     assert [IndexedDataset(tmp_path / "a").document(0).tolist()] == [[11]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_a_pair_is_on_the_disk_before_a_folder_with_it_is_published(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+    write(tmp_path / "a", CORPUS)
+    assert {path.stat().st_ino for path in tmp_path.iterdir()} <= synced
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path, monkeypatch):

@@ -171,6 +171,21 @@ def test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so(
             store.open(number)
 
 
+def test_in_memory_each_state_of_a_window_is_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory is given out in powers of two, as windows are: two or three states together would take four's."""
+    taken = list[int]()
+
+    def zeros(size: int, pinned: bool) -> torch.Tensor:
+        taken.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr("megacore.training.states.windows._zeros", zeros)
+    kept = {"a": torch.float32, "b": torch.float32, "c": torch.bfloat16}
+    store = WindowStore([4096, 1024], kept, torch.device("cpu"), None)
+    assert taken == [16384, 16384, 8192, 4096, 4096, 4096]
+    assert {state: len(tensor) for state, tensor in store.open(1).items()} == dict.fromkeys("abc", 1024)
+
+
 def test_threads_wait_for_events_on_the_device_of_their_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread of CUDA begins on GPU 0."""
     current, waited = threading.local(), list[object]()

@@ -8,8 +8,9 @@ import os
 import random
 import re
 import signal
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -287,6 +288,15 @@ def test_a_slow_process_is_waited_for_and_one_that_dies_is_told(folder: Path, tm
     os.kill(worker._process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"tokenizes texts has ended by SIGKILL, likely for memory: give the node"):
         source.sample(20_000)
+
+
+def test_an_answer_that_cannot_be_received_is_told() -> None:
+    """There is no memory for it, say: who waits for it would wait for ever."""
+    found, process = Future[Chunk](), mock.Mock(exitcode=-signal.SIGKILL)
+    text_streams._receive(mock.Mock(**{"recv.side_effect": MemoryError}), deque([found]), process, "texts")
+    process.kill.assert_called_once_with()
+    with pytest.raises(RuntimeError, match="tokenizes texts has ended by SIGKILL, likely for memory"):
+        found.result(1)
 
 
 def run(recipe: Path, overrides: Sequence[str]) -> Result:

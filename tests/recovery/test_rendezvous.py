@@ -11,13 +11,15 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from toy import notes
 
 from megacore import exits, incidents
+from megacore.launcher.node import Node
 from megacore.recipe import ConfigError
-from megacore.recovery.rendezvous import ForgedError, OneNode, SignedBackend, secret_of
+from megacore.recovery.rendezvous import ForgedError, OneNode, RunEndedError, SeveralNodes, SignedBackend, secret_of
 
 HERE = Path(__file__).parent
 LONG = ["9999", "0.02"]
@@ -172,6 +174,20 @@ def test_a_forged_state_is_refused_before_it_is_read(tmp_path: Path) -> None:
         with pytest.raises(ForgedError):
             ours.set_state(b"fourth", token)
     assert not (tmp_path / "boom").exists()
+
+
+def test_a_store_that_does_not_answer_is_told_in_the_words_of_its_connection(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = mock.Mock(side_effect=RuntimeError("reset by peer"))
+    monkeypatch.setattr(SeveralNodes, "_client", lost)
+    meeting = SeveralNodes(Node(1, 2, 1, ("node", 1)), b"secret", 0, lambda: None)
+    backend = SignedBackend(mock.Mock(get=lost), "round", b"secret")
+    monkeypatch.setattr(meeting, "_join", lambda until: backend.get_state())
+    with pytest.raises(RunEndedError):
+        meeting.next_rendezvous()
+    meeting.shutdown()
+    assert "no answer of the rendezvous at node:1 (reset by peer): it is tried again" in capsys.readouterr().err
 
 
 def test_a_store_of_one_node_listens_on_loopback_alone() -> None:

@@ -134,8 +134,9 @@ def test_each_weight_is_a_part_of_the_dense_one(way: str, dtype: torch.dtype | N
 
 @pytest.mark.parametrize("way", ["copies", "slices"])
 def test_a_checkpoint_becomes_the_same(way: str, tmp_path: Path) -> None:
-    """Of a layout whose ranks hold parts of a slice, and to another one."""
-    source = dense(tmp_path / "dense", dtype=torch.bfloat16)
+    """Of a layout whose ranks hold parts of a slice, or nothing but padding, and to another one."""
+    fields: dict[str, Any] = {"intermediate_size": 5} if way == "copies" else {}
+    source = dense(tmp_path / "dense", dtype=torch.bfloat16, **fields)
     parts = converted(source, tmp_path / "parts", "--tp", "4" if way == "copies" else "2", "--pp", "2")
     want = made(source, tmp_path / "want", WAYS[way])
     got = made(parts, tmp_path / "got", WAYS[way], "--to", "megacore", "--ep", 2, "--tp", 2)

@@ -122,6 +122,8 @@ class UpcycledFolder(WeightFolder):
 
     def _slices(self, start: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return which slices some hidden features are of, and which features of a slice they are."""
+        if self.way.granularity == 1:  # those beyond the last one, which pad it, are of no other
+            return (0, 1), (start, stop)
         each = self.way.config.sizes["expert_mlp"]
         if stop - start >= each:
             return (start // each, stop // each), (0, each)

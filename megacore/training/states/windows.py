@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,8 @@ def cut(sizes: Sequence[int], numel: int) -> list[list[Segment]]:
 
 @dataclass(eq=False)
 class _Slot:
-    """A place for a window in host memory: {state: tensor}, and the bytes of all of them as a file has them."""
+    """A place for a window in host memory: {state: tensor}, and the bytes of all of them as a file has them; without a
+    file it has none."""
 
     tensors: Mapping[str, Tensor]
     record: Bytes
@@ -72,14 +74,17 @@ class WindowStore:
     def __init__(
         self, sizes: Sequence[int], kept: Mapping[str, torch.dtype], device: torch.device, folder: Path | None
     ) -> None:
-        self._passes = folder is not None and len(sizes) > BUFFERS
+        self._passes, pinned = folder is not None and len(sizes) > BUFFERS, device.type != "cpu"
         self._slots = list[_Slot]()
         for number, size in enumerate(sizes if folder is None else [max(sizes, default=0)] * len(sizes[:BUFFERS])):
             room = {state: -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT for state, dtype in kept.items()}
-            memory = _zeros(sum(room.values()), pinned=device.type != "cpu")
-            parts = zip(room, memory.split(list(room.values())), strict=True)
-            tensors = {state: part.view(kept[state])[:size] for state, part in parts}
-            self._slots.append(_Slot(tensors, memory.numpy(), number if folder is None else None))
+            if folder is None:  # each by itself: pinned memory is given out in powers of two, as windows are
+                parts, record = [_zeros(each, pinned) for each in room.values()], np.empty(0, np.uint8)
+            else:
+                memory = _zeros(sum(room.values()), pinned)
+                parts, record = [*memory.split([*room.values()])], memory.numpy()
+            tensors = {state: part.view(kept[state])[:size] for state, part in zip(room, parts, strict=True)}
+            self._slots.append(_Slot(tensors, record, number if folder is None else None))
         if folder is None or not sizes:
             return
         self._record = self._slots[0].record.size
