@@ -56,7 +56,7 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
                 assert held.dtype == torch.uint8
                 held = adapted.parameters.blocks[name].dequantise(held, torch.float64)
             weight.copy_(held)
-            if name.endswith(".weight") and name.replace(".weight", ".lora_a") in adapted.parameters:
+            if name.endswith(".weight") and f"{name.removesuffix('.weight')}.lora_a" in adapted.parameters:
                 found[name] = weight
         for name, weight in found.items():
             for a, b, rows in _pieces(adapted.parameters, name):
@@ -69,7 +69,7 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
     for name, weight in found.items():
         assert weight.grad is not None and adapted.parameters[name].grad is None
         gradients = adapted.parameters
-        a_name, b_name = (name.replace(".weight", end) for end in (".lora_a", ".lora_b"))
+        a_name, b_name = (name.removesuffix(".weight") + end for end in (".lora_a", ".lora_b"))
         da, db = [], []
         for a, b, rows in _pieces(adapted.parameters, name):
             da.append(lora.scale * b.mT @ weight.grad[rows])
@@ -84,8 +84,8 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
 
 def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, slice]]:
     """(A, B, rows of the weight) of each adapter of a weight, cut by hand."""
-    a, b = (parameters[name.replace(".weight", end)].detach() for end in (".lora_a", ".lora_b"))
-    rank, labels = b.shape[-1], parameters.shards[name.replace(".weight", ".lora_a")].param.sentence.labels
+    a, b = (parameters[name.removesuffix(".weight") + end].detach() for end in (".lora_a", ".lora_b"))
+    rank, labels = b.shape[-1], parameters.shards[name.removesuffix(".weight") + ".lora_a"].param.sentence.labels
     sizes = parameters.shards[name].sizes
     if labels == ("",):
         return [(a, b, slice(None))]
