@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megacore.config import Config
-from megacore.devices import DEVICES
+from megacore.devices import DEVICES, device_of
 from megacore.models.config import ModelConfigError
 from megacore.planning.traffic import traffic
 from megacore.recipe import ConfigError, load
@@ -56,10 +56,15 @@ class TracedRun:
 
         Raises:
             ConfigError: its config cannot be read.
-            StoreError: it has recorded no step, or what it has cannot be read.
+            StoreError: there is no run, it has recorded no step, or what it has cannot be read.
             ScheduleError: a trace has no whole schedule.
+            ValueError: there is no such device.
         """
-        config = load(out / "config.yaml")
+        if not (recipe := out / "config.yaml").exists():
+            raise StoreError(f"{out} is not the folder of a run: it has no {recipe.name}")
+        if gpu is not None:
+            device_of(gpu)  # one that is unknown is no reason to leave out the plan
+        config = load(recipe)
         steps = [read_trace(path) for path in files(out)]
         if not steps:
             raise StoreError(f"{out} has recorded no step: train with log.trace=50, say")

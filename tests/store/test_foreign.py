@@ -470,6 +470,13 @@ def test_a_layer_of_a_stack_is_read_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert read == ["decoder.layers.mlp.linear_fc2.weight"] * 2
 
 
+def test_what_all_ranks_share_is_missed(tmp_path: Path) -> None:
+    _save_megatron(tmp_path / "iter", engine.LLAMA, "stacked")
+    (tmp_path / "iter/common.pt").unlink()
+    with pytest.raises(StoreError, match=r"no common\.pt, which says how many updates they have seen: copy all files"):
+        open_folder(tmp_path / "iter")
+
+
 def test_moments_in_buckets_are_told(tmp_path: Path) -> None:
     """Nobody can say whose they are; the weights are read."""
     weights = {

@@ -15,7 +15,7 @@ from families import random_model, small
 from pool import Pool
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.integrations.finegrained_fp8 import FP8Linear, Fp8Quantize, replace_with_fp8_linear
 
 from megacore.inference.model_loader import model_from
 from megacore.models.registry import configure
@@ -144,6 +144,19 @@ def test_an_export_in_fp8_is_what_transformers_makes_of_it(
     convert(tmp_path / "fp8", tmp_path / "twice", to="hf", dtype="fp8")  # a folder of such is one already
 
 
+def test_what_lies_in_fp8_is_what_a_gpu_would_take_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a head that is the embedding, and in no file."""
+    monkeypatch.setattr(block_fp8_folder, "BLOCK", 2)
+    plain: Any = random_model(small("llama", tie_word_embeddings=True))
+    plain.save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "fp8", to="hf", dtype="fp8")
+    narrow = {name for name, t in load_file(tmp_path / "fp8" / SINGLE).items() if t.dtype == FP8}
+    said = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    config = FineGrainedFP8Config(weight_block_size=(2, 2))
+    made = replace_with_fp8_linear(plain, said["modules_to_not_convert"], config, pre_quantized=True)
+    assert {f"{name}.weight" for name, each in made.named_modules() if isinstance(each, FP8Linear)} == narrow
+
+
 def test_an_export_in_fp8_says_what_it_cannot_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = hf_tensors(tmp_path / "hf")
     with pytest.raises(StoreError, match="matrices that blocks of 128 x 128 divide, and the model has none"):
@@ -155,6 +168,9 @@ def test_an_export_in_fp8_says_what_it_cannot_take(tmp_path: Path, monkeypatch: 
     save_file(tensors, tmp_path / "hf" / SINGLE, {"format": "pt"})
     with pytest.raises(StoreError, match=f"{WEIGHT}: a number is not finite"):
         convert(tmp_path / "hf", tmp_path / "made", to="hf", dtype="fp8")
+    random_model(small("gpt2")).save_pretrained(tmp_path / "transposed")
+    with pytest.raises(StoreError, match="transformers reads no linears of gpt2 in fp8"):
+        convert(tmp_path / "transposed", tmp_path / "made", to="hf", dtype="fp8")
     random_model(small("gpt_oss")).save_pretrained(tmp_path / "stacked")
     with pytest.raises(StoreError, match=r"several at once, model\.layers\.0\.mlp\.experts\.\w+ among them"):
         convert(tmp_path / "stacked", tmp_path / "made", to="hf", dtype="fp8")

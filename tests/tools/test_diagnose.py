@@ -192,7 +192,9 @@ def test_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Advice: pipeline.layers_per_stage=6,2  (a step would take 4" in said
     assert main([str(wrote(tmp_path / "many", made(2, 8), "mesh: {pp: 2}"))]) == 0
     assert "What stands out: none\nAdvice: none" in capsys.readouterr().out
-    assert main([str(tmp_path)]) == 1 and "config.yaml" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1 and f"{tmp_path} is not the folder of a run" in capsys.readouterr().err
+    for more in ([], ["--against", str(out)]):
+        assert main([str(out), "--gpu", "h100", *more]) == 1 and "`gpu` (h100) is no device" in capsys.readouterr().err
 
 
 @pytest.mark.in_turn(4)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megacore.models.block_fp8 import QUANTIZATION
+from megacore.models.config import ModelConfig
 from megacore.store.conversions.conversion import FolderPlan
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.fp8_files import FP8, SCALE, encoded
@@ -25,11 +26,16 @@ from megacore.store.weight_folders.hugging_face import CONFIG, INDEX
 
 BLOCK = 128
 """Rows and columns of a block: those of the folders that are published so, and of the kernels that read them."""
+_OWN_LINEARS = ("falcon", "gpt2")
+"""Families whose matrices are in modules of transformers' own, which takes none of them for a linear in fp8: on a GPU
+they would be read without their scales."""
 
 
-def in_block_fp8(plan: FolderPlan) -> FolderPlan:
-    """Return the plan of a Hugging Face folder in which its matrices lie in fp8. Raises StoreError: it has none that
-    blocks divide, or keeps several matrices in one tensor."""
+def in_block_fp8(plan: FolderPlan, config: ModelConfig) -> FolderPlan:
+    """Return the plan of a Hugging Face folder of a model in which its matrices lie in fp8. Raises StoreError: it has
+    none that blocks divide, keeps several matrices in one tensor, or is of a family of which nothing reads fp8."""
+    if config.family in _OWN_LINEARS:
+        raise StoreError(f"`dtype=fp8`: transformers reads no linears of {config.family} in fp8, choose another dtype")
     params = {param.name: param for param in plan.schema.params}
     tensors = [tensor.stored for file in plan.files for tensor in file.tensors]
     matrices = [each for each in tensors if params[each.param].is_matrix and len(each.shape) > 1]
@@ -41,9 +47,9 @@ def in_block_fp8(plan: FolderPlan) -> FolderPlan:
     narrow = frozenset(each.name for each in matrices if not any(size % BLOCK for size in each.shape))
     if not narrow:
         raise StoreError(f"`dtype=fp8` takes matrices that blocks of {BLOCK} x {BLOCK} divide, and the model has none")
-    wide = sorted(
-        each.name.removesuffix(".weight") for each in tensors if len(each.shape) == 2 and each.name not in narrow
-    )
+    wide = {each.name.removesuffix(".weight") for each in tensors if len(each.shape) == 2 and each.name not in narrow}
+    if config.tie_word_embeddings and not config.labels:
+        wide.add(config.tied[1].removesuffix(".weight"))  # which the file does not have, and the model does
 
     def texts(fingerprints: Mapping[str, Fingerprints]) -> Mapping[str, bytes]:
         made = {name: json.loads(text) for name, text in plan.texts(fingerprints).items()}
@@ -52,7 +58,7 @@ def in_block_fp8(plan: FolderPlan) -> FolderPlan:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": wide,
+            "modules_to_not_convert": sorted(wide),
         }
         if INDEX in made:
             held = {name: file.path for file in files for name, *_ in file.headers}

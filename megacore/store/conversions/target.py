@@ -91,7 +91,7 @@ class FolderTarget:
         size = parse_size(self.max_shard_size or SHARD_SIZE)
         dtype = self.stored_dtype
         plan = to_hugging_face(source, size, dtype) if of_hugging_face is None else of_hugging_face(size)
-        return in_block_fp8(plan) if self.dtype == NARROW else plan
+        return in_block_fp8(plan, source.config) if self.dtype == NARROW else plan
 
 
 @dataclass(frozen=True)

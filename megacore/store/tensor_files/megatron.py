@@ -42,6 +42,11 @@ def open_megatron(path: Path) -> DistributedFiles:
     )
 
 
+def has_states(source: DistributedFiles) -> bool:
+    """Return whether there are states of Megatron-Core's optimizer, by weight."""
+    return any(_renamed(name) != name for name in source.tensors)
+
+
 def _renamed(name: str) -> str:
     if (found := _STATE.fullmatch(name)) is None:
         return name

@@ -28,7 +28,7 @@ from megacore.store.tensor_files.accounting import account, alike, summary
 from megacore.store.tensor_files.companions import COMPANIONS, Companion, companions
 from megacore.store.tensor_files.distributed import METADATA, DistributedFiles, Origin, PartedFile
 from megacore.store.tensor_files.dtypes import FLOATS
-from megacore.store.tensor_files.megatron import COMMON, open_megatron
+from megacore.store.tensor_files.megatron import COMMON, has_states, open_megatron
 from megacore.store.tensor_files.universal import UniversalFiles, is_universal
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.foreign_names import TrainerNaming, anchors, placed
@@ -134,7 +134,15 @@ def is_foreign(path: Path) -> bool:
 def _source(path: Path) -> DistributedFiles:
     if not (path / METADATA).is_file():
         return UniversalFiles.open(path)
-    return open_megatron(path) if (path / COMMON).is_file() else DistributedFiles.open(path)
+    if (path / COMMON).is_file():
+        return open_megatron(path)
+    source = DistributedFiles.open(path)
+    if has_states(source):
+        raise StoreError(
+            f"{path} has the states of Megatron-Core's optimizer and no {COMMON}, which says how many updates they "
+            "have seen: copy all files of the checkpoint"
+        )
+    return source
 
 
 def _home(path: Path, config: Path | None) -> tuple[Path, str]:
