@@ -1,4 +1,4 @@
-"""A Hugging Face folder whose matrices lie in fp8, a scale in fp32 for each block, as DeepSeek-V3 is published.
+"""A Hugging Face folder whose matrices lie in fp8, a scale in fp32 for each block, as Qwen3 is published.
 
 What is not made of matrices stays as it is: embeddings, heads, norms, routers and biases, and matrices that blocks do
 not divide. Numbers are rounded as transformers does it (`FineGrainedFP8Config`).
