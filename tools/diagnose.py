@@ -192,7 +192,7 @@ def _against(run: TracedRun, other: TracedRun) -> Iterator[str]:
         both = [each.get(name, 0.0) for each in (own, theirs)]
         shares = (f"{x / y.found.seconds:.1%}" for x, y in zip(both, (run, other), strict=True))
         times = (f"{1e3 * each:,.1f}" for each in (*both, _expected(name, run, other)))
-        rows.append((name, *times, f"{1e3 * rest[name]:+,.1f}", *shares, reasons[name]))
+        rows.append((name, *times, f"{round(1e3 * rest[name], 1) + 0.0:+,.1f}", *shares, reasons[name]))
     yield table(("part", "ms", "against", "of itself", "rest", "share", "against", "what is other"), rows)
 
 
@@ -200,7 +200,8 @@ def _scaling(run: TracedRun, other: TracedRun) -> str:
     """Return how two runs differ in scale, and what became of the speed of a rank."""
     ranks, batches = ([getattr(x, name) for x in (run, other)] for name in ("world", "step_tokens"))
     speed = batches[0] / batches[1] * other.found.seconds / run.found.seconds * ranks[1] / ranks[0]
-    of = f"{ranks[0]:,} ranks, not {ranks[1]:,}; {batches[0]:,} tokens a step, not {batches[1]:,}"
+    each = ((ranks, "ranks"), (batches, "tokens a step"))
+    of = "; ".join(f"{one:,} {what}" + f", not {two:,}" * (one != two) for (one, two), what in each)
     if ranks[0] == ranks[1]:
         kind = "The same number of ranks"
     elif batches[0] == batches[1]:

@@ -179,8 +179,8 @@ def check_preference(row: Mapping[str, Any]) -> None:
     if missing:
         keys = ", ".join(repr(key[:_LONG]) for key, value in islice(row.items(), _LOOKED_AT) if value is not None)
         raise BadExample(
-            f"has {keys or 'no keys'}, and no {' and no '.join(map(repr, missing))}: preference.loss learns from "
-            "pairs, name their keys as in data.map={chosen: KEY, rejected: KEY}"
+            f"has {keys or 'no keys'}, and no {' and no '.join(map(repr, missing))}: preferences are "
+            "pairs, whose keys a recipe names as in data.map={chosen: KEY, rejected: KEY}"
         )
 
 

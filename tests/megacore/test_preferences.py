@@ -372,7 +372,7 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
         "has 'question', 'good', and no 'chosen' and no 'rejected': preference.loss",
     ),
     "messages": ({"messages": said("a", "b")}, "has 'messages', and no 'chosen' and no 'rejected'"),
-    "one": ({"prompt": "a", "chosen": "b"}, "and no 'rejected': preference.loss learns from pairs"),
+    "one": ({"prompt": "a", "chosen": "b"}, "and no 'rejected': preferences are pairs, whose keys a recipe names"),
     "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen and the rejected answer are the same"),
     "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "the rejected answer is empty"),
     "no prompt": ({"chosen": said("a", "b"), "rejected": said("c", "d")}, "has no prompt: give 'prompt', or begin"),
