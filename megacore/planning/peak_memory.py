@@ -327,7 +327,8 @@ class _Sharing:
         before = rounds * (backwards - 1)
         within = rounds - 1 if rung == 2 else 0
         filled = filled * widths.gradient + filling * sent
-        head, embedding = (max(end.learning, filling * (rung == 2)) * widths.gradient for end in (last, first))
+        learnt = last.learning * (not act.tied), first.learning  # of what is tied, autograd has the head's
+        head, embedding = (max(each, filling * (rung == 2)) * widths.gradient for each in learnt)
         return cls(
             last.size + unit + head * (last.learning > 0) + beside(from_embedding, blocks=before),
             2 * unit + filled + beside(from_head, from_embedding, blocks=before + within),

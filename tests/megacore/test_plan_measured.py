@@ -347,6 +347,7 @@ OF_TWO = [
 ENDS = Case(MeshShape(dp=2), vocab=8000, length=16, micro=1, microbatches=2, bucket_bytes=1 << 19)
 OF_TWO += [
     *(replace(ENDS, shard=shard) for shard in SHARDS[2:]),
+    *(replace(ENDS, shard=shard, tied=True) for shard in SHARDS[2:]),
     replace(ENDS, shard="gradients", tied=True, compress="bf16"),
     replace(ENDS, shard="optimizer", compress="bf16"),
 ]
