@@ -369,7 +369,7 @@ def said(*turns: str) -> list[dict[str, str]]:
 BAD_ROWS: dict[str, tuple[Row, str]] = {
     "keys": (
         {"question": "a", "good": "b"},
-        "has 'question', 'good', and no 'chosen' and no 'rejected': preference.loss",
+        "has 'question', 'good', and no 'chosen' and no 'rejected': preferences are pairs",
     ),
     "messages": ({"messages": said("a", "b")}, "has 'messages', and no 'chosen' and no 'rejected'"),
     "one": ({"prompt": "a", "chosen": "b"}, "and no 'rejected': preferences are pairs, whose keys a recipe names"),
