@@ -106,19 +106,19 @@ class EvaluationSetup:
     def _of_pairs(self, model: Model, watched: Watched) -> dict[str, Any]:
         from megacore.inference import perplexity
 
-        seen, fits = 0, int(self.sequence_length)
+        seen = 0
 
         def fitting(pairs: Iterable[Sequence[Document]]) -> Iterator[Sequence[Document]]:
             nonlocal seen
             for pair in pairs:
                 seen += 1
-                if max(len(document.tokens) for document in pair) <= fits:
+                if max(len(document.tokens) for document in pair) <= self.sequence_length:
                     yield pair
 
         measured = perplexity.of_pairs(model, fitting(watched(self.files.pairs())), self.tokens)
         rewards, pairs = measured.rewards, len(measured.rewards)
         if not pairs:
-            raise StoreError(f"no pair of the data has at most {fits:,} tokens in each document")
+            raise StoreError(f"no pair of the data has at most {self.sequence_length:,} tokens in each document")
         data: dict[str, Any] = {"pairs": pairs, "too_long": seen - pairs}
         each = {"": rewards} if model.config.labels else {"": rewards, "_per_token": rewards / measured.counted}
         for name, values in each.items():

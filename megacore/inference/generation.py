@@ -18,8 +18,8 @@ from torch import Tensor
 from megacore.inference.sampling import Choice
 from megacore.models.assemble import Model
 from megacore.models.attention import Attention
+from megacore.models.cached_steps import Cache, decode_step, prefill_step
 from megacore.models.decoder import Microbatch
-from megacore.models.kept import Cache, following, keeping
 from megacore.parallel.collectives import all_reduce_, broadcast_
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.mesh import Mesh
@@ -135,7 +135,7 @@ def prefill(model: Model, prompts: Sequence[Sequence[int]], longest: Sequence[in
         split=split if cp > 1 else None,
     )
     decoder = model.chunks[0]
-    step = keeping(step, cache, decoder, context)
+    step = prefill_step(step, cache, decoder, context)
     logits = model.logits(step)
     # A rank that does not hold the last token of a prompt has computed the logits of another one.
     return cache, None if logits is None else all_reduce_(logits.masked_fill(~here[:, None], 0.0), mesh.cp)
@@ -159,7 +159,7 @@ def _decode_step(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Micr
     lengths = [sequence.length for sequence in alive] + documents[len(alive) :]
     step = _microbatch(model, [s.last for s in alive], at, documents, lengths)
     wanted = torch.arange(len(alive), device=mesh.device)
-    return following(replace(step, wanted=wanted), cache, at, documents)
+    return decode_step(replace(step, wanted=wanted), cache, at, documents)
 
 
 def _padded(documents: list[int], tokens: int, ranks: int) -> list[int]:

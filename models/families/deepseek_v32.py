@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import Anatomy, LayerAttention
 from megacore.models.config import positive
 from megacore.models.experts_config import TypedLayersConfig
-from megacore.models.families.deepseek_v2 import DeepseekConfig
 from megacore.models.families.deepseek_v3 import PRESETS as OF_V3
 from megacore.models.families.deepseek_v3 import DeepseekV3Config
 from megacore.models.presets import EXPERTS, tiny_latent
@@ -20,27 +19,19 @@ from megacore.models.weight_rows import Rows, Table, in_layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV32Config(DeepseekConfig, TypedLayersConfig):
+class DeepseekV32Config(DeepseekV3Config, TypedLayersConfig):
     family: ClassVar[str] = "deepseek_v32"
     architecture: ClassVar[str] = "DeepseekV32ForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {**DeepseekV3Config.fixed, "rope_interleave": True, "mlp_bias": False}
     # What kind of cache each layer has.
-    harmless: ClassVar[frozenset[str]] = DeepseekConfig.harmless | {"layer_types"}
-    axes: ClassVar[Mapping[str, str]] = {**DeepseekConfig.axes, "index_heads": "index_n_heads"}
+    harmless: ClassVar[frozenset[str]] = DeepseekV3Config.harmless | {"layer_types"}
+    axes: ClassVar[Mapping[str, str]] = {**DeepseekV3Config.axes, "index_heads": "index_n_heads"}
     # Of few heads all are often 0, and transformers says nothing of equal scores.
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {"index_n_heads": (14, 16), "index_topk": (2, 5, 40)}
     # Whether dimensions 2 i and 2 i + 1 of the indexer's heads turn together on disk.
     index_pairs: ClassVar[bool] = False
 
     q_lora_rank: int = 1536
-    moe_intermediate_size: int = 2048
-    n_routed_experts: int = 256
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 8
-    routed_scaling_factor: float = 2.5
-    first_k_dense_replace: int = 3
-    n_group: int = 8
-    topk_group: int = 4
     index_topk: int = 2048
     index_head_dim: int = 128
     index_n_heads: int = 64

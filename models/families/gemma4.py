@@ -20,6 +20,9 @@ from megacore.parallel import limits
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
 
+# The last one of so many layers sees all, where a file names none.
+_EVERY = 6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
@@ -94,7 +97,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         return super().anatomy_of(routing=self.routing, **own)
 
     def slides(self, layer: int) -> bool:
-        return (layer + 1) % 6 > 0
+        return (layer + 1) % _EVERY > 0
 
     def attention(self, t: Table, kind: str) -> Rows:
         bias, local = self.attention_bias, "local_" if kind == SLIDING else ""
@@ -154,7 +157,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
             problems.append(f"field {name!r} is missing, which stands for 256: only 0 is supported")
         layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
         if kinds is None and isinstance(layers, int) and layers <= limits.LAYERS:
-            kinds = tuple(FULL if layer % 6 == 5 else SLIDING for layer in range(layers))
+            kinds = tuple(SLIDING if (layer + 1) % _EVERY else FULL for layer in range(layers))
         if isinstance(kinds, tuple) and kinds:
             values["layer_types"] = kinds = (*kinds[:-1], FULL)  # as their class has it, whatever a file says
         if (said := config.get("per_layer_config")) is None:

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from megacore.config import SECTIONS
-from megacore.models.registry import FAMILIES, configure, presets
+from megacore.models.registry import FAMILIES, configure, family, configure, presets
 from megacore.tools import config, models
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -31,7 +31,9 @@ def test_the_page_is_what_is_printed(command: ModuleType, page: str, names: list
 
 @pytest.mark.quick
 def test_the_readme_counts_the_families() -> None:
-    assert f"[{len(FAMILIES)} families](docs/zoo.md)" in (DOCS.parent / "README.md").read_text()
+    readme = (DOCS.parent / "README.md").read_text()
+    mixtures = sum(_has_experts(name) for name in FAMILIES)
+    assert f"[{len(FAMILIES)} families](docs/zoo.md)" in readme and f"{mixtures} with [experts](docs/moe.md)" in readme
 
 
 def test_one_section_or_one_key(capsys: Capture) -> None:
@@ -60,3 +62,7 @@ def test_what_is_special_is_read_off() -> None:
     assert models.special(configure({"preset": "gpt2"})) == gpt2
     llama = ["shared keys and values", "tied head", "llama3 rope"]
     assert models.special(configure({"preset": "llama-3.2-1b"})) == llama
+
+
+def _has_experts(name: str) -> bool:
+    return any(configure({"preset": preset}).anatomy.routing is not None for preset in family(name).presets)

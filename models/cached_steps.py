@@ -18,14 +18,14 @@ from megacore.parallel.layers.cache import (
 )
 
 
-def keeping(step: Microbatch, cache: Cache, decoder: Decoder, context: ContextParallel) -> Microbatch:
+def prefill_step(step: Microbatch, cache: Cache, decoder: Decoder, context: ContextParallel) -> Microbatch:
     """Return whole prompts, which ``context`` has split, of whose tokens a new cache keeps all."""
     prefill = Prefill.of(cache, decoder.attention(step, context))
     states = PrefillStates.of(cache, decoder.states(step, whole=True))
     return replace(step, attention=prefill, states=states, indexed=PrefillIndexed({}, prefill, decoder.indexed(step)))
 
 
-def following(step: Microbatch, cache: Cache, at: Sequence[int], documents: Sequence[int]) -> Microbatch:
+def decode_step(step: Microbatch, cache: Cache, at: Sequence[int], documents: Sequence[int]) -> Microbatch:
     """Return one more token of each of the cache's first rows, at these positions; what follows them, of the documents,
     is padding."""
     device = step.tokens.device
