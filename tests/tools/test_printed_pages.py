@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from megacore.config import SECTIONS
-from megacore.models.registry import FAMILIES, configure, family, configure, presets
+from megacore.models.registry import FAMILIES, configure, family, presets
 from megacore.tools import config, models
 
 DOCS = Path(__file__).parents[2] / "docs"
