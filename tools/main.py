@@ -52,6 +52,7 @@ OTHER_NAMES: Mapping[str, str] = {
 """{what other projects call a command: ours}."""
 CLOSED_PIPE = 128 + signal.SIGPIPE
 """Exit status of a program whose output nobody reads any more."""
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read has gone, as `head` does: nobody is told, and what is still to be written is not tried again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+    except KeyboardInterrupt:  # while a command was imported: it had begun nothing
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     return status
 
 

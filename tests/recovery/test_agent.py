@@ -56,14 +56,12 @@ def when(condition: Callable[[], bool], *signals: int) -> threading.Thread:
     return thread
 
 
-def children() -> set[int]:
-    """The processes of the forkserver."""
-    found = set[int]()
+def parents() -> dict[int, int]:
+    """{each process of the machine: its parent}."""
+    found = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            pid, rest = path.read_text().split(" (", 1)
-            if b"forkserver" in Path(f"/proc/{rest.rsplit(')', 1)[1].split()[1]}/cmdline").read_bytes():
-                found.add(int(pid))
+            found[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
     return found
 
 
@@ -179,11 +177,12 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 @pytest.mark.in_turn(4, 3)
 def test_nobody_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    before = children()
     process = started(tmp_path, "2", "3000", "0.02")
     until(lambda: "step 3" in notes(tmp_path))
-    own = children() - before
+    found = parents()
+    servers = {pid for pid, parent in found.items() if parent == process.pid}
+    own = servers | {pid for pid, parent in found.items() if parent in servers}
     process.kill()
     process.wait()
-    until(lambda: not own & children(), 20)
-    assert len(own) >= 2
+    until(lambda: not own & parents().keys(), 20)
+    assert len(own - servers) >= 2

@@ -144,6 +144,31 @@ def test_an_export_in_fp8_is_what_transformers_makes_of_it(
     convert(tmp_path / "fp8", tmp_path / "twice", to="hf", dtype="fp8")  # a folder of such is one already
 
 
+def test_what_servers_multiply_by_at_once_lies_in_fp8_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a block ends `kv_a_proj_with_mqa` as DeepSeek-V3 is published: rounded as if zeros filled it. A matrix
+    of keys that blocks do not divide leaves the queries wide."""
+    monkeypatch.setattr(block_fp8_folder, "BLOCK", 4)
+    config = FineGrainedFP8Config(weight_block_size=(4, 4))
+    rounding = Fp8Quantize(type("Quantizer", (), {"quantization_config": config}))
+    made, plain = {}, {}
+    for family, fields in {
+        "deepseek_v3": {"q_lora_rank": 12},
+        "llama": {"num_key_value_heads": 1, "head_dim": 6},
+    }.items():
+        random_model(small(family, **fields)).bfloat16().save_pretrained(tmp_path / family)
+        convert(tmp_path / family, tmp_path / f"{family}-fp8", to="hf", dtype="fp8")
+        made[family] = load_file(tmp_path / f"{family}-fp8" / SINGLE)
+        plain[family] = load_file(tmp_path / family / SINGLE)
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    want = rounding._quantize_one(name, torch.nn.functional.pad(plain["deepseek_v3"][name], (0, 0, 0, 2)))
+    assert torch.equal(made["deepseek_v3"][name].float(), want[name][:10].float())
+    assert torch.equal(made["deepseek_v3"][f"{name}_scale_inv"], want[f"{name}_scale_inv"])
+    convert(tmp_path / "deepseek_v3-fp8", tmp_path / "again", tp=2)
+    assert inspect.main([str(tmp_path / "again"), "--diff", str(tmp_path / "deepseek_v3-fp8")]) == 0
+    layer = {n.split(".")[-2] for n, t in made["llama"].items() if n.startswith("model.layers.0.") and t.dtype == FP8}
+    assert layer == {"o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
 def test_what_lies_in_fp8_is_what_a_gpu_would_take_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a head that is the embedding, and in no file."""
     monkeypatch.setattr(block_fp8_folder, "BLOCK", 2)

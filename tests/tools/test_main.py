@@ -190,6 +190,16 @@ def test_a_status_says_how_it_ended(line: str, wanted: int, tmp_path: Path, monk
     assert status(*line.split()) == wanted
 
 
+def test_a_command_that_is_interrupted_while_it_is_imported_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megacore.tools.main.importlib.import_module", interrupted)
+    assert (main(["convert", "here", "there"]), capsys.readouterr().err) == (130, "interrupted\n")
+
+
 def test_the_page_has_a_row_for_every_status() -> None:
     page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
     page = page.partition("## Exit statuses")[2].partition("##")[0]

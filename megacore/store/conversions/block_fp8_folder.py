@@ -1,7 +1,8 @@
 """A Hugging Face folder whose matrices lie in fp8, a scale in fp32 for each block, as Qwen3 is published.
 
 What is not made of matrices stays as it is: embeddings, heads, norms, routers and biases, and matrices that blocks do
-not divide. Numbers are rounded as transformers does it (`FineGrainedFP8Config`).
+not divide, with those that servers put beside them into one product. Numbers are rounded as transformers does it
+(`FineGrainedFP8Config`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ BLOCK = 128
 _OWN_LINEARS = ("falcon", "gpt2")
 """Families whose matrices are in modules of transformers' own, which takes none of them for a linear in fp8: on a GPU
 they would be read without their scales."""
+_PRODUCT = ("q_proj", "k_proj", "v_proj")
+"""Matrices of one module that vLLM and SGLang multiply by at once: all of them lie in fp8, or none."""
+_PARTLY = "kv_a_proj_with_mqa"
+"""The matrix whose last rows may be a part of a block (576 in DeepSeek-V3, which is published so): servers put it
+behind `q_a_proj`, in one product."""
 
 
 def in_block_fp8(plan: FolderPlan, config: ModelConfig) -> FolderPlan:
@@ -39,12 +45,14 @@ def in_block_fp8(plan: FolderPlan, config: ModelConfig) -> FolderPlan:
     params = {param.name: param for param in plan.schema.params}
     tensors = [tensor.stored for file in plan.files for tensor in file.tensors]
     matrices = [each for each in tensors if params[each.param].is_matrix and len(each.shape) > 1]
+    names = {each.name for each in matrices}
     if stacked := [each.name for each in matrices if len(each.shape) > 2]:
         raise StoreError(
             f"`dtype=fp8` takes matrices, and {len(stacked)} tensors are several at once, {stacked[0]} among them: "
             "choose another dtype"
         )
-    narrow = frozenset(each.name for each in matrices if not any(size % BLOCK for size in each.shape))
+    narrow = frozenset(each.name for each in matrices if _divides(each.name, each.shape))
+    narrow -= {name for name in narrow if any(each not in narrow for each in _beside(name) if each in names)}
     if not narrow:
         raise StoreError(f"`dtype=fp8` takes matrices that blocks of {BLOCK} x {BLOCK} divide, and the model has none")
     wide = {each.name.removesuffix(".weight") for each in tensors if len(each.shape) == 2 and each.name not in narrow}
@@ -78,6 +86,22 @@ def in_block_fp8(plan: FolderPlan, config: ModelConfig) -> FolderPlan:
     )
 
 
+def _divides(name: str, shape: tuple[int, ...]) -> bool:
+    return not shape[1] % BLOCK and (not shape[0] % BLOCK or _module(name)[1] == _PARTLY)
+
+
+def _module(name: str) -> tuple[str, str]:
+    """Return (the module that a linear is in, the linear's own name) of a tensor."""
+    parent, _, linear = name.removesuffix(".weight").rpartition(".")
+    return parent, linear
+
+
+def _beside(name: str) -> list[str]:
+    """Return the names of what is multiplied by at once with a tensor, itself among them."""
+    parent, linear = _module(name)
+    return [f"{parent}.{each}.weight" for each in (_PRODUCT if linear in _PRODUCT else [linear])]
+
+
 @dataclass(frozen=True)
 class _NarrowFile(File):
     """A file some of whose tensors are ``narrow``: rounded to fp8, with a scale for each block beside them."""
@@ -94,7 +118,7 @@ class _NarrowFile(File):
             yield name, tensor.dtype, shape
             return
         yield name, FP8, shape
-        yield f"{name}{SCALE}", "F32", tuple(size // BLOCK for size in shape)
+        yield f"{name}{SCALE}", "F32", tuple(-(-size // BLOCK) for size in shape)
 
     @property
     def bytes(self) -> int:

@@ -106,10 +106,10 @@ class _Fp8File(TensorFile):
 
 def encoded(bits: Bits, dtype: str, block: int) -> tuple[Bits, np.ndarray]:
     """Return a matrix in e4m3, and in fp32 the scale of each block of so many rows and columns, which
-    divide it; the largest number of a block is 448. Raises ValueError: a number is not finite."""
+    divide its columns; the largest number of a block is 448. Raises ValueError: a number is not finite."""
     import torch
 
-    made, scales = np.empty(bits.shape, np.uint8), np.empty([size // block for size in bits.shape], np.float32)
+    made, scales = np.empty(bits.shape, np.uint8), np.empty([-(-size // block) for size in bits.shape], np.float32)
     for band in range(len(scales)):
         rows = slice(band * block, (band + 1) * block)
         floats = torch.from_numpy(as_floats(bits[rows], dtype, "F32").copy())
