@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megacore import __version__
+from megacore.say import err
 from megacore.tools import completion
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except KeyboardInterrupt:  # while a command was imported: it had begun nothing
-        print("interrupted", file=sys.stderr)
+        err("interrupted")
         return INTERRUPTED
     return status
 
