@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from megacore.models.block_fp8 import dequantised
 from megacore.models.config import ModelConfig, ModelConfigError
+from megacore.models.quantization import dequantised
 from megacore.models.wrappers import unwrapped
 from megacore.parallel import limits
 from megacore.parallel.enum_errors import nearest

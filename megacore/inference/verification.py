@@ -297,8 +297,8 @@ def parallel_model(pair: Pair, mesh: Mesh, exchange: ContextExchange = "auto") -
 def transformers_model(pair: Pair) -> nn.Module:
     """Return the folder's model, in float32. Raises StoreError: transformers cannot load it."""
     schema, dtypes = pair.folder.config.schema, pair.dtypes()
-    # Of a folder in fp8 only what lies so is loaded in the dtype that is asked for.
-    loaded = torch.float32 if pair.folder.fp8 is None else getattr(torch, pair.folder.fp8.dtype)
+    # Of a quantised folder only what lies so is loaded in the dtype that is asked for.
+    loaded = torch.float32 if pair.folder.quantization is None else getattr(torch, pair.folder.quantization.dtype)
     scores = pair.folder.config.labels > 0
     model: nn.Module = pretrained.model(pair.folder.path, scores, dtype=loaded).float().eval()
     of_tensor = {s.name: dtypes[whole_name(schema, s), s.labels[0]] for s in pair.folder.stored()}

@@ -258,7 +258,10 @@ def hf_tensors(path: Path) -> Tensors:
             {"quant_method": "gptq", "bits": 4},
             "quantization_config has quant_method='gptq', bits=4: of",
         ),
-        ({"weight_block_size": None}, "has weight_block_size=None: of quantised weights only those in fp8"),
+        (
+            {"weight_block_size": None},
+            "has weight_block_size=None: of quantised weights those are read that lie in fp8",
+        ),
         ({"weight_block_size": [128, 0]}, r"has weight_block_size=\[128, 0\]"),
         ({"activation_scheme": "static", "fmt": "e5m2"}, "has fmt='e5m2', activation_scheme='static': of"),
     ],

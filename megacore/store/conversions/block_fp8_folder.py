@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.models.block_fp8 import QUANTIZATION
 from megacore.models.config import ModelConfig
+from megacore.models.quantization import QUANTIZATION
 from megacore.store.conversions.conversion import FolderPlan
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.fp8_files import FP8, SCALE, encoded

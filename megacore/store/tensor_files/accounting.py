@@ -16,7 +16,7 @@ from megacore.models.wrappers import Naming, Wrapper
 from megacore.parallel.weights.schema import NAMED
 from megacore.parallel.weights.transfer import Stored, hugging_face
 from megacore.store.tensor_files.dtypes import FLOATS
-from megacore.store.tensor_files.tensors import Entry, TensorFile
+from megacore.store.tensor_files.tensors import Bits, Entry, TensorFile
 
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
 _COMPARED_AT_ONCE = 4 << 20
@@ -34,8 +34,17 @@ class TensorInFile:
     def entry(self) -> Entry:
         return self.file.entries[self.name]
 
+    @property
+    def bits(self) -> Bits:
+        return self.file.array(self.name)
+
     def __str__(self) -> str:
         return f"{printable(self.name)} ({self.file.path.name})"
+
+
+def tensors_of(files: Iterable[TensorFile]) -> dict[str, TensorInFile]:
+    """Return the tensors of some files by their names."""
+    return {name: TensorInFile(file, name) for file in files for name in file.entries}
 
 
 @dataclass(frozen=True)

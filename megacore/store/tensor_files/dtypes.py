@@ -10,6 +10,11 @@ FLOATS: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16
 """{name in a file: torch's}: what a weight may be."""
 
 
+def dtype_named(kind: str) -> str:
+    """Return the name in a file of one of torch's float dtypes."""
+    return next(name for name, known in FLOATS.items() if known == kind)
+
+
 def as_floats(bits: np.ndarray, given: str, wide: str) -> np.ndarray:
     """Return the numbers of a dtype as numpy computes with them, in F32 or F64."""
     return as_dtype(bits, given, wide).view(f"f{8 if wide == 'F64' else 4}")

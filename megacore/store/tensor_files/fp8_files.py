@@ -6,18 +6,18 @@ two in fp32, rounded once, as transformers has it; only what a view asks for is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megacore.models.block_fp8 import BlockFp8
-from megacore.parallel.weights.pattern import Piece
+from megacore.models.quantization import BlockFp8
 from megacore.store.io.strict_json import StoreError
-from megacore.store.tensor_files.accounting import TensorInFile, alike
-from megacore.store.tensor_files.dtypes import FLOATS, as_floats
-from megacore.store.tensor_files.tensors import DTYPES, Bits, TensorFile
+from megacore.store.tensor_files.accounting import TensorInFile, alike, tensors_of
+from megacore.store.tensor_files.dtypes import FLOATS, as_floats, dtype_named
+from megacore.store.tensor_files.quantised_files import AT_ONCE, QuantisedWeight, Range, shown
+from megacore.store.tensor_files.tensors import Bits, TensorFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,14 +28,11 @@ _LARGEST = 448
 _LEAST = 1e-30
 """A block of smaller numbers is one of zeros: its scale would be none of fp32."""
 _EXPONENTS = np.float32(2**8)  # e4m3 has a bias of 7, and fp16 one of 15
-_AT_ONCE = (1 << 15) - 1
-"""Elements that are computed before they leave the cache, and so few that torch's own threads stay out of the way of
-those that write."""
 
 
 def decoded(files: Sequence[TensorFile], fp8: BlockFp8) -> tuple[tuple[TensorFile, ...], list[str]]:
     """Return (the files as they are read, each scale used by its weight and no tensor by itself, problems)."""
-    tensors = {name: TensorInFile(file, name) for file in files for name in file.entries}
+    tensors = tensors_of(files)
     scales = {name.removesuffix(SCALE): tensors[name] for name in tensors if name.endswith(SCALE)}
     narrow = {name for name, tensor in tensors.items() if tensor.entry.dtype == FP8}
     problems = [(f"an fp8 weight has no {SCALE}", name) for name in sorted(narrow - scales.keys())]
@@ -51,56 +48,37 @@ def decoded(files: Sequence[TensorFile], fp8: BlockFp8) -> tuple[tuple[TensorFil
             problems.append((told, scales[name].name))
         if scale.dtype not in FLOATS:
             problems.append((f"scales have dtype {scale.dtype}, which is not one of {', '.join(FLOATS)}", name + SCALE))
-    wide = next(name for name, kind in FLOATS.items() if kind == fp8.dtype)
-    return tuple(_read_as(file, fp8, wide, scales) for file in files), alike(problems)
-
-
-def _read_as(file: TensorFile, fp8: BlockFp8, wide: str, scales: Mapping[str, TensorInFile]) -> TensorFile:
-    own = {name: scales[name] for name, entry in file.entries.items() if entry.dtype == FP8 and name in scales}
-    entries = {name: entry for name, entry in file.entries.items() if not name.endswith(SCALE)}
-    shown = {name: replace(entry, dtype=wide) if name in own else entry for name, entry in entries.items()}
-    return _Fp8File(file.path, shown, file.metadata, file.size, file.root, stored=file, fp8=fp8, scales=own)
+    wide = dtype_named(fp8.dtype)
+    quantised = {
+        name: _InBlocks(tensors[name], tensors[name].entry.shape, wide, scales[name], fp8)
+        for name in narrow & scales.keys()
+    }
+    return shown(files, quantised, {scale.name for scale in scales.values()}), alike(problems)
 
 
 @dataclass(frozen=True)
-class _Fp8File(TensorFile):
-    """A file that shows its fp8 weights in a wider dtype, and not their scales."""
+class _InBlocks(QuantisedWeight):
+    scales: TensorInFile
+    fp8: BlockFp8
 
-    stored: TensorFile = field(kw_only=True)
-    fp8: BlockFp8 = field(kw_only=True)
-    scales: Mapping[str, TensorInFile] = field(kw_only=True)
+    def fill(self, floats: Tensor, rows: Range, columns: Range) -> None:
+        import torch
 
-    def hold(self) -> None:
-        self.stored.hold()
-
-    def array(self, name: str, view: Piece | None = None) -> Bits:
-        return self.part(name, [] if view is None else [view])
-
-    def part(self, name: str, views: Iterable[Piece]) -> Bits:
-        entry, bits = self.entry(name), self.stored.array(name)
-        if name not in self.scales:
-            return bits
-        import torch  # only to compute with: moving bytes must not wait for its import
-
-        scales, (height, width) = self._scales(name), (self.fp8.rows, self.fp8.columns)
-        made = np.empty(entry.shape, DTYPES[entry.dtype])  # what nobody touches takes no memory
-        floats = torch.from_numpy(made.view(f"i{made.itemsize}")).view(getattr(torch, self.fp8.dtype))
-        (top, bottom), (left, right) = _box(views, entry.shape)
-        across = np.arange(left, right) // width
+        bits, scales = self.stored.bits, self._factors()
+        (top, bottom), (left, right) = rows, columns
+        height, across = self.fp8.rows, np.arange(left, right) // self.fp8.columns
         for band in range(top // height, -(-bottom // height)):
             factors = torch.from_numpy(scales[band, across])
             start, stop = max(top, band * height), min(bottom, (band + 1) * height)
-            step = max(1, _AT_ONCE // (right - left))
+            step = max(1, AT_ONCE // (right - left))
             for row in range(start, stop, step):
-                rows = slice(row, min(row + step, stop))
-                floats[rows, left:right] = numbers(bits[rows, left:right]).mul_(factors)
-        return made
+                part = slice(row, min(row + step, stop))
+                floats[part, left:right] = numbers(bits[part, left:right]).mul_(factors)
 
-    def _scales(self, name: str) -> np.ndarray:
-        held = self.scales[name]
-        scales = as_floats(held.file.array(held.name), held.entry.dtype, "F32")
+    def _factors(self) -> np.ndarray:
+        scales = as_floats(self.scales.bits, self.scales.entry.dtype, "F32")
         if not (np.isfinite(scales).all() and (scales > 0).all()):
-            raise StoreError(f"{held}: scales must be finite and above 0, and some are not: it is damaged")
+            raise StoreError(f"{self.scales}: scales must be finite and above 0, and some are not: it is damaged")
         return scales * _EXPONENTS
 
 
@@ -133,18 +111,3 @@ def numbers(bits: Bits) -> Tensor:
     if (none := (bits & 0x7F) == 0x7F).any():
         floats[torch.from_numpy(none)] = torch.nan
     return floats
-
-
-def _box(views: Iterable[Piece], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return [start, stop) of the rows and columns that views of a matrix lie in; of all where there are no views."""
-    columns, found = max(shape[1], 1), list[tuple[int, int, int, int]]()
-    for view in views:
-        row, column = divmod(view.offset, columns)
-        steps = [((size - 1) * step, step % columns) for size, step in zip(view.shape, view.strides, strict=True)]
-        down = sum(reach for reach, rest in steps if not rest) // columns
-        right = column + sum(reach for reach, rest in steps if rest)
-        found.append((row, row + down + 1, column, right + 1))
-    if not found:
-        return [(0, shape[0]), (0, shape[1])]
-    tops, bottoms, lefts, rights = zip(*found, strict=True)
-    return [(min(tops), max(bottoms)), (min(lefts), max(rights))]

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megacore.models.block_fp8 import BlockFp8
 from megacore.models.config import ModelConfig
+from megacore.models.quantization import Quantization
 from megacore.parallel.weights.fingerprint import Logical, add_up
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.pattern import Piece
@@ -33,8 +33,9 @@ class WeightFolder(ABC):
 
     ``trainer``: the state of a training run, None where it is of none; ``base``: the folder of the model that adapters
     are read with; ``ignored``: tensors that hold no weights, by the names they have; ``others``: those that the model
-    leaves out; ``fp8``: how the weights lie that are read in a wider dtype, None: all are read as they lie; ``told``:
-    what else is to be said of how it is read; ``hub``: the name of the hub, with its commit, that it was fetched by.
+    leaves out; ``quantization``: how the weights lie that are read in a wider dtype, None: all are read as they lie;
+    ``told``: what else is to be said of how it is read; ``hub``: the name of the hub, with its commit, that it was
+    fetched by.
     """
 
     path: Path
@@ -43,7 +44,7 @@ class WeightFolder(ABC):
     base: SafetensorsFolder | None = field(default=None, kw_only=True)
     ignored: tuple[str, ...] = field(default=(), kw_only=True)
     others: tuple[str, ...] = field(default=(), kw_only=True)
-    fp8: BlockFp8 | None = field(default=None, kw_only=True)
+    quantization: Quantization | None = field(default=None, kw_only=True)
     told: tuple[str, ...] = field(default=(), kw_only=True)
     hub: HubName | None = field(default=None, kw_only=True)
 
@@ -109,9 +110,8 @@ class WeightFolder(ABC):
             names = carried.schema.by_name
             parts = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in names}))
             found.append(f"its text model is read; {len(names)} tensors of {parts} are carried as they are")
-        if self.fp8 is not None:
-            blocks = f"a scale for each {self.fp8.rows} x {self.fp8.columns}"
-            found.append(f"its weights in fp8, with {blocks} of them, are read as {self.fp8.dtype}")
+        if self.quantization is not None:
+            found.append(self.quantization.remark)
         return [f"{self.path}: {each}" for each in found]
 
     @abstractmethod

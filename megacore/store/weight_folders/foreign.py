@@ -69,9 +69,9 @@ class ForeignFolder(SafetensorsFolder):
         """
         home, name = _home(path, config)
         source, problems = _source(path), list[str]()
-        raw, kind, model, wrapper, fp8 = read_config(home, ignored_fields, problems, name)
-        if wrapper is not None or fp8 is not None:
-            what = "are a part of a larger model" if wrapper is not None else "lie in fp8"
+        raw, kind, model, wrapper, quantization = read_config(home, ignored_fields, problems, name)
+        if wrapper is not None or quantization is not None:
+            what = "are a part of a larger model" if wrapper is not None else "are quantised"
             problems.append(f"{name} says that the weights {what}: these are read from Hugging Face folders alone")
         if problems or kind is None or model is None:
             raise unusable(path, problems)

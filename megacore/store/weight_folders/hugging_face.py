@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megacore.models.block_fp8 import QUANTIZATION, BlockFp8, dequantised
 from megacore.models.config import ModelConfig, ModelConfigError
+from megacore.models.quantization import QUANTIZATION, Bitsandbytes, BlockFp8, Mxfp4, Quantization, dequantised
 from megacore.models.registry import FAMILIES, family
 from megacore.models.wrappers import Wrapper, unwrapped
 from megacore.parallel.enum_errors import nearest
@@ -26,9 +26,9 @@ from megacore.say import err
 from megacore.store.io import hub
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError, read_json
+from megacore.store.tensor_files import bitsandbytes_files, fp8_files, mxfp4_files
 from megacore.store.tensor_files.accounting import Account, account, ignorable_by, printable, summary
 from megacore.store.tensor_files.companions import COMPANIONS, Companion, companions, travelling
-from megacore.store.tensor_files.fp8_files import decoded
 from megacore.store.tensor_files.tensors import TensorFile
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.index import Carried, FileRecord, Index
@@ -42,6 +42,13 @@ _TO_SAFETENSORS = (
     "import sys; from transformers import AutoModelForCausalLM as Model; "
     'Model.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[2])'
 )
+
+_DECODED: Mapping[type[Quantization], Any] = {
+    BlockFp8: fp8_files.decoded,
+    Bitsandbytes: bitsandbytes_files.decoded,
+    Mxfp4: mxfp4_files.decoded,
+}
+"""{how weights lie: the function that shows files as what they stand for}."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,11 @@ class HuggingFace(SafetensorsFolder):
         if not path.is_dir():
             raise StoreError(f"{path} is not a folder: give the one that holds {CONFIG} and the weights")
         problems: list[str] = []
-        raw, kind, config, wrapper, fp8 = read_config(path, ignored_fields, problems)
+        raw, kind, config, wrapper, quantization = read_config(path, ignored_fields, problems)
         files = _files(path, problems)
         found, held, told = Account({}), files[0] if files else (), tuple[str, ...]()
-        if files and fp8:
-            held, damaged = decoded(held, fp8)
+        if files and quantization:
+            held, damaged = _DECODED[type(quantization)](held, quantization)
             problems += damaged
         if files:
             if kind:
@@ -103,7 +110,9 @@ class HuggingFace(SafetensorsFolder):
             rest = {name: FileRecord(opened[name].size, of) for name, of in by_file.items()}
             carried = Carried(_object(path, CONFIG), found.naming, rest)
         index = Index(raw, layout, ("weights",), None, records, carried=carried)
-        made = cls(path, index, used, weights, ignored=found.ignored, others=found.others, fp8=fp8, told=told)
+        made = cls(
+            path, index, used, weights, ignored=found.ignored, others=found.others, quantization=quantization, told=told
+        )
         made.carried  # noqa: B018  # which declares each tensor, or says why it cannot
         return made
 
@@ -158,26 +167,26 @@ def unusable(source: Path | HubName, problems: Sequence[str]) -> StoreError:
 
 def read_config(
     folder: Path, ignored_fields: Sequence[str], problems: list[str], name: str = CONFIG
-) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None, BlockFp8 | None]:
+) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None, Quantization | None]:
     """Return what can be made out of ``config.json``. These are its fields, its family's kind of config, what they
     mean, what they are wrapped in, and how weights lie. What is wrong with it joins the problems. ``name``: that of the
     file."""
     raw: dict[str, Any] = {}
-    kind, wrapper, fp8 = None, None, None
+    kind, wrapper, quantization = None, None, None
     try:
         raw, wrapper = unwrapped(_object(folder, name))
         try:
-            raw, fp8 = dequantised(raw)
+            raw, quantization = dequantised(raw)
         except ModelConfigError as error:  # told with whatever else there is
             problems += [f"{CONFIG}: {problem}" for problem in error.problems]
             raw = {name: value for name, value in raw.items() if name != QUANTIZATION}
         of = raw.get("model_type")
         if not isinstance(of, str):
             problems.append(f"{CONFIG} has model_type={of!r}: the families are {', '.join(FAMILIES)}")
-            return raw, None, None, None, fp8
+            return raw, None, None, None, quantization
         kind = family(of).config
         raw = _without(raw, kind, ignored_fields, problems)
-        return raw, kind, kind.from_hugging_face(raw), wrapper, fp8
+        return raw, kind, kind.from_hugging_face(raw), wrapper, quantization
     except ModelConfigError as error:
         problems += [f"{CONFIG}: {problem}" for problem in error.problems]
         if kind and (unknown := [name for name in kind.unknown(raw) if _FIELD.fullmatch(name)]):
@@ -185,7 +194,7 @@ def read_config(
             problems.append(f"{CONFIG}: `megacore convert` leaves out fields that change nothing by {options}")
     except StoreError as error:
         problems.append(str(error))
-    return raw, kind, None, wrapper, fp8
+    return raw, kind, None, wrapper, quantization
 
 
 def _without(
