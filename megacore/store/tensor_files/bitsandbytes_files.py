@@ -26,7 +26,7 @@ from megacore.parallel.enum_errors import nearest
 from megacore.store.io.strict_json import StoreError, parse_json
 from megacore.store.tensor_files.accounting import TensorInFile, alike, tensors_of
 from megacore.store.tensor_files.dtypes import FLOATS, dtype_named
-from megacore.store.tensor_files.quantised_files import AT_ONCE, QuantisedWeight, Range, halves, shown
+from megacore.store.tensor_files.quantised_files import AT_ONCE, Box, QuantisedWeight, halves, shown
 from megacore.store.tensor_files.tensors import DTYPES, Bits, TensorFile
 
 if TYPE_CHECKING:
@@ -104,21 +104,27 @@ class _In4Bits(QuantisedWeight):
     nested: int | None
     offset: float
 
-    def fill(self, floats: Tensor, rows: Range, columns: Range) -> None:
+    def fill(self, floats: Tensor, box: Box) -> None:
+        (top, bottom), (left, right) = box
+        width, whole = self.shape[1], right - left == self.shape[1]
+        for first, last in [(top, bottom)] if whole else ((row, row + 1) for row in range(top, bottom)):
+            self._fill(floats.view(-1), first * width + left, (last - 1) * width + right)
+
+    def _fill(self, floats: Tensor, first: int, last: int) -> None:
+        """Write the numbers [first, last) of all rows one after the other."""
         import torch
 
-        flat, (first, last) = floats.view(-1), (row * self.shape[1] for row in rows)
         data = self.stored.bits.reshape(-1).view(np.uint8)
         pairs = halves(_floats(self.parts["quant_map"].bits), higher_first=True)
         step = max(1, AT_ONCE // (2 * self.block)) * 2 * self.block  # of whole blocks, and of whole bytes
-        for start in range(first // step * step, last, step):
+        for start in range(first // (2 * self.block) * 2 * self.block, last, step):
             stop = min(start + step, last)
             values = pairs.take(data[start // 2 : -(-stop // 2)]).view(np.float32)[: stop - start]
             scales = self._scales(start // self.block, -(-stop // self.block))
             whole = len(values) // self.block
             values[: whole * self.block].reshape(whole, self.block)[:] *= scales[:whole, None]
             values[whole * self.block :] *= scales[whole:]
-            flat[start:stop] = torch.from_numpy(values)
+            floats[start:stop] = torch.from_numpy(values)
 
     def _scales(self, first: int, last: int) -> np.ndarray:
         """Return those of the blocks [first, last), in fp32."""
@@ -153,9 +159,10 @@ def _in_8_bits(name: str, scales: TensorInFile, tensors: Parts, dtype: str) -> Q
 class _In8Bits(QuantisedWeight):
     scales: TensorInFile
 
-    def fill(self, floats: Tensor, rows: Range, columns: Range) -> None:
+    def fill(self, floats: Tensor, box: Box) -> None:
         import torch
 
+        rows, columns = box
         scales, across = _floats(self.scales.bits), slice(*columns)
         if not np.isfinite(scales).all():
             raise StoreError(f"{self.scales}: a scale is no number: it is damaged")

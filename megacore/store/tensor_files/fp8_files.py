@@ -16,7 +16,7 @@ from megacore.models.quantization import BlockFp8
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.accounting import TensorInFile, alike, tensors_of
 from megacore.store.tensor_files.dtypes import FLOATS, as_floats, dtype_named
-from megacore.store.tensor_files.quantised_files import AT_ONCE, QuantisedWeight, Range, shown
+from megacore.store.tensor_files.quantised_files import AT_ONCE, Box, QuantisedWeight, shown
 from megacore.store.tensor_files.tensors import Bits, TensorFile
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ class _InBlocks(QuantisedWeight):
     scales: TensorInFile
     fp8: BlockFp8
 
-    def fill(self, floats: Tensor, rows: Range, columns: Range) -> None:
+    def fill(self, floats: Tensor, box: Box) -> None:
         import torch
 
         bits, scales = self.stored.bits, self._factors()
-        (top, bottom), (left, right) = rows, columns
+        (top, bottom), (left, right) = box
         height, across = self.fp8.rows, np.arange(left, right) // self.fp8.columns
         for band in range(top // height, -(-bottom // height)):
             factors = torch.from_numpy(scales[band, across])

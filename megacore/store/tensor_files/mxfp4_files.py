@@ -16,7 +16,7 @@ import numpy as np
 from megacore.models.quantization import Mxfp4
 from megacore.store.tensor_files.accounting import TensorInFile, alike, tensors_of
 from megacore.store.tensor_files.dtypes import dtype_named
-from megacore.store.tensor_files.quantised_files import QuantisedWeight, Range, halves, shown
+from megacore.store.tensor_files.quantised_files import Box, QuantisedWeight, halves, shown
 from megacore.store.tensor_files.tensors import TensorFile
 
 if TYPE_CHECKING:
@@ -56,16 +56,16 @@ def decoded(files: Sequence[TensorFile], how: Mxfp4) -> tuple[tuple[TensorFile, 
 class _StackedExperts(QuantisedWeight):
     scales: TensorInFile
 
-    def fill(self, floats: Tensor, rows: Range, columns: Range) -> None:
+    def fill(self, floats: Tensor, box: Box) -> None:
         import torch
 
-        _, inner, outer = self.shape
-        blocks, exponents = self.stored.bits, self.scales.bits
-        pairs = halves(_NUMBERS, higher_first=False)
-        for expert in range(*rows):
-            made = floats[expert].view(inner, outer)
-            for start in range(0, outer, _COLUMNS):
-                part = slice(start, min(start + _COLUMNS, outer))
-                values = pairs.take(blocks[expert, part]).view(np.float32)
-                values *= _FACTORS[exponents[expert, part], None]
-                made[:, part] = torch.from_numpy(values.reshape(-1, inner)).to(floats.dtype).t()
+        experts, (top, bottom), (left, right) = box
+        first, last = top // _BLOCK, -(-bottom // _BLOCK)
+        blocks, exponents, pairs = self.stored.bits, self.scales.bits, halves(_NUMBERS, higher_first=False)
+        for expert in range(*experts):
+            for start in range(left, right, _COLUMNS):
+                columns = slice(start, min(start + _COLUMNS, right))
+                values = pairs.take(blocks[expert, columns, first:last]).view(np.float32)
+                values *= _FACTORS[exponents[expert, columns, first:last], None]
+                rows = torch.from_numpy(values.reshape(len(values), -1)).to(floats.dtype)
+                floats[expert, first * _BLOCK : last * _BLOCK, columns] = rows.t()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 AT_ONCE = (1 << 15) - 1
 """Elements that are computed before they leave the cache, and so few that torch's own threads stay out of the way of
 those that write."""
-Range = tuple[int, int]  # [start, stop)
+Box = tuple[tuple[int, int], ...]
+"""[start, stop) of each dimension."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class QuantisedWeight(ABC):
     dtype: str
 
     @abstractmethod
-    def fill(self, floats: Tensor, rows: Range, columns: Range) -> None:
-        """Write its numbers into [rows, columns] of ``floats`` [shape[0], the product of the others], contiguous; what
-        lies outside may be anything. Raises StoreError: it is damaged."""
+    def fill(self, floats: Tensor, box: Box) -> None:
+        """Write its numbers that lie in a box into ``floats``, of its shape and contiguous; those outside may be
+        anything. Raises StoreError: it is damaged."""
 
 
 def shown(
@@ -83,22 +84,25 @@ class QuantisedFile(TensorFile):
 
         weight = self.quantised[name]
         made = np.empty(weight.shape, DTYPES[weight.dtype])  # what nobody touches takes no memory
-        rows = weight.shape[0]
         floats = torch.from_numpy(made.view(f"i{made.itemsize}")).view(getattr(torch, FLOATS[weight.dtype]))
-        weight.fill(floats.view(rows, -1), *_box(views, (rows, made.size // max(rows, 1))))
+        weight.fill(floats, _box(views, weight.shape))
         return made
 
 
-def _box(views: Iterable[Piece], shape: tuple[int, int]) -> tuple[Range, Range]:
-    """Return the rows and columns that views of a matrix lie in; all where there are no views."""
-    columns, found = max(shape[1], 1), list[tuple[int, int, int, int]]()
+def _box(views: Iterable[Piece], shape: tuple[int, ...]) -> Box:
+    """Return what views of a tensor lie in; all of it where there are no views, or one runs across its dimensions."""
+    every: Box = tuple((0, size) for size in shape)
+    found = list[Box]()
     for view in views:
-        row, column = divmod(view.offset, columns)
-        steps = [((size - 1) * step, step % columns) for size, step in zip(view.shape, view.strides, strict=True)]
-        down = sum(reach for reach, rest in steps if not rest) // columns
-        right = column + sum(reach for reach, rest in steps if rest)
-        found.append((row, row + down + 1, column, right + 1))
+        steps = [(n - 1, step) for n, step in zip(view.shape, view.strides, strict=True) if n > 1]
+        first = [int(at) for at in np.unravel_index(view.offset, shape)]
+        last = [int(at) for at in np.unravel_index(view.offset + sum(n * step for n, step in steps), shape)]
+        reach = [sum(n * int(np.unravel_index(step, shape)[at]) for n, step in steps) for at in range(len(shape))]
+        if [begin + more for begin, more in zip(first, reach, strict=True)] != last:
+            return every
+        found.append(tuple((begin, end + 1) for begin, end in zip(first, last, strict=True)))
     if not found:
-        return (0, shape[0]), (0, shape[1])
-    tops, bottoms, lefts, rights = zip(*found, strict=True)
-    return (min(tops), max(bottoms)), (min(lefts), max(rights))
+        return every
+    return tuple(
+        (min(starts), max(stops)) for starts, stops in (zip(*each, strict=True) for each in zip(*found, strict=True))
+    )
