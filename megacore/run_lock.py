@@ -192,11 +192,8 @@ class RunLock:
 
 def _open(path: Path) -> tuple[FileIO | None, bool]:
     """Return the file, and whether it is locked; without locks it is merely open. An object store has no files to lock,
-    and needs none against runs of this machine in the same out, which is held already.
-
-    Raises:
-        StoreError: somebody else holds it.
-    """
+    and needs none against runs of this machine in the same out, which is held already. Raises StoreError: somebody else
+    holds it."""
     if isinstance(path, ObjectPath):
         return None, True
     for _ in range(_TRIES):

@@ -32,13 +32,9 @@ from megacore.training.traces import TracedStep, files, read_trace
 
 @dataclass(frozen=True)
 class TracedRun:
-    """A run that has recorded some of its steps.
-
-    Args:
-        others: Numbers of steps that do not count, for the run has gone on with other ranks or another schedule.
-        loads: Of each rank along ep, the rows that its experts were sent, over the mean.
-        plan: The run on paper; None where it can't be, with the reason.
-    """
+    """A run that has recorded some of its steps. ``others``: numbers of steps that do not count, for the run has gone
+    on with other ranks or another schedule; ``loads``: of each rank along ep, the rows that its experts were sent, over
+    the mean; ``plan``: the run on paper; None where it can't be, with the reason."""
 
     out: Path
     config: Config
@@ -52,14 +48,9 @@ class TracedRun:
     @classmethod
     def of(cls, out: Path, gpu: str | None = None) -> TracedRun:
         """Read a run; those of its steps count that are spread as the last one is, and of several not the first one of
-        the run, in which much happens once.
-
-        Raises:
-            ConfigError: its config cannot be read.
-            StoreError: there is no run, it has recorded no step, or what it has cannot be read.
-            ScheduleError: a trace has no whole schedule.
-            ValueError: there is no such device.
-        """
+        the run, in which much happens once. Raises ConfigError: its config cannot be read; StoreError: there is no run,
+        it has recorded no step, or what it has cannot be read; ScheduleError: a trace has no whole schedule;
+        ValueError: there is no such device."""
         if not (recipe := out / "config.yaml").exists():
             raise StoreError(f"{out} is not the folder of a run: it has no {recipe.name}")
         if gpu is not None:

@@ -83,11 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read(file: Path, named: str | None) -> tuple[str, Given]:
-    """Return whose a config is, and its keys.
-
-    Raises:
-        StoreError: it cannot be read, or it is not known whose it is.
-    """
+    """Return whose a config is, and its keys. Raises StoreError: it cannot be read, or it is not known whose it is."""
     text = read_file(file, limit=limits.RECIPE).decode(errors="replace")
     if named == "megatron" or (named is None and "--num-layers" in text):
         return "megatron", arguments(text)

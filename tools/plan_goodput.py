@@ -107,14 +107,10 @@ def _cost(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The goodput of a run, and all that it was computed from.
-
-    Args:
-        sources: {cost: where it is from}.
-        of_rank, of_node: Bytes of a checkpoint, of the rank and of the node that write most of it.
-        every: Steps from one checkpoint in memory to the next.
-        own: The goodput with the recipe's own interval of checkpoints on disk; None where it has none.
-    """
+    """The goodput of a run, and all that it was computed from. ``sources``: {cost: where it is from}; ``of_rank,
+    of_node``: bytes of a checkpoint, of the rank and of the node that write most of it; ``every``: steps from one
+    checkpoint in memory to the next; ``own``: the goodput with the recipe's own interval of checkpoints on disk; None
+    where it has none."""
 
     devices: int
     nodes: int

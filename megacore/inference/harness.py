@@ -29,14 +29,9 @@ _SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature"}
 
 
 class HarnessModel(TemplateLM):
-    """A model as the harness asks it: log-likelihoods, and greedy texts.
-
-    Args:
-        model: This rank's part of it.
-        texts: Its tokenizer.
-        tokens: Tokens that are computed at once, at least a request.
-        batch: Texts that are generated at a time.
-    """
+    """A model as the harness asks it: log-likelihoods, and greedy texts. ``model``: this rank's part of it; ``texts``:
+    its tokenizer; ``tokens``: tokens that are computed at once, at least a request; ``batch``: texts that are generated
+    at a time."""
 
     def __init__(self, model: Model, texts: Texts, tokens: int = 4096, batch: int = 8) -> None:
         if texts.end is None:

@@ -28,14 +28,10 @@ COMPUTE, AGREE = "forward and backward", "agree"
 
 
 class TracedInterval(NamedTuple):
-    """Something that a rank did, in seconds from the first interval of the step.
-
-    Args:
-        kind: An action; a collective; ``receive`` or ``send``, which are waits for another stage; or a phase.
-        chunk, microbatch: Of an action, and of what is received or sent.
-        axis: The axes of the mesh along which the ranks of a collective lie.
-        queued: The seconds of it in which others had the core of the host.
-    """
+    """Something that a rank did, in seconds from the first interval of the step. ``kind``: an action; a collective;
+    ``receive`` or ``send``, which are waits for another stage; or a phase; ``chunk, microbatch``: of an action, and of
+    what is received or sent; ``axis``: the axes of the mesh along which the ranks of a collective lie; ``queued``: the
+    seconds of it in which others had the core of the host."""
 
     kind: str
     start: float
@@ -89,11 +85,7 @@ def align(rounds: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, floa
 
     A round is a message of all ranks to all: no rank leaves it before the last one has entered. So what rank 0 reads as
     it enters is no later than what another reads as it leaves, and the other way round; each round gives a bound from
-    both sides.
-
-    Args:
-        rounds: Of each rank, the (entered, left) of each round by its own clock.
-    """
+    both sides. ``rounds``: of each rank, the (entered, left) of each round by its own clock."""
     found = []
     for theirs in rounds:
         pairs = [(theirs[n], rounds[0][n]) for n in range(len(theirs))]
@@ -112,11 +104,7 @@ def along(mesh: MeshShape, ranks: Sequence[int]) -> str:
 def write_trace(folder: Path, traced: TracedStep) -> Path:
     """Write a step into a run's folder -> the file, in Chrome's format: a process for each rank, a thread for each of
     its tracks. Those of older steps than the last ten are removed, and those of later ones: the run has gone back, and
-    does these steps again.
-
-    Raises:
-        OSError, StoreError: it cannot be written.
-    """
+    does these steps again. Raises OSError, StoreError: it cannot be written."""
     path = folder / FOLDER / f"step-{traced.step}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     other = {
@@ -172,11 +160,7 @@ def _step(path: Path) -> int:
 
 
 def read_trace(path: Path) -> TracedStep:
-    """Read a step that a run has recorded.
-
-    Raises:
-        StoreError: it is none, or cannot be read.
-    """
+    """Read a step that a run has recorded. Raises StoreError: it is none, or cannot be read."""
     try:
         document = parse_json(path.read_bytes(), path)
         other, events = document["otherData"], document["traceEvents"]
@@ -207,11 +191,8 @@ def read_trace(path: Path) -> TracedStep:
 
 
 def _interval(event: Mapping[str, Any], most: int) -> TracedInterval:
-    """Return the interval of an event; its chunk and its microbatch are below ``most``, for each has events.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the interval of an event; its chunk and its microbatch are below ``most``, for each has events. Raises
+    ValueError: it is none."""
     start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
     found = TracedInterval(event["cat"], start, start + seconds, **event["args"])
     numbers, axes = (found.chunk, found.microbatch), found.axis.split(" x ") if found.axis else []

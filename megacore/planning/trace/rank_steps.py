@@ -46,14 +46,9 @@ class _One(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Allowed:
-    """The places where a step may have the host and the device wait for each other, by default all.
-
-    Args:
-        reads: {place: answer} of numbers that the device is asked for.
-        downloads: Copies to the host.
-        first: Copies to the device from memory that is not pinned, in the first step.
-        later: The same in others.
-    """
+    """The places where a step may have the host and the device wait for each other, by default all. ``reads``: {place:
+    answer} of numbers that the device is asked for; ``downloads``: copies to the host; ``first``: copies to the device
+    from memory that is not pinned, in the first step; ``later``: the same in others."""
 
     reads: Mapping[str, Any] = field(default_factory=_One)
     downloads: Container[str] = Everywhere()

@@ -83,15 +83,9 @@ class SimulatedEvent:
 
 
 class SimulatedGpu(Gpu):
-    """Streams, events, memory and messages of a rank, which it writes down.
-
-    Args:
-        ahead: Bytes of activations that may be on their way to the host; those of a run by default.
-
-    Attributes:
-        log: What the rank has asked for, one thing after the other.
-        live, peak: Bytes of the device that somebody has now, and the most since the last step began.
-    """
+    """Streams, events, memory and messages of a rank, which it writes down. ``ahead``: bytes of activations that may be
+    on their way to the host; those of a run by default. ``log``: what the rank has asked for, one thing after the
+    other; ``live, peak``: bytes of the device that somebody has now, and the most since the last step began."""
 
     def __init__(self, ahead: int | None = None) -> None:
         self.log: list[Entry] = []

@@ -55,14 +55,9 @@ _LOCAL = struct.Struct("<4s22xHH")  # of a member: magic, lengths of its name an
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor within a file.
-
-    Args:
-        dtype: As in safetensors files.
-        shape: Sizes of its dimensions.
-        strides: Elements from one to the next along each of them.
-        start: The byte of the file at which its first element lies.
-    """
+    """A tensor within a file. ``dtype``: as in safetensors files; ``shape``: sizes of its dimensions; ``strides``:
+    elements from one to the next along each of them; ``start``: the byte of the file at which its first element
+    lies."""
 
     dtype: str
     shape: tuple[int, ...]
