@@ -79,8 +79,6 @@ class Incident:
     """Something that befell a run, and what was done about it.
 
     Args:
-        kind: The kind.
-        action: The action.
         detail: A few words more: the signal, the exception, who waits for whom.
         reason: Why this action, in a few words.
         rank: The rank at fault, if it is known.

@@ -129,15 +129,9 @@ def load(tasks: Sequence[str], folder: Path | None) -> TaskManager:
 def measure(
     model: HarnessModel, tasks: Sequence[str], manager: TaskManager, shots: int | None, limit: int | None
 ) -> dict[str, Any]:
-    """Return what the harness says of a model on some tasks, the same on all ranks, which all call this.
-
-    Args:
-        model: The model.
-        tasks: Their names.
-        manager: What knows them.
-        shots: Examples before each question; None for the tasks' own number.
-        limit: The most questions of each task; None for all.
-    """
+    """Return what the harness says of a model on some tasks, the same on all ranks, which all call this. ``shots``:
+    examples before each question; None for the tasks' own number; ``limit``: the most questions of each task; None for
+    all."""
     options: dict[str, Any] = {"num_fewshot": shots, "limit": limit, "task_manager": manager}
     found: dict[str, Any] = simple_evaluate(model, tasks=list(tasks), log_samples=False, **options)
     return found

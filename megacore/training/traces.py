@@ -56,15 +56,10 @@ class TracedInterval(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as its ranks have recorded it.
-
-    Args:
-        schedule: The name of the pipeline's.
-        errors: The most seconds that the clock of each rank may be off that of rank 0.
-        ranks: Of each rank, the intervals of each of its tracks: of its host, and on GPUs of its device.
-        per_node: The successive ranks that share a node; 0 for all of them.
-        device: What the driver calls the device of rank 0.
-    """
+    """A step as its ranks have recorded it. ``errors``: the most seconds that the clock of each rank may be off that of
+    rank 0; ``ranks``: of each rank, the intervals of each of its tracks: of its host, and on GPUs of its device;
+    ``per_node``: the successive ranks that share a node; 0 for all of them; ``device``: what the driver calls the
+    device of rank 0."""
 
     step: int
     mesh: MeshShape

@@ -66,22 +66,9 @@ def run_steps(
     prepare: Callable[[Trainer], None] = lambda trainer: None,
 ) -> list[DeviceWatch]:
     """Have a rank run steps of these microbatches, of which it takes what its place in cp holds, on a fake GPU.
-
-    Args:
-        config: The run.
-        world: Its ranks.
-        rank: The one that is run.
-        steps: The microbatches of each step.
-        gpu: What plays the streams, and may keep a log.
-        allowed: Where host and device may wait for each other.
-        prepare: Does something to the trainer before it starts.
-
-    Returns:
-        What each step has launched.
-
-    Raises:
-        TraceFault: a step has host and device wait for each other elsewhere; also errors of torch.
-    """
+    ``allowed``: where host and device may wait for each other; ``prepare``: does something to the trainer before it
+    starts. Returns what each step has launched. Raises TraceFault: a step has host and device wait for each other
+    elsewhere; also errors of torch."""
     allowed, watches = allowed or Allowed(), list[DeviceWatch]()
     with tempfile.TemporaryDirectory() as folder, fake_cuda(world, rank, gpu):
         config = replace(config, out=folder)

@@ -27,15 +27,8 @@ WIDE = ("float32", "float64")
 
 @dataclass(frozen=True)
 class Interval:
-    """What runs on a stream of a rank, from a second of the step to another.
-
-    Args:
-        launch: What is launched.
-        kind: What bounds it.
-        start, end: Seconds.
-        launched: When the host has launched it.
-        axis: Of a message, the dimensions of the mesh that its ranks lie along.
-    """
+    """What runs on a stream of a rank, from a second of the step to another. ``kind``: what bounds it; ``launched``:
+    when the host has launched it; ``axis``: of a message, the dimensions of the mesh that its ranks lie along."""
 
     launch: Launch
     kind: Kind

@@ -78,11 +78,8 @@ class DistributedFiles:
     """The files of a checkpoint.
 
     Args:
-        path: Its folder.
-        tensors: {name: tensor}.
         values: {name: what holds it} of what is no tensor.
         sizes: {file: bytes}.
-        kind: What it is, in words.
         updates: The numbers of updates that its optimizers have seen, where the tensors do not say so one by one.
         unread: Why moments that are there are not among the tensors.
         flat: Whether a tensor may have lost its shape.
