@@ -6,7 +6,6 @@ The documents are given by their lengths, or they are the first of a corpus. Wor
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -19,6 +18,7 @@ from megacore.parallel.enum_errors import ContextBalance
 from megacore.pictures import pyplot, save
 from megacore.say import err, say
 from megacore.tools import folders
+from megacore.tools.options import command_parser, count, counts
 from megacore.tools.tables import table
 
 _WIDTH = 80
@@ -28,25 +28,23 @@ _LISTED = 40
 _PIXELS = 600
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="megacore context", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("context", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--documents", type=folders.counts, metavar="N,N,...", help="the lengths of the documents")
+    source.add_argument("--documents", type=counts, metavar="N,N,...", help="the lengths of the documents")
     source.add_argument("--corpus", metavar="PREFIX", help="take those of a token file PREFIX.bin, PREFIX.idx")
-    parser.add_argument("--length", type=folders.count, metavar="N", help="tokens of a row (all that are given)")
-    parser.add_argument("--rows", type=folders.count, default=1, metavar="N", help="rows of --corpus (1)")
-    parser.add_argument("--cp", type=folders.count, required=True, metavar="N", help="the ranks")
-    parser.add_argument("--heads", type=folders.count, default=1, metavar="N", help="of them share out the heads (1)")
+    parser.add_argument("--length", type=count, metavar="N", help="tokens of a row (all that are given)")
+    parser.add_argument("--rows", type=count, default=1, metavar="N", help="rows of --corpus (1)")
+    parser.add_argument("--cp", type=count, required=True, metavar="N", help="the ranks")
+    parser.add_argument("--heads", type=count, default=1, metavar="N", help="of them share out the heads (1)")
     parser.add_argument("--balance", choices=get_args(ContextBalance), default="auto", help="(auto)")
-    parser.add_argument("--window", type=folders.count, metavar="N", help="the keys that each query sees (all)")
+    parser.add_argument("--window", type=count, metavar="N", help="the keys that each query sees (all)")
     parser.add_argument("--compare", action="store_true", help="show the policies side by side")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: a PNG")
     given = parser.add_argument_group("for bytes")
-    given.add_argument("--kv", type=folders.count, default=8, metavar="N", help="heads of keys and values (8)")
-    given.add_argument("--head", type=folders.count, default=128, metavar="N", help="numbers of a head (128)")
-    given.add_argument("--bytes", type=folders.count, default=2, metavar="N", help="of a number (2)")
+    given.add_argument("--kv", type=count, default=8, metavar="N", help="heads of keys and values (8)")
+    given.add_argument("--head", type=count, default=128, metavar="N", help="numbers of a head (128)")
+    given.add_argument("--bytes", type=count, default=2, metavar="N", help="of a number (2)")
     arguments = parser.parse_args(argv)
     if arguments.corpus and not arguments.length:
         parser.error("--corpus needs --length, the tokens of a row")
@@ -215,7 +213,3 @@ def _draw(splits: dict[ContextBalance, ContextSplit], window: int | None, pictur
             axes.legend(fontsize=7, loc="upper right")
         axes.set(xlabel="key", ylabel="query", title=balance)
     save(figure, picture)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

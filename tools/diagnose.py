@@ -7,8 +7,6 @@ less without them. Beside them stands the plan of the run, and with --against an
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from megacore.planning.traffic import traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import brief, err, say
 from megacore.store.io.strict_json import StoreError
+from megacore.tools.options import command_parser
 from megacore.tools.tables import table
 from megacore.training import metrics
 from megacore.training.advice import LEAST, advise
@@ -90,9 +89,8 @@ class TracedRun:
         return self.config.batch.micro_size * self.config.data.sequence_length
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore diagnose", description=about, epilog=more)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("diagnose", __doc__)
     parser.add_argument("run", type=Path, metavar="OUT", help="the folder of a run, its out")
     parser.add_argument("--against", type=Path, metavar="OUT", help="another run, of another scale, say: beside it")
     known = f"{', '.join(DEVICES)}, or a measured FILE.json"
@@ -263,7 +261,3 @@ def _loads(out: Path, steps: Sequence[TracedStep]) -> tuple[float, ...]:
         for row in lines[-1]["counts"]
     ]
     return tuple(fmean(ep * rows[rank] / max(sum(rows), 1) for rows in layers) for rank in range(ep))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ worth. Of rows with "chosen" and "rejected" it is how often the model prefers th
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -24,13 +23,12 @@ from megacore.say import err, say, say_data
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders, processes
+from megacore.tools.options import command_parser, count
 from megacore.tools.tables import table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    about, _, how = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore evaluate", description=about, epilog=how)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("evaluate", __doc__)
     processes.add_model(parser)
     parser.add_argument(
         "--data",
@@ -49,18 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--count", choices=("assistant", "last", "all"), default="assistant", help="what counts of chats (assistant)"
     )
     parser.add_argument(
-        "--sequence-length", type=folders.count, metavar="N", help=f"of a window (the model's, up to {LONGEST})"
+        "--sequence-length", type=count, metavar="N", help=f"of a window (the model's, up to {LONGEST})"
     )
+    parser.add_argument("--stride", type=count, metavar="N", help="from window to window (their length: no overlap)")
     parser.add_argument(
-        "--stride", type=folders.count, metavar="N", help="from window to window (their length: no overlap)"
-    )
-    parser.add_argument(
-        "--tokens", type=folders.count, default=4096, metavar="N", help="computed at once, at least a window (4096)"
+        "--tokens", type=count, default=4096, metavar="N", help="computed at once, at least a window (4096)"
     )
     context = parser.add_argument_group("how the context is used")
     context.add_argument(
         "--by-position",
-        type=folders.count,
+        type=count,
         metavar="N",
         help="also the loss of each N successive positions of the documents",
     )
@@ -68,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks = parser.add_argument_group("tasks", "They take the place of --data, and the extra lm-eval.")
     benchmarks.add_argument("--tasks", type=_names, metavar="NAME,...", help="of lm-evaluation-harness")
     benchmarks.add_argument("--tasks-folder", type=Path, metavar="FOLDER", help="of further tasks, as YAML")
-    benchmarks.add_argument("--shots", type=folders.count, metavar="N", help="examples before each question")
-    benchmarks.add_argument("--limit", type=folders.count, metavar="N", help="the most questions of each task")
+    benchmarks.add_argument("--shots", type=count, metavar="N", help="examples before each question")
+    benchmarks.add_argument("--limit", type=count, metavar="N", help="the most questions of each task")
     parser.add_argument("--json", action="store_true", help="print data instead of words")
     processes.add_mesh(parser, data=True)
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     if bool(arguments.data) == bool(arguments.tasks):
         parser.error("give either --data or --tasks")
-    return folders.program(lambda parsed: (run_tasks if parsed.tasks else run)(parsed, given), arguments)
+    return folders.program(lambda parsed: (run_tasks if parsed.tasks else run)(parsed, argv), arguments)
 
 
 def _names(text: str) -> list[str]:
@@ -197,7 +193,3 @@ def _draw(data: dict[str, Any], picture: Path) -> None:
     axes.set(xlabel="tokens before, up to", ylabel="loss in nats per token")
     axes.grid(alpha=0.3)
     pictures.save(figure, picture)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ protection. With --trace it runs a rank of each stage on a simulated GPU, by sha
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,31 +28,27 @@ from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
 from megacore.tools import folders, plan_goodput, plan_trace
-from megacore.tools.plan_goodput import above_0
+from megacore.tools.options import above_0, command_parser, count, from_1
 from megacore.tools.tables import table
 
 _SHORT = {"parameters": "weights", "gradients": "grads", "activations": "activ.", "working": "work"}
 """{term of the memory: the head of its column}, where that is shorter."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="megacore plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("plan", __doc__)
     parser.add_argument("recipe", nargs="?", help="a recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument(
-        "--world", "--gpus", type=folders.count, metavar="N", help="ranks; by default what the mesh needs"
-    )
+    parser.add_argument("--world", "--gpus", type=count, metavar="N", help="ranks; by default what the mesh needs")
     known = ", ".join([*DEVICES, CPU])
     parser.add_argument(
         "--gpu", default="h100-80", metavar="NAME", help=f"{known}, or a measured FILE.json (%(default)s)"
     )
-    parser.add_argument("--gpus-per-node", type=folders.count, metavar="N", help="8 by default")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="8 by default")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--imbalance",
-        type=_at_least_one,
+        type=from_1,
         default=1.0,
         metavar="X",
         help="the rows that the experts of the fullest rank get, over the mean of all ranks (1)",
@@ -68,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     search = parser.add_argument_group("search")
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
-    search.add_argument("--nodes", type=folders.count, metavar="N", help="of the devices (1)")
-    search.add_argument("--best", type=folders.count, default=5, metavar="N", help="how many to print (5)")
+    search.add_argument("--nodes", type=count, metavar="N", help="of the devices (1)")
+    search.add_argument("--best", type=count, default=5, metavar="N", help="how many to print (5)")
     plan_goodput.add_options(parser)
     plan_trace.add_options(parser)
     given = parser.add_argument_group("instead of the table's numbers")
@@ -148,13 +143,6 @@ def _fitted(text: str) -> str:
     if key.upper() != "GPU" or not (name in DEVICES or name.endswith(".json")):
         raise argparse.ArgumentTypeError(f"{text!r} is not GPU= and one of {', '.join(DEVICES)}, or a .json file")
     return name
-
-
-def _at_least_one(text: str) -> float:
-    value = above_0(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is below 1: the fullest rank has no less than the mean")
-    return value
 
 
 # -- for people
@@ -421,7 +409,3 @@ def _show_fit(
         for each in candidates
     ]
     say(table(("s", "MFU", "GB", "overrides"), rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,6 +28,7 @@ from megacore.planning.goodput import (
 )
 from megacore.planning.run_plan import Plan
 from megacore.recipe import ConfigError
+from megacore.tools.options import above_0, share
 from megacore.tools.tables import table
 
 NOTICE_S, DETECT_S, PROCESSES_S = 1800.0, 3.0, 60.0
@@ -48,7 +49,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     rate.add_argument("--faults", type=above_0, metavar="PERCENT", help="of all devices that are faulty in a day")
     group.add_argument(
-        "--hardware", type=_share, metavar="X", help="share of the faults that take the node away (0.78: Llama 3)"
+        "--hardware",
+        type=share,
+        metavar="X",
+        help="share of the faults that take the node away (0.78: Llama 3)",
     )
     group.add_argument(
         "--away",
@@ -58,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--together",
-        type=_share,
+        type=share,
         metavar="X",
         help="share of the faults that take a node and the one that keeps its copy; by default as if they were "
         "independent",
@@ -68,7 +72,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--incidents", type=Path, metavar="OUT", help="take what the restarts of this run have cost")
     group.add_argument(
-        "--overhead", type=_share, metavar="X", help="share of the time for checkpoints in memory (recovery.overhead)"
+        "--overhead",
+        type=share,
+        metavar="X",
+        help="share of the time for checkpoints in memory (recovery.overhead)",
     )
 
 
@@ -78,24 +85,6 @@ _OPTIONS = ("mtbf", "faults", "hardware", "away", "together", "cost", "incidents
 def given(arguments: argparse.Namespace) -> list[str]:
     """Return those options of a plan of goodput that were given, beside ``--goodput`` itself."""
     return [f"--{name}" for name in _OPTIONS if getattr(arguments, name) not in (None, [])]
-
-
-def above_0(text: str) -> float:
-    """Return the number that an option gives. Raises argparse.ArgumentTypeError: it is none, or not above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = above_0(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share, above 0 and up to 1")
-    return value
 
 
 def _cost(text: str) -> tuple[str, float]:

@@ -21,6 +21,7 @@ from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders
+from megacore.tools.options import count
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.models.assemble import Model
@@ -59,7 +60,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_context(group: argparse._ActionsContainer, exchanges: bool = True) -> None:
     """Add the ranks of cp, and the ways in which they compute attention, if there is a choice."""
-    group.add_argument("--cp", type=folders.count, default=1, metavar="N", help="ranks that share out the tokens")
+    group.add_argument("--cp", type=count, default=1, metavar="N", help="ranks that share out the tokens")
     group.set_defaults(exchange="auto")
     if not exchanges:
         return
@@ -79,7 +80,7 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     folders.add_parts(group, experts="ranks over which experts are spread")
     add_context(group, exchanges=data)
     if data:
-        group.add_argument("--dp", type=folders.count, default=1, metavar="N", help="ranks that share out the windows")
+        group.add_argument("--dp", type=count, default=1, metavar="N", help="ranks that share out the windows")
     else:
         parser.set_defaults(dp=1)
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")

@@ -8,7 +8,6 @@ from float64.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.tools import folders
+from megacore.tools.options import command_parser, count
 from megacore.tools.processes import add_context, agreed
 from megacore.tools.tables import table
 
@@ -41,16 +41,13 @@ TEXTS = (
 """The prompts by default."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about, _, how = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore verify", description=about, epilog=how)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("verify", __doc__)
     parser.add_argument("checkpoint", type=Path, help="the checkpoint")
     parser.add_argument("folder", type=Path, help=f"what it came from, or became: {folders.HUGGING_FACE}")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to compare the logits of")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts, one on each line")
-    parser.add_argument(
-        "--tokens", type=folders.count, default=64, metavar="N", help="that are used of a prompt at most (64)"
-    )
+    parser.add_argument("--tokens", type=count, default=64, metavar="N", help="that are used of a prompt at most (64)")
     folders.add_jobs(parser)
     add_context(parser)
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
@@ -173,7 +170,3 @@ def _text(pair: Pair, report: Report) -> str:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3g}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
