@@ -178,11 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     needles = Needles(arguments.lengths, arguments.depths, arguments.needles, arguments.seed)
-    job, windows = processes.ModelRun.check(arguments, partial(_windows, arguments, needles))
+    job, windows = processes.check(arguments, partial(_windows, arguments, needles))
     if job.lacks_ranks:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         return processes.start("benchmarks.needles", given, job.shape.world)
-    with job.model() as model:
+    with processes.loaded(job, arguments) as model:
         shares = found(model, needles, windows)
     if job.here.rank == 0:
         data = {"lengths": needles.lengths, "depths": needles.shares, "needles": needles.each, "found": shares}

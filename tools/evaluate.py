@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megacore import pictures
-from megacore.inference.evaluation import LONGEST, EvaluationSetup
+from megacore.inference.evaluation import LONGEST, EvaluationSetup, Reading
 from megacore.inference.texts import Texts
 from megacore.progress_bar import progress_bar
 from megacore.say import err, say, say_data
@@ -91,10 +92,10 @@ def run_tasks(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         folder.check_predicts()
         return Texts.of(folder), harness.load(arguments.tasks, arguments.tasks_folder)
 
-    job, (texts, manager) = processes.ModelRun.check(arguments, prepare)
+    job, (texts, manager) = processes.check(arguments, prepare)
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
-    with job.model() as model:
+    with processes.loaded(job, arguments) as model:
         asked = harness.HarnessModel(model, texts, arguments.tokens)
         found = harness.measure(asked, arguments.tasks, manager, arguments.shots, arguments.limit)
     if job.here.rank == 0:
@@ -106,11 +107,11 @@ def run_tasks(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    job, setup = processes.ModelRun.check(arguments, partial(_prepare, arguments))
+    job, setup = processes.check(arguments, partial(_prepare, arguments))
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
     started, first = time.perf_counter(), job.here.rank == 0
-    with job.model() as model:
+    with processes.loaded(job, arguments) as model:
         data = setup.measure(model, _watched if first else iter)
     if first:
         if arguments.picture is not None:
@@ -128,17 +129,8 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> EvaluationSetup:
     if arguments.picture and not arguments.by_position:
         raise StoreError("--picture is of --by-position: give that too, or leave it out")
-    return EvaluationSetup.of(
-        folder,
-        arguments.data,
-        text_key=arguments.text_key,
-        count=arguments.count,
-        sequence_length=arguments.sequence_length,
-        stride=arguments.stride,
-        tokens=arguments.tokens,
-        by_position=arguments.by_position,
-        split=arguments.split,
-    )
+    how = Reading(**{field.name: getattr(arguments, field.name) for field in fields(Reading)})
+    return EvaluationSetup.of(folder, arguments.data, how)
 
 
 def _watched(documents: Iterable[Any]) -> Iterator[Any]:

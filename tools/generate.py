@@ -47,11 +47,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    job, (prompts, how) = processes.ModelRun.check(arguments, partial(_prepare, arguments))
+    job, (prompts, how) = processes.check(arguments, partial(_prepare, arguments))
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["generate", *given], job.shape.world)
     answers, started, first = prompts.answers(), time.perf_counter(), job.here.rank == 0
-    with job.model() as model:
+    with processes.loaded(job, arguments) as model:
         loaded = time.perf_counter()
         page = Page(answers, shown=first and not arguments.json, echo=not arguments.chat)
         for number, more in how.answer(model, answers):

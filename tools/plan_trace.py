@@ -17,6 +17,7 @@ from megacore.planning.trace.timeline import StepTimeline
 from megacore.recipe import ConfigError
 from megacore.store.tensor_files.publish import replace_file
 from megacore.tools.tables import table
+from megacore.training.traces import ChromeSpan, chrome_events
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -116,21 +117,10 @@ def chrome_trace(timeline: StepTimeline) -> dict[str, Any]:
     """Return a timeline in the format of Chrome's traces: a process for each rank, a track for each of its streams."""
     events: list[dict[str, Any]] = []
     for rank, ran in timeline.ran.items():
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}, simulated"}})
-        tracks = {stream: number for number, stream in enumerate(dict.fromkeys(each.launch.stream for each in ran))}
-        for stream, number in tracks.items():
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": stream}})
+        tracks = dict[str, list[ChromeSpan]]()
         for each in ran:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": each.launch.name,
-                    "cat": each.kind,
-                    "pid": rank,
-                    "tid": tracks[each.launch.stream],
-                    "ts": each.start * 1e6,
-                    "dur": each.seconds * 1e6,
-                    "args": {"place": each.launch.place, "bytes": each.launch.moved, "axis": each.axis},
-                }
-            )
+            given = {"place": each.launch.place, "bytes": each.launch.moved, "axis": each.axis}
+            span = each.launch.name, each.kind, each.start * 1e6, each.seconds * 1e6, given
+            tracks.setdefault(each.launch.stream, []).append(span)
+        events += chrome_events(rank, f"rank {rank}, simulated", tracks)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

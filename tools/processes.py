@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
@@ -96,52 +95,29 @@ def start(module: str, arguments: Sequence[str], processes: int) -> int:
     return status
 
 
-@dataclass(frozen=True)
-class ModelRun:
-    """A command that computes with a model, as its arguments describe it."""
+def check(arguments: argparse.Namespace, prepare: Callable[[WeightFolder], Prepared]) -> tuple[ModelSetup, Prepared]:
+    """Return the model that arguments of :func:`add_model` and :func:`add_mesh` ask for, and what is prepared for it.
+    Raises StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank)."""
+    with agreed(RankPlace.of_environment()):
+        setup = ModelSetup.check(
+            arguments.folder,
+            base=arguments.base,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            mesh=MeshShape(**{dim: getattr(arguments, dim) for dim in MeshShape.DIMS}),
+            etp=arguments.etp,
+            exchange=arguments.exchange,
+        )
+        return setup, prepare(setup.folder)
 
-    arguments: argparse.Namespace
-    setup: ModelSetup
 
-    @classmethod
-    def check(
-        cls, arguments: argparse.Namespace, prepare: Callable[[WeightFolder], Prepared]
-    ) -> tuple[ModelRun, Prepared]:
-        """Return the run that arguments of :func:`add_model` and :func:`add_mesh` ask for, and what is prepared for it.
-        Raises StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank)."""
-        with agreed(RankPlace.of_environment()):
-            setup = ModelSetup.check(
-                arguments.folder,
-                base=arguments.base,
-                dtype=arguments.dtype,
-                device=arguments.device,
-                mesh=MeshShape(**{dim: getattr(arguments, dim) for dim in MeshShape.DIMS}),
-                etp=arguments.etp,
-                exchange=arguments.exchange,
-            )
-            return cls(arguments, setup), prepare(setup.folder)
-
-    @property
-    def here(self) -> RankPlace:
-        return self.setup.here
-
-    @property
-    def shape(self) -> MeshShape:
-        return self.setup.shape
-
-    @property
-    def lacks_ranks(self) -> bool:
-        """Whether its ranks are to be started yet: this process is none of them."""
-        return self.setup.lacks_ranks
-
-    @contextmanager
-    def model(self) -> Iterator[Model]:
-        """Load this rank's part of the model, for as long as it is needed; say of which checkpoints it is, where
-        folders of runs were given."""
-        given, folder = self.arguments, self.setup.folder
-        if self.here.rank == 0:
-            folders.tell(given.folder, folder)
-            if folder.base is not None and given.base is not None:
-                folders.tell(given.base, folder.base)
-        with agreed(self.here), self.setup.load() as loaded:
-            yield loaded.model
+@contextmanager
+def loaded(setup: ModelSetup, given: argparse.Namespace) -> Iterator[Model]:
+    """Load this rank's part of the model, for as long as it is needed; say of which checkpoints it is, where folders
+    of runs were given."""
+    if setup.here.rank == 0:
+        folders.tell(given.folder, setup.folder)
+        if setup.folder.base is not None and given.base is not None:
+            folders.tell(given.base, setup.folder.base)
+    with agreed(setup.here), setup.load() as model:
+        yield model.model

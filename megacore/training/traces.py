@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ KEPT = 10
 ACTIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "exchange")
 """The kinds of waits for the ranks of a group; the last is that of keys and values along cp."""
+ChromeSpan = tuple[str, str, float, float, Mapping[str, Any]]
+"""(name, category, start and duration in microseconds, arguments) in Chrome's format."""
 COMPUTE, AGREE = "forward and backward", "agree"
 """The phase of all actions; and, at the end of a step, the one message of all ranks about it."""
 
@@ -125,23 +127,24 @@ def _events(traced: TracedStep) -> Iterator[dict[str, Any]]:
         place, error = traced.mesh.place(rank), traced.errors[rank]
         at = ", ".join(f"{dim} {getattr(place, dim)}" for dim in traced.mesh.DIMS if traced.mesh[dim] > 1)
         name = f"rank {rank}{': ' if at else ''}{at} (clock to {error * 1e6:.0f} us)"
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
-        for number, (track, intervals) in enumerate(tracks.items()):
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}}
-            for each in intervals:
-                given: dict[str, Any] = {"chunk": each.chunk, "microbatch": each.microbatch} if each.chunk >= 0 else {}
-                given = {"axis": each.axis} if each.axis else given
-                given |= {"queued": round(each.queued, 7)} if each.queued > 0 else {}
-                yield {
-                    "ph": "X",
-                    "name": each.label,
-                    "cat": each.kind,
-                    "pid": rank,
-                    "tid": number,
-                    "ts": round(each.start * 1e6, 1),
-                    "dur": round(each.seconds * 1e6, 1),
-                    "args": given,
-                }
+        yield from chrome_events(rank, name, {track: map(_span, row) for track, row in tracks.items()})
+
+
+def _span(each: TracedInterval) -> ChromeSpan:
+    given: dict[str, Any] = {"chunk": each.chunk, "microbatch": each.microbatch} if each.chunk >= 0 else {}
+    given = {"axis": each.axis} if each.axis else given
+    given |= {"queued": round(each.queued, 7)} if each.queued > 0 else {}
+    return each.label, each.kind, round(each.start * 1e6, 1), round(each.seconds * 1e6, 1), given
+
+
+def chrome_events(process: int, name: str, tracks: Mapping[str, Iterable[ChromeSpan]]) -> Iterator[dict[str, Any]]:
+    """Yield a process and its tracks in Chrome's format."""
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    for number, (track, spans) in enumerate(tracks.items()):
+        where = {"pid": process, "tid": number}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": track}}
+        for label, kind, start, lasted, given in spans:
+            yield {"ph": "X", "name": label, "cat": kind, **where, "ts": start, "dur": lasted, "args": given}
 
 
 def files(folder: Path) -> list[Path]:
