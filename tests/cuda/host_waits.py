@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megacore.planning.trace import fake_cuda
-from megacore.planning.trace.fake_cuda import _FREE, DeviceWatch, TraceFault, _on_device
+from megacore.planning.trace.fake_cuda import _FREE, DeviceWatch, TraceFault, _graphs, _on_device
 
 aten = torch.ops.aten
 place = partial(fake_cuda.place, frozenset({"tests/cuda/host_waits.py"}))
@@ -37,44 +37,13 @@ class _Anything:
         return lambda *arguments, **keywords: True
 
 
-class _Graphs:
-    """A backend of torch.compile that runs each graph, forward and backward apart, as if it were one kernel.
-
-    How many kernels a compiler makes of it is the compiler's affair; a break in the graph is one more.
-    """
-
-    def __init__(self) -> None:
-        self.calls = self.running = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: object) -> Any:
-        from torch._dynamo.backends.common import aot_autograd  # a second of imports
-
-        return aot_autograd(fw_compiler=self._part, bw_compiler=self._part)(graph, inputs)
-
-    def _part(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        from torch._functorch.aot_autograd import make_boxed_func
-
-        def run(*arguments: Any) -> Any:
-            self.calls += 1
-            self.running += 1
-            try:
-                return graph.forward(*arguments)
-            finally:
-                self.running -= 1
-
-        return make_boxed_func(run)
-
-
-_graphs = _Graphs()
-
 PLAYED = (
     (torch.cuda, "Stream", _Anything),
     (torch.cuda, "Event", _Anything),
     (torch.cuda, "current_stream", _Anything),
     (torch.cuda, "stream", lambda stream: nullcontext()),
-    (torch, "compile", partial(torch.compile, backend=_graphs)),
 )
-"""What stands in for streams, events and the compiler."""
+"""What stands in for streams and events."""
 
 
 class HostWaits(DeviceWatch):

@@ -13,7 +13,7 @@ import ctypes
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -134,6 +134,35 @@ def _pinning(make: Any) -> Any:
     return made
 
 
+class _Graphs:
+    """A backend of torch.compile that runs the operators of each graph, forward and backward apart. ``calls, running``:
+    the graphs that it has begun, and those that are under way."""
+
+    def __init__(self) -> None:
+        self.calls = self.running = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: object) -> Any:
+        from torch._dynamo.backends.common import aot_autograd  # a second of imports
+
+        return aot_autograd(fw_compiler=self._part, bw_compiler=self._part)(graph, inputs)
+
+    def _part(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        def run(*arguments: Any) -> Any:
+            self.calls += 1
+            self.running += 1
+            try:
+                return graph.forward(*arguments)
+            finally:
+                self.running -= 1
+
+        return make_boxed_func(run)
+
+
+_graphs = _Graphs()
+
+
 def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """A Triton kernel is launched: noted, as operators are, but there is nothing that it could run on."""
     for watch in _watching if programs else ():
@@ -143,7 +172,7 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> No
 @contextmanager
 def fake_cuda(played: Sequence[tuple[Any, str, Any]], world: int = 1, rank: int = 0) -> Iterator[None]:
     """All tensors are fake, and this process is a rank of a process group whose messages say nothing. ``played``:
-    (where, name, what stands in for it) of streams, events, the compiler and what else a GPU takes part in."""
+    (where, name, what stands in for it) of streams, events and what else a GPU takes part in."""
     if world > 1:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     stubs = (
@@ -153,6 +182,7 @@ def fake_cuda(played: Sequence[tuple[Any, str, Any]], world: int = 1, rank: int 
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         (torch.cuda, "synchronize", lambda device=None: None),
+        (torch, "compile", partial(torch.compile, backend=_graphs)),
         (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         (torch.Tensor, "pin_memory", _pin),
         (torch, "empty", _pinning(torch.empty)),

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -138,7 +137,6 @@ class SimulatedGpu(DeviceWatch):
             (torch.cuda, "Event", self.Event),
             (torch.cuda, "current_stream", self.current_stream),
             (torch.cuda, "stream", self.stream),
-            (torch, "compile", partial(torch.compile, backend=_eagerly)),
             *((each, "wait", lambda work, *timeout: self._wait_for(work)) for each in works),
             (dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)),
             (torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
@@ -353,13 +351,6 @@ class SimulatedGpu(DeviceWatch):
             return works
 
         return sent
-
-
-def _eagerly(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: object) -> Any:
-    """Compiled code is run as the operators that it is made of, forward and backward apart."""
-    from torch._dynamo.backends.debugging import aot_eager_default_partitioner  # a second of imports
-
-    return aot_eager_default_partitioner(graph, inputs)
 
 
 def where() -> str:
