@@ -25,21 +25,9 @@ from megacore.store.io.strict_json import StoreError, parse_json, read_file
 from megacore.store.tensor_files.tensors import os_errors
 
 Kind = Literal[
-    "killed",
-    "raised",
-    "lost_contact",
-    "node_lost",
-    "node_joins",
-    "node_leaves",
-    "stands_still",
-    "straggler",
-    "non_finite",
-    "spike",
-    "unrepeatable",
-    "bad_data",
-    "corrupted",
-    "save_failed",
-]
+    "killed", "raised", "lost_contact", "node_lost", "node_joins", "node_leaves", "stands_still", "straggler",
+    "non_finite", "spike", "unrepeatable", "bad_data", "corrupted", "save_failed",
+]  # fmt: skip
 KINDS: Mapping[Kind, str] = {
     "killed": "a rank was ended by a signal, or aborted",
     "raised": "a rank ended with an exception, or a status that says nothing",

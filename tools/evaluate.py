@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore import pictures
-from megacore.inference.evaluation import LONGEST, EvaluationSetup, Reading
+from megacore.inference.evaluation import LONGEST, EvaluationOptions, EvaluationSetup
 from megacore.inference.texts import Texts
 from megacore.progress_bar import progress_bar
 from megacore.say import err, say, say_data
@@ -56,10 +56,7 @@ def main(argv: Sequence[str]) -> int:
     )
     context = parser.add_argument_group("how the context is used")
     context.add_argument(
-        "--by-position",
-        type=count,
-        metavar="N",
-        help="also the loss of each N successive positions of the documents",
+        "--by-position", type=count, metavar="N", help="also the loss of each N successive positions of the documents"
     )
     context.add_argument("--picture", type=Path, metavar="FILE", help="a PNG of --by-position")
     benchmarks = parser.add_argument_group("tasks", "They take the place of --data, and the extra lm-eval.")
@@ -129,7 +126,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> EvaluationSetup:
     if arguments.picture and not arguments.by_position:
         raise StoreError("--picture is of --by-position: give that too, or leave it out")
-    how = Reading(**{field.name: getattr(arguments, field.name) for field in fields(Reading)})
+    how = EvaluationOptions(**{field.name: getattr(arguments, field.name) for field in fields(EvaluationOptions)})
     return EvaluationSetup.of(folder, arguments.data, how)
 
 

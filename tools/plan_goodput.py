@@ -49,16 +49,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     rate.add_argument("--faults", type=above_0, metavar="PERCENT", help="of all devices that are faulty in a day")
     group.add_argument(
-        "--hardware",
-        type=share,
-        metavar="X",
-        help="share of the faults that take the node away (0.78: Llama 3)",
+        "--hardware", type=share, metavar="X", help="share of the faults that take the node away (0.78: Llama 3)"
     )
     group.add_argument(
-        "--away",
-        type=above_0,
-        metavar="S",
-        help="until another node takes its place (600); a day where it is repaired",
+        "--away", type=above_0, metavar="S", help="until another node takes its place (600); a day where it is repaired"
     )
     group.add_argument(
         "--together",
@@ -72,10 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--incidents", type=Path, metavar="OUT", help="take what the restarts of this run have cost")
     group.add_argument(
-        "--overhead",
-        type=share,
-        metavar="X",
-        help="share of the time for checkpoints in memory (recovery.overhead)",
+        "--overhead", type=share, metavar="X", help="share of the time for checkpoints in memory (recovery.overhead)"
     )
 
 
@@ -112,12 +103,7 @@ class Outlook:
     own: Goodput | None
 
     @classmethod
-    def of(
-        cls,
-        arguments: argparse.Namespace,
-        config: Config,
-        plan: Plan,
-    ) -> Outlook:
+    def of(cls, arguments: argparse.Namespace, config: Config, plan: Plan) -> Outlook:
         """Return the outlook of a recipe and its plan, by the options of :func:`add_options`. Raises ConfigError: the
         run named has had no fault after which it went on."""
         per_node, beside = plan.cluster.device.per_node, plan.overheads

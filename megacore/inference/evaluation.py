@@ -33,7 +33,7 @@ LONGEST = 2048
 
 
 @dataclass(frozen=True)
-class Reading:
+class EvaluationOptions:
     """How data is read, by the arguments of :func:`evaluate`."""
 
     text_key: str = "text"
@@ -58,7 +58,7 @@ class EvaluationSetup:
     pairs: bool = False
 
     @classmethod
-    def of(cls, folder: WeightFolder, data: Sequence[Path], how: Reading) -> EvaluationSetup:
+    def of(cls, folder: WeightFolder, data: Sequence[Path], how: EvaluationOptions) -> EvaluationSetup:
         """Return what the arguments of :func:`evaluate` describe; it raises as that does."""
         sizes = ("sequence_length", "stride", "tokens", "by_position")
         problems = below_1(**{name: getattr(how, name) for name in sizes})
@@ -216,7 +216,7 @@ def evaluate(
     """
     setup = ModelSetup.check(folder, base=base, dtype=dtype, device=device, mesh=mesh, etp=etp, exchange=exchange)
     paths = [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]
-    how = Reading(text_key, count, sequence_length, stride, tokens, by_position, split)
+    how = EvaluationOptions(text_key, count, sequence_length, stride, tokens, by_position, split)
     asked = EvaluationSetup.of(setup.folder, paths, how)
     with setup.load() as loaded:
         return asked.measure(loaded.model)

@@ -110,9 +110,7 @@ MEGATRON = TrainerNaming(
         TrainerTensor(f"{_L}mlp.down.bias", f"{_D}mlp.linear_fc2.bias"),
         TrainerTensor(f"{_L}mlp.router.weight", f"{_D}mlp.router.weight"),
         TrainerTensor(
-            f"{_L}mlp.experts.up.weight",
-            f"{_EXPERT}linear_fc1.weight",
-            "(gate: expert_mlp + up: expert_mlp) embed",
+            f"{_L}mlp.experts.up.weight", f"{_EXPERT}linear_fc1.weight", "(gate: expert_mlp + up: expert_mlp) embed"
         ),
         TrainerTensor(f"{_L}mlp.experts.up.weight", f"{_EXPERT}linear_fc1.weight_w", "(gate: expert_mlp) embed"),
         TrainerTensor(f"{_L}mlp.experts.up.weight", f"{_EXPERT}linear_fc1.weight_v", "(up: expert_mlp) embed"),
@@ -179,11 +177,7 @@ def _of_hugging_face(config: ModelConfig) -> Iterator[Stored]:
 
 
 def _placed(
-    row: TrainerTensor,
-    tensor: Stored,
-    naming: TrainerNaming,
-    sizes: Sizes,
-    shapes: Mapping[str, tuple[int, ...]],
+    row: TrainerTensor, tensor: Stored, naming: TrainerNaming, sizes: Sizes, shapes: Mapping[str, tuple[int, ...]]
 ) -> Placed | None:
     """Return where a tensor is, if it is what a row is about and that is there."""
     pattern = str(tensor.pattern)
