@@ -269,7 +269,8 @@ def trace(
     config, watched = _config(case), WatchedGpu(READS, DOWNLOADS, ONCE)
     torch._dynamo.reset()  # it compiles the same code for a few cases alone
     batches = [list(_batches(case, config))] * steps
-    run_steps(config, ranks(case), case.rank, batches, gpu or watched, fault)
+    played: Any = gpu or watched
+    run_steps(config, ranks(case), case.rank, batches, played, fault)
     return watched.watches, config.pipeline.chunks
 
 
