@@ -92,12 +92,6 @@ def align(rounds: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, floa
     return [(0.0, 0.0), *found[1:]]
 
 
-def along(mesh: MeshShape, ranks: Sequence[int]) -> str:
-    """Return the axes of a mesh along which some ranks differ."""
-    places = [mesh.place(rank) for rank in ranks]
-    return " x ".join(dim for dim in mesh.DIMS if len({getattr(place, dim) for place in places}) > 1)
-
-
 def write_trace(folder: Path, traced: TracedStep) -> Path:
     """Write a step into a run's folder -> the file, in Chrome's format: a process for each rank, a thread for each of
     its tracks. Those of older steps than the last ten are removed, and those of later ones: the run has gone back, and
