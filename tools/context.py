@@ -93,7 +93,7 @@ def _of_corpus(prefix: str, length: int, rows: int) -> tuple[int, ...]:
 
 
 def _shown(split: ContextSplit, window: int | None, size: int) -> str:
-    lines = [*_held(split), "", table(*_ranks(split, window, size))]
+    lines = [*_held(split), "", _ranks(split, window, size)]
     rectangles = list(_rectangles(split, window))
     lines += ["", f"{len(rectangles):,} rectangles beside the triangles{':' if 0 < len(rectangles) <= _LISTED else ''}"]
     if 0 < len(rectangles) <= _LISTED:
@@ -114,40 +114,26 @@ def _held(split: ContextSplit) -> Iterator[str]:
         yield f"part {part:<5} " + "".join(" .:#"[min(3, int(np.ceil(share * 3)))] for share in shares.tolist())
 
 
-def _ranks(split: ContextSplit, window: int | None, size: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _ranks(split: ContextSplit, window: int | None, size: int) -> str:
     work = [split.pairs(part, window) for part in range(split.parts)]
-    head: tuple[str, ...] = (
-        "part",
-        "ranks",
-        "tokens",
-        "pieces",
-        "rectangles",
-        "scores",
-        "of the mean",
-        "keys taken",
-        "given",
-        "MB taken",
-    )
-    rows: list[tuple[str, ...]] = []
+    head = {
+        "part": "",
+        "ranks": "",
+        "tokens": ",",
+        "pieces": ",",
+        "rectangles": ",",
+        "scores": ",",
+        "of the mean": ".3f",
+    }
+    rows = list[tuple[object, ...]]()
     for part, pairs in enumerate(work):
         taken, given = (sum(counts) for counts in split.travel(part, window))
         first = part * split.heads
+        ranks = str(first) if split.heads == 1 else f"{first}-{first + split.heads - 1}"
         rectangles = sum(len(split.hop(part, other, window).rectangles) for other in range(split.parts))
-        rows.append(
-            (
-                str(part),
-                str(first) if split.heads == 1 else f"{first}-{first + split.heads - 1}",
-                f"{split.tokens // split.parts:,}",
-                f"{len(split.spans[part]):,}",
-                f"{rectangles:,}",
-                f"{pairs:,}",
-                f"{pairs * split.parts / sum(work):.3f}",
-                f"{taken:,}",
-                f"{given:,}",
-                f"{taken * size / 1e6:,.2f}",
-            )
-        )
-    return head, rows
+        held = split.tokens // split.parts, len(split.spans[part]), rectangles, pairs, pairs * split.parts / sum(work)
+        rows.append((part, ranks, *held, taken, given, taken * size / 1e6))
+    return table({**head, "keys taken": ",", "given": ",", "MB taken": ",.2f"}, rows)
 
 
 def _rectangles(split: ContextSplit, window: int | None) -> Iterator[tuple[int, int, Rectangle]]:
@@ -164,23 +150,15 @@ def _spelled(part: int, other: int, rectangle: Rectangle) -> tuple[str, ...]:
 
 
 def _compared(splits: dict[ContextBalance, ContextSplit], window: int | None, size: int) -> str:
-    head = "balance", "work of the busiest", "keys that travel", "most of a part", "MB", "pieces", "rectangles"
-    rows = []
+    head = {"balance": "", "work of the busiest": ".3f", "keys that travel": ",", "most of a part": ",", "MB": ",.2f"}
+    rows = list[tuple[object, ...]]()
     for balance, split in splits.items():
         work = [split.pairs(part, window) for part in range(split.parts)]
         taken = [sum(split.travel(part, window)[0]) for part in range(split.parts)]
-        rows.append(
-            (
-                balance,
-                f"{max(work) * split.parts / sum(work):.3f}",
-                f"{sum(taken):,}",
-                f"{max(taken):,}",
-                f"{max(taken) * size / 1e6:,.2f}",
-                f"{sum(map(len, split.spans)):,}",
-                f"{sum(1 for _ in _rectangles(split, window)):,}",
-            )
-        )
-    return table(head, rows)
+        pieces, rectangles = sum(map(len, split.spans)), sum(1 for _ in _rectangles(split, window))
+        busiest = max(work) * split.parts / sum(work)
+        rows.append((balance, busiest, sum(taken), max(taken), max(taken) * size / 1e6, pieces, rectangles))
+    return table({**head, "pieces": ",", "rectangles": ","}, rows)
 
 
 def _draw(splits: dict[ContextBalance, ContextSplit], window: int | None, picture: Path) -> None:

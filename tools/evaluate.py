@@ -166,11 +166,8 @@ def _text(data: dict[str, Any]) -> str:
             f"  bits {data['bits_per_byte']:.4f}  ({data['bytes']:,} bytes)"
         )
     if buckets := data.get("by_position"):
-        rows = [
-            [f"{each['from']:,}", f"{each['tokens']:,}", "" if each["loss"] is None else f"{each['loss']:.4f}"]
-            for each in buckets
-        ]
-        lines += ["", table(["from position", "tokens", "loss"], rows)]
+        rows = [(each["from"], each["tokens"], "" if each["loss"] is None else each["loss"]) for each in buckets]
+        lines += ["", table({"from position": ",", "tokens": ",", "loss": ".4f"}, rows)]
     return "\n".join(lines)
 
 

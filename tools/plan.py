@@ -204,12 +204,12 @@ def _memory(plan: Plan) -> Iterator[str]:
         (
             str(m.stage),
             f"{m.stage * per_stage}-{(m.stage + 1) * per_stage - 1}" if per_stage > 1 else str(m.stage),
-            *(_gb(m.terms[term]) for term in shown),
-            _gb(m.peak),
+            *(size / 1e9 for size in (*(m.terms[term] for term in shown), m.peak)),
         )
         for m in plan.memory
     ]
-    yield table(("stage", "ranks", *(_SHORT.get(term, term) for term in shown), "peak"), rows)
+    terms = (*(_SHORT.get(term, term) for term in shown), "peak")
+    yield table({"stage": "", "ranks": "", **dict.fromkeys(terms, ",.2f")}, rows)
     # Stages that are alike in it stand in one line.
     alike = dict[tuple[str, ...], list[int]]()
     for m in plan.memory:
@@ -239,39 +239,25 @@ def _loads(plan: Plan) -> Iterator[str]:
     if plan.loads:
         yield "Rows that the experts of the fullest rank get of a microbatch in a layer, and its memory at the peak"
         worst = plan.loads[-1].times
-        yield table(
-            ("times the mean", "rows", "GB", ""),
-            [
-                (
-                    f"{each.times:g}" + (", all there are" if each.times == worst else ""),
-                    f"{each.rows:,}",
-                    _gb(each.peak),
-                    "fits" if each.peak <= plan.room else "does not fit",
-                )
-                for each in plan.loads
-            ],
-        )
+        rows = [
+            (
+                f"{each.times:g}" + (", all there are" if each.times == worst else ""),
+                *(each.rows, each.peak / 1e9, "fits" if each.peak <= plan.room else "does not fit"),
+            )
+            for each in plan.loads
+        ]
+        yield table({"times the mean": "", "rows": ",", "GB": ",.2f", "": ""}, rows)
 
 
 def _packed(plan: Plan) -> Iterator[str]:
     if plan.packed:
         yield "Microbatches as the corpus is packed, and a step if all were like them; above and below it is the median"
-        yield table(
-            ("", "documents", "longest", "scores of a head", "over the mean of ranks", "keys taken", "GB", "s"),
-            [
-                (
-                    each.which,
-                    f"{each.documents:,}",
-                    f"{each.longest:,}",
-                    f"{each.scores:,}",
-                    f"{each.imbalance:.2f}",
-                    f"{each.keys:,}",
-                    _gb(each.peak),
-                    f"{each.seconds:,.3f}",
-                )
-                for each in plan.packed
-            ],
-        )
+        head = {"": "", "documents": ",", "longest": ",", "scores of a head": ",", "over the mean of ranks": ".2f"}
+        rows = [
+            (x.which, x.documents, x.longest, x.scores, x.imbalance, x.keys, x.peak / 1e9, x.seconds)
+            for x in plan.packed
+        ]
+        yield table({**head, "keys taken": ",", "GB": ",.2f", "s": ",.3f"}, rows)
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -284,23 +270,13 @@ def _traffic(plan: Plan) -> Iterator[str]:
         for key, some in alike.items():
             most[key] = max(most.get(key, []), some, key=_sent)
     mesh, cluster = plan.setting.layout.mesh, plan.cluster
-    rows = [
-        (
-            *key,
-            str(x.ranks),
-            f"{(count := sum(each.count for each in some)):,}",
-            f"{sum(each.count * each.size for each in some) / count / 1e6:,.2f}",
-            _gb(_sent(some)),
-            f"{cluster.bandwidth(mesh, x.axis, x.kind, x.ranks) / 1e9:,.0f}",
-            f"{cluster.seconds(mesh, some):,.3f}",
-        )
-        for key, some in most.items()
-        for x in some[:1]
-    ]
-    if rows:
-        yield table(("axis", "collective", "of", "ranks", "messages", "MB each", "GB sent", "GB/s", "s"), rows)
-    else:
-        yield "  nothing"
+    rows = list[tuple[object, ...]]()
+    for key, some in most.items():
+        (x, *_), count = some, sum(each.count for each in some)
+        mean, speed = sum(each.count * each.size for each in some) / count, cluster.bandwidth(mesh, *key[:2], x.ranks)
+        rows.append((*key, x.ranks, count, mean / 1e6, _sent(some) / 1e9, speed / 1e9, cluster.seconds(mesh, some)))
+    head = {"axis": "", "collective": "", "of": "", "ranks": "", "messages": ",", "MB each": ",.2f", "GB sent": ",.2f"}
+    yield table({**head, "GB/s": ",.0f", "s": ",.3f"}, rows) if rows else "  nothing"
 
 
 def _sent(messages: Sequence[Traffic]) -> float:
@@ -316,8 +292,8 @@ def _time(plan: Plan) -> Iterator[str]:
         f"is, and {cluster.overlap_between:.0%} between nodes"
     )
     taken = [(part, each) for part, each in asdict(time).items() if part in parts and each]
-    values = [(part, f"{each:,.3f}", f"{each / time.total:.1%}") for part, each in (*taken, ("total", time.total))]
-    yield table(("of it", "s", "share"), values)
+    values = [(part, each, each / time.total) for part, each in (*taken, ("total", time.total))]
+    yield table({"of it": "", "s": ",.3f", "share": ".1%"}, values)
     yield (
         f"  {time.tokens_per_second:,.0f} tokens/s, {time.tflops_per_device:,.1f} TFLOP/s on each rank, "
         f"MFU {time.tflops_per_device / cluster.tflops:.1%}"
@@ -401,11 +377,9 @@ def _show_fit(
     say(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
     rows = [
         (
-            f"{each.time.total:,.2f}",
-            f"{each.time.tflops_per_device / cluster.tflops:.1%}",
-            _gb(each.fullest.peak),
+            *(each.time.total, each.time.tflops_per_device / cluster.tflops, each.fullest.peak / 1e9),
             " ".join(f"{key}={value}" for key, value in overrides(each, config).items()),
         )
         for each in candidates
     ]
-    say(table(("s", "MFU", "GB", "overrides"), rows))
+    say(table({"s": ",.2f", "MFU": ".1%", "GB": ",.2f", "overrides": ""}, rows))

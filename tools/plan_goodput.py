@@ -226,16 +226,11 @@ def _memory(x: Outlook) -> Iterator[str]:
 def _levels(x: Outlook) -> Iterator[str]:
     yield "Goodput: the share of the time of all nodes that goes into steps that count"
     rows = [
-        (
-            name,
-            f"{each.share:.2%}",
-            f"{each.interval:,.0f}",
-            f"{max(1, round(each.interval / x.costs.step)):,}",
-            f"{each.from_disk:.2%}",
-        )
+        (name, each.share, each.interval, max(1, round(each.interval / x.costs.step)), each.from_disk)
         for name, each in x.levels.items()
     ]
-    yield table(("level", "goodput", "save on disk every s", "steps", "from disk"), rows)
+    head = {"level": "", "goodput": ".2%", "save on disk every s": ",.0f", "steps": ",", "from disk": ".2%"}
+    yield table(head, rows)
     if stuck := [name for name, each in x.levels.items() if each.share < STUCK]:
         yield f"  {' and '.join(stuck)}: faults come faster than these recover, and the run gets nowhere."
     if x.own:

@@ -69,14 +69,11 @@ def _headline(found: StepTrace, plan: Plan, name: str) -> Iterator[str]:
 
 def stages(found: StepTrace) -> str:
     """Return a table of the seconds of a rank of each stage."""
-    head = ("stage", "launches", *KINDS, "exposed", "host gaps", "waits", "GB at peak")
+    seconds = dict.fromkeys((*KINDS, "exposed", "host gaps", "waits"), ",.3f")
+    head = {"stage": "", "launches": ",.0f", **seconds, "GB at peak": ",.2f"}
+    kinds = (*KINDS, "exposed", "host", "waits")
     rows = [
-        (
-            str(stage),
-            f"{each.launches:,.0f}",
-            *(f"{getattr(each, kind):,.3f}" for kind in (*KINDS, "exposed", "host", "waits")),
-            f"{each.peak / 1e9:,.2f}",
-        )
+        (stage, each.launches, *(getattr(each, kind) for kind in kinds), each.peak / 1e9)
         for stage, each in enumerate(found.stages)
     ]
     return "A rank of each stage, seconds of a step; exposed: messages go, and no kernel runs\n" + table(head, rows)
@@ -86,17 +83,10 @@ def messages(found: StepTrace) -> str:
     """Return a table of the messages by axis."""
     if not found.messages:
         return "No messages"
-    head = ("axis", "messages of", "number", "MB each", "s", "exposed s")
+    head = {"axis": "", "messages of": "", "number": ",.0f", "MB each": ",.2f", "s": ",.3f", "exposed s": ",.3f"}
     rows = [
-        (
-            axis,
-            kind,
-            f"{each.count:,.0f}",
-            f"{each.size / each.count / 1e6:,.2f}",
-            f"{each.seconds:,.3f}",
-            f"{each.exposed:,.3f}",
-        )
-        for (axis, kind), each in sorted(found.messages.items())
+        (*key, each.count, each.size / each.count / 1e6, each.seconds, each.exposed)
+        for key, each in sorted(found.messages.items())
     ]
     return "Messages of the rank that has most of them\n" + table(head, rows)
 

@@ -137,27 +137,22 @@ def _data(pair: Pair, report: Report) -> dict[str, Any]:
 
 def _text(pair: Pair, report: Report) -> str:
     mesh = " x ".join(f"{dim}={size}" for dim, size in report.mesh.items())
-    groups = [
-        (g.name, f"{g.pieces:,}", f"{g.elements:,}", " and ".join(g.dtypes), f"{g.differ:,}") for g in report.groups
-    ]
+    groups = [(g.name, g.pieces, g.elements, " and ".join(g.dtypes), g.differ) for g in report.groups]
+    measured = dict.fromkeys(("largest logit", "difference", "transformers'", "bound"), ".3g")
     logits = [
         (
-            str(number),
-            f"{found.tokens:,}",
-            _number(found.largest),
-            _number(found.difference),
-            _number(found.theirs),
-            _number(found.bound),
-            f"{found.agreement:.1%}",
+            *(number, found.tokens),
+            *("not finite" if x is None else x for x in (found.largest, found.difference, found.theirs, found.bound)),
+            found.agreement,
         )
         for number, found in enumerate(report.prompts, 1)
     ]
     lines = [
         f"{pair.checkpoint.path} on {mesh}, beside {pair.folder.path}",
         "",
-        table(("parameter", "pieces", "elements", "dtype", "differ"), groups),
+        table({"parameter": "", "pieces": ",", "elements": ",", "dtype": "", "differ": ","}, groups),
         "",
-        table(("prompt", "tokens", "largest logit", "difference", "transformers'", "bound", "same top 1"), logits),
+        table({"prompt": "", "tokens": ",", **measured, "same top 1": ".1%"}, logits),
         "",
     ]
     for name, (ours, theirs) in report.config.items():
@@ -166,7 +161,3 @@ def _text(pair: Pair, report: Report) -> str:
     failing = [number for number, found in enumerate(report.prompts, 1) if not found.passes]
     lines += [f"prompt {number}: the logits differ by more than rounding" for number in failing]
     return "\n".join([*lines, "The same model." if report.passes else "Not the same model."])
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3g}"
