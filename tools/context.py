@@ -116,15 +116,8 @@ def _held(split: ContextSplit) -> Iterator[str]:
 
 def _ranks(split: ContextSplit, window: int | None, size: int) -> str:
     work = [split.pairs(part, window) for part in range(split.parts)]
-    head = {
-        "part": "",
-        "ranks": "",
-        "tokens": ",",
-        "pieces": ",",
-        "rectangles": ",",
-        "scores": ",",
-        "of the mean": ".3f",
-    }
+    counts = dict.fromkeys(("tokens", "pieces", "rectangles", "scores"), ",")
+    travel = {"keys taken": ",", "given": ",", "MB taken": ",.2f"}
     rows = list[tuple[object, ...]]()
     for part, pairs in enumerate(work):
         taken, given = (sum(counts) for counts in split.travel(part, window))
@@ -133,7 +126,7 @@ def _ranks(split: ContextSplit, window: int | None, size: int) -> str:
         rectangles = sum(len(split.hop(part, other, window).rectangles) for other in range(split.parts))
         held = split.tokens // split.parts, len(split.spans[part]), rectangles, pairs, pairs * split.parts / sum(work)
         rows.append((part, ranks, *held, taken, given, taken * size / 1e6))
-    return table({**head, "keys taken": ",", "given": ",", "MB taken": ",.2f"}, rows)
+    return table({"part": "", "ranks": "", **counts, "of the mean": ".3f", **travel}, rows)
 
 
 def _rectangles(split: ContextSplit, window: int | None) -> Iterator[tuple[int, int, Rectangle]]:
