@@ -215,7 +215,7 @@ def ours(folder: Path, state: str = WARM, meshes: Sequence[str] = DENSE_MESHES) 
     """From the checkpoint ``source`` in the folder, over both meshes; each reads what the one before has made."""
     source, made, resharded, exported = (folder / name for name in ("source", "made", "resharded", "exported"))
     one, other = ([word for size in mesh.split(" x ") for word in f"--{size}".split("=")] for mesh in meshes)
-    convert, reshard = ((sys.executable, "-m", f"megacore.tools.{tool}") for tool in ("convert", "reshard"))
+    convert, reshard = ((sys.executable, "-m", "megacore", tool) for tool in ("convert", "reshard"))
     # The first of a chain reads what lay there before.
     first = COLD if state == CHAINED else state
     named = [f"{name}, {state}" for name in (f"{CONVERT} {meshes[0]}", f"{RESHARD} {meshes[1]}", EXPORT)]

@@ -34,7 +34,7 @@ from megacore.parallel.random import key
 from megacore.say import say, say_data
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.folder import WeightFolder
-from megacore.tools import folders, processes
+from megacore.tools import folders, options, processes
 from megacore.tools.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,9 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.add_model(parser)
     parser.add_argument("--data", action="append", type=Path, required=True, metavar="PATH", help="real text")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="of the text in a row of .jsonl or .parquet")
-    parser.add_argument("--lengths", type=folders.counts, required=True, metavar="N,N,...", help="tokens of a prompt")
-    parser.add_argument("--depths", type=folders.count, default=5, metavar="N", help="places of the fact (5)")
-    parser.add_argument("--needles", type=folders.count, default=4, metavar="N", help="of each length and depth (4)")
+    parser.add_argument("--lengths", type=options.counts, required=True, metavar="N,N,...", help="tokens of a prompt")
+    parser.add_argument("--depths", type=options.count, default=5, metavar="N", help="places of the fact (5)")
+    parser.add_argument("--needles", type=options.count, default=4, metavar="N", help="of each length and depth (4)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the facts and where their texts begin (0)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="a PNG of what is found")
     parser.add_argument("--json", action="store_true", help="print data instead of words")
@@ -178,11 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     needles = Needles(arguments.lengths, arguments.depths, arguments.needles, arguments.seed)
-    job, windows = processes.ModelRun.check(arguments, partial(_windows, arguments, needles))
+    job, windows = processes.check(arguments, partial(_windows, arguments, needles))
     if job.lacks_ranks:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         return processes.start("benchmarks.needles", given, job.shape.world)
-    with job.model() as model:
+    with processes.loaded(job, arguments) as model:
         shares = found(model, needles, windows)
     if job.here.rank == 0:
         data = {"lengths": needles.lengths, "depths": needles.shares, "needles": needles.each, "found": shares}

@@ -314,7 +314,7 @@ def tokenize(folder: Path) -> Iterator[Row]:
     tokenizer = ["--train-vocab", "8000"]
     for name, out in (("small", "tokenizer"), ("small", "small"), ("large", "large")):
         given = [str(folder / f"{name}.jsonl"), "--out", str(folder / out), *tokenizer, "--workers", "2"]
-        usages.append(processes.run([sys.executable, "-m", "megacore.tools.tokenize", *given], ROOT))
+        usages.append(processes.run([sys.executable, "-m", "megacore", "tokenize", *given], ROOT))
         tokenizer = ["--tokenizer", str(folder / "tokenizer")]
     _, small, large = usages
     yield Row("tokenize: memory of all processes", "MB", small.peak / 1e6, large.peak / 1e6, 1.1 * small.peak / 1e6)

@@ -48,7 +48,7 @@ LIMIT_S = 300
 
 def corpus(folder: Path) -> str:
     """Token files of the project's own pages -> their prefix."""
-    command = ["-m", "megacore.tools.tokenize", "docs", "--out", str(folder), "--name", "pages", "--train-vocab", "512"]
+    command = ["-m", "megacore", "tokenize", "docs", "--out", str(folder), "--name", "pages", "--train-vocab", "512"]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return str(folder / "pages")
 

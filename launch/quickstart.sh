@@ -12,7 +12,7 @@ run=runs/quickstart
 if [[ ! -f "$run/data/stdlib.idx" ]]; then
     library="$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
     say "Tokenizing $library"
-    "$python" -m megacore.tools.tokenize "$library" --out "$run/data" --name stdlib --train-vocab 4096 \
+    "$python" -m megacore tokenize "$library" --out "$run/data" --name stdlib --train-vocab 4096 \
         --exclude site-packages --exclude test --exclude tests --on-error skip
 fi
 out="$run"

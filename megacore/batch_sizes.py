@@ -11,12 +11,8 @@ Ramp = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """A function of the samples that were consumed before a batch, and of nothing else.
-
-    Args:
-        last: The size in the end.
-        ramp: The way there, in steps of one length in samples; None: all are of the last size.
-    """
+    """A function of the samples that were consumed before a batch, and of nothing else. ``last``: the size in the end;
+    ``ramp``: the way there, in steps of one length in samples; None: all are of the last size."""
 
     last: int
     ramp: Ramp | None = None

@@ -54,11 +54,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def begin(folder: Path, step: int, needed_bytes: int) -> Publication | Upload:
-    """Begin a checkpoint, of which these are the bytes; what has its name and is none is set aside.
-
-    Raises:
-        StoreError: it cannot be begun.
-    """
+    """Begin a checkpoint, of which these are the bytes; what has its name and is none is set aside. Raises StoreError:
+    it cannot be begun."""
     path = path_of(folder, step)
     if isinstance(path, ObjectPath):
         return Upload(path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}"), INDEX)
@@ -86,11 +83,7 @@ def complete(folder: Path) -> dict[int, Path]:
 
 def set_aside(path: Path) -> Path:
     """Rename what cannot be used, so that it is in nobody's way and nothing is lost -> its new path; in an object store
-    that of its index.
-
-    Raises:
-        StoreError: it cannot be renamed.
-    """
+    that of its index. Raises StoreError: it cannot be renamed."""
     if isinstance(path, ObjectPath):
         (path / DAMAGED).write(read_file(path / INDEX))
         (path / INDEX).remove()
@@ -155,11 +148,8 @@ def prune(folder: Path, newest: int | None, every: int, keep_best: bool = False)
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run has left behind half written or half removed.
-
-    Raises:
-        StoreError: something that is no run's lies where checkpoints will be written.
-    """
+    """Remove what a killed run has left behind half written or half removed. Raises StoreError: something that is no
+    run's lies where checkpoints will be written."""
     if isinstance(folder, ObjectPath):
         found = [match for match in map(_OBJECTS.fullmatch, folder.objects()) if match]
         ended = {match[1] for match in found if match[3] in (INDEX, DAMAGED)}

@@ -19,13 +19,9 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Control:
-    """All ranks of a mesh; each call is made by all of them.
-
-    Args:
-        mesh: The mesh.
-        levels: Groups for host tensors: of this rank's node; if it is the first there, of such ranks; and so on.
-        depth: The number of levels; rank 0 is in all of them. One process has none.
-    """
+    """All ranks of a mesh; each call is made by all of them. ``levels``: groups for host tensors, of this rank's node,
+    of the first ranks of nodes where it is one, and so on; ``depth``: the number of all levels, in which rank 0 is. One
+    process has none."""
 
     mesh: Mesh
     levels: tuple[Group, ...]
@@ -33,12 +29,7 @@ class Control:
 
     @classmethod
     def create(cls, mesh: Mesh, node: int = NODE) -> Control:
-        """Create the groups of all levels; every rank calls this.
-
-        Args:
-            mesh: The mesh.
-            node: The number of successive ranks that share a machine.
-        """
+        """Create the groups of all levels; every rank calls this. ``node`` successive ranks share a machine."""
         if mesh.shape.world == 1:
             return cls(mesh, (), 0)
         if mesh.shape.world <= node and mesh.device.type == "cpu":
@@ -87,11 +78,8 @@ class Control:
         return told
 
     def attempt(self, make: Callable[[], Made]) -> Made:
-        """Make something on each rank, or on none: ranks that go on would wait for one that does not.
-
-        Raises:
-            StoreError: ranks have raised it; what they say, on all of them.
-        """
+        """Make something on each rank, or on none: ranks that go on would wait for one that does not. Raises
+        StoreError: ranks have raised it; what they say, on all of them."""
         made, problem = list[Made](), None
         try:
             made.append(make())

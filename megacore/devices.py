@@ -97,10 +97,7 @@ CPU_TFLOPS = 0.5
 
 def device_of(name: str) -> Device:
     """Return a device of the table, or of a file that ``benchmarks/gpu_first.py --sections calibration`` has written.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    Raises ValueError: there is no such device."""
     if name in DEVICES:
         return DEVICES[name]
     if not name.endswith(".json"):

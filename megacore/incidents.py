@@ -25,21 +25,9 @@ from megacore.store.io.strict_json import StoreError, parse_json, read_file
 from megacore.store.tensor_files.tensors import os_errors
 
 Kind = Literal[
-    "killed",
-    "raised",
-    "lost_contact",
-    "node_lost",
-    "node_joins",
-    "node_leaves",
-    "stands_still",
-    "straggler",
-    "non_finite",
-    "spike",
-    "unrepeatable",
-    "bad_data",
-    "corrupted",
-    "save_failed",
-]
+    "killed", "raised", "lost_contact", "node_lost", "node_joins", "node_leaves", "stands_still", "straggler",
+    "non_finite", "spike", "unrepeatable", "bad_data", "corrupted", "save_failed",
+]  # fmt: skip
 KINDS: Mapping[Kind, str] = {
     "killed": "a rank was ended by a signal, or aborted",
     "raised": "a rank ended with an exception, or a status that says nothing",
@@ -79,8 +67,6 @@ class Incident:
     """Something that befell a run, and what was done about it.
 
     Args:
-        kind: The kind.
-        action: The action.
         detail: A few words more: the signal, the exception, who waits for whom.
         reason: Why this action, in a few words.
         rank: The rank at fault, if it is known.
@@ -113,11 +99,8 @@ class Incident:
 
 
 def read(out: Path) -> list[Incident]:
-    """Return the incidents of a run, in the order in which they befell it; none where there is no file.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
+    """Return the incidents of a run, in the order in which they befell it; none where there is no file. Raises
+    StoreError: it cannot be read."""
     found = dict[int, dict[str, Any]]()
     for line in _lines(out / INCIDENTS):
         found.setdefault(line["number"], {}).update(line)
@@ -130,12 +113,8 @@ def read(out: Path) -> list[Incident]:
 
 class IncidentWriter:
     """One process's part of the incidents of a run. What the disk does not take is told and waits: a run does not end
-    for it.
-
-    Args:
-        out: The folder of the run.
-        tell: Says why the disk does not take it, once for each reason in a row.
-    """
+    for it. ``out``: the folder of the run; ``tell``: says why the disk does not take it, once for each reason in a
+    row."""
 
     def __init__(self, out: Path, tell: Callable[[str], object]) -> None:
         self._out, self._tell = out, tell
@@ -167,11 +146,8 @@ class IncidentWriter:
 
 
 def write(out: Path, incident: Incident) -> Incident:
-    """Add an incident to those of a run, on the disk -> it, with its number, and the time where it has none.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
+    """Add an incident to those of a run, on the disk -> it, with its number, and the time where it has none. Raises
+    StoreError: it cannot be written."""
     with os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     with _turn(out / INCIDENTS) as file:
@@ -182,11 +158,8 @@ def write(out: Path, incident: Incident) -> Incident:
 
 
 def went_on(out: Path, after: int, at: float) -> None:
-    """Add to the incidents that nothing is known of yet that the run goes on after a step, and has done another.
-
-    Raises:
-        StoreError: it cannot be read or written.
-    """
+    """Add to the incidents that nothing is known of yet that the run goes on after a step, and has done another. Raises
+    StoreError: it cannot be read or written."""
     for each in read(out):
         if each.recovered is None and each.action != "tell":
             lost = 0 if each.step is None else max(0, each.step - 1 - after)

@@ -16,12 +16,7 @@ OWN = 512
 
 def needed(shape: MeshShape, kind: str, nodes: int = 1) -> int:
     """Return the number of files of the rank that has most open: the first one, which others ask to find each other.
-
-    Args:
-        shape: The shape of the mesh.
-        kind: The kind of the devices; on CPUs all groups are gloo's.
-        nodes: Machines; ranks of one find each other by a file.
-    """
+    On devices of the kind ``cpu`` all groups are gloo's; ranks of one node find each other by a file."""
     store = shape.world if nodes > 1 else 0
     if kind != "cpu":
         return OWN + store  # between hosts ranks talk over levels of small groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megacore.parallel.weights.layout import MeshShape
 
@@ -26,6 +27,13 @@ def listed(ranks: Sequence[int]) -> str:
             runs.append([rank])
     told = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"rank{'s' * (len(ranks) > 1)} {told}"
+
+
+@lru_cache(maxsize=256)
+def differ_in(shape: MeshShape, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the dimensions along which ranks differ."""
+    places = [shape.place(rank) for rank in ranks]
+    return tuple(dim for dim in shape.DIMS if len({getattr(at, dim) for at in places}) > 1)
 
 
 def along(ranks: Sequence[int], shape: MeshShape | None) -> str:

@@ -15,12 +15,8 @@ EVERY_S = 30.0
 
 @contextmanager
 def progress_bar(total: int | None, name: str, unit: str = "bytes", done: int = 0) -> Iterator[Callable[[int], object]]:
-    """Show the progress of something in this block -> a function that is told how much more is done.
-
-    Args:
-        total: All that is to be done; None if that is not known.
-        done: What was done before.
-    """
+    """Show the progress of something in this block -> a function that is told how much more is done. ``total``: all
+    that is to be done; None if that is not known; ``done``: what was done before."""
     if sys.stderr.isatty():
         from tqdm import tqdm  # imported where it draws alone
 

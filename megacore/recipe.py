@@ -48,11 +48,8 @@ def recipes() -> list[str]:
 
 
 def find(recipe: str | Path) -> Path:
-    """Return the file of a recipe: itself, or where there is none, the one of this name that comes along.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """Return the file of a recipe: itself, or where there is none, the one of this name that comes along. Raises
+    ConfigError: there is neither."""
     if os.path.lexists(recipe):
         return Path(recipe)
     if recipe in recipes():
@@ -64,11 +61,8 @@ def load(recipe: Recipe, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, and apply dotted overrides in order.
 
     Overrides are `optimizer.lr=1e-3` or `data.train[0].weight=2`; their values are YAML. `out` is runs/<name of the
-    recipe> by default, where that has a name.
-
-    Raises:
-        ConfigError: all malformed overrides, unknown keys (with the nearest spelling) and mistyped values.
-    """
+    recipe> by default, where that has a name. Raises ConfigError: all malformed overrides, unknown keys (with the
+    nearest spelling) and mistyped values."""
     if isinstance(recipe, Config):
         return changed(recipe, overrides)
     if isinstance(recipe, Mapping):
@@ -123,12 +117,8 @@ def _override(tree: dict[str, Any], override: str) -> Iterator[str]:
 
 
 def assigned(inside: Any, parts: Sequence[str], value: Any) -> Any:
-    """Return a tree with a value at a place of it; a mapping goes key by key into one that is there.
-
-    Raises:
-        LookupError: a list on the way has no such index.
-        ValueError: a value on the way has no keys.
-    """
+    """Return a tree with a value at a place of it; a mapping goes key by key into one that is there. Raises
+    LookupError: a list on the way has no such index; ValueError: a value on the way has no keys."""
     if not parts:
         return _merged(inside, value)
     key, *rest = parts

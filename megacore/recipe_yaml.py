@@ -48,14 +48,8 @@ def dotted(where: Sequence[str | int]) -> str:
 
 def read_yaml(text: str, depth: int = 0) -> Any:
     """Return the mappings, lists and plain values of a text of YAML, in which aliases are what they stand for.
-
-    Args:
-        depth: The levels that it will stand below.
-
-    Raises:
-        RecipeProblem: it is nested too deeply, its aliases stand for too much, or it has what no recipe may have.
-        yaml.YAMLError: it is no YAML, or asks for Python's objects.
-    """
+    ``depth``: the levels that it will stand below. Raises RecipeProblem: it is nested too deeply, its aliases stand for
+    too much, or it has what no recipe may have; yaml.YAMLError: it is no YAML, or asks for Python's objects."""
     for event in yaml.parse(text, _YamlLoader):  # what composes them recurses
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > limits.DEEPEST:

@@ -121,18 +121,10 @@ class RunLock:
         lost: Callable[[str], object] | None = None,
         by: Path | None = None,
     ) -> RunLock:
-        """Hold a folder, which is made if it is not there.
-
-        Args:
-            out: The folder.
-            interval_s: Between two heartbeats.
-            tell: Is told why this takes a while.
-            lost: Is told when somebody else has taken the folder; by default the process says so and ends.
-            by: The folder of the run, held already, where it is another one.
-
-        Raises:
-            StoreError: another run holds it; it says who.
-        """
+        """Hold a folder, which is made if it is not there. ``interval_s``: between two heartbeats; ``tell``: is told
+        why this takes a while; ``lost``: is told when somebody else has taken the folder; by default the process says
+        so and ends; ``by``: the folder of the run, held already, where it is another one. Raises StoreError: another
+        run holds it; it says who."""
         path, here = out / LOCK, Holder.here(str(by.resolve())[-_LONGEST:] if by else "")
         with os_errors(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -192,11 +184,8 @@ class RunLock:
 
 def _open(path: Path) -> tuple[FileIO | None, bool]:
     """Return the file, and whether it is locked; without locks it is merely open. An object store has no files to lock,
-    and needs none against runs of this machine in the same out, which is held already.
-
-    Raises:
-        StoreError: somebody else holds it.
-    """
+    and needs none against runs of this machine in the same out, which is held already. Raises StoreError: somebody else
+    holds it."""
     if isinstance(path, ObjectPath):
         return None, True
     for _ in range(_TRIES):

@@ -20,14 +20,14 @@ from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.tools import folders, processes
 from megacore.tools.generate import add_sampling
+from megacore.tools.options import command_parser, count
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore chat", description=about, epilog=more)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("chat", __doc__)
     processes.add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the system message says")
-    parser.add_argument("--max-new-tokens", type=folders.count, default=1024, metavar="N", help="of an answer (1024)")
+    parser.add_argument("--max-new-tokens", type=count, default=1024, metavar="N", help="of an answer (1024)")
     add_sampling(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--dtype", choices=FLOATS.values(), help="to compute in; by default that of the weights")
@@ -68,7 +68,3 @@ def _question() -> str | None:
         return input("> ")
     write_out("\n")
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

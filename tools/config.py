@@ -5,10 +5,8 @@ docs/config.md is what it prints for all of them.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import pairwise
@@ -19,6 +17,7 @@ from megacore import config
 from megacore.config import SECTIONS, Bound, Config, CorpusConfig
 from megacore.parallel.enum_errors import nearest
 from megacore.say import err, say
+from megacore.tools.options import command_parser
 
 HEADING = """# The keys of a recipe
 
@@ -37,8 +36,8 @@ WORDS: Mapping[Any, str] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore config", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("config", __doc__)
     parser.add_argument("key", nargs="?", help="a section (optimizer) or a key of one (optimizer.lr); all by default")
     wanted = parser.parse_args(argv).key
     sections = dict(_sections())
@@ -114,7 +113,3 @@ def _below(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
         match here, after:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                 yield name, " ".join(text.split())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ The documents are given by their lengths, or they are the first of a corpus. Wor
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -19,6 +18,7 @@ from megacore.parallel.enum_errors import ContextBalance
 from megacore.pictures import pyplot, save
 from megacore.say import err, say
 from megacore.tools import folders
+from megacore.tools.options import command_parser, count, counts
 from megacore.tools.tables import table
 
 _WIDTH = 80
@@ -28,25 +28,23 @@ _LISTED = 40
 _PIXELS = 600
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="megacore context", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("context", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--documents", type=folders.counts, metavar="N,N,...", help="the lengths of the documents")
+    source.add_argument("--documents", type=counts, metavar="N,N,...", help="the lengths of the documents")
     source.add_argument("--corpus", metavar="PREFIX", help="take those of a token file PREFIX.bin, PREFIX.idx")
-    parser.add_argument("--length", type=folders.count, metavar="N", help="tokens of a row (all that are given)")
-    parser.add_argument("--rows", type=folders.count, default=1, metavar="N", help="rows of --corpus (1)")
-    parser.add_argument("--cp", type=folders.count, required=True, metavar="N", help="the ranks")
-    parser.add_argument("--heads", type=folders.count, default=1, metavar="N", help="of them share out the heads (1)")
+    parser.add_argument("--length", type=count, metavar="N", help="tokens of a row (all that are given)")
+    parser.add_argument("--rows", type=count, default=1, metavar="N", help="rows of --corpus (1)")
+    parser.add_argument("--cp", type=count, required=True, metavar="N", help="the ranks")
+    parser.add_argument("--heads", type=count, default=1, metavar="N", help="of them share out the heads (1)")
     parser.add_argument("--balance", choices=get_args(ContextBalance), default="auto", help="(auto)")
-    parser.add_argument("--window", type=folders.count, metavar="N", help="the keys that each query sees (all)")
+    parser.add_argument("--window", type=count, metavar="N", help="the keys that each query sees (all)")
     parser.add_argument("--compare", action="store_true", help="show the policies side by side")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: a PNG")
     given = parser.add_argument_group("for bytes")
-    given.add_argument("--kv", type=folders.count, default=8, metavar="N", help="heads of keys and values (8)")
-    given.add_argument("--head", type=folders.count, default=128, metavar="N", help="numbers of a head (128)")
-    given.add_argument("--bytes", type=folders.count, default=2, metavar="N", help="of a number (2)")
+    given.add_argument("--kv", type=count, default=8, metavar="N", help="heads of keys and values (8)")
+    given.add_argument("--head", type=count, default=128, metavar="N", help="numbers of a head (128)")
+    given.add_argument("--bytes", type=count, default=2, metavar="N", help="of a number (2)")
     arguments = parser.parse_args(argv)
     if arguments.corpus and not arguments.length:
         parser.error("--corpus needs --length, the tokens of a row")
@@ -95,7 +93,7 @@ def _of_corpus(prefix: str, length: int, rows: int) -> tuple[int, ...]:
 
 
 def _shown(split: ContextSplit, window: int | None, size: int) -> str:
-    lines = [*_held(split), "", table(*_ranks(split, window, size))]
+    lines = [*_held(split), "", _ranks(split, window, size)]
     rectangles = list(_rectangles(split, window))
     lines += ["", f"{len(rectangles):,} rectangles beside the triangles{':' if 0 < len(rectangles) <= _LISTED else ''}"]
     if 0 < len(rectangles) <= _LISTED:
@@ -116,40 +114,19 @@ def _held(split: ContextSplit) -> Iterator[str]:
         yield f"part {part:<5} " + "".join(" .:#"[min(3, int(np.ceil(share * 3)))] for share in shares.tolist())
 
 
-def _ranks(split: ContextSplit, window: int | None, size: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _ranks(split: ContextSplit, window: int | None, size: int) -> str:
     work = [split.pairs(part, window) for part in range(split.parts)]
-    head: tuple[str, ...] = (
-        "part",
-        "ranks",
-        "tokens",
-        "pieces",
-        "rectangles",
-        "scores",
-        "of the mean",
-        "keys taken",
-        "given",
-        "MB taken",
-    )
-    rows: list[tuple[str, ...]] = []
+    counts = dict.fromkeys(("tokens", "pieces", "rectangles", "scores"), ",")
+    travel = {"keys taken": ",", "given": ",", "MB taken": ",.2f"}
+    rows = list[tuple[object, ...]]()
     for part, pairs in enumerate(work):
         taken, given = (sum(counts) for counts in split.travel(part, window))
         first = part * split.heads
+        ranks = str(first) if split.heads == 1 else f"{first}-{first + split.heads - 1}"
         rectangles = sum(len(split.hop(part, other, window).rectangles) for other in range(split.parts))
-        rows.append(
-            (
-                str(part),
-                str(first) if split.heads == 1 else f"{first}-{first + split.heads - 1}",
-                f"{split.tokens // split.parts:,}",
-                f"{len(split.spans[part]):,}",
-                f"{rectangles:,}",
-                f"{pairs:,}",
-                f"{pairs * split.parts / sum(work):.3f}",
-                f"{taken:,}",
-                f"{given:,}",
-                f"{taken * size / 1e6:,.2f}",
-            )
-        )
-    return head, rows
+        held = split.tokens // split.parts, len(split.spans[part]), rectangles, pairs, pairs * split.parts / sum(work)
+        rows.append((part, ranks, *held, taken, given, taken * size / 1e6))
+    return table({"part": "", "ranks": "", **counts, "of the mean": ".3f", **travel}, rows)
 
 
 def _rectangles(split: ContextSplit, window: int | None) -> Iterator[tuple[int, int, Rectangle]]:
@@ -166,23 +143,15 @@ def _spelled(part: int, other: int, rectangle: Rectangle) -> tuple[str, ...]:
 
 
 def _compared(splits: dict[ContextBalance, ContextSplit], window: int | None, size: int) -> str:
-    head = "balance", "work of the busiest", "keys that travel", "most of a part", "MB", "pieces", "rectangles"
-    rows = []
+    head = {"balance": "", "work of the busiest": ".3f", "keys that travel": ",", "most of a part": ",", "MB": ",.2f"}
+    rows = list[tuple[object, ...]]()
     for balance, split in splits.items():
         work = [split.pairs(part, window) for part in range(split.parts)]
         taken = [sum(split.travel(part, window)[0]) for part in range(split.parts)]
-        rows.append(
-            (
-                balance,
-                f"{max(work) * split.parts / sum(work):.3f}",
-                f"{sum(taken):,}",
-                f"{max(taken):,}",
-                f"{max(taken) * size / 1e6:,.2f}",
-                f"{sum(map(len, split.spans)):,}",
-                f"{sum(1 for _ in _rectangles(split, window)):,}",
-            )
-        )
-    return table(head, rows)
+        pieces, rectangles = sum(map(len, split.spans)), sum(1 for _ in _rectangles(split, window))
+        busiest = max(work) * split.parts / sum(work)
+        rows.append((balance, busiest, sum(taken), max(taken), max(taken) * size / 1e6, pieces, rectangles))
+    return table({**head, "pieces": ",", "rectangles": ","}, rows)
 
 
 def _draw(splits: dict[ContextBalance, ContextSplit], window: int | None, picture: Path) -> None:
@@ -215,7 +184,3 @@ def _draw(splits: dict[ContextBalance, ContextSplit], window: int | None, pictur
             axes.legend(fontsize=7, loc="upper right")
         axes.set(xlabel="key", ylabel="query", title=balance)
     save(figure, picture)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,17 +7,17 @@ torch.distributed.checkpoint (FSDP2, torchtitan) what a Hugging Face folder beco
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.progress_bar import progress_bar
 from megacore.store.conversions.convert import convert_opened, open_source
 from megacore.tools import folders
+from megacore.tools.options import command_parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore convert", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("convert", __doc__)
     parser.add_argument("source", type=Path, help=f"{folders.HUGGING_FACE}, or a checkpoint with --to hf")
     parser.add_argument("target", type=Path, help="the folder to make, or with --to gguf the file")
     parser.add_argument(
@@ -50,7 +50,3 @@ def run(arguments: argparse.Namespace) -> int:
     )
     folders.told(made, arguments)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

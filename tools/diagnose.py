@@ -7,8 +7,6 @@ less without them. Beside them stands the plan of the run, and with --against an
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from megacore.planning.traffic import traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import brief, err, say
 from megacore.store.io.strict_json import StoreError
+from megacore.tools.options import command_parser
 from megacore.tools.tables import table
 from megacore.training import metrics
 from megacore.training.advice import LEAST, advise
@@ -32,13 +31,9 @@ from megacore.training.traces import TracedStep, files, read_trace
 
 @dataclass(frozen=True)
 class TracedRun:
-    """A run that has recorded some of its steps.
-
-    Args:
-        others: Numbers of steps that do not count, for the run has gone on with other ranks or another schedule.
-        loads: Of each rank along ep, the rows that its experts were sent, over the mean.
-        plan: The run on paper; None where it can't be, with the reason.
-    """
+    """A run that has recorded some of its steps. ``others``: numbers of steps that do not count, for the run has gone
+    on with other ranks or another schedule; ``loads``: of each rank along ep, the rows that its experts were sent, over
+    the mean; ``plan``: the run on paper; None where it can't be, with the reason."""
 
     out: Path
     config: Config
@@ -52,14 +47,9 @@ class TracedRun:
     @classmethod
     def of(cls, out: Path, gpu: str | None = None) -> TracedRun:
         """Read a run; those of its steps count that are spread as the last one is, and of several not the first one of
-        the run, in which much happens once.
-
-        Raises:
-            ConfigError: its config cannot be read.
-            StoreError: there is no run, it has recorded no step, or what it has cannot be read.
-            ScheduleError: a trace has no whole schedule.
-            ValueError: there is no such device.
-        """
+        the run, in which much happens once. Raises ConfigError: its config cannot be read; StoreError: there is no run,
+        it has recorded no step, or what it has cannot be read; ScheduleError: a trace has no whole schedule;
+        ValueError: there is no such device."""
         if not (recipe := out / "config.yaml").exists():
             raise StoreError(f"{out} is not the folder of a run: it has no {recipe.name}")
         if gpu is not None:
@@ -99,9 +89,8 @@ class TracedRun:
         return self.config.batch.micro_size * self.config.data.sequence_length
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore diagnose", description=about, epilog=more)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("diagnose", __doc__)
     parser.add_argument("run", type=Path, metavar="OUT", help="the folder of a run, its out")
     parser.add_argument("--against", type=Path, metavar="OUT", help="another run, of another scale, say: beside it")
     known = f"{', '.join(DEVICES)}, or a measured FILE.json"
@@ -272,7 +261,3 @@ def _loads(out: Path, steps: Sequence[TracedStep]) -> tuple[float, ...]:
         for row in lines[-1]["counts"]
     ]
     return tuple(fmean(ep * rows[rank] / max(sum(rows), 1) for rows in layers) for rank in range(ep))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,28 +9,27 @@ worth. Of rows with "chosen" and "rejected" it is how often the model prefers th
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megacore import pictures
-from megacore.inference.evaluation import LONGEST, EvaluationSetup
+from megacore.inference.evaluation import LONGEST, EvaluationOptions, EvaluationSetup
 from megacore.inference.texts import Texts
 from megacore.progress_bar import progress_bar
 from megacore.say import err, say, say_data
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders, processes
+from megacore.tools.options import command_parser, count
 from megacore.tools.tables import table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    about, _, how = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore evaluate", description=about, epilog=how)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("evaluate", __doc__)
     processes.add_model(parser)
     parser.add_argument(
         "--data",
@@ -49,33 +48,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--count", choices=("assistant", "last", "all"), default="assistant", help="what counts of chats (assistant)"
     )
     parser.add_argument(
-        "--sequence-length", type=folders.count, metavar="N", help=f"of a window (the model's, up to {LONGEST})"
+        "--sequence-length", type=count, metavar="N", help=f"of a window (the model's, up to {LONGEST})"
     )
+    parser.add_argument("--stride", type=count, metavar="N", help="from window to window (their length: no overlap)")
     parser.add_argument(
-        "--stride", type=folders.count, metavar="N", help="from window to window (their length: no overlap)"
-    )
-    parser.add_argument(
-        "--tokens", type=folders.count, default=4096, metavar="N", help="computed at once, at least a window (4096)"
+        "--tokens", type=count, default=4096, metavar="N", help="computed at once, at least a window (4096)"
     )
     context = parser.add_argument_group("how the context is used")
     context.add_argument(
-        "--by-position",
-        type=folders.count,
-        metavar="N",
-        help="also the loss of each N successive positions of the documents",
+        "--by-position", type=count, metavar="N", help="also the loss of each N successive positions of the documents"
     )
     context.add_argument("--picture", type=Path, metavar="FILE", help="a PNG of --by-position")
     benchmarks = parser.add_argument_group("tasks", "They take the place of --data, and the extra lm-eval.")
     benchmarks.add_argument("--tasks", type=_names, metavar="NAME,...", help="of lm-evaluation-harness")
     benchmarks.add_argument("--tasks-folder", type=Path, metavar="FOLDER", help="of further tasks, as YAML")
-    benchmarks.add_argument("--shots", type=folders.count, metavar="N", help="examples before each question")
-    benchmarks.add_argument("--limit", type=folders.count, metavar="N", help="the most questions of each task")
+    benchmarks.add_argument("--shots", type=count, metavar="N", help="examples before each question")
+    benchmarks.add_argument("--limit", type=count, metavar="N", help="the most questions of each task")
     parser.add_argument("--json", action="store_true", help="print data instead of words")
     processes.add_mesh(parser, data=True)
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     if bool(arguments.data) == bool(arguments.tasks):
         parser.error("give either --data or --tasks")
-    return folders.program(lambda parsed: (run_tasks if parsed.tasks else run)(parsed, given), arguments)
+    return folders.program(lambda parsed: (run_tasks if parsed.tasks else run)(parsed, argv), arguments)
 
 
 def _names(text: str) -> list[str]:
@@ -95,10 +89,10 @@ def run_tasks(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         folder.check_predicts()
         return Texts.of(folder), harness.load(arguments.tasks, arguments.tasks_folder)
 
-    job, (texts, manager) = processes.ModelRun.check(arguments, prepare)
+    job, (texts, manager) = processes.check(arguments, prepare)
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
-    with job.model() as model:
+    with processes.loaded(job, arguments) as model:
         asked = harness.HarnessModel(model, texts, arguments.tokens)
         found = harness.measure(asked, arguments.tasks, manager, arguments.shots, arguments.limit)
     if job.here.rank == 0:
@@ -110,11 +104,11 @@ def run_tasks(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    job, setup = processes.ModelRun.check(arguments, partial(_prepare, arguments))
+    job, setup = processes.check(arguments, partial(_prepare, arguments))
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
     started, first = time.perf_counter(), job.here.rank == 0
-    with job.model() as model:
+    with processes.loaded(job, arguments) as model:
         data = setup.measure(model, _watched if first else iter)
     if first:
         if arguments.picture is not None:
@@ -132,17 +126,8 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> EvaluationSetup:
     if arguments.picture and not arguments.by_position:
         raise StoreError("--picture is of --by-position: give that too, or leave it out")
-    return EvaluationSetup.of(
-        folder,
-        arguments.data,
-        text_key=arguments.text_key,
-        count=arguments.count,
-        sequence_length=arguments.sequence_length,
-        stride=arguments.stride,
-        tokens=arguments.tokens,
-        by_position=arguments.by_position,
-        split=arguments.split,
-    )
+    how = EvaluationOptions(**{field.name: getattr(arguments, field.name) for field in fields(EvaluationOptions)})
+    return EvaluationSetup.of(folder, arguments.data, how)
 
 
 def _watched(documents: Iterable[Any]) -> Iterator[Any]:
@@ -181,11 +166,8 @@ def _text(data: dict[str, Any]) -> str:
             f"  bits {data['bits_per_byte']:.4f}  ({data['bytes']:,} bytes)"
         )
     if buckets := data.get("by_position"):
-        rows = [
-            [f"{each['from']:,}", f"{each['tokens']:,}", "" if each["loss"] is None else f"{each['loss']:.4f}"]
-            for each in buckets
-        ]
-        lines += ["", table(["from position", "tokens", "loss"], rows)]
+        rows = [(each["from"], each["tokens"], "" if each["loss"] is None else each["loss"]) for each in buckets]
+        lines += ["", table({"from position": ",", "tokens": ",", "loss": ".4f"}, rows)]
     return "\n".join(lines)
 
 
@@ -197,7 +179,3 @@ def _draw(data: dict[str, Any], picture: Path) -> None:
     axes.set(xlabel="tokens before, up to", ylabel="loss in nats per token")
     axes.grid(alpha=0.3)
     pictures.save(figure, picture)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

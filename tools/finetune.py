@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from megacore.launcher.command import run
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run("finetune", sys.argv[1:] if argv is None else argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main(argv: Sequence[str]) -> int:
+    return run("finetune", argv)

@@ -18,6 +18,7 @@ from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.audit import DamageError
 from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face_files import SHARD_SIZE
+from megacore.tools.options import count
 
 HUGGING_FACE = "a Hugging Face folder or a name of its hub (OWNER/NAME, OWNER/NAME@REVISION)"
 
@@ -162,17 +163,6 @@ def lines(path: Path) -> list[str]:
     if not found:
         raise StoreError(f"{path} has no prompts: write one on each line")
     return found
-
-
-def count(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,9}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list with commas."""
-    return tuple(count(part) for part in text.split(","))
 
 
 def layers(text: str) -> tuple[int, ...]:

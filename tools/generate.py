@@ -6,8 +6,6 @@ For checking a checkpoint or a Hugging Face folder, not for serving: docs/genera
 from __future__ import annotations
 
 import argparse
-import math
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,12 +16,11 @@ from megacore.say import err, say_data, write_out
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders, processes
+from megacore.tools.options import above_0, command_parser, count, share
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore generate", description=about, epilog=more)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("generate", __doc__)
     processes.add_model(parser)
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a text to go on with; repeatable"
@@ -31,32 +28,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts, one on each line")
     parser.add_argument("--chat", action="store_true", help="put each prompt as a question, by the chat template")
     parser.add_argument("--system", metavar="TEXT", help="what the system message of a chat says")
-    parser.add_argument(
-        "--max-new-tokens", type=folders.count, default=128, metavar="N", help="after each prompt (128)"
-    )
-    parser.add_argument("--batch", type=folders.count, default=8, metavar="N", help="prompts computed at a time (8)")
+    parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="after each prompt (128)")
+    parser.add_argument("--batch", type=count, default=8, metavar="N", help="prompts computed at a time (8)")
     parser.add_argument("--json", action="store_true", help="print an object for each prompt, one on each line")
     add_sampling(parser)
     processes.add_mesh(parser)
-    arguments = parser.parse_args(given)
-    return folders.program(lambda parsed: run(parsed, given), arguments)
+    arguments = parser.parse_args(argv)
+    return folders.program(lambda parsed: run(parsed, argv), arguments)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say how a token is chosen."""
     group = parser.add_argument_group("sampling", "Without --temperature each token is the most likely one.")
-    group.add_argument("--temperature", type=_above_0, metavar="T", help="1 samples by the model's probabilities")
-    group.add_argument("--top-k", type=folders.count, metavar="K", help="among the K most likely tokens")
-    group.add_argument("--top-p", type=_share, metavar="P", help="among the likely tokens that make up P together")
+    group.add_argument("--temperature", type=above_0, metavar="T", help="1 samples by the model's probabilities")
+    group.add_argument("--top-k", type=count, metavar="K", help="among the K most likely tokens")
+    group.add_argument("--top-p", type=share, metavar="P", help="among the likely tokens that make up P together")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (0)")
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    job, (prompts, how) = processes.ModelRun.check(arguments, partial(_prepare, arguments))
+    job, (prompts, how) = processes.check(arguments, partial(_prepare, arguments))
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["generate", *given], job.shape.world)
     answers, started, first = prompts.answers(), time.perf_counter(), job.here.rank == 0
-    with job.model() as model:
+    with processes.loaded(job, arguments) as model:
         loaded = time.perf_counter()
         page = Page(answers, shown=first and not arguments.json, echo=not arguments.chat)
         for number, more in how.answer(model, answers):
@@ -108,28 +103,3 @@ class Page:
     def _print(self, text: str) -> None:
         if self._shown:
             write_out(text)
-
-
-def _above_0(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0; leave it out for the most likely token")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and up to 1")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

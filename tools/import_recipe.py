@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from megacore.recipe_yaml import flat, read_yaml, write_yaml
 from megacore.say import brief, err, say
 from megacore.store.io.strict_json import StoreError, read_file
 from megacore.store.tensor_files.publish import replace_file
-from megacore.tools import folders
+from megacore.tools.options import command_parser, count
 from megacore.tools.tables import table
 
 PROJECTS: Mapping[str, Project] = {
@@ -41,14 +40,11 @@ _SIGNS = {"distributed_type": "accelerate", "fsdp_config": "accelerate", "base_m
 """{a key that only one of them has: whose it is}."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore import", description=about, epilog=more)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("import", __doc__)
     parser.add_argument("file", type=Path, help="the config")
     parser.add_argument("--from", dest="project", choices=PROJECTS, help="whose it is; told by its keys by default")
-    parser.add_argument(
-        "--gpus", type=folders.count, metavar="N", help="devices that it ran on, which batches depend on"
-    )
+    parser.add_argument("--gpus", type=count, metavar="N", help="devices that it ran on, which batches depend on")
     parser.add_argument("--ignore", action="append", default=[], metavar="KEY", help="leave out a key; repeatable")
     parser.add_argument("--out", type=Path, metavar="RECIPE", help="the recipe to write; it is printed by default")
     given = parser.parse_args(argv)
@@ -83,11 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read(file: Path, named: str | None) -> tuple[str, Given]:
-    """Return whose a config is, and its keys.
-
-    Raises:
-        StoreError: it cannot be read, or it is not known whose it is.
-    """
+    """Return whose a config is, and its keys. Raises StoreError: it cannot be read, or it is not known whose it is."""
     text = read_file(file, limit=limits.RECIPE).decode(errors="replace")
     if named == "megatron" or (named is None and "--num-layers" in text):
         return "megatron", arguments(text)
@@ -133,7 +125,3 @@ def _becomes(row: AccountRow) -> str:
 
 def _spelled(value: Any) -> str:
     return brief(json.dumps(value) if isinstance(value, dict | list | bool | None) else str(value))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -33,11 +32,12 @@ from megacore.store.weight_folders.foreign import ForeignFolder
 from megacore.store.weight_folders.hugging_face import CONFIG, HuggingFace
 from megacore.store.weight_folders.index import INDEX, Adapters
 from megacore.tools import folders
+from megacore.tools.options import command_parser
 from megacore.tools.tables import table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore inspect", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("inspect", __doc__)
     parser.add_argument("folder", type=Path, help=f"a checkpoint, {folders.HUGGING_FACE}, or a token file")
     parser.add_argument("--tensors", action="store_true", help="list the tensors of the model")
     parser.add_argument(
@@ -405,7 +405,3 @@ def _check_text(damage: Sequence[Damage]) -> str:
     if not damage:
         return "\nSound: every tensor is what it was when it was written, and replicas agree."
     return "\n".join(["", "Damaged:", *(f"  {found}" for found in damage)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megacore import __version__
-from megacore.say import err
 from megacore.tools import completion
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -88,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except KeyboardInterrupt:  # while a command was imported: it had begun nothing
+        from megacore.say import err  # which --help does not wait for
+
         err("interrupted")
         return INTERRUPTED
     return status

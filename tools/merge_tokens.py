@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES
 from megacore.say import err, say
 from megacore.store.tensor_files.companions import Companion, copy_companion
+from megacore.tools.options import command_parser
 from megacore.tools.tokenize import token_files
 
 
@@ -99,8 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what is in DIR")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore merge-tokens", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("merge-tokens", __doc__)
     add_arguments(parser)
     args = parser.parse_args(argv)
     try:
@@ -113,7 +114,3 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     say(token_files(args.out / args.name, corpus))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

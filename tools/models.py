@@ -5,8 +5,6 @@ docs/zoo.md is what it prints.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
 from megacore.models.anatomy import Anatomy
@@ -16,6 +14,7 @@ from megacore.models.wrappers import WRAPPERS
 from megacore.parallel.enum_errors import nearest
 from megacore.parallel.weights.schema import Schema
 from megacore.say import err, say
+from megacore.tools.options import command_parser
 
 HEADING = """# The zoo
 
@@ -42,8 +41,8 @@ NOT_CARRIED = {
 """{what is not there yet: the model types of transformers that need it}."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore models", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("models", __doc__)
     parser.add_argument("name", nargs="?", help="a family (qwen3) or a preset (qwen3-8b); all families by default")
     name = parser.parse_args(argv).name
     if name is None:
@@ -216,7 +215,3 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     }
     if any(scales.values()):
         yield f"scaled {', '.join(what for what, scaled in scales.items() if scaled)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ protection. With --trace it runs a rank of each stage on a simulated GPU, by sha
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,31 +28,27 @@ from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
 from megacore.tools import folders, plan_goodput, plan_trace
-from megacore.tools.plan_goodput import above_0
+from megacore.tools.options import above_0, command_parser, count, from_1
 from megacore.tools.tables import table
 
 _SHORT = {"parameters": "weights", "gradients": "grads", "activations": "activ.", "working": "work"}
 """{term of the memory: the head of its column}, where that is shorter."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="megacore plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("plan", __doc__)
     parser.add_argument("recipe", nargs="?", help="a recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument(
-        "--world", "--gpus", type=folders.count, metavar="N", help="ranks; by default what the mesh needs"
-    )
+    parser.add_argument("--world", "--gpus", type=count, metavar="N", help="ranks; by default what the mesh needs")
     known = ", ".join([*DEVICES, CPU])
     parser.add_argument(
         "--gpu", default="h100-80", metavar="NAME", help=f"{known}, or a measured FILE.json (%(default)s)"
     )
-    parser.add_argument("--gpus-per-node", type=folders.count, metavar="N", help="8 by default")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="8 by default")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--imbalance",
-        type=_at_least_one,
+        type=from_1,
         default=1.0,
         metavar="X",
         help="the rows that the experts of the fullest rank get, over the mean of all ranks (1)",
@@ -68,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     search = parser.add_argument_group("search")
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
-    search.add_argument("--nodes", type=folders.count, metavar="N", help="of the devices (1)")
-    search.add_argument("--best", type=folders.count, default=5, metavar="N", help="how many to print (5)")
+    search.add_argument("--nodes", type=count, metavar="N", help="of the devices (1)")
+    search.add_argument("--best", type=count, default=5, metavar="N", help="how many to print (5)")
     plan_goodput.add_options(parser)
     plan_trace.add_options(parser)
     given = parser.add_argument_group("instead of the table's numbers")
@@ -150,13 +145,6 @@ def _fitted(text: str) -> str:
     return name
 
 
-def _at_least_one(text: str) -> float:
-    value = above_0(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is below 1: the fullest rank has no less than the mean")
-    return value
-
-
 # -- for people
 
 
@@ -216,12 +204,12 @@ def _memory(plan: Plan) -> Iterator[str]:
         (
             str(m.stage),
             f"{m.stage * per_stage}-{(m.stage + 1) * per_stage - 1}" if per_stage > 1 else str(m.stage),
-            *(_gb(m.terms[term]) for term in shown),
-            _gb(m.peak),
+            *(size / 1e9 for size in (*(m.terms[term] for term in shown), m.peak)),
         )
         for m in plan.memory
     ]
-    yield table(("stage", "ranks", *(_SHORT.get(term, term) for term in shown), "peak"), rows)
+    terms = (*(_SHORT.get(term, term) for term in shown), "peak")
+    yield table({"stage": "", "ranks": "", **dict.fromkeys(terms, ",.2f")}, rows)
     # Stages that are alike in it stand in one line.
     alike = dict[tuple[str, ...], list[int]]()
     for m in plan.memory:
@@ -251,39 +239,25 @@ def _loads(plan: Plan) -> Iterator[str]:
     if plan.loads:
         yield "Rows that the experts of the fullest rank get of a microbatch in a layer, and its memory at the peak"
         worst = plan.loads[-1].times
-        yield table(
-            ("times the mean", "rows", "GB", ""),
-            [
-                (
-                    f"{each.times:g}" + (", all there are" if each.times == worst else ""),
-                    f"{each.rows:,}",
-                    _gb(each.peak),
-                    "fits" if each.peak <= plan.room else "does not fit",
-                )
-                for each in plan.loads
-            ],
-        )
+        rows = [
+            (
+                f"{each.times:g}" + (", all there are" if each.times == worst else ""),
+                *(each.rows, each.peak / 1e9, "fits" if each.peak <= plan.room else "does not fit"),
+            )
+            for each in plan.loads
+        ]
+        yield table({"times the mean": "", "rows": ",", "GB": ",.2f", "": ""}, rows)
 
 
 def _packed(plan: Plan) -> Iterator[str]:
     if plan.packed:
         yield "Microbatches as the corpus is packed, and a step if all were like them; above and below it is the median"
-        yield table(
-            ("", "documents", "longest", "scores of a head", "over the mean of ranks", "keys taken", "GB", "s"),
-            [
-                (
-                    each.which,
-                    f"{each.documents:,}",
-                    f"{each.longest:,}",
-                    f"{each.scores:,}",
-                    f"{each.imbalance:.2f}",
-                    f"{each.keys:,}",
-                    _gb(each.peak),
-                    f"{each.seconds:,.3f}",
-                )
-                for each in plan.packed
-            ],
-        )
+        head = {"": "", "documents": ",", "longest": ",", "scores of a head": ",", "over the mean of ranks": ".2f"}
+        rows = [
+            (x.which, x.documents, x.longest, x.scores, x.imbalance, x.keys, x.peak / 1e9, x.seconds)
+            for x in plan.packed
+        ]
+        yield table({**head, "keys taken": ",", "GB": ",.2f", "s": ",.3f"}, rows)
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -296,23 +270,13 @@ def _traffic(plan: Plan) -> Iterator[str]:
         for key, some in alike.items():
             most[key] = max(most.get(key, []), some, key=_sent)
     mesh, cluster = plan.setting.layout.mesh, plan.cluster
-    rows = [
-        (
-            *key,
-            str(x.ranks),
-            f"{(count := sum(each.count for each in some)):,}",
-            f"{sum(each.count * each.size for each in some) / count / 1e6:,.2f}",
-            _gb(_sent(some)),
-            f"{cluster.bandwidth(mesh, x.axis, x.kind, x.ranks) / 1e9:,.0f}",
-            f"{cluster.seconds(mesh, some):,.3f}",
-        )
-        for key, some in most.items()
-        for x in some[:1]
-    ]
-    if rows:
-        yield table(("axis", "collective", "of", "ranks", "messages", "MB each", "GB sent", "GB/s", "s"), rows)
-    else:
-        yield "  nothing"
+    rows = list[tuple[object, ...]]()
+    for key, some in most.items():
+        (x, *_), count = some, sum(each.count for each in some)
+        mean, speed = sum(each.count * each.size for each in some) / count, cluster.bandwidth(mesh, *key[:2], x.ranks)
+        rows.append((*key, x.ranks, count, mean / 1e6, _sent(some) / 1e9, speed / 1e9, cluster.seconds(mesh, some)))
+    head = {"axis": "", "collective": "", "of": "", "ranks": "", "messages": ",", "MB each": ",.2f", "GB sent": ",.2f"}
+    yield table({**head, "GB/s": ",.0f", "s": ",.3f"}, rows) if rows else "  nothing"
 
 
 def _sent(messages: Sequence[Traffic]) -> float:
@@ -328,8 +292,8 @@ def _time(plan: Plan) -> Iterator[str]:
         f"is, and {cluster.overlap_between:.0%} between nodes"
     )
     taken = [(part, each) for part, each in asdict(time).items() if part in parts and each]
-    values = [(part, f"{each:,.3f}", f"{each / time.total:.1%}") for part, each in (*taken, ("total", time.total))]
-    yield table(("of it", "s", "share"), values)
+    values = [(part, each, each / time.total) for part, each in (*taken, ("total", time.total))]
+    yield table({"of it": "", "s": ",.3f", "share": ".1%"}, values)
     yield (
         f"  {time.tokens_per_second:,.0f} tokens/s, {time.tflops_per_device:,.1f} TFLOP/s on each rank, "
         f"MFU {time.tflops_per_device / cluster.tflops:.1%}"
@@ -413,15 +377,9 @@ def _show_fit(
     say(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
     rows = [
         (
-            f"{each.time.total:,.2f}",
-            f"{each.time.tflops_per_device / cluster.tflops:.1%}",
-            _gb(each.fullest.peak),
+            *(each.time.total, each.time.tflops_per_device / cluster.tflops, each.fullest.peak / 1e9),
             " ".join(f"{key}={value}" for key, value in overrides(each, config).items()),
         )
         for each in candidates
     ]
-    say(table(("s", "MFU", "GB", "overrides"), rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    say(table({"s": ",.2f", "MFU": ".1%", "GB": ",.2f", "overrides": ""}, rows))

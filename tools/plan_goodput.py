@@ -28,6 +28,7 @@ from megacore.planning.goodput import (
 )
 from megacore.planning.run_plan import Plan
 from megacore.recipe import ConfigError
+from megacore.tools.options import above_0, share
 from megacore.tools.tables import table
 
 NOTICE_S, DETECT_S, PROCESSES_S = 1800.0, 3.0, 60.0
@@ -48,17 +49,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     rate.add_argument("--faults", type=above_0, metavar="PERCENT", help="of all devices that are faulty in a day")
     group.add_argument(
-        "--hardware", type=_share, metavar="X", help="share of the faults that take the node away (0.78: Llama 3)"
+        "--hardware", type=share, metavar="X", help="share of the faults that take the node away (0.78: Llama 3)"
     )
     group.add_argument(
-        "--away",
-        type=above_0,
-        metavar="S",
-        help="until another node takes its place (600); a day where it is repaired",
+        "--away", type=above_0, metavar="S", help="until another node takes its place (600); a day where it is repaired"
     )
     group.add_argument(
         "--together",
-        type=_share,
+        type=share,
         metavar="X",
         help="share of the faults that take a node and the one that keeps its copy; by default as if they were "
         "independent",
@@ -68,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--incidents", type=Path, metavar="OUT", help="take what the restarts of this run have cost")
     group.add_argument(
-        "--overhead", type=_share, metavar="X", help="share of the time for checkpoints in memory (recovery.overhead)"
+        "--overhead", type=share, metavar="X", help="share of the time for checkpoints in memory (recovery.overhead)"
     )
 
 
@@ -80,24 +78,6 @@ def given(arguments: argparse.Namespace) -> list[str]:
     return [f"--{name}" for name in _OPTIONS if getattr(arguments, name) not in (None, [])]
 
 
-def above_0(text: str) -> float:
-    """Return the number that an option gives. Raises argparse.ArgumentTypeError: it is none, or not above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = above_0(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share, above 0 and up to 1")
-    return value
-
-
 def _cost(text: str) -> tuple[str, float]:
     name, _, seconds = text.partition("=")
     if name not in COSTS:
@@ -107,14 +87,10 @@ def _cost(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The goodput of a run, and all that it was computed from.
-
-    Args:
-        sources: {cost: where it is from}.
-        of_rank, of_node: Bytes of a checkpoint, of the rank and of the node that write most of it.
-        every: Steps from one checkpoint in memory to the next.
-        own: The goodput with the recipe's own interval of checkpoints on disk; None where it has none.
-    """
+    """The goodput of a run, and all that it was computed from. ``sources``: {cost: where it is from}; ``of_rank,
+    of_node``: bytes of a checkpoint, of the rank and of the node that write most of it; ``every``: steps from one
+    checkpoint in memory to the next; ``own``: the goodput with the recipe's own interval of checkpoints on disk; None
+    where it has none."""
 
     devices: int
     nodes: int
@@ -127,12 +103,7 @@ class Outlook:
     own: Goodput | None
 
     @classmethod
-    def of(
-        cls,
-        arguments: argparse.Namespace,
-        config: Config,
-        plan: Plan,
-    ) -> Outlook:
+    def of(cls, arguments: argparse.Namespace, config: Config, plan: Plan) -> Outlook:
         """Return the outlook of a recipe and its plan, by the options of :func:`add_options`. Raises ConfigError: the
         run named has had no fault after which it went on."""
         per_node, beside = plan.cluster.device.per_node, plan.overheads
@@ -255,16 +226,11 @@ def _memory(x: Outlook) -> Iterator[str]:
 def _levels(x: Outlook) -> Iterator[str]:
     yield "Goodput: the share of the time of all nodes that goes into steps that count"
     rows = [
-        (
-            name,
-            f"{each.share:.2%}",
-            f"{each.interval:,.0f}",
-            f"{max(1, round(each.interval / x.costs.step)):,}",
-            f"{each.from_disk:.2%}",
-        )
+        (name, each.share, each.interval, max(1, round(each.interval / x.costs.step)), each.from_disk)
         for name, each in x.levels.items()
     ]
-    yield table(("level", "goodput", "save on disk every s", "steps", "from disk"), rows)
+    head = {"level": "", "goodput": ".2%", "save on disk every s": ",.0f", "steps": ",", "from disk": ".2%"}
+    yield table(head, rows)
     if stuck := [name for name, each in x.levels.items() if each.share < STUCK]:
         yield f"  {' and '.join(stuck)}: faults come faster than these recover, and the run gets nowhere."
     if x.own:

@@ -17,6 +17,7 @@ from megacore.planning.trace.timeline import StepTimeline
 from megacore.recipe import ConfigError
 from megacore.store.tensor_files.publish import replace_file
 from megacore.tools.tables import table
+from megacore.training.traces import ChromeSpan, chrome_events
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -68,14 +69,11 @@ def _headline(found: StepTrace, plan: Plan, name: str) -> Iterator[str]:
 
 def stages(found: StepTrace) -> str:
     """Return a table of the seconds of a rank of each stage."""
-    head = ("stage", "launches", *KINDS, "exposed", "host gaps", "waits", "GB at peak")
+    seconds = dict.fromkeys((*KINDS, "exposed", "host gaps", "waits"), ",.3f")
+    head = {"stage": "", "launches": ",.0f", **seconds, "GB at peak": ",.2f"}
+    kinds = (*KINDS, "exposed", "host", "waits")
     rows = [
-        (
-            str(stage),
-            f"{each.launches:,.0f}",
-            *(f"{getattr(each, kind):,.3f}" for kind in (*KINDS, "exposed", "host", "waits")),
-            f"{each.peak / 1e9:,.2f}",
-        )
+        (stage, each.launches, *(getattr(each, kind) for kind in kinds), each.peak / 1e9)
         for stage, each in enumerate(found.stages)
     ]
     return "A rank of each stage, seconds of a step; exposed: messages go, and no kernel runs\n" + table(head, rows)
@@ -85,17 +83,10 @@ def messages(found: StepTrace) -> str:
     """Return a table of the messages by axis."""
     if not found.messages:
         return "No messages"
-    head = ("axis", "messages of", "number", "MB each", "s", "exposed s")
+    head = {"axis": "", "messages of": "", "number": ",.0f", "MB each": ",.2f", "s": ",.3f", "exposed s": ",.3f"}
     rows = [
-        (
-            axis,
-            kind,
-            f"{each.count:,.0f}",
-            f"{each.size / each.count / 1e6:,.2f}",
-            f"{each.seconds:,.3f}",
-            f"{each.exposed:,.3f}",
-        )
-        for (axis, kind), each in sorted(found.messages.items())
+        (*key, each.count, each.size / each.count / 1e6, each.seconds, each.exposed)
+        for key, each in sorted(found.messages.items())
     ]
     return "Messages of the rank that has most of them\n" + table(head, rows)
 
@@ -116,21 +107,10 @@ def chrome_trace(timeline: StepTimeline) -> dict[str, Any]:
     """Return a timeline in the format of Chrome's traces: a process for each rank, a track for each of its streams."""
     events: list[dict[str, Any]] = []
     for rank, ran in timeline.ran.items():
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}, simulated"}})
-        tracks = {stream: number for number, stream in enumerate(dict.fromkeys(each.launch.stream for each in ran))}
-        for stream, number in tracks.items():
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": stream}})
+        tracks = dict[str, list[ChromeSpan]]()
         for each in ran:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": each.launch.name,
-                    "cat": each.kind,
-                    "pid": rank,
-                    "tid": tracks[each.launch.stream],
-                    "ts": each.start * 1e6,
-                    "dur": each.seconds * 1e6,
-                    "args": {"place": each.launch.place, "bytes": each.launch.moved, "axis": each.axis},
-                }
-            )
+            given = {"place": each.launch.place, "bytes": each.launch.moved, "axis": each.axis}
+            span = each.launch.name, each.kind, each.start * 1e6, each.seconds * 1e6, given
+            tracks.setdefault(each.launch.stream, []).append(span)
+        events += chrome_events(rank, f"rank {rank}, simulated", tracks)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
@@ -21,6 +20,7 @@ from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders
+from megacore.tools.options import count
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.models.assemble import Model
@@ -59,7 +59,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_context(group: argparse._ActionsContainer, exchanges: bool = True) -> None:
     """Add the ranks of cp, and the ways in which they compute attention, if there is a choice."""
-    group.add_argument("--cp", type=folders.count, default=1, metavar="N", help="ranks that share out the tokens")
+    group.add_argument("--cp", type=count, default=1, metavar="N", help="ranks that share out the tokens")
     group.set_defaults(exchange="auto")
     if not exchanges:
         return
@@ -79,7 +79,7 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     folders.add_parts(group, experts="ranks over which experts are spread")
     add_context(group, exchanges=data)
     if data:
-        group.add_argument("--dp", type=folders.count, default=1, metavar="N", help="ranks that share out the windows")
+        group.add_argument("--dp", type=count, default=1, metavar="N", help="ranks that share out the windows")
     else:
         parser.set_defaults(dp=1)
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
@@ -95,52 +95,29 @@ def start(module: str, arguments: Sequence[str], processes: int) -> int:
     return status
 
 
-@dataclass(frozen=True)
-class ModelRun:
-    """A command that computes with a model, as its arguments describe it."""
+def check(arguments: argparse.Namespace, prepare: Callable[[WeightFolder], Prepared]) -> tuple[ModelSetup, Prepared]:
+    """Return the model that arguments of :func:`add_model` and :func:`add_mesh` ask for, and what is prepared for it.
+    Raises StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank)."""
+    with agreed(RankPlace.of_environment()):
+        setup = ModelSetup.check(
+            arguments.folder,
+            base=arguments.base,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            mesh=MeshShape(**{dim: getattr(arguments, dim) for dim in MeshShape.DIMS}),
+            etp=arguments.etp,
+            exchange=arguments.exchange,
+        )
+        return setup, prepare(setup.folder)
 
-    arguments: argparse.Namespace
-    setup: ModelSetup
 
-    @classmethod
-    def check(
-        cls, arguments: argparse.Namespace, prepare: Callable[[WeightFolder], Prepared]
-    ) -> tuple[ModelRun, Prepared]:
-        """Return the run that arguments of :func:`add_model` and :func:`add_mesh` ask for, and what is prepared for it.
-        Raises StoreError: there is no such model, it cannot be split so, or ``prepare`` refuses it (on one rank)."""
-        with agreed(RankPlace.of_environment()):
-            setup = ModelSetup.check(
-                arguments.folder,
-                base=arguments.base,
-                dtype=arguments.dtype,
-                device=arguments.device,
-                mesh=MeshShape(**{dim: getattr(arguments, dim) for dim in MeshShape.DIMS}),
-                etp=arguments.etp,
-                exchange=arguments.exchange,
-            )
-            return cls(arguments, setup), prepare(setup.folder)
-
-    @property
-    def here(self) -> RankPlace:
-        return self.setup.here
-
-    @property
-    def shape(self) -> MeshShape:
-        return self.setup.shape
-
-    @property
-    def lacks_ranks(self) -> bool:
-        """Whether its ranks are to be started yet: this process is none of them."""
-        return self.setup.lacks_ranks
-
-    @contextmanager
-    def model(self) -> Iterator[Model]:
-        """Load this rank's part of the model, for as long as it is needed; say of which checkpoints it is, where
-        folders of runs were given."""
-        given, folder = self.arguments, self.setup.folder
-        if self.here.rank == 0:
-            folders.tell(given.folder, folder)
-            if folder.base is not None and given.base is not None:
-                folders.tell(given.base, folder.base)
-        with agreed(self.here), self.setup.load() as loaded:
-            yield loaded.model
+@contextmanager
+def loaded(setup: ModelSetup, given: argparse.Namespace) -> Iterator[Model]:
+    """Load this rank's part of the model, for as long as it is needed; say of which checkpoints it is, where folders
+    of runs were given."""
+    if setup.here.rank == 0:
+        folders.tell(given.folder, setup.folder)
+        if setup.folder.base is not None and given.base is not None:
+            folders.tell(given.base, setup.folder.base)
+    with agreed(setup.here), setup.load() as model:
+        yield model.model

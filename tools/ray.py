@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.exits import MISUSED
 from megacore.recipe import ConfigError, load
 from megacore.say import err
+from megacore.tools.options import command_parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore ray", description=__doc__, allow_abbrev=False)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("ray", __doc__, allow_abbrev=False)
     parser.add_argument("recipe", help="a file, or one that comes along")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the recipe")
     parser.add_argument("--workers", default="1", metavar="N|LEAST:MOST", help="machines; a range may shrink and grow")
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each machine (0)")
     parser.add_argument("--failures", type=int, default=10, metavar="N", help="how often all may be started again (10)")
     parser.add_argument("--look", type=float, default=60, metavar="S", help="seconds between looks for machines (60)")
-    given = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    given = parser.parse_intermixed_args(argv)
     try:
         workers = workers_of(given.workers)
         out = Path(load(given.recipe, given.overrides).out).absolute()
@@ -48,7 +47,3 @@ def workers_of(text: str) -> int | tuple[int, int]:
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts) or int(parts[0]) > int(parts[-1]):
         raise ConfigError([f"--workers ({text}): give a number, or the least and the most (2:8)"])
     return int(text) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,18 +3,17 @@ other, what differs in their configs, what befell them."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.say import err, say
 from megacore.store.io.strict_json import StoreError
+from megacore.tools.options import command_parser
 from megacore.training.run_report import PAGE, write
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore report", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="the folder of a run, its out; several")
     parser.add_argument("--to", type=Path, metavar="FILE", help=f"the file ({PAGE} in the first folder)")
     given = parser.parse_args(argv)
@@ -26,7 +25,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     say(f"{target}: a report of {', '.join(map(str, given.runs))}, {size:,} bytes")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

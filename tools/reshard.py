@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,11 @@ from megacore.store.conversions.target import make_folder
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.tools import folders
+from megacore.tools.options import command_parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore reshard", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("reshard", __doc__)
     parser.add_argument("source", type=Path, help="a checkpoint")
     parser.add_argument("target", type=Path, help="the folder to make")
     folders.add_layout(parser)
@@ -34,7 +34,3 @@ def run(arguments: argparse.Namespace) -> int:
     made = make_folder(plan, source.path, arguments.target, arguments.jobs, arguments.dry_run, progress_bar)
     folders.told(made, arguments)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

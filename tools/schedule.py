@@ -7,7 +7,6 @@ recipe on a cluster are told by `megacore plan`; what became of them in a run, b
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megacore.pictures import FORMATS, pyplot, save
 from megacore.say import err, say
 from megacore.store.io.strict_json import StoreError
 from megacore.tools import folders
+from megacore.tools.options import command_parser, count, from_0
 from megacore.tools.tables import table
 from megacore.training.schedule_gaps import ComparedSchedule
 from megacore.training.traces import read_trace
@@ -28,13 +28,12 @@ GAPS = 5
 """The gaps of a traced step that are told."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore schedule", description=about, epilog=more)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("schedule", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(SCHEDULES)}; all that fit by default")
-    parser.add_argument("--stages", type=folders.count, metavar="P", help="pipeline stages")
-    parser.add_argument("--microbatches", type=folders.count, metavar="M", help="of a step")
-    parser.add_argument("--chunks", type=folders.count, default=1, metavar="V", help="of each stage (1)")
+    parser.add_argument("--stages", type=count, metavar="P", help="pipeline stages")
+    parser.add_argument("--microbatches", type=count, metavar="M", help="of a step")
+    parser.add_argument("--chunks", type=count, default=1, metavar="V", help="of each stage (1)")
     parser.add_argument(
         "--times",
         type=_times,
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="F,I,W",
         help="of a forward, of input gradients and of weight gradients (1,1,1); 1,2,1 recomputes in full",
     )
-    parser.add_argument("--send", type=_time, default=0.0, metavar="X", help="time of a message between stages (0)")
+    parser.add_argument("--send", type=from_0, default=0.0, metavar="X", help="time of a message between stages (0)")
     parser.add_argument(
         "--trace",
         type=Path,
@@ -162,19 +161,9 @@ def _draw(timelines: Mapping[str, Timeline], picture: Path, unit: str = "forward
 
 
 def _times(text: str) -> tuple[float, ...]:
-    found = tuple(map(_time, text.split(",")))
+    found = tuple(map(from_0, text.split(",")))
     if len(found) != 3 or min(found) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not F,I,W, three numbers above 0")
-    return found
-
-
-def _time(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
     return found
 
 
@@ -182,7 +171,3 @@ def _picture(text: str) -> Path:
     if (path := Path(text)).suffix not in FORMATS:
         raise argparse.ArgumentTypeError(f"{text!r} is no name that ends in {' or '.join(FORMATS)}")
     return path
-
-
-if __name__ == "__main__":
-    sys.exit(main())

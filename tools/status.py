@@ -4,7 +4,6 @@ it. It only reads, and needs no torch.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from megacore.recipe import ConfigError, load
 from megacore.recovery.hang_report import standing
 from megacore.say import brief, err, say, say_data
 from megacore.store.io.strict_json import StoreError
+from megacore.tools.options import command_parser
 from megacore.training import metrics
 
 RECIPE = "config.yaml"
@@ -173,8 +173,8 @@ def _line(incident: Incident) -> str:
     return f"{when} UTC  {incident.kind}{detail}, {who or 'unknown'} -> {incident.action}{reason}{cost}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore status", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("status", __doc__)
     parser.add_argument("out", type=Path, help="the folder of a run, its out")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--done", action="store_true", help=f"end with {exits.RETRY} where steps are left to do")

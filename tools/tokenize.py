@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES, fetch, load, train
 from megacore.say import err, say
 from megacore.store.io.strict_json import StoreError
+from megacore.tools.options import command_parser, count
 
 SAMPLE = 2**25  # bytes of text that a tokenizer is trained on
 
@@ -211,9 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tokenizer.add_argument("--train-vocab", type=int, metavar="N", help="train a byte-level BPE of this vocabulary")
     parser.add_argument("--name", default="corpus", help="of the pair NAME.bin, NAME.idx (%(default)s)")
-    parser.add_argument(
-        "--workers", type=_positive, default=os.cpu_count(), metavar="W", help="processes (%(default)s)"
-    )
+    parser.add_argument("--workers", type=count, default=os.cpu_count(), metavar="W", help="processes (%(default)s)")
     parser.add_argument(
         "--text-key",
         default="text",
@@ -250,12 +248,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shuffle", type=int, metavar="SEED", help="the documents in an order that belongs to SEED, by a second pass"
     )
-
-
-def _positive(value: str) -> int:
-    if (number := int(value)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:
@@ -307,11 +299,7 @@ def token_files(prefix: Path, counts: Tally | Corpus) -> str:
     return f"{prefix}.bin, .idx: {counts.tokens:,} tokens in {counts.documents:,} documents, {size:,} bytes"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore tokenize", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("tokenize", __doc__)
     add_arguments(parser)
     return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,16 +22,17 @@ from megacore.store.weight_folders.audit import DamageError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.tools import folders
+from megacore.tools.options import command_parser, count
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megacore upcycle", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("upcycle", __doc__)
     parser.add_argument("source", type=Path, help=f"a dense model: {folders.HUGGING_FACE}, or a checkpoint")
     parser.add_argument("target", type=Path, help="the folder to make")
-    parser.add_argument("--experts", type=folders.count, required=True, metavar="N", help="experts of each layer")
-    parser.add_argument("--top-k", type=folders.count, required=True, metavar="N", help="experts that a token goes to")
+    parser.add_argument("--experts", type=count, required=True, metavar="N", help="experts of each layer")
+    parser.add_argument("--top-k", type=count, required=True, metavar="N", help="experts that a token goes to")
     parser.add_argument(
-        "--granularity", type=folders.count, default=1, metavar="N", help="slices of the hidden features, of which an "
+        "--granularity", type=count, default=1, metavar="N", help="slices of the hidden features, of which an "
         "expert is one; --experts and --top-k count slices then (1)"
     )  # fmt: skip
     known = ", ".join(f"{one}: {other}" for one, other in WITH_EXPERTS.items())
@@ -79,7 +79,3 @@ def _check(source: SafetensorsFolder, made: UpcycledFolder, arguments: argparse.
         damage = audit.check(source, folders.jobs(arguments), tensors={"weights": made.replaced})
         if damage:
             raise DamageError.of(source.path, damage)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ from float64.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.tools import folders
+from megacore.tools.options import command_parser, count
 from megacore.tools.processes import add_context, agreed
 from megacore.tools.tables import table
 
@@ -41,16 +41,13 @@ TEXTS = (
 """The prompts by default."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about, _, how = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore verify", description=about, epilog=how)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("verify", __doc__)
     parser.add_argument("checkpoint", type=Path, help="the checkpoint")
     parser.add_argument("folder", type=Path, help=f"what it came from, or became: {folders.HUGGING_FACE}")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to compare the logits of")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts, one on each line")
-    parser.add_argument(
-        "--tokens", type=folders.count, default=64, metavar="N", help="that are used of a prompt at most (64)"
-    )
+    parser.add_argument("--tokens", type=count, default=64, metavar="N", help="that are used of a prompt at most (64)")
     folders.add_jobs(parser)
     add_context(parser)
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
@@ -140,27 +137,22 @@ def _data(pair: Pair, report: Report) -> dict[str, Any]:
 
 def _text(pair: Pair, report: Report) -> str:
     mesh = " x ".join(f"{dim}={size}" for dim, size in report.mesh.items())
-    groups = [
-        (g.name, f"{g.pieces:,}", f"{g.elements:,}", " and ".join(g.dtypes), f"{g.differ:,}") for g in report.groups
-    ]
+    groups = [(g.name, g.pieces, g.elements, " and ".join(g.dtypes), g.differ) for g in report.groups]
+    measured = dict.fromkeys(("largest logit", "difference", "transformers'", "bound"), ".3g")
     logits = [
         (
-            str(number),
-            f"{found.tokens:,}",
-            _number(found.largest),
-            _number(found.difference),
-            _number(found.theirs),
-            _number(found.bound),
-            f"{found.agreement:.1%}",
+            *(number, found.tokens),
+            *("not finite" if x is None else x for x in (found.largest, found.difference, found.theirs, found.bound)),
+            found.agreement,
         )
         for number, found in enumerate(report.prompts, 1)
     ]
     lines = [
         f"{pair.checkpoint.path} on {mesh}, beside {pair.folder.path}",
         "",
-        table(("parameter", "pieces", "elements", "dtype", "differ"), groups),
+        table({"parameter": "", "pieces": ",", "elements": ",", "dtype": "", "differ": ","}, groups),
         "",
-        table(("prompt", "tokens", "largest logit", "difference", "transformers'", "bound", "same top 1"), logits),
+        table({"prompt": "", "tokens": ",", **measured, "same top 1": ".1%"}, logits),
         "",
     ]
     for name, (ours, theirs) in report.config.items():
@@ -169,11 +161,3 @@ def _text(pair: Pair, report: Report) -> str:
     failing = [number for number, found in enumerate(report.prompts, 1) if not found.passes]
     lines += [f"prompt {number}: the logits differ by more than rounding" for number in failing]
     return "\n".join([*lines, "The same model." if report.passes else "Not the same model."])
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3g}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,6 @@ It reads what `megacore status` reads, on a disk that a cluster shares too, and 
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +19,12 @@ from rich.text import Text
 from megacore import exits
 from megacore.say import err, harmless
 from megacore.store.io.strict_json import StoreError
+from megacore.tools.options import command_parser
 from megacore.tools.status import RunState
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    about, _, more = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(prog="megacore watch", description=about, epilog=more)
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("watch", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="the folder of a run, its out; several")
     parser.add_argument(
         "--every", type=float, default=2.0, metavar="S", help="the seconds from one look to the next (2)"
@@ -55,7 +53,3 @@ def _panel(state: RunState) -> RenderableType:
     if state.steps is not None:
         shown.insert(0, Padding(ProgressBar(total=state.steps, completed=step), 0))
     return Panel(Group(*shown), title=Text(harmless(about.split(maxsplit=1)[1])), title_align="left")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

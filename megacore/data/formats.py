@@ -65,9 +65,7 @@ FORMATS = (
         "chosen by data.map={messages: chosen}, or {completion: chosen}",
     ),
     Format(
-        "rated completions",
-        ("completion", "label"),
-        refused=f"{_RATED}: keep the good completions, without the label",
+        "rated completions", ("completion", "label"), refused=f"{_RATED}: keep the good completions, without the label"
     ),
     Format("messages", ("messages",), also=("tools",), not_read=(("system", "make it the first message"), _KWARGS)),
     Format("ShareGPT", ("conversations",), also=("system", "tools"), not_read=(_KWARGS,)),
@@ -85,10 +83,7 @@ FORMATS = (
         also=("prompt",),
     ),
     Format(
-        "text",
-        ("text",),
-        ((TRAINED, ("text",)),),
-        not_read=(("prompt", "name what answers the prompt 'completion'"),),
+        "text", ("text",), ((TRAINED, ("text",)),), not_read=(("prompt", "name what answers the prompt 'completion'"),)
     ),
 )
 """In this order: of rows that have the keys of several, the first one counts."""

@@ -194,13 +194,7 @@ def _runs(blocks: npt.NDArray[np.int64], size: int, documents: int) -> Runs:
 
 
 def parts(
-    dataset: IndexedDataset,
-    length: int,
-    seed: int,
-    fraction: float,
-    name: str,
-    least: int = 0,
-    shuffle: bool = True,
+    dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str, least: int = 0, shuffle: bool = True
 ) -> tuple[Samples, Samples | None]:
     """Return the samples to train on and those held out, a fraction of the documents; None where that is 0. Documents
     of fewer than `least` tokens are left out of both. The side of the others does not depend on it, so that a corpus

@@ -30,15 +30,9 @@ LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times
 TEMPLATE = "chat_template.jinja"
 _VOCABULARIES = ("tokenizer.model", "tekken", "vocab", "merges")  # beginnings of the names of files of tokens
 FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    TEMPLATE,
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", TEMPLATE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -262,9 +256,5 @@ def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
     # In processes that are forked from one that has used threads, the library uses none, and says so unless told.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     fast.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "clean_up_tokenization_spaces": False,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     write_file(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())

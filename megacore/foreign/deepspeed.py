@@ -39,9 +39,7 @@ _RULES: dict[str, Rule] = {
     "train_batch_size": to("batch.global_size"),
     "train_micro_batch_size_per_gpu": to("batch.micro_size"),
     "gradient_accumulation_steps": batch(
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        ("tensor_parallel.autotp_size", "sequence_parallel_size"),
+        "train_batch_size", "train_micro_batch_size_per_gpu", ("tensor_parallel.autotp_size", "sequence_parallel_size")
     ),
     "gradient_clipping": to("optimizer.clip", lambda value: float(value) or None),
     "optimizer.type": _ADAM,

@@ -256,8 +256,7 @@ _RULES: dict[str, Rule] = {
     "lr": to("optimizer.lr", float),
     "min-lr": _ratio,
     "lr-decay-style": to(
-        "schedule.name",
-        {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"},
+        "schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
     ),
     "lr-decay-iters": _decay,
     "lr-decay-samples": _samples("schedule.decay_steps", after="lr-warmup-samples"),

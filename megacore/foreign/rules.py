@@ -16,13 +16,9 @@ Given = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a key.
-
-    Args:
-        keys: The keys of a recipe that it becomes, with their values.
-        remark: What is to be known of it: why it becomes none, or how ours differs.
-        refused: Whether it would change the run, and there is nothing like it here.
-    """
+    """What becomes of a key. ``keys``: the keys of a recipe that it becomes, with their values; ``remark``: what is to
+    be known of it: why it becomes none, or how ours differs; ``refused``: whether it would change the run, and there is
+    nothing like it here."""
 
     keys: Mapping[str, Any] = field(default_factory=dict)
     remark: str = ""
@@ -85,12 +81,9 @@ def without(why: str) -> Rule:
 
 @dataclass(frozen=True)
 class Project:
-    """A project whose configs are read.
-
-    Args:
-        rules: {key, or a pattern of keys: its rule}; a key itself goes before patterns, and these in their order.
-        defaults: The values of keys that are left out, where they are others than ours, by all keys.
-    """
+    """A project whose configs are read. ``rules``: {key, or a pattern of keys: its rule}; a key itself goes before
+    patterns, and these in their order; ``defaults``: the values of keys that are left out, where they are others than
+    ours, by all keys."""
 
     name: str
     rules: Mapping[str, Rule]
@@ -146,10 +139,7 @@ def recipe_of(rows: list[AccountRow]) -> dict[str, Any]:
 
 def batch(global_size: str | None, micro_size: str, parallel: tuple[str, ...]) -> Rule:
     """Return the rule of the number of microbatches that are added up, from the names of the keys beside it.
-
-    Args:
-        parallel: The keys of the ranks that share a microbatch.
-    """
+    ``parallel``: the keys of the ranks that share a microbatch."""
 
     def rule(value: Any, config: ForeignConfig) -> Verdict:
         given = config.given

@@ -97,11 +97,8 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """A conversation with a model, which its chat template writes.
-
-    Args:
-        messages: What was said so far, a system message first if there is one.
-    """
+    """A conversation with a model, which its chat template writes. ``messages``: what was said so far, a system message
+    first if there is one."""
 
     texts: Texts
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -122,11 +119,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The way in which answers are made: the arguments of :func:`megacore.generate` that say so.
-
-    Raises:
-        StoreError: all numbers that are out of range, or are of sampling where there is none.
-    """
+    """The way in which answers are made: the arguments of :func:`megacore.generate` that say so. Raises StoreError: all
+    numbers that are out of range, or are of sampling where there is none."""
 
     max_new_tokens: int = 128
     temperature: float | None = None

@@ -33,6 +33,19 @@ LONGEST = 2048
 
 
 @dataclass(frozen=True)
+class EvaluationOptions:
+    """How data is read, by the arguments of :func:`evaluate`."""
+
+    text_key: str = "text"
+    count: TrainOn = "assistant"
+    sequence_length: int | None = None
+    stride: int | None = None
+    tokens: int = 4096
+    by_position: int | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
 class EvaluationSetup:
     """An evaluation that has been checked: its documents, or pairs of them, and how they are cut into windows and
     microbatches."""
@@ -45,27 +58,16 @@ class EvaluationSetup:
     pairs: bool = False
 
     @classmethod
-    def of(
-        cls,
-        folder: WeightFolder,
-        data: Sequence[Path],
-        *,
-        text_key: str = "text",
-        count: TrainOn = "assistant",
-        sequence_length: int | None = None,
-        stride: int | None = None,
-        tokens: int = 4096,
-        by_position: int | None = None,
-        split: str | None = None,
-    ) -> EvaluationSetup:
+    def of(cls, folder: WeightFolder, data: Sequence[Path], how: EvaluationOptions) -> EvaluationSetup:
         """Return what the arguments of :func:`evaluate` describe; it raises as that does."""
-        problems = below_1(sequence_length=sequence_length, stride=stride, tokens=tokens, by_position=by_position)
-        if count not in get_args(TrainOn):
-            problems.append(f"`count={count}`: choose from {', '.join(get_args(TrainOn))}")
+        sizes = ("sequence_length", "stride", "tokens", "by_position")
+        problems = below_1(**{name: getattr(how, name) for name in sizes})
+        if how.count not in get_args(TrainOn):
+            problems.append(f"`count={how.count}`: choose from {', '.join(get_args(TrainOn))}")
         longest = folder.config.max_positions
         usual = longest or LONGEST
-        length = sequence_length or (usual if by_position else min(usual, LONGEST))
-        step = stride or length
+        length = how.sequence_length or (usual if how.by_position else min(usual, LONGEST))
+        step = how.stride or length
         if longest is not None and length > longest:
             problems.append(f"`sequence_length={length}`: the model has {longest} positions, choose up to those")
         if step > length:
@@ -74,20 +76,20 @@ class EvaluationSetup:
             )
         if problems:
             raise StoreError("\n".join(problems))
-        data = [file for each in data for file in data_files(each, split)]
-        files = DocumentFiles(data, folder.config.vocab_size, _texts(folder, data), text_key, count)
+        data = [file for each in data for file in data_files(each, how.split)]
+        files = DocumentFiles(data, folder.config.vocab_size, _texts(folder, data), how.text_key, how.count)
         pairs = files.are_pairs
         if not pairs:
             folder.check_predicts()
         elif folder.config.labels > 1:
             raise StoreError(f"{folder.path} has {folder.config.labels} labels: pairs are told apart by one score")
-        elif stride is not None or by_position is not None:
+        elif how.stride is not None or how.by_position is not None:
             raise StoreError("the data has pairs, which are read as wholes: leave out `stride` and `by_position`")
         if next(files.pairs() if pairs else files.documents(), None) is None:
             raise StoreError("there are no documents in the data")
-        if pairs and sequence_length is None:
+        if pairs and how.sequence_length is None:
             length = longest or sys.maxsize
-        return cls(files, length, step, tokens, by_position, pairs)
+        return cls(files, length, step, how.tokens, how.by_position, pairs)
 
     def measure(self, model: Model, watched: Watched = iter) -> dict[str, Any]:
         """Return what ``megacore evaluate --json`` prints, the same on every rank of the model's mesh, which all call
@@ -213,16 +215,8 @@ def evaluate(
             weights are read; on every rank.
     """
     setup = ModelSetup.check(folder, base=base, dtype=dtype, device=device, mesh=mesh, etp=etp, exchange=exchange)
-    asked = EvaluationSetup.of(
-        setup.folder,
-        [Path(each) for each in ([data] if isinstance(data, str | Path) else data)],
-        text_key=text_key,
-        count=count,
-        sequence_length=sequence_length,
-        stride=stride,
-        tokens=tokens,
-        by_position=by_position,
-        split=split,
-    )
+    paths = [Path(each) for each in ([data] if isinstance(data, str | Path) else data)]
+    how = EvaluationOptions(text_key, count, sequence_length, stride, tokens, by_position, split)
+    asked = EvaluationSetup.of(setup.folder, paths, how)
     with setup.load() as loaded:
         return asked.measure(loaded.model)

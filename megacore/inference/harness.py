@@ -29,14 +29,9 @@ _SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature"}
 
 
 class HarnessModel(TemplateLM):
-    """A model as the harness asks it: log-likelihoods, and greedy texts.
-
-    Args:
-        model: This rank's part of it.
-        texts: Its tokenizer.
-        tokens: Tokens that are computed at once, at least a request.
-        batch: Texts that are generated at a time.
-    """
+    """A model as the harness asks it: log-likelihoods, and greedy texts. ``model``: this rank's part of it; ``texts``:
+    its tokenizer; ``tokens``: tokens that are computed at once, at least a request; ``batch``: texts that are generated
+    at a time."""
 
     def __init__(self, model: Model, texts: Texts, tokens: int = 4096, batch: int = 8) -> None:
         if texts.end is None:
@@ -134,15 +129,9 @@ def load(tasks: Sequence[str], folder: Path | None) -> TaskManager:
 def measure(
     model: HarnessModel, tasks: Sequence[str], manager: TaskManager, shots: int | None, limit: int | None
 ) -> dict[str, Any]:
-    """Return what the harness says of a model on some tasks, the same on all ranks, which all call this.
-
-    Args:
-        model: The model.
-        tasks: Their names.
-        manager: What knows them.
-        shots: Examples before each question; None for the tasks' own number.
-        limit: The most questions of each task; None for all.
-    """
+    """Return what the harness says of a model on some tasks, the same on all ranks, which all call this. ``shots``:
+    examples before each question; None for the tasks' own number; ``limit``: the most questions of each task; None for
+    all."""
     options: dict[str, Any] = {"num_fewshot": shots, "limit": limit, "task_manager": manager}
     found: dict[str, Any] = simple_evaluate(model, tasks=list(tasks), log_samples=False, **options)
     return found

@@ -143,12 +143,9 @@ def log_likelihoods(
 
 @dataclass(frozen=True)
 class PairsResult:
-    """What a model makes of pairs of documents, chosen and rejected: [pairs, 2] each.
-
-    Args:
-        rewards: The scores of a reward model; of a language model, the log-probabilities of what counts, in nats.
-        counted: The numbers of tokens that count.
-    """
+    """What a model makes of pairs of documents, chosen and rejected: [pairs, 2] each. ``rewards``: the scores of a
+    reward model; of a language model, the log-probabilities of what counts, in nats; ``counted``: the numbers of tokens
+    that count."""
 
     rewards: npt.NDArray[np.float64]
     counted: Integers

@@ -40,12 +40,7 @@ from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.accounting import summary
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.store.weight_folders.audit import padding
-from megacore.store.weight_folders.compare import (
-    PieceComparison,
-    carried_differences,
-    compare_bits,
-    config_differences,
-)
+from megacore.store.weight_folders.compare import PieceComparison, carried_differences, compare_bits, config_differences
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.index import CARRIED
 

@@ -142,14 +142,7 @@ def _checked(
     first, later = [*overrides, *layouts.get(most, ())], node.index > 0
     goes_on, finetunes = later and bool(layouts), command == "finetune"
     setup = check(
-        recipe,
-        first,
-        node.world,
-        here,
-        another_looks=later,
-        goes_on=goes_on,
-        finetunes=finetunes,
-        prepared=prepared,
+        recipe, first, node.world, here, another_looks=later, goes_on=goes_on, finetunes=finetunes, prepared=prepared
     )
     # The ranks take the commits that were fetched here, whatever the hub has by then.
     pinned: list[str] = []

@@ -12,14 +12,10 @@ ALL_TO_ALL = "all-to-all"
 
 @dataclass(frozen=True)
 class MatMul:
-    """``batch`` matrix products [m, k] x [k, n] in one call.
-
-    Args:
-        m, n, k, batch: The sizes: of a linear m are tokens, n outputs and k inputs in the forward. In the attention,
-            whose two products count as one, m n is twice the pairs of a query and a key that it looks at.
-        dtype: The dtype as torch calls it: "bfloat16".
-        attention: Whether it is part of a kernel that softens the scores too.
-    """
+    """``batch`` matrix products [m, k] x [k, n] in one call. ``m, n, k, batch``: the sizes: of a linear m are tokens, n
+    outputs and k inputs in the forward. In the attention, whose two products count as one, m n is twice the pairs of a
+    query and a key that it looks at; ``dtype``: the dtype as torch calls it: "bfloat16"; ``attention``: whether it is
+    part of a kernel that softens the scores too."""
 
     m: int
     n: int
@@ -35,14 +31,10 @@ class MatMul:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective, or a message between stages.
-
-    Args:
-        axis: Dimensions of the mesh that its group lies along, as "tp" or "dp x tp".
-        size: Bytes of the whole tensor that is summed or gathered, or of what is sent; of an all-to-all, of what a rank
-            has for all or gets of all, whichever is more.
-        hidden: Whether a product is started between its start and the wait for it.
-    """
+    """A collective, or a message between stages. ``axis``: dimensions of the mesh that its group lies along, as "tp" or
+    "dp x tp"; ``size``: bytes of the whole tensor that is summed or gathered, or of what is sent; of an all-to-all, of
+    what a rank has for all or gets of all, whichever is more; ``hidden``: whether a product is started between its
+    start and the wait for it."""
 
     kind: str
     axis: str

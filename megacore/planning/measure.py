@@ -46,6 +46,7 @@ from megacore.parallel.parameters import WeightGradient
 from megacore.parallel.rank_sets import inner_ranks
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import SPLIT, Param
+from megacore.places import differ_in
 from megacore.planning.costs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -698,8 +699,7 @@ class _SilentGroup:
 
     def __init__(self, mesh: _SilentMesh, ranks: tuple[int, ...]) -> None:
         self.mesh, self.ranks, self.group_name = mesh, ranks, str(ranks)
-        places = [mesh.shape.place(rank) for rank in ranks]
-        self.axis = " x ".join(dim for dim in mesh.shape.DIMS if len({getattr(at, dim) for at in places}) > 1)
+        self.axis = " x ".join(differ_in(mesh.shape, ranks))
 
     def rank(self) -> int:
         return self.ranks.index(self.mesh.rank)

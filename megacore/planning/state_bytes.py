@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from megacore.parallel.budgets import MATRIX_ELEMENTS
 from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.rank_sets import matrix_dims
-from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
+from megacore.parallel.weights.layout import Coordinates, Layout, Shard
 from megacore.parallel.weights.schema import Param, Schema
+from megacore.places import differ_in
 from megacore.planning.costs import MatMul
 from megacore.planning.setting import SHARDS, Setting, Widths
 
@@ -118,16 +119,9 @@ def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[ParameterShare]
     for label in numel:
         by_ranks.setdefault(layout.replicas(alike[0], label), []).append(label)
     for ranks, labels in by_ranks.items():
-        dims = _differ_in(layout.mesh, ranks)
+        dims = differ_in(layout.mesh, ranks)
         elements = sum(numel[label] for label in labels) * len(alike)
         yield ParameterShare(alike[0].param, tuple(labels), elements, elements, len(alike), len(ranks), dims)
-
-
-@lru_cache(maxsize=256)
-def _differ_in(mesh: MeshShape, ranks: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the dimensions along which ranks differ."""
-    places = [mesh.place(rank) for rank in ranks]
-    return tuple(dim for dim in mesh.DIMS if len({getattr(at, dim) for at in places}) > 1)
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,8 @@ class StepSplit:
 
 def split(steps: Sequence[TracedStep], config: Config, loads: Sequence[float] = ()) -> StepSplit:
     """Return the parts of some steps of a run. Of saving and evaluation each step has its share, by how often they are.
-
-    Args:
-        config: The run's.
-        loads: Of each rank along ep, the rows that its experts are sent, over the mean.
-
-    Raises:
-        ScheduleError: the actions of a trace are no schedule.
-    """
+    ``config``: the run's; ``loads``: of each rank along ep, the rows that its experts are sent, over the mean. Raises
+    ScheduleError: the actions of a trace are no schedule."""
     found, about, gains = list[Mapping[str, float]](), dict[str, str](), list[float]()
     for step in steps:
         looked = _Split(step, loads)

@@ -73,12 +73,9 @@ def ready(setup: Setup, here: RankPlace) -> torch.device:
 
 
 def fit(setup: Setup, device: torch.device, here: RankPlace, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """Train a run on the processes of the group that there is -> its trainer, after the last step.
-
-    Raises:
-        ConfigError: the ranks have found different checkpoints to start from, or different kernels.
-        NonFinite, SaveError, StoreError: it has ended, on all ranks.
-    """
+    """Train a run on the processes of the group that there is -> its trainer, after the last step. Raises ConfigError:
+    the ranks have found different checkpoints to start from, or different kernels; NonFinite, SaveError, StoreError: it
+    has ended, on all ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = setup.config
     mesh = Mesh.create(config.mesh.shape(world), device, timedelta(minutes=config.train.timeout))

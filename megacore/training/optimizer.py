@@ -24,14 +24,9 @@ class Optimizer:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with clipping by the global norm.
 
     Weight decay applies to matrices, not to norms and biases. With ``muon`` the matrices of blocks are updated by that
-    rule, as wholes; their one moment is the first.
-
-    Args:
-        clip: Largest global gradient norm; None for no clipping.
-        muon: The rule of the matrices of blocks, if not AdamW; nothing is offloaded then.
-        offload: The place of masters and moments if not the device.
-        others: As of :class:`~megacore.training.states.device_store.Rule`.
-    """
+    rule, as wholes; their one moment is the first. ``clip``: largest global gradient norm; None for no clipping;
+    ``muon``: the rule of the matrices of blocks, if not AdamW; nothing is offloaded then; ``offload``: the place of
+    masters and moments if not the device; ``others``: as of :class:`~megacore.training.states.device_store.Rule`."""
 
     def __init__(
         self,

@@ -382,24 +382,10 @@ def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[An
 
 
 _TOLD = (
-    "data.",
-    "batch.global_size",
-    "batch.ramp",
-    "loss.",
-    "chat.",
-    "experts.",
-    "optimizer.",
-    "muon.",
-    "ema.",
-    "schedule.",
-    "lora.",
-    "train.steps",
-    "train.seed",
-    "train.only",
-    "train.freeze",
-    "train.precision",
+    "data.", "batch.global_size", "batch.ramp", "loss.", "chat.", "experts.", "optimizer.", "muon.", "ema.",
+    "schedule.", "lora.", "train.steps", "train.seed", "train.only", "train.freeze", "train.precision",
     "checkpoint.keep",
-)
+)  # fmt: skip
 _LAYOUT = ("mesh.", "pipeline.", "batch.")
 
 

@@ -77,14 +77,10 @@ class SaveError(RuntimeError):
 class Contents:
     """All that a checkpoint of a run holds, as this rank has it: its tensors, the fields of the model's Hugging Face
     config, {name: file} of what travels with the model, and fields of
-    :class:`~megacore.store.weight_folders.index.Index`.
-
-    Args:
-        layout: The layout of what is saved, which may be a part of the weights.
-        source: The folder whose carried tensors it carries on, where that has some.
-        naming: How the weights are named where they are a part of a larger model.
-        folder: The folder of files that copies lie in while they are saved; None for host memory.
-    """
+    :class:`~megacore.store.weight_folders.index.Index`. ``layout``: the layout of what is saved, which may be a part of
+    the weights; ``source``: the folder whose carried tensors it carries on, where that has some; ``naming``: how the
+    weights are named where they are a part of a larger model; ``folder``: the folder of files that copies lie in while
+    they are saved; None for host memory."""
 
     parameters: Parameters
     optimizer: Optimizer
@@ -287,15 +283,11 @@ class _Saving:
 
 
 class Saver:
-    """Saves checkpoints of a run; every rank has one, and all call it at the same steps.
-
-    Args:
-        node: The number of successive ranks that share the folder, where it is in the memory of each machine: the first
-            of them publishes what they have written, with the index of all files. None for a folder of all ranks.
-        send: Sends the files that this rank has written of a checkpoint elsewhere, once that is published; all ranks do
-            so.
-        ahead: Whether checkpoints that are not to stay go before the next one is written, rather than once it is there.
-    """
+    """Saves checkpoints of a run; every rank has one, and all call it at the same steps. ``node``: the number of
+    successive ranks that share the folder, where it is in the memory of each machine: the first of them publishes what
+    they have written, with the index of all files. None for a folder of all ranks; ``send``: sends the files that this
+    rank has written of a checkpoint elsewhere, once that is published; all ranks do so; ``ahead``: whether checkpoints
+    that are not to stay go before the next one is written, rather than once it is there."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,19 +23,17 @@ KEPT = 10
 ACTIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "exchange")
 """The kinds of waits for the ranks of a group; the last is that of keys and values along cp."""
+ChromeSpan = tuple[str, str, float, float, Mapping[str, Any]]
+"""(name, category, start and duration in microseconds, arguments) in Chrome's format."""
 COMPUTE, AGREE = "forward and backward", "agree"
 """The phase of all actions; and, at the end of a step, the one message of all ranks about it."""
 
 
 class TracedInterval(NamedTuple):
-    """Something that a rank did, in seconds from the first interval of the step.
-
-    Args:
-        kind: An action; a collective; ``receive`` or ``send``, which are waits for another stage; or a phase.
-        chunk, microbatch: Of an action, and of what is received or sent.
-        axis: The axes of the mesh along which the ranks of a collective lie.
-        queued: The seconds of it in which others had the core of the host.
-    """
+    """Something that a rank did, in seconds from the first interval of the step. ``kind``: an action; a collective;
+    ``receive`` or ``send``, which are waits for another stage; or a phase; ``chunk, microbatch``: of an action, and of
+    what is received or sent; ``axis``: the axes of the mesh along which the ranks of a collective lie; ``queued``: the
+    seconds of it in which others had the core of the host."""
 
     kind: str
     start: float
@@ -60,15 +58,10 @@ class TracedInterval(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as its ranks have recorded it.
-
-    Args:
-        schedule: The name of the pipeline's.
-        errors: The most seconds that the clock of each rank may be off that of rank 0.
-        ranks: Of each rank, the intervals of each of its tracks: of its host, and on GPUs of its device.
-        per_node: The successive ranks that share a node; 0 for all of them.
-        device: What the driver calls the device of rank 0.
-    """
+    """A step as its ranks have recorded it. ``errors``: the most seconds that the clock of each rank may be off that of
+    rank 0; ``ranks``: of each rank, the intervals of each of its tracks: of its host, and on GPUs of its device;
+    ``per_node``: the successive ranks that share a node; 0 for all of them; ``device``: what the driver calls the
+    device of rank 0."""
 
     step: int
     mesh: MeshShape
@@ -89,11 +82,7 @@ def align(rounds: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, floa
 
     A round is a message of all ranks to all: no rank leaves it before the last one has entered. So what rank 0 reads as
     it enters is no later than what another reads as it leaves, and the other way round; each round gives a bound from
-    both sides.
-
-    Args:
-        rounds: Of each rank, the (entered, left) of each round by its own clock.
-    """
+    both sides. ``rounds``: of each rank, the (entered, left) of each round by its own clock."""
     found = []
     for theirs in rounds:
         pairs = [(theirs[n], rounds[0][n]) for n in range(len(theirs))]
@@ -103,20 +92,10 @@ def align(rounds: Sequence[Sequence[Sequence[float]]]) -> list[tuple[float, floa
     return [(0.0, 0.0), *found[1:]]
 
 
-def along(mesh: MeshShape, ranks: Sequence[int]) -> str:
-    """Return the axes of a mesh along which some ranks differ."""
-    places = [mesh.place(rank) for rank in ranks]
-    return " x ".join(dim for dim in mesh.DIMS if len({getattr(place, dim) for place in places}) > 1)
-
-
 def write_trace(folder: Path, traced: TracedStep) -> Path:
     """Write a step into a run's folder -> the file, in Chrome's format: a process for each rank, a thread for each of
     its tracks. Those of older steps than the last ten are removed, and those of later ones: the run has gone back, and
-    does these steps again.
-
-    Raises:
-        OSError, StoreError: it cannot be written.
-    """
+    does these steps again. Raises OSError, StoreError: it cannot be written."""
     path = folder / FOLDER / f"step-{traced.step}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     other = {
@@ -142,23 +121,24 @@ def _events(traced: TracedStep) -> Iterator[dict[str, Any]]:
         place, error = traced.mesh.place(rank), traced.errors[rank]
         at = ", ".join(f"{dim} {getattr(place, dim)}" for dim in traced.mesh.DIMS if traced.mesh[dim] > 1)
         name = f"rank {rank}{': ' if at else ''}{at} (clock to {error * 1e6:.0f} us)"
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
-        for number, (track, intervals) in enumerate(tracks.items()):
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}}
-            for each in intervals:
-                given: dict[str, Any] = {"chunk": each.chunk, "microbatch": each.microbatch} if each.chunk >= 0 else {}
-                given = {"axis": each.axis} if each.axis else given
-                given |= {"queued": round(each.queued, 7)} if each.queued > 0 else {}
-                yield {
-                    "ph": "X",
-                    "name": each.label,
-                    "cat": each.kind,
-                    "pid": rank,
-                    "tid": number,
-                    "ts": round(each.start * 1e6, 1),
-                    "dur": round(each.seconds * 1e6, 1),
-                    "args": given,
-                }
+        yield from chrome_events(rank, name, {track: map(_span, row) for track, row in tracks.items()})
+
+
+def _span(each: TracedInterval) -> ChromeSpan:
+    given: dict[str, Any] = {"chunk": each.chunk, "microbatch": each.microbatch} if each.chunk >= 0 else {}
+    given = {"axis": each.axis} if each.axis else given
+    given |= {"queued": round(each.queued, 7)} if each.queued > 0 else {}
+    return each.label, each.kind, round(each.start * 1e6, 1), round(each.seconds * 1e6, 1), given
+
+
+def chrome_events(process: int, name: str, tracks: Mapping[str, Iterable[ChromeSpan]]) -> Iterator[dict[str, Any]]:
+    """Yield a process and its tracks in Chrome's format."""
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    for number, (track, spans) in enumerate(tracks.items()):
+        where = {"pid": process, "tid": number}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": track}}
+        for label, kind, start, lasted, given in spans:
+            yield {"ph": "X", "name": label, "cat": kind, **where, "ts": start, "dur": lasted, "args": given}
 
 
 def files(folder: Path) -> list[Path]:
@@ -172,11 +152,7 @@ def _step(path: Path) -> int:
 
 
 def read_trace(path: Path) -> TracedStep:
-    """Read a step that a run has recorded.
-
-    Raises:
-        StoreError: it is none, or cannot be read.
-    """
+    """Read a step that a run has recorded. Raises StoreError: it is none, or cannot be read."""
     try:
         document = parse_json(path.read_bytes(), path)
         other, events = document["otherData"], document["traceEvents"]
@@ -207,11 +183,8 @@ def read_trace(path: Path) -> TracedStep:
 
 
 def _interval(event: Mapping[str, Any], most: int) -> TracedInterval:
-    """Return the interval of an event; its chunk and its microbatch are below ``most``, for each has events.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the interval of an event; its chunk and its microbatch are below ``most``, for each has events. Raises
+    ValueError: it is none."""
     start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
     found = TracedInterval(event["cat"], start, start + seconds, **event["args"])
     numbers, axes = (found.chunk, found.microbatch), found.axis.split(" x ") if found.axis else []

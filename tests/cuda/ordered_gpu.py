@@ -70,8 +70,8 @@ Entry = MemoryLaunch | RecordEvent | Wait | Allocate | RecordStream | Free | Ste
 class OrderedGpu(SimulatedGpu):
     """The log has launches with their memory, and when memory is given and let go."""
 
-    def __init__(self, ahead: int | None = None) -> None:
-        super().__init__(ahead)
+    def __init__(self) -> None:
+        super().__init__()
         self.log: list[Any] = []
         # What is weakly held keeps its address, so that no other storage has it.
         self._known: dict[int, tuple[StorageWeakRef, int, str]] = {}

@@ -21,22 +21,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
+from host_waits import HostWaits, WatchedGpu
 
 from megacore.config import Config
 from megacore.data.batches import Batch, BatchPairs
 from megacore.models.registry import configure
 from megacore.parallel.labels import IGNORE
 from megacore.planning.trace import fake_cuda
-from megacore.planning.trace.fake_cuda import DeviceWatch, Gpu
-from megacore.planning.trace.rank_steps import Allowed, run_steps
+from megacore.planning.trace.rank_steps import run_steps
 from megacore.recipe import load
 from megacore.training.trainer import Trainer
 
-READS: Mapping[str, Any] = {
-    # The CPU is to update: it must know whether to and what to divide by, and have the gradients.
-    "megacore/training/states/offload.py:OffloadedStore.update": 1.0,
-}
-"""{where a step may ask the device for a number: the answer}."""
+READS = frozenset({"megacore/training/states/offload.py:OffloadedStore.update"})
+"""Where a step may ask the device for a number: the CPU is to update, and must know whether to and what to divide by,
+and have the gradients."""
 DOWNLOADS = frozenset(
     {
         "megacore/training/states/offload.py:OffloadedStore._send",
@@ -258,21 +256,22 @@ def launches(case: Case) -> Launches:
 
 
 def trace(
-    case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trainer: None, gpu: Gpu | None = None
-) -> tuple[list[DeviceWatch], int]:
+    case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trainer: None, gpu: Any = None
+) -> tuple[list[HostWaits], int]:
     """(what each of some steps did, chunks on the rank).
 
     Args:
         case: The run.
         steps: How many.
         fault: Does something to the run before.
-        gpu: What plays the streams.
+        gpu: What plays the streams; by default what counts launches and refuses waits.
     """
-    config = _config(case)
+    config, watched = _config(case), WatchedGpu(READS, DOWNLOADS, ONCE)
     torch._dynamo.reset()  # it compiles the same code for a few cases alone
     batches = [list(_batches(case, config))] * steps
-    allowed = Allowed(READS, DOWNLOADS, ONCE, frozenset())
-    return run_steps(config, ranks(case), case.rank, batches, gpu or Gpu(), allowed, fault), config.pipeline.chunks
+    played: Any = gpu or watched
+    run_steps(config, ranks(case), case.rank, batches, played, fault)
+    return watched.watches, config.pipeline.chunks
 
 
 def ranks(case: Case) -> int:

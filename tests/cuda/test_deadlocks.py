@@ -11,7 +11,7 @@ import pytest
 import steps
 from deadlocks import MODELS, Model, has_circle, stuck, swapped, swaps
 from steps import CASES, Case
-from test_orders import AHEAD
+from test_orders import close_behind
 from test_trace import in_a_process, pytestmark
 
 from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, Wait
@@ -31,8 +31,9 @@ def logs_of(case: Case, ranks: Sequence[int]) -> dict[int, list[Entry]]:
     """{rank: what it asks of its GPU in two steps}."""
     logs: dict[int, list[Entry]] = {}
     for rank in ranks:
-        gpu = SimulatedGpu(AHEAD)
-        steps.trace(replace(case, rank=rank), 2, gpu=gpu)
+        gpu = SimulatedGpu()
+        with close_behind():
+            steps.trace(replace(case, rank=rank), 2, gpu=gpu)
         logs[rank] = gpu.log
     return logs
 

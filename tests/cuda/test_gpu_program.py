@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from host_waits import PLAYED, Everywhere, HostWaits
 from test_trace import in_a_process, pytestmark
 
 from benchmarks.gpu import correctness
@@ -18,7 +19,6 @@ from benchmarks.gpu.rows import Machine
 from benchmarks.gpu_first import SECTIONS
 from megacore import hardware
 from megacore.planning.trace import fake_cuda
-from megacore.planning.trace.rank_steps import Everywhere
 
 __all__ = ["pytestmark"]
 
@@ -28,15 +28,15 @@ NUMBERS = ("correctness", "repeats", "pretraining", "sanitizer")
 
 def sections(names: Sequence[str]) -> dict[str, Any]:
     """{section: rows, or what is wrong}."""
-    reads = {"benchmarks/gpu/rows.py:number": 1.0}
+    reads = {"benchmarks/gpu/rows.py:number"}
     downloads = {"benchmarks/gpu/rows.py:Machine.seconds", "parallel/memory/offload.py:HostMemory.send"}
     found: dict[str, Any] = {}
-    with fake_cuda.fake_cuda():
+    with fake_cuda.fake_cuda(PLAYED):
         with patch.object(hardware, "near", lambda device: set[int]()):
             machine = Machine.of("cuda", True, Path(tempfile.mkdtemp()))
         for name in names:
             try:
-                with fake_cuda.DeviceWatch(reads, downloads, Everywhere()):
+                with HostWaits(reads, downloads, Everywhere()):
                     found[name] = [(row.what, row.note) for row in SECTIONS[name].rows(machine)]
             except Exception:
                 found[name] = traceback.format_exc()
@@ -61,14 +61,14 @@ def test_sections_run_on_fake_cuda(names: Sequence[str]) -> None:
 def waiting(names: Sequence[str]) -> dict[str, str]:
     """{run: what is wrong with its second step}."""
     found, device = {}, fake_cuda.DEVICE
-    with fake_cuda.fake_cuda():
+    with fake_cuda.fake_cuda(PLAYED):
         for name in names:
             run = correctness.WAITING[name]
             torch._dynamo.reset()
             _, step = correctness.live(run, device, Path())
             step([correctness.microbatch(run, 0, device)], correctness.LR)
             try:
-                with fake_cuda.DeviceWatch({}, {"parallel/memory/offload.py:HostMemory.send"}):
+                with HostWaits((), {"parallel/memory/offload.py:HostMemory.send"}):
                     step([correctness.microbatch(run, 1, device)], correctness.LR)
                 found[name] = ""
             except Exception as error:

@@ -34,17 +34,21 @@ from megacore.training.trainer import Trainer
 
 __all__ = ["pytestmark"]
 
-AHEAD = 16 << 10
-"""Bytes of activations that may be on their way, so that those of a tiny model have to wait for each other."""
 ROOT = Path(__file__).parents[2]
 DRAWN = 3
 PARTS = 4
 
 
+def close_behind() -> AbstractContextManager[Any]:
+    """So few bytes of activations may be on their way that those of a tiny model have to wait for each other."""
+    return patch.object(HostMemory.__init__, "__defaults__", (16 << 10,))
+
+
 def log_of(case: Case, count: int, prepare: Callable[[Trainer], None] = lambda trainer: None) -> list[Entry]:
     """What a rank asks of its GPU in some steps; offloaded states take several windows."""
-    gpu = OrderedGpu(AHEAD)
-    steps.trace(replace(case, overrides=f"{case.overrides} memory.offload_buffer=1"), count, prepare, gpu)
+    gpu = OrderedGpu()
+    with close_behind():
+        steps.trace(replace(case, overrides=f"{case.overrides} memory.offload_buffer=1"), count, prepare, gpu)
     gpu.let_go()
     return gpu.log
 

@@ -42,7 +42,7 @@ def test_a_run_is_closed_to_others_and_says_where_its_ranks_stand(tmp_path: Path
     settings = [f"out={out}", "mesh.tp=2", "train.steps=100000", "evaluate.every=0", "train.timeout=0.1"]
     settings += ["recovery.max_restarts=0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "megacore.tools.train", recipe, *settings],
+        [sys.executable, "-m", "megacore", "train", recipe, *settings],
         cwd=tmp_path / "downloaded",
         env=os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

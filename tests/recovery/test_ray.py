@@ -74,7 +74,7 @@ def test_a_killed_worker_and_a_cluster_that_shrinks_and_grows_change_no_loss(
     run = [recipe, f"out={out}", *settings, "train.steps=100000", "checkpoint.every=10", "checkpoint.background=false"]
     options = ["--workers", "1:2", "--look", "2"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "megacore.tools.ray", *run, *options],
+        [sys.executable, "-m", "megacore", "ray", *run, *options],
         env=os.environ | {"RAY_ADDRESS": nodes.cluster.address},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

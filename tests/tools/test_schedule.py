@@ -77,7 +77,7 @@ def test_a_step_is_laid_on_its_schedule(tmp_path: Path, capsys: pytest.CaptureFi
         (["zbh"], "there is no schedule zbh: choose from gpipe, 1f1b"),
         (["zb-h1", "--chunks", "2"], "zb-h1 runs one chunk per stage, not chunks=2: choose zb-interleaved"),
         (["--times", "1,0,1"], "'1,0,1' is not F,I,W, three numbers above 0"),
-        (["--send", "x"], "'x' is no number from 0 on"),
+        (["--send", "x"], "'x' is not a number from 0 on"),
         (["--picture", "a.gif"], "'a.gif' is no name that ends in .png or .svg"),
     ],
 )

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -122,39 +121,6 @@ def _as_built_for_cuda() -> torch.library.Library:
     return library
 
 
-class _Anything:
-    """A stream, an event: takes any call."""
-
-    def __init__(self, *arguments: object, **keywords: object) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **keywords: True
-
-
-class Gpu:
-    """Streams and events whose order nobody looks at; a subclass may."""
-
-    Stream: Any = _Anything
-    Event: Any = _Anything
-
-    def current_stream(self, device: object = None) -> Any:
-        return _Anything()
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def stubs(self) -> Sequence[tuple[Any, str, Any]]:
-        """(where, name, what stands in for it) of what else it takes part in."""
-        return ()
-
-    def watch(
-        self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()
-    ) -> DeviceWatch:
-        """Return the watch over a step on it."""
-        return DeviceWatch(reads, downloads, waits)
-
-
 def _pin(tensor: Tensor) -> Tensor:
     tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
     return tensor
@@ -169,10 +135,8 @@ def _pinning(make: Any) -> Any:
 
 
 class _Graphs:
-    """A backend of torch.compile that runs each graph, forward and backward apart, as if it were one kernel.
-
-    How many kernels a compiler makes of it is the compiler's affair; a break in the graph is one more.
-    """
+    """A backend of torch.compile that runs the operators of each graph, forward and backward apart. ``calls, running``:
+    the graphs that it has begun, and those that are under way."""
 
     def __init__(self) -> None:
         self.calls = self.running = 0
@@ -200,38 +164,31 @@ _graphs = _Graphs()
 
 
 def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """A Triton kernel is launched: counted, as operators are, but there is nothing that it could run on."""
-    name = kernel.fn.__name__
-    if any(isinstance(x, Tensor) and not _on_device(x) for x in arguments):
-        raise TraceFault(f"{place()} gives {name} a tensor of the host")
+    """A Triton kernel is launched: noted, as operators are, but there is nothing that it could run on."""
     for watch in _watching if programs else ():
         watch.kernel(kernel, arguments)
 
 
 @contextmanager
-def fake_cuda(world: int = 1, rank: int = 0, gpu: Gpu | None = None) -> Iterator[None]:
-    """All tensors are fake, and this process is a rank of a process group whose messages say nothing."""
-    gpu = gpu or Gpu()
+def fake_cuda(played: Sequence[tuple[Any, str, Any]], world: int = 1, rank: int = 0) -> Iterator[None]:
+    """All tensors are fake, and this process is a rank of a process group whose messages say nothing. ``played``:
+    (where, name, what stands in for it) of streams, events and what else a GPU takes part in."""
     if world > 1:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    stubs: tuple[tuple[Any, str, Any], ...] = (
+    stubs = (
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3"),
         (torch.cuda, "can_device_access_peer", lambda device, peer: True),
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         (torch.cuda, "synchronize", lambda device=None: None),
-        (torch.cuda, "Stream", gpu.Stream),
-        (torch.cuda, "Event", gpu.Event),
-        (torch.cuda, "current_stream", gpu.current_stream),
-        (torch.cuda, "stream", gpu.stream),
         (torch, "compile", partial(torch.compile, backend=_graphs)),
         (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         (torch.Tensor, "pin_memory", _pin),
         (torch, "empty", _pinning(torch.empty)),
         (torch, "zeros", _pinning(torch.zeros)),
         *([(import_module("megacore.parallel.kernels.fused.launching"), "launch", _launch)] if has_triton() else []),
-        *gpu.stubs(),
+        *played,
     )
     try:
         with ExitStack() as on:
@@ -252,38 +209,15 @@ _watching: list[DeviceWatch] = []
 
 
 class DeviceWatch(TorchDispatchMode):
-    """Counts what reaches the device, and refuses what makes the host wait for it.
-
-    Args:
-        reads: {place: answer} of host reads that may be.
-        downloads: Places of copies to the host that may be; they must be asynchronous all the same.
-        waits: Places of copies to the device that need not.
-
-    Attributes:
-        launches: {operator: how often} of those that do something on the device, and of Triton's kernels. Operators of
-            torch, not its kernels: some are several.
-        messages: The same of those that other ranks take part in.
-        uploads, downloaded: {place: how often} of copies from and to the host.
-    """
-
-    def __init__(
-        self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()
-    ) -> None:
-        super().__init__()
-        self._reads, self._downloads, self._waits = reads, downloads, waits
-        self.launches, self.messages = Counter[str](), Counter[str]()
-        self.uploads, self.downloaded = Counter[str](), Counter[str]()
+    """Runs operators on fake tensors; a subclass looks at them. What is asked of the device is 1."""
 
     def __enter__(self) -> Self:
-        _graphs.calls = 0
         _watching.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _watching.remove(self)
-        if _graphs.calls:
-            self.launches["compiled"] = _graphs.calls
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -294,49 +228,43 @@ class DeviceWatch(TorchDispatchMode):
     """It is given what compiled code has run in a certain place."""
 
     def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
-        """Count a kernel of Triton's."""
-        self.launches[kernel.fn.__name__] += 1
+        """Look at a kernel of Triton's."""
+
+    def message(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Look at what is said to other ranks, or waited for."""
+
+    def operator(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Look at an operator that is run."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op is torch.ops.higher_order.with_effects:  # compiled code has an operator run in its place
             token, inner, *given = args
             return token, self.__torch_dispatch__(inner, types, given, kwargs)
-        name = op._schema.name.partition("::")[2]
-        if op.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
-            self.messages[name] += 1
-            return op(*args, **kwargs)
         if op.namespace == "megacore":
             return self._taken_apart(op, args, kwargs)
-        if _graphs.running:
-            return op(*args, **kwargs)
+        if op.namespace in ("c10d", "_c10d_functional"):
+            out = op(*args, **kwargs)
+            self.message(op, args, kwargs, out)
+        else:
+            out = self._run(op, args, kwargs)
+            self.operator(op, args, kwargs, out)
+        return out
+
+    def _run(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         on_device = kwargs.get("device") is not None and kwargs["device"].type == "cuda"
-        has_kernel = name not in _FREE and not op.is_view and op.namespace != "prim"
         if given and not any(isinstance(x, FakeTensor) for x in given) and not on_device:
             with unset_fake_temporarily():  # what the host computes from numbers that it has
                 return op(*args, **kwargs)
-        if any(x.is_meta for x in given):
-            raise TraceFault(f"{place()} has a tensor that does not know its device any more")
         if op is aten._local_scalar_dense.default:
-            if not _on_device(args[0]):  # nobody waits for what the host has, and zeros are as good as any
-                return 0
-            if (where := place()) not in self._reads:
-                raise TraceFault(f"{where} asks the device for a number, and the host waits for it")
-            return self._reads[where]
+            return 1.0 if _on_device(args[0]) else 0  # nobody asks what the host has, and zeros are as good as any
         try:
             with _holding_no_storage() if op._schema.name == "aten::set_" else nullcontext():
                 # Below an operator of our own a mode takes no tensors with numbers to the device.
-                out = op(*tree_map_only(Tensor, _fake, args), **kwargs)
+                return op(*tree_map_only(Tensor, _fake, args), **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TraceFault(f"{place()}: the host waits for {error.func}") from error
-        if op in (aten.copy_.default, aten._to_copy.default):
-            self._copy(name, *((args[1], args[0]) if op is aten.copy_.default else (args[0], out)), kwargs, args)
-        elif any(map(_on_device, given)) and any(x.device.type == "cpu" and x.dim() for x in given):
-            raise TraceFault(f"{place()} gives {name} a tensor of the host beside one of the device")
-        elif has_kernel and any(_on_device(x) and x.numel() for x in tree_leaves(out)):
-            self.launches[name] += 1
-        return out
 
     def _taken_apart(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator of our own, watching what it is made of."""
@@ -345,23 +273,6 @@ class DeviceWatch(TorchDispatchMode):
             return OPDEFS[op._schema.name]._init_fn(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
-
-    def _copy(self, name: str, source: Tensor, target: Tensor, kwargs: Any, args: Any) -> None:
-        devices = source.device.type, target.device.type
-        if devices == ("cuda", "cuda"):
-            self.launches[name] += bool(target.numel())
-        if devices not in (("cpu", "cuda"), ("cuda", "cpu")):
-            return
-        where = place()
-        host = source if devices[0] == "cpu" else target
-        if devices[0] == "cuda" and where not in self._downloads:
-            raise TraceFault(f"{where} copies a tensor {tuple(source.shape)} to the host")
-        asynchronous = kwargs.get("non_blocking", False) or (name == "copy_" and args[2:] == (True,))
-        pinned = getattr(host.untyped_storage(), "pinned", False)
-        if not (asynchronous and pinned) and where not in self._waits:
-            how = "from memory that is not pinned" if asynchronous else "without non_blocking"
-            raise TraceFault(f"{where} copies a tensor {tuple(source.shape)} {how}: the host waits")
-        (self.uploads if devices[0] == "cpu" else self.downloaded)[where] += 1
 
 
 _FREE = frozenset(

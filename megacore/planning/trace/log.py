@@ -38,7 +38,6 @@ class Launch:
     """A kernel or a copy; on the stream :data:`HOST`, what the host does with pinned memory.
 
     Args:
-        stream: The stream that it runs on.
         name: That of the operator.
         place: Who launches it.
         message: What it is of a message.

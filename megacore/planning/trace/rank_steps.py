@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -18,7 +18,8 @@ from megacore.data.batches import Batch, collate
 from megacore.data.samples import Sample
 from megacore.models.registry import configure
 from megacore.parallel.mesh import Mesh
-from megacore.planning.trace.fake_cuda import DEVICE, DeviceWatch, Gpu, fake_cuda
+from megacore.planning.trace.fake_cuda import DEVICE, fake_cuda
+from megacore.planning.trace.simulated_gpu import SimulatedGpu
 from megacore.store.io.direct import aligned_memory
 from megacore.training import build
 from megacore.training.callbacks import shard_checksums
@@ -27,68 +28,18 @@ from megacore.training.resume import Start
 from megacore.training.trainer import Trainer
 
 
-class Everywhere(Container[str]):
-    """All places."""
-
-    def __contains__(self, place: object) -> bool:
-        return True
-
-
-class _One(dict[str, Any]):
-    """What the device answers, wherever it is asked: ones."""
-
-    def __missing__(self, place: str) -> float:
-        return 1.0
-
-    def __contains__(self, place: object) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """The places where a step may have the host and the device wait for each other, by default all.
-
-    Args:
-        reads: {place: answer} of numbers that the device is asked for.
-        downloads: Copies to the host.
-        first: Copies to the device from memory that is not pinned, in the first step.
-        later: The same in others.
-    """
-
-    reads: Mapping[str, Any] = field(default_factory=_One)
-    downloads: Container[str] = Everywhere()
-    first: Container[str] = Everywhere()
-    later: Container[str] = Everywhere()
-
-
 def run_steps(
     config: Config,
     world: int,
     rank: int,
     steps: Sequence[Sequence[Batch]],
-    gpu: Gpu,
-    allowed: Allowed | None = None,
+    gpu: SimulatedGpu,
     prepare: Callable[[Trainer], None] = lambda trainer: None,
-) -> list[DeviceWatch]:
-    """Have a rank run steps of these microbatches, of which it takes what its place in cp holds, on a fake GPU.
-
-    Args:
-        config: The run.
-        world: Its ranks.
-        rank: The one that is run.
-        steps: The microbatches of each step.
-        gpu: What plays the streams, and may keep a log.
-        allowed: Where host and device may wait for each other.
-        prepare: Does something to the trainer before it starts.
-
-    Returns:
-        What each step has launched.
-
-    Raises:
-        TraceFault: a step has host and device wait for each other elsewhere; also errors of torch.
-    """
-    allowed, watches = allowed or Allowed(), list[DeviceWatch]()
-    with tempfile.TemporaryDirectory() as folder, fake_cuda(world, rank, gpu):
+) -> None:
+    """Have a rank run steps of these microbatches, of which it takes what its place in cp holds, on a simulated GPU.
+    ``prepare``: does something to the trainer before it starts. Raises TraceFault: the shape of a tensor depends on
+    numbers; also errors of torch."""
+    with tempfile.TemporaryDirectory() as folder, fake_cuda(gpu.stubs(), world, rank):
         config = replace(config, out=folder)
         if config.memory.offload_optimizer == "file":
             config = replace(config, memory=replace(config.memory, offload_folder=folder))
@@ -97,15 +48,12 @@ def run_steps(
         with patch.object(shard_checksums, "_seconds_per_byte", lambda device: 1e-30):  # all are watched in each step
             trainer.call("on_start")
         for trainer.step, batches in enumerate(steps, 1):
-            waits = allowed.first if trainer.step == 1 else allowed.later
-            with gpu.watch(allowed.reads, allowed.downloads, waits) as watch:
+            with gpu.step():
                 # As Trainer._steps does it between two records.
                 trainer.call("on_step_begin")
                 trainer._commit(trainer.train_step.backward(trainer.upload(batches, trainer.step), trainer.enter))
                 trainer._agree()
-            watches.append(watch)
         trainer.call("on_error", RuntimeError())
-    return watches
 
 
 def _trainer(config: Config, mesh: Mesh) -> Trainer:

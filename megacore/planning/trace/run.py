@@ -79,7 +79,6 @@ class StepTrace:
     """A step that was traced.
 
     Args:
-        seconds: Those of the whole step.
         tokens: Those of the step, on all ranks.
         mfu: Model FLOPs utilisation of the peak.
         microbatches: Those of a rank in the step, and those of the two steps that were traced.

@@ -11,20 +11,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megacore.parallel.memory.offload import HostMemory
 from megacore.planning.costs import SEND
 from megacore.planning.measure import kind_of, product
-from megacore.planning.trace.fake_cuda import _FREE, DeviceWatch, Gpu, _on_device, place
+from megacore.planning.trace.fake_cuda import _FREE, DeviceWatch, _on_device, place
 from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, StepStart, Wait
 
 aten = torch.ops.aten
@@ -82,21 +81,15 @@ class SimulatedEvent:
         return False
 
 
-class SimulatedGpu(Gpu):
-    """Streams, events, memory and messages of a rank, which it writes down.
+class SimulatedGpu(DeviceWatch):
+    """Streams, events, memory and messages of a rank, which it writes down. ``log``: what the rank has asked for, one
+    thing after the other; ``live, peak``: bytes of the device that somebody has now, and the most since the last step
+    began."""
 
-    Args:
-        ahead: Bytes of activations that may be on their way to the host; those of a run by default.
-
-    Attributes:
-        log: What the rank has asked for, one thing after the other.
-        live, peak: Bytes of the device that somebody has now, and the most since the last step began.
-    """
-
-    def __init__(self, ahead: int | None = None) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.log: list[Entry] = []
         self.live = self.peak = 0
-        self._ahead = ahead
         self.Stream = type("Stream", (SimulatedStream,), {"gpu": self})
         self.Event = type("Event", (SimulatedEvent,), {"gpu": self})
         self._names, self._events = Counter[str](), 0
@@ -137,21 +130,24 @@ class SimulatedGpu(Gpu):
         self.log.append(Wait(stream, event, place))
 
     def stubs(self) -> Sequence[tuple[Any, str, Any]]:
+        """(where, name, what stands in for it) of what it takes part in."""
         works = [each for each in (dist.Work, torch._C._distributed_c10d.FakeWork) if "wait" in vars(each)]
         return (
+            (torch.cuda, "Stream", self.Stream),
+            (torch.cuda, "Event", self.Event),
+            (torch.cuda, "current_stream", self.current_stream),
+            (torch.cuda, "stream", self.stream),
             *((each, "wait", lambda work, *timeout: self._wait_for(work)) for each in works),
             (dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)),
             (torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
             (torch.Tensor, "record_stream", self.keep),
-            *([(HostMemory.__init__, "__defaults__", (self._ahead,))] if self._ahead is not None else []),
         )
 
-    def watch(
-        self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()
-    ) -> DeviceWatch:
+    def step(self) -> Self:
+        """Begin a step, during which it is to be entered."""
         self.log.append(StepStart())
         self.peak = self.live
-        return _Recording(self, reads, downloads, waits)
+        return self
 
     # -- memory
 
@@ -208,6 +204,8 @@ class SimulatedGpu(Gpu):
 
     def operator(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note what an operator does with memory."""
+        if op.namespace == "prim" or op.is_view:
+            return
         name, given = op._schema.name.partition("::")[2], _bound(op, args, kwargs)
         if op is aten._local_scalar_dense.default:
             if _on_device(args[0]):
@@ -353,31 +351,6 @@ class SimulatedGpu(Gpu):
             return works
 
         return sent
-
-
-class _Recording(DeviceWatch):
-    """A watch that hands on what it sees; compiled code as the operators that it is made of."""
-
-    def __init__(
-        self, gpu: SimulatedGpu, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str]
-    ) -> None:
-        super().__init__(reads, downloads, waits)
-        self._gpu = gpu
-
-    def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
-        super().kernel(kernel, arguments)
-        self._gpu.kernel(kernel, arguments)
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if op.namespace in ("megacore", "higher_order"):
-            return super().__torch_dispatch__(op, types, args, kwargs)
-        out = super().__torch_dispatch__(op, types, args, kwargs)
-        if op.namespace in ("c10d", "_c10d_functional"):
-            self._gpu.message(op, args, kwargs, out)
-        elif op.namespace != "prim" and not op.is_view:
-            self._gpu.operator(op, args, kwargs, out)
-        return out
 
 
 def where() -> str:

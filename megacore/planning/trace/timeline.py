@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 from megacore.parallel.weights.layout import MeshShape
+from megacore.places import differ_in
 from megacore.planning import efficiency
 from megacore.planning.costs import ALL_REDUCE
 from megacore.planning.step_time import Cluster
@@ -27,15 +28,8 @@ WIDE = ("float32", "float64")
 
 @dataclass(frozen=True)
 class Interval:
-    """What runs on a stream of a rank, from a second of the step to another.
-
-    Args:
-        launch: What is launched.
-        kind: What bounds it.
-        start, end: Seconds.
-        launched: When the host has launched it.
-        axis: Of a message, the dimensions of the mesh that its ranks lie along.
-    """
+    """What runs on a stream of a rank, from a second of the step to another. ``kind``: what bounds it; ``launched``:
+    when the host has launched it; ``axis``: of a message, the dimensions of the mesh that its ranks lie along."""
 
     launch: Launch
     kind: Kind
@@ -73,13 +67,9 @@ class Costs:
     def message(self, message: NcclMessage) -> tuple[float, str]:
         """Return the seconds of a message, once all have come, and the axis of its ranks."""
         ranks = max((ranks for _, ranks in message.parts), key=len)
-        axis = self.axis(ranks)
+        axis = " x ".join(differ_in(self.mesh, tuple(ranks)))
         sent = Traffic(message.kind or ALL_REDUCE, axis, "", len(ranks), 1, message.size, True)
         return (self.cluster.seconds(self.mesh, [sent]) if len(ranks) > 1 else 0.0), axis
-
-    def axis(self, ranks: Sequence[int]) -> str:
-        places = [self.mesh.place(rank) for rank in ranks]
-        return " x ".join(dim for dim in self.mesh.DIMS if len({getattr(place, dim) for place in places}) > 1)
 
     def slower(self, message: Interval) -> float:
         """Return the share of the speed that kernels lose beside a message, which takes some of the units."""

@@ -316,16 +316,10 @@ def merge(
     wanted: str,
     held: Callable[[np.ndarray], np.ndarray] = lambda weight: weight,
 ) -> np.ndarray:
-    """Return the bits of weights with their adapters added, rounded once.
-
-    Args:
-        bits: Those of the weights, of ``dtype``: [out, in], or [experts, out, in].
-        factors: The two whose product is added, numbers of the dtype that :func:`computed_in` says: [..., out, rank],
-            [..., rank, in]; none where there is no adapter.
-        lora: What scales their product.
-        wanted: The dtype of what is made.
-        held: Returns the numbers that rows of weights, cut between blocks, were trained as.
-    """
+    """Return the bits of weights with their adapters added, rounded once. ``bits``: those of the weights, of ``dtype``:
+    [out, in], or [experts, out, in]; ``factors``: the two whose product is added, numbers of the dtype that
+    :func:`computed_in` says: [..., out, rank], [..., rank, in]; none where there is no adapter; ``wanted``: the dtype
+    of what is made; ``held``: returns the numbers that rows of weights, cut between blocks, were trained as."""
     wide, made = computed_in(dtype), np.empty(bits.shape, DTYPES[wanted])
     whole_blocks = _ROWS // bits.shape[-1] // BLOCK * BLOCK
     matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, made, *factors))

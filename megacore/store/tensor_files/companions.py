@@ -19,23 +19,10 @@ from megacore.store.tensor_files.tensors import os_errors
 
 TEMPLATES = "additional_chat_templates"
 TEXT = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenizer.model.v*",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "tiktoken.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    f"{TEMPLATES}/*.jinja",
-)
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*",
+    "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "*.tiktoken", "tiktoken.model", "chat_template.jinja", "chat_template.json", f"{TEMPLATES}/*.jinja",
+)  # fmt: skip
 """Files that text needs to become tokens and back, and those that say how to generate."""
 SIGHT = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files that say how images become what a model sees."""

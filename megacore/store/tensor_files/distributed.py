@@ -63,13 +63,9 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class PartedTensor:
-    """A tensor in parts.
-
-    Args:
-        dtype: As in safetensors files, or torch's name of one that these do not have.
-        blocks: How many blocks lie along each dimension, where each lies by itself, flat: the parts are in [blocks,
-            elements of one].
-    """
+    """A tensor in parts. ``dtype``: as in safetensors files, or torch's name of one that these do not have; ``blocks``:
+    how many blocks lie along each dimension, where each lies by itself, flat: the parts are in [blocks, elements of
+    one]."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -82,11 +78,8 @@ class DistributedFiles:
     """The files of a checkpoint.
 
     Args:
-        path: Its folder.
-        tensors: {name: tensor}.
         values: {name: what holds it} of what is no tensor.
         sizes: {file: bytes}.
-        kind: What it is, in words.
         updates: The numbers of updates that its optimizers have seen, where the tensors do not say so one by one.
         unread: Why moments that are there are not among the tensors.
         flat: Whether a tensor may have lost its shape.
@@ -297,14 +290,10 @@ def _sizes(path: Path, parts: Iterable[StoredPart]) -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor that is asked for lies: it is another one, or views of it.
-
-    Args:
-        name: The name of the other.
-        index: Where it lies along the first dimensions of the other, which are of layers or experts.
-        views: Pieces of the rest, each with the piece of the tensor that is made which it fills; an axis that is only
-            there has size 1. None: all of it, as it is.
-    """
+    """Where a tensor that is asked for lies: it is another one, or views of it. ``name``: the name of the other;
+    ``index``: where it lies along the first dimensions of the other, which are of layers or experts; ``views``: pieces
+    of the rest, each with the piece of the tensor that is made which it fills; an axis that is only there has size 1.
+    None: all of it, as it is."""
 
     name: str
     index: tuple[int, ...] = ()

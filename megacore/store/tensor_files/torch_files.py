@@ -55,14 +55,9 @@ _LOCAL = struct.Struct("<4s22xHH")  # of a member: magic, lengths of its name an
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor within a file.
-
-    Args:
-        dtype: As in safetensors files.
-        shape: Sizes of its dimensions.
-        strides: Elements from one to the next along each of them.
-        start: The byte of the file at which its first element lies.
-    """
+    """A tensor within a file. ``dtype``: as in safetensors files; ``shape``: sizes of its dimensions; ``strides``:
+    elements from one to the next along each of them; ``start``: the byte of the file at which its first element
+    lies."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,19 +94,10 @@ class SavedTensor:
 
 
 def read_saved(file: BinaryIO, where: object, start: int, length: int, any_names: bool = False) -> Any:
-    """Return what an archive within a file describes: values, lists, tuples and dicts; tensors as
-    :class:`SavedTensor`, of which nothing is read yet.
-
-    Args:
-        file: The file, opened.
-        where: What it is, in words.
-        start: The byte at which the archive begins.
-        length: Its bytes.
-        any_names: Whether it may name what it likes, which stays a :class:`Name` or a :class:`Call`.
-
-    Raises:
-        StoreError: it is no such archive, is damaged, or holds something else.
-    """
+    """Return what an archive within a file describes: values, lists, tuples and dicts; tensors as :class:`SavedTensor`,
+    of which nothing is read yet. ``where``: what it is, in words; ``any_names``: whether it may name what it likes,
+    which stays a :class:`Name` or a :class:`Call`. Raises StoreError: it is no such archive, is damaged, or holds
+    something else."""
     window = _FileWindow(file, start, length)
     try:
         with zipfile.ZipFile(window) as archive:

@@ -228,11 +228,7 @@ class CarriedFolder(SafetensorsFolder):
 
     @classmethod
     def of(
-        cls,
-        path: Path,
-        config: Mapping[str, Any],
-        records: Mapping[str, FileRecord],
-        files: Mapping[str, TensorFile],
+        cls, path: Path, config: Mapping[str, Any], records: Mapping[str, FileRecord], files: Mapping[str, TensorFile]
     ) -> CarriedFolder:
         """Return the tensors that are recorded of some files. Raises StoreError: a file cannot be opened, or a tensor
         has no name or size that can be declared."""

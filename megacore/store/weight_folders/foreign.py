@@ -41,12 +41,8 @@ _STATES = MASTER, *MOMENTS
 
 @dataclass(frozen=True)
 class ForeignFolder(SafetensorsFolder):
-    """An opened checkpoint of another trainer.
-
-    Args:
-        weights: {Hugging Face's name of a tensor: its name in the files}, which show it as Hugging Face has it.
-        home: The folder of its config and what else travels with the model.
-    """
+    """An opened checkpoint of another trainer. ``weights``: {Hugging Face's name of a tensor: its name in the files},
+    which show it as Hugging Face has it; ``home``: the folder of its config and what else travels with the model."""
 
     format = "foreign"
     kind = "a checkpoint of another trainer"
@@ -56,17 +52,9 @@ class ForeignFolder(SafetensorsFolder):
 
     @classmethod
     def open(cls, path: Path, config: Path | None = None, ignored_fields: Sequence[str] = ()) -> ForeignFolder:
-        """Open a folder.
-
-        Args:
-            path: The folder, on a disk.
-            config: The model's ``config.json``, the folder that has it, or a name of the Hugging Face hub; None: it
-                lies in the folder.
-            ignored_fields: As of :meth:`HuggingFace.open`.
-
-        Raises:
-            StoreError: everything that is wrong with it.
-        """
+        """Open a folder. ``path``: the folder, on a disk; ``config``: the model's ``config.json``, the folder that has
+        it, or a name of the Hugging Face hub; None: it lies in the folder; ``ignored_fields``: as of
+        :meth:`HuggingFace.open`. Raises StoreError: everything that is wrong with it."""
         home, name = _home(path, config)
         source, problems = _source(path), list[str]()
         raw, kind, model, wrapper, quantization = read_config(home, ignored_fields, problems, name)
@@ -168,14 +156,10 @@ def _home(path: Path, config: Path | None) -> tuple[Path, str]:
 
 @dataclass(frozen=True)
 class _Names:
-    """What a checkpoint calls its tensors.
-
-    Args:
-        naming: The trainer's table; None where the names are Hugging Face's.
-        weights: {name of a weight: whole name}, without what all of them begin with.
-        moments: {name: whole name} of each state of the optimizers that is there.
-        others: Whole names of states of weights that have none of these moments.
-    """
+    """What a checkpoint calls its tensors. ``naming``: the trainer's table; None where the names are Hugging Face's;
+    ``weights``: {name of a weight: whole name}, without what all of them begin with; ``moments``: {name: whole name} of
+    each state of the optimizers that is there; ``others``: whole names of states of weights that have none of these
+    moments."""
 
     source: DistributedFiles
     naming: TrainerNaming | None

@@ -19,13 +19,9 @@ from megacore.store.tensor_files.distributed import Origin
 
 @dataclass(frozen=True)
 class TrainerTensor:
-    """A tensor of a trainer's.
-
-    Args:
-        param: The name of our parameter that it holds, or holds pieces of.
-        name: The trainer's. Where the axes in its braces do not stand in a name, they are the first of the tensor.
-        stored: The sentence that the trainer stores it by, its pieces labelled as ours; empty: Hugging Face's.
-    """
+    """A tensor of a trainer's. ``param``: the name of our parameter that it holds, or holds pieces of; ``name``: the
+    trainer's. Where the axes in its braces do not stand in a name, they are the first of the tensor; ``stored``: the
+    sentence that the trainer stores it by, its pieces labelled as ours; empty: Hugging Face's."""
 
     param: str
     name: str
@@ -34,14 +30,9 @@ class TrainerTensor:
 
 @dataclass(frozen=True)
 class TrainerNaming:
-    """The names of a trainer.
-
-    Args:
-        families: Those of the models that its table is about.
-        anchor: A name that any model has there.
-        rows: The table, of which the first row counts whose tensor is there.
-        finer: {axis: those that it is made of in the sentences of the table}.
-    """
+    """The names of a trainer. ``families``: those of the models that its table is about; ``anchor``: a name that any
+    model has there; ``rows``: the table, of which the first row counts whose tensor is there; ``finer``: {axis: those
+    that it is made of in the sentences of the table}."""
 
     trainer: str
     families: tuple[str, ...]
@@ -119,9 +110,7 @@ MEGATRON = TrainerNaming(
         TrainerTensor(f"{_L}mlp.down.bias", f"{_D}mlp.linear_fc2.bias"),
         TrainerTensor(f"{_L}mlp.router.weight", f"{_D}mlp.router.weight"),
         TrainerTensor(
-            f"{_L}mlp.experts.up.weight",
-            f"{_EXPERT}linear_fc1.weight",
-            "(gate: expert_mlp + up: expert_mlp) embed",
+            f"{_L}mlp.experts.up.weight", f"{_EXPERT}linear_fc1.weight", "(gate: expert_mlp + up: expert_mlp) embed"
         ),
         TrainerTensor(f"{_L}mlp.experts.up.weight", f"{_EXPERT}linear_fc1.weight_w", "(gate: expert_mlp) embed"),
         TrainerTensor(f"{_L}mlp.experts.up.weight", f"{_EXPERT}linear_fc1.weight_v", "(up: expert_mlp) embed"),
@@ -188,11 +177,7 @@ def _of_hugging_face(config: ModelConfig) -> Iterator[Stored]:
 
 
 def _placed(
-    row: TrainerTensor,
-    tensor: Stored,
-    naming: TrainerNaming,
-    sizes: Sizes,
-    shapes: Mapping[str, tuple[int, ...]],
+    row: TrainerTensor, tensor: Stored, naming: TrainerNaming, sizes: Sizes, shapes: Mapping[str, tuple[int, ...]]
 ) -> Placed | None:
     """Return where a tensor is, if it is what a row is about and that is there."""
     pattern = str(tensor.pattern)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch
 
 from megacore.control import Control
 from megacore.parallel.recorder import Mark, NotedInterval, Timed
+from megacore.parallel.weights.layout import MeshShape
+from megacore.places import differ_in
 from megacore.rank import RankPlace
 from megacore.resources import queued_s
 from megacore.store.io.strict_json import StoreError
@@ -26,7 +27,6 @@ from megacore.training.traces import (
     TracedInterval,
     TracedStep,
     align,
-    along,
     write_trace,
 )
 from megacore.training.trainer import Callback, Trainer
@@ -114,10 +114,9 @@ class Trace(Callback):
         clocks = align([rounds for rounds, _ in found])
         rows = [_unpacked(packed, ahead) for (_, packed), (ahead, _) in zip(found, clocks, strict=True)]
         first = min(each.start for row in rows for each in row)
-        axis = cache(lambda ranks: along(shape, ranks))
         ranks = [
             {
-                track: tuple(_interval(each, first, axis) for each in row if each.track == track)
+                track: tuple(_interval(each, first, shape) for each in row if each.track == track)
                 for track in dict.fromkeys(each.track for each in row)
             }
             for row in rows
@@ -132,11 +131,11 @@ class Trace(Callback):
             run.tell(f"the trace of step {step} could not be written: {error}")
 
 
-def _interval(each: Timed, first: float, axis: Callable[[tuple[int, ...]], str]) -> TracedInterval:
-    """Return what is shown of something that a rank did; ``axis`` of the ranks of a group."""
+def _interval(each: Timed, first: float, shape: MeshShape) -> TracedInterval:
+    """Return what is shown of something that a rank did."""
     start, end = each.start - first, each.end - first
     if each.kind in COLLECTIVES:
-        return TracedInterval(each.kind, start, end, axis=axis(each.about), queued=each.queued)
+        return TracedInterval(each.kind, start, end, axis=" x ".join(differ_in(shape, each.about)), queued=each.queued)
     chunk, microbatch = each.about or (-1, -1)
     return TracedInterval(each.kind, start, end, chunk, microbatch, queued=each.queued)
 
