@@ -1,7 +1,5 @@
 """A run of the whole engine on tiny models: token files and a recipe on disk, then what each rank of a run gives."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The benchmark of needles: what transformers finds most likely, and the same on every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 A find of the fuzzer becomes a line here, and is mended. A case that is known to fail names what it waits for in `OPEN`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Hostile inputs through the real commands: a result or a sentence; nothing runs, leaks, or is touched outside."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

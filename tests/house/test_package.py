@@ -1,7 +1,5 @@
 """What others get: public names that a type checker knows, and a wheel with recipes and launch scripts."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A session of tests takes the cores that there are, and its processes let each other work."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

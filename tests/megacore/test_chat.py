@@ -1,7 +1,5 @@
 """Of a chat the loss counts what the assistant generates, to the token, whatever the template; bad rows say why."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64encode

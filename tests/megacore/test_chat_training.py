@@ -1,7 +1,5 @@
 """Training on chats, end to end: packing changes no number, on any layout; resuming goes on; problems come first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks tell each other: where one of them cannot go on, all of them know, and why."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Damaged bytes are never used: they are found while they are loaded, and a run goes on from what is whole."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How long a run is, and which of its checkpoints stay: passes over the data, and the losses of its evaluations."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

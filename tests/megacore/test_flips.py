@@ -1,8 +1,6 @@
 """Bits that flip in memory between two steps are found on every layout, whatever they are a part of: what replicas hold
 by comparison, what one rank alone holds by its checksum."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Examples in the formats that people have, beside what transformers makes of the same chats, written out by hand."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence

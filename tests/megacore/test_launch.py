@@ -1,7 +1,5 @@
 """The launch scripts: what they make of their arguments and of the environment, and what is said before ranks start."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Dropout masks, caught where torch draws them: which ones are the same, and which ones must not be."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the numbers of a run go: each record in every sink, a picture that is one."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Runs of models with layers that predict further tokens: what is logged, goes on after a checkpoint, or is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import engine

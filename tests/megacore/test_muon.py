@@ -1,7 +1,5 @@
 """Muon against torch.optim.Muon, on every layout: matrices are cut out by hand there, and by sentences here."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run whose number of nodes may change has a layout for each, known before it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs whose checkpoints lie in an object store: what is saved, found, refused, set aside and held there."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

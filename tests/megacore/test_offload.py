@@ -1,7 +1,5 @@
 """States and parameters off the device: the same bits, wherever they live and however small the buffer is."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from functools import partial

@@ -1,8 +1,6 @@
 """Learning from preferences, end to end: beside a loop written out in plain torch over transformers' model, and beside
 TRL where it is installed; on layouts; resumed; and what is wrong with a run before it starts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

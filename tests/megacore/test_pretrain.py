@@ -1,7 +1,5 @@
 """The program: problems are found before anything starts, and a run ends with what it promised, however it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Batches that grow: sizes as Megatron-LM has them, and the same samples in the same steps on every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

@@ -1,7 +1,5 @@
 """Going on: bitwise on the same layout, to rounding on any other; and what is said or refused before a run starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

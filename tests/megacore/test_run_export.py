@@ -1,7 +1,5 @@
 """A finished run leaves its last checkpoint as a Hugging Face folder, if it is asked to."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

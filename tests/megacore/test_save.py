@@ -1,7 +1,5 @@
 """Saving: what is written, by whom, when, and what becomes of it when something goes wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

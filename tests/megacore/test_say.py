@@ -1,7 +1,5 @@
 """What files say can do nothing to a terminal, and never breaks the line that tells it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

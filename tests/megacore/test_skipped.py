@@ -1,7 +1,5 @@
 """Samples that are left out: the same order in every layout, whenever it is decided, on every later resume."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

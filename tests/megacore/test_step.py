@@ -1,7 +1,5 @@
 """One process against plain torch and against itself: what a comparison of layouts with one process cannot see."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The training engine from token files to metrics: the same numbers in every layout, and what ends a run early."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from pathlib import Path

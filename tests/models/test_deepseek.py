@@ -1,7 +1,5 @@
 """DeepSeek: that the comparison with transformers sees what corrects a router."""
 
-from __future__ import annotations
-
 from families import small
 from test_transformers import theirs_of
 

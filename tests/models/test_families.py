@@ -1,8 +1,6 @@
 """What the files of each family may say: what means the same in other words, which layers have windows and ropes, what
 is refused; and published files mean here what they mean to transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model configurations: Hugging Face's fields in both directions, presets, and what is counted from the schema."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

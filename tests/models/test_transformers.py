@@ -1,7 +1,5 @@
 """One process against transformers: logits and every gradient, in float64, for random tiny models of every family."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from random import Random
 from typing import Any

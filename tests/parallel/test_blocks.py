@@ -1,7 +1,5 @@
 """Transfers block by block: the same elements as by whole copies, in parts that follow one another."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -3,8 +3,6 @@
 Triton's interpreter runs them; what a GPU would run is looked at by ``test_fused_code.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Ways to keep a tensor for the backward: what is copied, when it comes back, and what is noticed."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager

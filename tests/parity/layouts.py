@@ -3,8 +3,6 @@
 ``test_layouts.py`` asks of each pair that it computes what one process computes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

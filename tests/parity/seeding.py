@@ -4,8 +4,6 @@ A fault is found by the names of functions and by what their code says, wherever
 code may move within its function, functions within their file, and to another one.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The suite can fail: faults are where the table says, and one of them is seeded (``sensitivity.py`` seeds all)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Input and weight gradients by themselves: the numbers of the same layout whose backward is whole, to rounding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -3,8 +3,6 @@
 Nobody is ended for it, and a healthy run has no report: most cases are of ranks that are slow for a good reason.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 What is hostile, in that it would run, leak, or take all memory, stands in `hostile/cases`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Buffers, tensors that training moves without a gradient: fp32 wherever weights are converted, and without states."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

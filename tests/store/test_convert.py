@@ -1,7 +1,5 @@
 """There and back: Hugging Face, any chain of layouts with optimizer state, and Hugging Face again, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

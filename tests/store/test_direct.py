@@ -1,7 +1,5 @@
 """Writing around the page cache: every byte lands where it belongs, whatever can go that way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """Hugging Face folders as targets: the names, the cut and the JSON are those of ``save_pretrained``."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

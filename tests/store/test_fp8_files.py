@@ -1,7 +1,5 @@
 """Folders whose weights lie in fp8 with a scale for each block, as DeepSeek-V3, Qwen3 and MiniMax-M2 are published."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

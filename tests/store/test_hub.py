@@ -1,7 +1,5 @@
 """Names of the Hugging Face hub in the place of folders, with a server on localhost in the place of the hub."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

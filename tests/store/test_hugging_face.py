@@ -1,7 +1,5 @@
 """Hugging Face folders as sources: everything that real ones hold is read, everything else is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

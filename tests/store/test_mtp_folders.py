@@ -1,7 +1,5 @@
 """Layers that predict further tokens in folders of Hugging Face: read, exported, or left where they are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

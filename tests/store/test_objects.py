@@ -1,7 +1,5 @@
 """Object stores: names, retries, ranges, uploads; in memory, and on an S3 server where moto and s3fs are installed."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import sys

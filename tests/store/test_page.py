@@ -1,7 +1,5 @@
 """A reader written from docs/checkpoints.md alone, with the safetensors library and none of our code."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

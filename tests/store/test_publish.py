@@ -1,7 +1,5 @@
 """Publishing is atomic: a folder appears whole or not at all, whoever writes, fails or is killed."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

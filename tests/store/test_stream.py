@@ -1,7 +1,5 @@
 """The executor: whatever the blocks, threads and dtypes, files hold what whole copies give, and know what they hold."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator, Sequence

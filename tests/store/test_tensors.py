@@ -1,7 +1,5 @@
 """Our safetensors files against the safetensors library, both ways, and against bytes spelled by hand."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 """Models of which one part is of a family here, those that also see: the text model is read, trained and written, and
 what else there is goes with it byte by byte."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

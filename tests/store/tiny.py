@@ -1,7 +1,5 @@
 """Tiny models in folders: random bits in Hugging Face's format, and checkpoints of training runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

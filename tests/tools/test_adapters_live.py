@@ -1,7 +1,5 @@
 """`megacore generate` and `evaluate` with adapters beside their base: what the merged model says, on every layout."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

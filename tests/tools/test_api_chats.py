@@ -1,7 +1,5 @@
 """The chats about our own API: what is kept back from training is asked in another way, about the same facts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

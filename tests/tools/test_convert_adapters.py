@@ -1,7 +1,5 @@
 """Adapters on their way out, beside the peft library where it is installed, and beside the formula everywhere."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

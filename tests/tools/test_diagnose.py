@@ -1,7 +1,5 @@
 """`megacore diagnose`: what was made slow comes first, in traces that never ran and in runs that sleep."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`megacore evaluate --tasks`: what transformers finds, and lm-evaluation-harness by its own adapter of it."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -8,8 +8,6 @@ steps, from 1.47 to 0.011 with adapters. What is asked for below leaves room for
 they are those of the source at hand. An export with the heads of one layer in another order has three times the loss.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

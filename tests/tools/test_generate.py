@@ -1,7 +1,5 @@
 """`megacore generate`: token for token what transformers generates, on every layout, and text as it becomes certain."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`megacore inspect`: what it says of folders, that two in different layouts are equal, every kind of difference."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The ``megacore`` command: it finds each program, hands on its arguments and gives back its exit status."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

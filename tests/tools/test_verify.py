@@ -1,7 +1,5 @@
 """`megacore verify`: it passes for what was converted, in every layout, and finds and names whatever was done to it."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
