@@ -394,10 +394,7 @@ TOKENS: Mapping[str, tuple[Change, str]] = {
     "length-negative": (idx(lambda b: struct.pack_into("<i", b, 34, -5)), "tokens.idx"),
     "pointer-beyond": (idx(lambda b: struct.pack_into("<q", b, 34 + 32, 1 << 60)), "tokens.idx"),
     "ids-beyond": (write("data/tokens.bin", b"\xff" * 192), "65535"),
-    "ids-negative": (
-        both(idx(lambda b: struct.pack_into("<B", b, 17, 3)), write("data/tokens.bin", b"\xff" * 192)),
-        "-1",
-    ),
+    "ids-negative": (both(idx(lambda b: b.__setitem__(17, 3)), write("data/tokens.bin", b"\xff" * 192)), "-1"),
     "bin-short": (write("data/tokens.bin", b"\0"), "tokens"),
     "bin-pipe": (instead("data/tokens.bin", os.mkfifo), "tokens.bin"),
 }
@@ -451,10 +448,7 @@ RECIPES: Mapping[str, tuple[str, str]] = {
         "a0: &a0 {x: 1}\n" + "\n".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)),
         "<< takes one mapping",
     ),
-    "alias-chain": (
-        "a0: &a0 [1]\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 3000)),
-        "nested more than 32",
-    ),
+    "alias-chain": ("a0: &a0 [1]\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 3000)), "nested more"),
     "deep": ("model: " + "[" * 100_000, "nested more than 32"),
     "deep-dotted": ("model: {a: 1}\nout: " + "{a: " * 100 + "1" + "}" * 100, "nested more than 32"),
     "large": ("a: 1\n" * 2**18, "more than 1,048,576 bytes"),

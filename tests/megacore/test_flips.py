@@ -39,9 +39,7 @@ class Flip(Callback):
 
     def on_step_begin(self, run: Trainer) -> None:
         if (run.step, run.mesh.rank) == (self.step, self.rank):
-            tensors = [
-                (name, each) for _, name, each in held_tensors(run) if isinstance(each, torch.Tensor) and each.numel()
-            ]
+            tensors = [(n, each) for _, n, each in held_tensors(run) if isinstance(each, torch.Tensor) and each.numel()]
             name, tensor = self.draw.choice(tensors)
             flat = tensor.view(torch.uint8).view(-1) if tensor.is_contiguous() else None
             if flat is None:

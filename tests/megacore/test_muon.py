@@ -68,9 +68,7 @@ def by_torch(rule: Muon, dtype: torch.dtype) -> dict[str, np.ndarray]:
     for name, parameter in parameters.items():
         whole, decay = parameter.detach(), 0.0 if name.endswith("norm") else DECAY
         parts = by_hand(name, whole)
-        copies = [nn.Parameter(part.reshape(-1, part.shape[-1]).clone()) for part in parts] or [
-            nn.Parameter(whole.clone())
-        ]
+        copies = [nn.Parameter(x.reshape(-1, x.shape[-1]).clone()) for x in parts] or [nn.Parameter(whole.clone())]
         made = (
             torch.optim.Muon(copies, LR * rule.lr_ratio, decay, *kinds)
             if parts

@@ -18,11 +18,9 @@ from megacore.planning.layout_choice import overrides_of_nodes
 from megacore.recipe import ConfigError, changed, load
 
 
-def found(
-    recipe: str, overrides: list[str], least: int, most: int, processes: int
-) -> tuple[Config, Mapping[int, list[str]]]:
+def found(recipe: str, overrides: list[str], *counts: int) -> tuple[Config, Mapping[int, list[str]]]:
     config = load(recipe, overrides)
-    return config, overrides_of_nodes(config, configure(config.model), least, most, processes)
+    return config, overrides_of_nodes(config, configure(config.model), *counts)
 
 
 @pytest.mark.parametrize(

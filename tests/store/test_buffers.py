@@ -24,13 +24,7 @@ from megacore.tools import convert
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 
-SECTION: Section = {
-    **LLAMA,
-    "family": "extended",
-    "experts": [0, 1, 1, 0, 1],
-    "num_experts": 4,
-    "correction": True,
-}
+SECTION: Section = {**LLAMA, "family": "extended", "experts": [0, 1, 1, 0, 1], "num_experts": 4, "correction": True}
 CORRECTIONS = {f"model.layers.{layer}.mlp.gate.correction" for layer in (1, 2, 4)}
 DTYPES = {state: "BF16" if state == "weights" else "F32" for state in STATES}
 

@@ -353,16 +353,13 @@ def test_the_dtypes_of_listed_and_stacked_experts(ours_listed: bool) -> None:
     schema = Schema((Param(name, pattern, hf, pattern_there),), {"experts": 4, "expert_mlp": 4, "embed": 2, "layer": 1})
     assert {s.pattern for s in hugging_face(schema)} == {Pattern.parse(hf_pattern)}
 
-    def read(stored: Stored) -> tuple[str, np.ndarray]:
-        raise AssertionError("a plan reads nothing")
-
     def planned(odd: str) -> set[str]:
         class Odd(Whole):
             def dtype(self, state: str, stored: Stored) -> str:
                 return "F16" if stored.name == odd else "BF16"
 
         layout = Layout(schema, MeshShape(ep=2, tp=2), (1,))
-        source = Odd(Path("a"), Index({}, layout, ("weights",), None, {}), schema, {"weights": read})
+        source = Odd(Path("a"), Index({}, layout, ("weights",), None, {}), schema, {"weights": pytest.fail})
         plan = to_checkpoint(source, layout)
         return {tensor.dtype for file in plan.files for tensor in file.tensors}
 

@@ -6,6 +6,7 @@ import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -112,11 +113,7 @@ def write_and_compare(path: Path) -> None:
 
 
 def test_systems_and_filesystems_without_it_write_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str, flags: int) -> int:
-        raise OSError(errno.EINVAL, "no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(direct, "_open", refuse)
+    with mock.patch.object(direct, "_open", side_effect=OSError(errno.EINVAL, "no")):
         assert DirectFile.open(tmp_path) is None
         write_and_compare(tmp_path / "refused")
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
@@ -156,12 +153,9 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, there: DirectFile, monkey
         write_and_compare(tmp_path / str(cut))
 
 
-def test_a_full_disk_is_an_error(tmp_path: Path, there: DirectFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space"):
+def test_a_full_disk_is_an_error(tmp_path: Path, there: DirectFile) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "pwrite", side_effect=full), pytest.raises(OSError, match="No space"):
         there.write(bits(SIZE), 0)
 
 

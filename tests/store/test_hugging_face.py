@@ -197,11 +197,7 @@ LEFTOVERS: dict[str, tuple[str, Callable[..., Any], Mapping[str, torch.Tensor]]]
         lambda family: model(family, AutoModel),
         {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in (0, 1)},
     ),
-    "llama frequencies": (
-        "llama",
-        model,
-        {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)},
-    ),
+    "llama": ("llama", model, {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)}),
     "llama frequencies once": ("llama", model, {"model.rotary_emb.inv_freq": torch.ones(2)}),
 }
 
