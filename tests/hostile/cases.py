@@ -318,10 +318,20 @@ for name, row in {
     case(f"chats-{name}", command, write("data/chats.jsonl", json.dumps(row)), "", sound="tools" in name)
 
 PACKED = "pretrain tuning.yaml data.train=data/a.jsonl.gz"
-case("gz-bomb", PACKED, write("data/a.jsonl.gz", gzip.compress(b"\n" * (300 << 20), 1)), BOMB)
-case("gz-bomb-line", PACKED, write("data/a.jsonl.gz", gzip.compress(b" " * (300 << 20), 1)), BOMB)
-LONG_LINE = gzip.compress(b'{"text": "' + b"x" * (34 << 20), 1)
-case("gz-bomb-example", PACKED, write("data/a.jsonl.gz", LONG_LINE), "longer than")
+
+
+def filled(begin: bytes, fill: bytes, size: int) -> Change:
+    """A gzip file of so many MiB, which are made when they are written: most sessions only look at the cases."""
+
+    def change(folder: Path) -> None:
+        (folder / "data/a.jsonl.gz").write_bytes(gzip.compress(begin + fill * (size << 20), 1))
+
+    return change
+
+
+case("gz-bomb", PACKED, filled(b"", b"\n", 300), BOMB)
+case("gz-bomb-line", PACKED, filled(b"", b" ", 300), BOMB)
+case("gz-bomb-example", PACKED, filled(b'{"text": "', b"x", 34), "longer than")
 case("gz-truncated", PACKED, write("data/a.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9]), "no whole gzip file")
 case("gz-garbage", PACKED, write("data/a.jsonl.gz", b"\x1f\x8b" + bytes(99)), "no whole gzip file")
 case("parquet-garbage", PARQUET, write("data/a.parquet", b"PAR1" + bytes(99) + b"PAR1"), "parquet")
@@ -329,17 +339,15 @@ FOOTER = b"PAR1" + bytes(99) + struct.pack("<I", 1 << 31) + b"PAR1"
 case("parquet-footer", PARQUET, write("data/a.parquet", FOOTER), "parquet")
 
 
-def zstandard(data: bytes) -> Change:
-    def change(folder: Path) -> None:
-        import pyarrow
+def zstandard(folder: Path) -> None:
+    import pyarrow
 
-        (folder / "data/a.jsonl.zst").write_bytes(pyarrow.Codec("zstd").compress(data, asbytes=True))
-
-    return change
+    data = b"\n" * (300 << 20)
+    (folder / "data/a.jsonl.zst").write_bytes(pyarrow.Codec("zstd").compress(data, asbytes=True))
 
 
 ZSTANDARD, FOLDER_OF = "pretrain tuning.yaml data.train=data/a.jsonl.zst", "pretrain tuning.yaml data.train=data/set"
-case("zst-bomb", ZSTANDARD, zstandard(b"\n" * (300 << 20)), BOMB)
+case("zst-bomb", ZSTANDARD, zstandard, BOMB)
 case("zst-garbage", ZSTANDARD, write("data/a.jsonl.zst", b"\x28\xb5\x2f\xfd" + bytes(99)), "no whole zstandard file")
 case("arrow-garbage", FOLDER_OF, write("data/set/train.arrow", b"\xff" * 999), "no arrow file")
 STATE = both(write("data/set/state.json", "[" * 9999), write("data/set/a.jsonl", b""))

@@ -152,7 +152,9 @@ def test_another_layout_goes_on_with_the_same_numbers(
 
 def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={path_of(six, 3)}", "batch.global_size=4"]
-    made = trainer(recipe, [*overrides, "train.steps=5", "checkpoint.at_end=true", *OFF], log=True)
+    made = trainer(
+        recipe, [*overrides, "batch.micro_size=1", "train.steps=5", "checkpoint.at_end=true", *OFF], log=True
+    )
     trained = mock.Mock(wraps=made.train_step.backward)
     made.train_step.backward = trained  # type: ignore[method-assign]
     made.fit()

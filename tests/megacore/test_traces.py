@@ -144,7 +144,7 @@ def test_the_seconds_in_which_others_had_the_core_are_of_what_was_done_then() ->
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_what_is_computed_again_is_recorded(recipe: str, tmp_path: Path, recompute: str) -> None:
     """In backwards alone: of all four blocks, or of what is cheap in them."""
-    given = [f"out={tmp_path}", f"memory.recompute={recompute}", "batch.global_size=2", "evaluate.every=0"]
+    given = [f"out={tmp_path}", f"memory.recompute={recompute}", "batch.global_size=4", "evaluate.every=0"]
     engine.train(recipe, [*given, "log.trace=1", "train.steps=1", "schedule.warmup_steps=0"])
     (step,) = (read_trace(path) for path in traces.files(tmp_path))
     again = [x for x in step.of(0) if x.kind == "recompute"]

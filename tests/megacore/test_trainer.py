@@ -69,7 +69,7 @@ def test_it_learns(one: Result) -> None:
 
 
 def test_the_loss_is_of_other_data_in_every_step_and_validation_of_none_of_it(recipe: str) -> None:
-    made = trainer(recipe, [])
+    made = trainer(recipe, ["batch.micro_size=1"])
     seen = {bytes(b.tokens) for step in range(5) for b in made.batches.microbatches(step)}
     assert len(seen) == 5 * 8
     held_out = {bytes(b.tokens) for b in of(made, Evaluation)._held_out.microbatches(0)}
