@@ -84,8 +84,8 @@ LAYOUTS = {
     "one": (1, ["batch.micro_size=4"]),
     "selective-offload": (1, ["memory.recompute=selective", "memory.offload_activations=true"]),
     "dp2-gradients": (2, ["mesh.dp=2", "zero.shard=gradients"]),
-    "cp2-tp2": (4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"]),
-    "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full", "batch.micro_size=2"]),
+    "cp2-tp2": (4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=1"]),
+    "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full", "batch.micro_size=4"]),
 }
 
 

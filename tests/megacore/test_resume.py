@@ -113,7 +113,7 @@ def test_it_goes_on_where_it_was_stopped(recipe: str, six: Path, tmp_path: Path)
 
 BARE = ["pipeline.chunks=2", "pipeline.schedule=zb-interleaved", "pipeline.layers_per_stage=0,3,1,0"]
 LAYOUTS = [
-    pytest.param(4, ["mesh.tp=4", "batch.micro_size=2"], id="tp4"),  # kv heads shared, vocabulary padded
+    pytest.param(4, ["mesh.tp=4", "batch.micro_size=4"], id="tp4"),  # kv heads shared, vocabulary padded
     pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
     pytest.param(4, ["mesh.tp=2", "mesh.pp=2", "pipeline.layers_per_stage=[3,1]"], id="tp2-pp2-uneven"),
     pytest.param(4, ["mesh.tp=2", "mesh.pp=2", *BARE], id="tp2-pp2-bare"),

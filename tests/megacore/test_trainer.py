@@ -44,8 +44,8 @@ LEAN = ["memory.offload_activations=true", "memory.loss_chunk=3"]
     [
         pytest.param(1, ["batch.micro_size=4"], id="one-larger-microbatches"),
         pytest.param(2, [], id="dp2"),
-        pytest.param(3, ["batch.micro_size=2"], id="dp3-uneven"),
-        pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"], id="cp2-tp2"),
+        pytest.param(3, ["batch.micro_size=1"], id="dp3-uneven"),
+        pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=4"], id="cp2-tp2"),
         pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "context.exchange=heads"], id="cp2-pp2-heads"),
         pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
         pytest.param(2, ["mesh.tp=2", "memory.recompute=selective", *LEAN], id="tp2-selective"),
