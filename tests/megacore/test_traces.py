@@ -22,7 +22,7 @@ from megacore.store.io.strict_json import StoreError
 from megacore.training import traces
 from megacore.training.traces import ACTIONS, COLLECTIVES, COMPUTE, TracedStep, align, read_trace
 
-LAYOUT = ["mesh.pp=2", "mesh.tp=2", "batch.global_size=4", "evaluate.every=0", "pipeline.schedule=zb-h1"]
+LAYOUT = ["mesh.pp=2", "mesh.tp=2", "batch.global_size=8", "evaluate.every=0", "pipeline.schedule=zb-h1"]
 AHEAD_S = 100.0
 
 
