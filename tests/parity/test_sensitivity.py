@@ -100,7 +100,7 @@ def test_a_name_leads_to_one_place_in_any_file() -> None:
 # -- the copy
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(6, 0)
 def test_a_fault_is_seeded_and_caught(capsys: pytest.CaptureFixture[str]) -> None:
     assert check([BY_NAME["the last sample of a global batch does not count"]]) == 0
     printed = capsys.readouterr().out

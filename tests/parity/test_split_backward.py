@@ -37,7 +37,7 @@ def cases() -> list[Any]:
         for case in (UNTIED, TIED, ALL, STARVED):
             run = Run(mesh, chunks, schedule, activations=kept, shard=shard)
             if case.sequences % mesh.data == 0:
-                found.append(pytest.param(case, run, id=f"{case.name}-{run}", marks=pytest.mark.in_turn(1100)))
+                found.append(pytest.param(case, run, id=f"{case.name}-{run}", marks=pytest.mark.in_turn(1700)))
     return found
 
 

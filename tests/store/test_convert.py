@@ -186,7 +186,7 @@ def test_any_chain_of_layouts_with_optimizer_state(
     chain()
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_once(family: str, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ FORMS: dict[str, tuple[bool, Callable[[Path, PreTrainedModel], object]]] = {
 """{what a folder holds: (whether the model is tied, how what transformers saves becomes that)}"""
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_saves(family: str, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_single_file_counts_where_there_is_an_index_too(tmp_path: Path) -> N
     assert torch.equal(*(of.get_parameter("transformer.wpe.weight") for of in (loaded, new)))
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
     head = any(param.name == "head.bias" for param in configure({"preset": f"{family}-tiny"}).params())

@@ -149,7 +149,7 @@ def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[s
     return {*names}, b @ a
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
     """W + scale B A of the peft folder's A and B; and transformers computes with them what we do beside them."""
     assert run(made.checkpoint, tmp_path / "hf", "--to", "hf", "--base", made.folder, "--jobs", 2) == 0
@@ -180,7 +180,7 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
     torch.testing.assert_close(ours(made), logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 def test_peft_computes_what_we_compute(made: Made, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the peft library is not installed")
     assert run(made.checkpoint, tmp_path / "peft", "--to", "peft") == 0
@@ -209,7 +209,7 @@ def test_a_base_of_bf16_is_rounded_once(tmp_path: Path, not_durable: None) -> No
     assert {each.dtype for each in load_file(tmp_path / "wide" / "model.safetensors").values()} == {torch.float32}
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 def test_adapters_reshard(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """To another layout and out: the same bytes; and an inspection says what they are."""
     assert reshard.main([str(made.checkpoint), str(tmp_path / "other"), "--tp", "4"]) == 0

@@ -37,7 +37,7 @@ def text(capsys: Capture, *arguments: object) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-@pytest.fixture(scope="module", params=one_in(7))
+@pytest.fixture(scope="module", params=one_in(14))
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A Hugging Face folder and checkpoints of it in several layouts; not to be written to."""
     root = tmp_path_factory.mktemp(request.param)
