@@ -45,9 +45,7 @@ def test_a_run_is_recorded_and_unchanged(pool: Pool, recipe: str, tmp_path: Path
     assert all(engine.same(one.weights, other.weights) for one, other in zip(plain, traced, strict=True))
     assert not traces.files(tmp_path / "0")
     found = [read_trace(path) for path in traces.files(tmp_path / "1")]
-    assert [(each.step, each.schedule, each.mesh.pp, each.mesh.tp) for each in found] == [
-        (n, "zb-h1", 2, 2) for n in (1, 2, 3, 4)
-    ]
+    assert [(x.step, x.schedule, x.mesh.pp, x.mesh.tp) for x in found] == [(n, "zb-h1", 2, 2) for n in (1, 2, 3, 4)]
     for each in found:
         check(each)
 
