@@ -22,7 +22,7 @@ from megacore.tools.main import CLOSED_PIPE, COMMANDS, OTHER_NAMES, main
 def test_arguments_go_on_as_they_are_and_the_status_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none are given, they are the process's."""
     program = mock.Mock(return_value=7)
-    monkeypatch.setitem(sys.modules, COMMANDS["tokenize"][0], SimpleNamespace(main=program))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, COMMANDS["tokenize"][0], SimpleNamespace(main=program))
     monkeypatch.setattr(sys, "argv", ["megacore", "tokenize", "text"])
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     arguments = ["text", "--out", "corpus", "--help", "-x", "--", "--", "tokenize"]
