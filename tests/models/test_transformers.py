@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from families import drawn, in_float64, of_transformers, one_in
+from families import drawn, in_float64, of_transformers, one_in, small
 from pool import Pool
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -248,6 +248,12 @@ def test_no_draw_is_refused(name: str) -> None:
         most = None if name == "bloom" else 16  # slopes of heads reach over any number of positions
         assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, most)
         layout_of(config, MeshShape(tp=4, pp=2))
+
+
+def test_the_correction_of_a_router_is_drawn() -> None:
+    """With zeros nothing would be corrected."""
+    buffers = {name: buffer for name, buffer in theirs_of(small("deepseek_v3"), 0).named_buffers() if "correct" in name}
+    assert len(buffers) == 2 and all(buffer.all() for buffer in buffers.values())
 
 
 # -- packed documents, split over cp
