@@ -94,7 +94,7 @@ CASES: Mapping[str, Case] = {
     ),
     "answered": Case(
         {"prompt": said(("user", "hi"), ("assistant", "x"), ("user", "and?")), "completion": said(("assistant", "so"))},
-        [*said(("user", "hi"), ("assistant", "not learned"), ("user", "and?"), ("assistant", "so"))],
+        [*said(("user", "hi"), ("assistant", "x"), ("user", "and?"), ("assistant", "so"))],
     ),
     "mapped-chat": Case(
         {"dialog": [{"speaker": "human", "text": "hi"}, {"speaker": "gpt", "text": "hello"}], "chosen": 1},

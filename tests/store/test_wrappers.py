@@ -184,9 +184,7 @@ def test_a_run_trains_the_text_model_and_carries_the_rest(tmp_path: Path, monkey
     assert not theirs.exists()
     assert main.main([recipe, *started, "train.steps=3", "checkpoint.resume=auto", f"checkpoint.export={last}"]) == 0
     damaged = out / "checkpoints" / "step-00000003"
-    data = bytearray((damaged / CARRIED).read_bytes())
-    data[-1] ^= 1
-    (damaged / CARRIED).write_bytes(data)
+    flip(damaged / CARRIED)
     assert main.main([recipe, *started, "train.steps=3", "checkpoint.resume=auto"]) == 0
     assert damaged.with_name("step-00000003.damaged").exists() and damaged.exists()
     for folder in (made, last):
