@@ -524,19 +524,13 @@ def test_recipe_then_overrides_then_defaults(folder: Path) -> None:
     assert (config.batch.global_size, config.batch.micro_size) == (8, 2)
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.out == "runs/recipe"
-
-
-def test_an_empty_recipe_is_all_defaults(folder: Path) -> None:
     assert replace(load(write(folder, "")), out=Config().out) == Config()
-
-
-def test_a_missing_recipe_is_named(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no recipe nowhere\.yaml: .*one that comes along \(.*quickstart\)"):
-        load("nowhere.yaml")
 
 
 def test_a_recipe_that_comes_along_is_found_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=r"there is no recipe nowhere\.yaml: .*one that comes along \(.*quickstart\)"):
+        load("nowhere.yaml")
     assert load("quickstart", ["train.steps=3"]) == load(recipe_module.RECIPES / "quickstart.yaml", ["train.steps=3"])
     (folder / "quickstart").write_text("out: mine")
     assert load("quickstart").out == "mine"

@@ -49,12 +49,9 @@ def test_what_it_says_it_has_written_is_there_and_nothing_else(tmp_path: Path, t
     np.testing.assert_array_equal(np.fromfile(tmp_path / "file", np.uint8), expected)
 
 
-def test_small_pieces_are_left_to_the_cache(there: DirectFile) -> None:
+def test_small_pieces_and_those_that_are_aligned_otherwise_are_left_to_the_cache(there: DirectFile) -> None:
     assert there.write(bits(LEAST - 1), 0) == (0, 0)
     assert there.write(bits(LEAST), 0) == (0, LEAST)
-
-
-def test_pieces_in_memory_that_is_aligned_otherwise_are_left_to_the_cache(there: DirectFile) -> None:
     assert there.write(bits(SIZE, lead=8), 0) == there.write(bits(SIZE), 8) == (0, 0)
 
 
