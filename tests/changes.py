@@ -4,8 +4,6 @@ The tables of bad folders (`bad_folders`) and of hostile ones (`hostile/cases`) 
 the folder that a change is given.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -64,9 +62,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     yield
     calls, config = metafunc._calls, metafunc.config
     for number, call in enumerate(calls):
-        of_test = metafunc.definition.iter_markers("in_turn")
-        marker = next((mark for mark in (*call.marks, *of_test) if mark.name == "in_turn"), None)
-        if marker and not _has_its_turn(config, marker, metafunc.definition.nodeid, number):
+        marks = [mark for mark in (*call.marks, *metafunc.definition.iter_markers()) if mark.name == "in_turn"]
+        if not _has_its_turn(config, marks, metafunc.definition.nodeid, number):
             call.marks.append(pytest.mark.grid.mark)
     if not _takes_the_grid(config):
         # Of none pytest would make a test without parameters.
@@ -78,8 +75,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the grids, unless the expression of -m speaks of them."""
     for item in items:
-        marker = item.get_closest_marker("in_turn")
-        if marker and not hasattr(item, "callspec") and not _has_its_turn(config, marker, item.nodeid, 0):
+        marks = [*item.iter_markers("in_turn")]
+        if not hasattr(item, "callspec") and not _has_its_turn(config, marks, item.nodeid, 0):
             item.add_marker(pytest.mark.grid)
     if not _takes_the_grid(config):
         left_out = [item for item in items if item.get_closest_marker("grid")]
@@ -97,12 +94,18 @@ def _takes_the_grid(config: pytest.Config) -> bool:
     return "grid" in str(config.getoption("markexpr"))
 
 
-def _has_its_turn(config: pytest.Config, marker: pytest.Mark, test: str, number: int) -> bool:
-    """One in n of a test's cases has, on any day: its number says which. All have where a test is named by itself."""
+def _has_its_turn(config: pytest.Config, marks: Sequence[pytest.Mark], test: str, number: int) -> bool:
+    """One in n of a test's cases has, on any day: its number says which. Of what has several marks, such as a case that
+    has one of its own, it is one in their product. All have where a test is named by itself."""
     if any("::" in str(argument) for argument in config.args):
         return True
-    every, place = (*marker.args, zlib.crc32(test.encode()) + number)[:2]
-    return (TURN - place) % every == 0
+    turn = TURN
+    for mark in marks:
+        every, place = (*mark.args, zlib.crc32(test.encode()) + number)[:2]
+        if (turn - place) % every:
+            return False
+        turn //= every
+    return True
 
 
 def pytest_collection_finish() -> None:

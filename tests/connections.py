@@ -3,8 +3,6 @@
 Collectives connect all ranks of a group, messages one pair of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta

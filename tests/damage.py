@@ -1,7 +1,5 @@
 """Random damage to sound files: bytes, and values of JSON trees. It is what every fuzzer here draws."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Mixtral as DeepSeek-V3 is built: dense layers first, many small experts, and a shared one for every token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """What lies on the device of an optimizer that keeps its states there."""
 
-from __future__ import annotations
-
 from megacore.training.optimizer import Optimizer
 from megacore.training.states.device_store import DeviceStore
 

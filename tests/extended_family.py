@@ -1,7 +1,5 @@
 """A family that has any of the builder's parts, each by a field: LLaMA, extended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

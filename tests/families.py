@@ -1,7 +1,5 @@
 """Small models of every family of the registry: drawn at random by the family itself, and as transformers has them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

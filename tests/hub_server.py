@@ -1,8 +1,6 @@
 """A server on localhost that answers as the Hugging Face hub does, as far as huggingface_hub asks it, and commands that
 ask it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What a stage holds at most in each schedule, by hand: chunks of microbatches whose gradients are still to come."""
 
-from __future__ import annotations
-
 ONE_CHUNK = ("1f1b", "zb-h1")
 """The schedules that take one chunk a stage."""
 

@@ -1,7 +1,5 @@
 """What torch's operators are asked for while something runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A package of a user's own, in a folder of its own: a family with a block, a loss, data sets and a callback."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A forkserver imports torch, its children are the ranks. Each job runs a module-l
 asks for, in a process group of its own, and gives back what each rank returned.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import multiprocessing.context

@@ -1,7 +1,5 @@
 """Random sentences, sizes and meshes for property tests, and brute-force answers about them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

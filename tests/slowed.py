@@ -6,8 +6,6 @@ runs each cause, and then what `megacore diagnose` advises, or the run without i
 gain that was promised beside the one that came of it. Cores that others had, as on a busy machine, are no cause.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Traces of steps that never ran: of a schedule on so many stages, what its actions take, and what befalls some."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from megacore.parallel.pipeline.schedules import SCHEDULES, Action, Kind, dependencies, simulate

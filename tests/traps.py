@@ -1,7 +1,5 @@
 """Modules in a folder that nobody may import from: each leaves a mark when it is run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 MODULES = ("yaml", "torch", "tqdm", "apex", "numpy", "transformers", "runpy", "json")

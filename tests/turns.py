@@ -1,7 +1,5 @@
 """Whose turn it is."""
 
-from __future__ import annotations
-
 import os
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))

@@ -1,7 +1,5 @@
 """Tensors of any origin in the place of a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 

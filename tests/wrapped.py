@@ -1,7 +1,5 @@
 """Tiny models that also see, both parts of random weights, and a prompt with an image for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

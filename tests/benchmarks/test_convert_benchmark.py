@@ -9,9 +9,7 @@ import pytest
 from benchmarks import convert
 from megacore.store.tensor_files.tensors import TensorFile
 
-CONVERT, RESHARD = (
-    f"{does} {mesh}" for does, mesh in zip((convert.CONVERT, convert.RESHARD), convert.DENSE_MESHES, strict=True)
-)
+CONVERT, RESHARD = (f"{a} {b}" for a, b in zip((convert.CONVERT, convert.RESHARD), convert.DENSE_MESHES, strict=True))
 
 
 @pytest.mark.in_turn(6, 4)

@@ -1,7 +1,5 @@
 """The benchmark of data parallelism: everyone trains the same model on the same tokens, and is judged by its bars."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark of fine-tuning: it runs, its work is the same for everyone, and its bars are judged."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The program for the first minutes with a GPU runs, tiny and on a CPU; what it finds, only a GPU can tell."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The benchmark of needles: what transformers finds most likely, and the same on every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -63,10 +61,7 @@ def test_needles_are_found_where_transformers_finds_them(folder: Path, pool: Poo
     with torch.no_grad():
         likely = [model(torch.from_numpy(window.tokens)[None]).logits[0].argmax(-1) for window in windows]
     windows = easy(windows, likely)
-    hits = [
-        bool((best.numpy() == window.labels)[window.labels != IGNORE].all())
-        for window, best in zip(windows, likely, strict=True)
-    ]
+    hits = [bool((best.numpy() == x.labels)[x.labels != IGNORE].all()) for x, best in zip(windows, likely, strict=True)]
     wanted = [[sum(hits[at : at + 4]) / 4 for at in range(start, start + 12, 4)] for start in (0, 12)]
     assert 0 < sum(hits) < len(hits)
     assert table(folder, None, windows) == wanted

@@ -1,7 +1,5 @@
 """The benchmark of recovery: its faults, what it makes of what it has seen, and a rank of the peers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of what a cluster's size costs: small cases of it, with rows that say whether a bar is met."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import patch
 

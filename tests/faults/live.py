@@ -1,7 +1,5 @@
 """Live runs of `megacore train`: what happens to their processes, and what becomes of them."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

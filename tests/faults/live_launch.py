@@ -1,7 +1,5 @@
 """`megacore train`, whose ranks are those of :mod:`live_rank`."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import sys

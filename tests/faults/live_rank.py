@@ -5,8 +5,6 @@
 {"flip": {"7": 1}, "seed": 3, "once": "FILE"}    a bit of what rank 1 holds flips before step 7, likewise
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

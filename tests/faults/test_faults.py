@@ -2,8 +2,6 @@
 the undisturbed run. In two weeks all have had their turn, those of one layout on one day, for they are held against
 one undisturbed run; what is drawn turns with MEGACORE_ROTATION, and ``-m grid`` is the campaign at full size."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

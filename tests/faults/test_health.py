@@ -1,8 +1,6 @@
 """Nothing that protects a run ends, slows or changes a healthy one: slow, uneven, stopped and interrupted runs end as
 the undisturbed one does, without a restart and without an incident."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

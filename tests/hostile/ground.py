@@ -1,7 +1,5 @@
 """Sound folders, from which hostile ones are made: a model, its checkpoint, a run of it, corpora and recipes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands in processes of their own, as a user starts them, but forked from one that has imported everything."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

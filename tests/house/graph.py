@@ -1,7 +1,5 @@
 """The import graph of the packages. `python tests/house/graph.py` prints it, room by room."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 What the name of a module tells is banned by the linter (pyproject.toml); this knows methods and modes.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

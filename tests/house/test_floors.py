@@ -1,7 +1,5 @@
 """The house stands: imports go down, and what only counts and reads configs needs no torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

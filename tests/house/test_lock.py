@@ -1,7 +1,5 @@
 """What CI installs by hash is what constraints.txt names, and everything of it has a hash."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

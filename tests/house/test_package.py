@@ -1,7 +1,5 @@
 """What others get: public names that a type checker knows, and a wheel with recipes and launch scripts."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
@@ -65,7 +63,7 @@ def tracked() -> set[str]:
     return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
 
 
-@pytest.mark.in_turn(3, 1)
+@pytest.mark.in_turn(6, 1)
 def test_packages_of_the_users_own_never_hide_ours(wheel: Path, tmp_path: Path) -> None:
     """A user's folder is on the path before ours, for the commands, under torchrun and in a notebook."""
     with zipfile.ZipFile(wheel) as opened:

@@ -1,7 +1,5 @@
 """The pages are true: what they name is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

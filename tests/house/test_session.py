@@ -1,13 +1,13 @@
 """A session of tests takes the cores that there are, and its processes let each other work."""
 
-from __future__ import annotations
-
 import gc
+import math
 import os
 import sys
 from types import SimpleNamespace
 from typing import Any
 
+import conftest
 import pytest
 from conftest import MOST_WORKERS, pytest_xdist_auto_num_workers
 from pool import Pool
@@ -34,6 +34,20 @@ def test_a_worker_for_each_core(
     assert pytest_xdist_auto_num_workers(config) == workers
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     assert pytest_xdist_auto_num_workers(config) == 0
+
+
+@pytest.mark.parametrize("every", [(), (4,), (4, 6)])
+def test_each_case_has_its_turn_once(every: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many days as the product of its marks, whatever its number."""
+    config: Any = SimpleNamespace(args=["tests"])
+    marks, days = [pytest.mark.in_turn(n).mark for n in every], range(739_947, 739_947 + math.prod(every))
+    for number in range(9):
+        had = 0
+        for day in days:
+            monkeypatch.setattr(conftest, "TURN", day)
+            had += conftest._has_its_turn(config, marks, "a::test", number)
+        assert had == 1
+    assert conftest._has_its_turn(SimpleNamespace(args=["a::test"]), marks, "a::test", 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this class")

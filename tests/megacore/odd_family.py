@@ -4,8 +4,6 @@ One norm, which is called none, feeds two branches at once: attention with norms
 it gives, and a feed-forward network that begins with a narrow product which every rank makes of its own tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

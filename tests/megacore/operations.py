@@ -1,7 +1,5 @@
 """The operations of a stage as the plan sees them, to hold against those of the model."""
 
-from __future__ import annotations
-
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.step_time import parts
 

@@ -1,7 +1,5 @@
 """Runs that balance experts: what their metrics say, and how their biases go on."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path

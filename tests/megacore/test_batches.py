@@ -80,9 +80,7 @@ def test_separate_documents(rows, length):
         documents = np.repeat(np.arange(len(runs) + 1), [*runs, length + 1])[: length + 1].astype(np.int32)
         samples.append(sample(np.arange(length + 1), documents))
     batch = collate(samples, separate_documents=True)
-    assert batch.documents == tuple(
-        len(list(group)) for each in samples for _, group in itertools.groupby(each.documents[:-1])
-    )
+    assert batch.documents == tuple(len([*g]) for s in samples for _, g in itertools.groupby(s.documents[:-1]))
     for row, each in enumerate(samples):
         inputs, after = each.documents[:-1], each.documents[1:]
         position = 0

@@ -1,7 +1,5 @@
 """Callbacks: who hears of what, what a veto, a rewind and an answer do, and ranks that do not have the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

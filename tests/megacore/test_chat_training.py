@@ -1,7 +1,5 @@
 """Training on chats, end to end: packing changes no number, on any layout; resuming goes on; problems come first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,8 +84,8 @@ LAYOUTS = {
     "one": (1, ["batch.micro_size=4"]),
     "selective-offload": (1, ["memory.recompute=selective", "memory.offload_activations=true"]),
     "dp2-gradients": (2, ["mesh.dp=2", "zero.shard=gradients"]),
-    "cp2-tp2": (4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"]),
-    "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full", "batch.micro_size=2"]),
+    "cp2-tp2": (4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=1"]),
+    "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full", "batch.micro_size=4"]),
 }
 
 
@@ -205,9 +203,7 @@ def test_examples_of_a_least_length_alone(recipe: str, tmp_path: Path) -> None:
     """And several files are blended."""
     blend = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}, weight: 3}}, {tmp_path / 'mixed.jsonl'}]"]
     path = write_jsonl(tmp_path / "mixed.jsonl", *rows(12), *({"text": "word " * (9 * n)} for n in range(1, 7)))
-    whole, some = (
-        check(recipe, [f"data.train=[{{path: {path}, least: {least}}}]"], 1, 1).corpora.train for least in (0, 20)
-    )
+    whole, some = (check(recipe, [f"data.train=[{{path: {path}, least: {n}}}]"], 1, 1).corpora.train for n in (0, 20))
     assert isinstance(whole, Packed) and isinstance(some, Packed)
     long = whole.chosen[whole.examples.lengths[whole.chosen] >= 20]
     assert {*some.chosen.tolist()} == {*long.tolist()} and 0 < long.size < whole.chosen.size
@@ -270,11 +266,9 @@ def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_p
     (tmp_path / "chat_template.jinja").unlink()
     assert "the model's tokenizer no chat template: set chat.template" in problems(recipe)
     chats = (tmp_path / "chats.jsonl").read_text()
-    (tmp_path / "chats.jsonl").write_text(
-        chats + '{"messages": [{"role": "nobody", "content": "hi"}]}\n{"messages": \n'
-    )
+    (tmp_path / "chats.jsonl").write_text(chats + '{"messages": [{"role": "none", "content": "hi"}]}\n{"messages": \n')
     said = problems(recipe)  # what is bad with any template comes before one is looked for
-    assert said.startswith("1 problem ") and "message 1 has the role 'nobody'" in said and "not JSON" in said
+    assert said.startswith("1 problem ") and "message 1 has the role 'none'" in said and "not JSON" in said
     (tmp_path / "chats.jsonl").write_text(chats)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()

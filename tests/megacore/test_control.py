@@ -1,8 +1,7 @@
 """What ranks tell each other: where one of them cannot go on, all of them know, and why."""
 
-from __future__ import annotations
-
 from typing import Any
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -92,8 +91,5 @@ def test_nobody_talks_to_everybody() -> None:
 
 
 def test_one_process_says_it_plainly() -> None:
-    def fail() -> None:
-        raise StoreError("the disk is broken")
-
     with pytest.raises(StoreError, match=r"^the disk is broken$"):
-        Control.create(Mesh.single()).attempt(fail)
+        Control.create(Mesh.single()).attempt(mock.Mock(side_effect=StoreError("the disk is broken")))

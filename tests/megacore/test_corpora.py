@@ -1,7 +1,5 @@
 """From the data section to samples: the split, blends, what is known of a corpus and what does not fit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

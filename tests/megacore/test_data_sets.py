@@ -1,7 +1,5 @@
 """Data sets by their names on the hub: the files of a split, at a commit, and nothing else of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

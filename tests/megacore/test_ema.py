@@ -1,7 +1,5 @@
 """Averages of weights against torch.optim.swa_utils: on every layout, saved, resumed, evaluated and exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import engine

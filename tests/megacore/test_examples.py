@@ -1,7 +1,5 @@
 """Files of examples: what is kept, cut, dropped and skipped, in words and numbers; made once, whoever asks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs of experts: whole ones over ep x tp, or parts of them over tp; one goes on where the other ended."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import engine

@@ -1,7 +1,5 @@
 """A package of a user's own, outside of the repository: its family, data, loss and callback, on any layout."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,8 +1,6 @@
 """Bits that flip in memory between two steps are found on every layout, whatever they are a part of: what replicas hold
 by comparison, what one rank alone holds by its checksum."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -41,9 +39,7 @@ class Flip(Callback):
 
     def on_step_begin(self, run: Trainer) -> None:
         if (run.step, run.mesh.rank) == (self.step, self.rank):
-            tensors = [
-                (name, each) for _, name, each in held_tensors(run) if isinstance(each, torch.Tensor) and each.numel()
-            ]
+            tensors = [(n, each) for _, n, each in held_tensors(run) if isinstance(each, torch.Tensor) and each.numel()]
             name, tensor = self.draw.choice(tensors)
             flat = tensor.view(torch.uint8).view(-1) if tensor.is_contiguous() else None
             if flat is None:

@@ -1,7 +1,5 @@
 """Examples in the formats that people have, beside what transformers makes of the same chats, written out by hand."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -95,11 +93,8 @@ CASES: Mapping[str, Case] = {
         said(("system", "be kind"), ("user", "Say hi."), ("assistant", "hi")),
     ),
     "answered": Case(
-        {
-            "prompt": said(("user", "hi"), ("assistant", "not learned"), ("user", "and?")),
-            "completion": said(("assistant", "so")),
-        },
-        [*said(("user", "hi"), ("assistant", "not learned"), ("user", "and?"), ("assistant", "so"))],
+        {"prompt": said(("user", "hi"), ("assistant", "x"), ("user", "and?")), "completion": said(("assistant", "so"))},
+        [*said(("user", "hi"), ("assistant", "x"), ("user", "and?"), ("assistant", "so"))],
     ),
     "mapped-chat": Case(
         {"dialog": [{"speaker": "human", "text": "hi"}, {"speaker": "gpt", "text": "hello"}], "chosen": 1},
@@ -252,9 +247,7 @@ def test_the_first_rows_are_looked_at_without_a_tokenizer(tmp_path: Path, monkey
     with pytest.raises(InputError) as error:
         files.look("stop")
     assert str(error.value).splitlines()[0].startswith("own has 2 bad line(s): mend them")
-    assert [line.split(":")[0].strip() for line in str(error.value).splitlines()[1:]] == [
-        f"{path}, line {number}" for number in (4, 5)
-    ]
+    assert [x.split(":")[0].strip() for x in str(error.value).splitlines()[1:]] == [f"{path}, line {n}" for n in (4, 5)]
     files.look("skip")
     monkeypatch.setattr("megacore.data.examples.LOOKED_AT", 4)
     with pytest.raises(InputError, match=r"own has 1 bad line\(s\) among its first rows"):

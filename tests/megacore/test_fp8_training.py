@@ -1,7 +1,5 @@
 """Training in fp8: how far it is from bf16, on every layout, with everything that goes with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import engine

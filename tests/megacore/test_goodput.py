@@ -1,7 +1,5 @@
 """The formula of goodput, against runs that are simulated fault by fault."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Iterator

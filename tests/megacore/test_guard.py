@@ -1,7 +1,5 @@
 """What tokenizers and templates of strangers do is done elsewhere, and ends."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

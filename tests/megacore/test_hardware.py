@@ -1,7 +1,5 @@
 """What the device could do: the table of GPUs, the measurement of a CPU, memory."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

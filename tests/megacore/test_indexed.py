@@ -4,6 +4,7 @@ import os
 import struct
 import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,9 +24,7 @@ def write(prefix: Path, documents, vocabulary: int = 100) -> None:
             writer.write(*document)
 
 
-def by_hand(
-    prefix: Path, *, magic=b"MMIDIDX\x00\x00", version=1, code=8, lengths, pointers, bounds, data: bytes
-) -> None:
+def by_hand(prefix: Path, *, magic=b"MMIDIDX\0\0", version=1, code=8, lengths, pointers, bounds, data: bytes) -> None:
     index = struct.pack("<9sQBQQ", magic, version, code, len(lengths), len(bounds))
     index += struct.pack(f"<{len(lengths)}i", *lengths)
     index += struct.pack(f"<{len(pointers)}q{len(bounds)}q", *pointers, *bounds)
@@ -148,8 +147,6 @@ def test_a_token_outside_the_vocabulary_is_named_and_nothing_is_published(tmp_pa
 
 
 def test_a_failure_leaves_no_pair_and_another_replaces_one_whole(tmp_path, monkeypatch):
-    def no_room(path, file):
-        raise OSError("no room")
 
     write(tmp_path / "a", CORPUS)
     with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "a", 100) as writer:
@@ -158,7 +155,7 @@ def test_a_failure_leaves_no_pair_and_another_replaces_one_whole(tmp_path, monke
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError, match="no room"), monkeypatch.context() as full:
-        full.setattr(indexed, "_copy", no_room)
+        full.setattr(indexed, "_copy", mock.Mock(side_effect=OSError("no room")))
         write(tmp_path / "a", CORPUS)
     assert list(tmp_path.iterdir()) == []
     write(tmp_path / "a", CORPUS)

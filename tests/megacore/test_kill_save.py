@@ -1,7 +1,5 @@
 """kill -9 of all processes of a run while it trains and saves: it goes on as if nobody had ever killed it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

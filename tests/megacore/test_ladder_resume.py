@@ -1,7 +1,5 @@
 """A run that is saved on one rung of the data parallel ladder goes on on any other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import engine

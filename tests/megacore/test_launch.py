@@ -1,7 +1,5 @@
 """The launch scripts: what they make of their arguments and of the environment, and what is said before ranks start."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from engine import LLAMA, RECIPE, write_recipe
@@ -32,6 +31,7 @@ PYTHON = """#!/usr/bin/env bash
 printf '%q ' "$PYTHONSAFEPATH" "$@" >>"{log}"; echo >>"{log}"
 """
 Launched = Callable[..., tuple[int, Any]]
+Dry = Callable[..., tuple[int, str]]
 
 
 def calls(root: Path, script: str, *arguments: str) -> list[list[str]]:
@@ -175,13 +175,8 @@ def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], given: list
 
 
 @pytest.fixture
-def dry(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def dry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Dry:
     """``dry(command, argument, ...)`` -> (status, what is said) of ``--dry-run``, which changes no file."""
-
-    def fail(*_: object) -> None:
-        raise AssertionError("something was started")
 
     def files() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
@@ -194,11 +189,11 @@ def dry(
 
     monkeypatch.chdir(tmp_path)
     for name in ("prepare", "_launched"):
-        monkeypatch.setattr(program, name, fail)
+        monkeypatch.setattr(program, name, mock.Mock(side_effect=AssertionError("something was started")))
     return run
 
 
-def test_a_dry_run_says_what_the_run_then_does(dry: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_a_dry_run_says_what_the_run_then_does(dry: Dry, tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path, RECIPE | {"checkpoint": {"at_end": True}}), tmp_path / "run"
     given = [recipe, f"out={out}", "train.steps=3", f"checkpoint.export={tmp_path / 'hf'}"]
     status, said = dry("train", *given)
@@ -210,13 +205,11 @@ def test_a_dry_run_says_what_the_run_then_does(dry: Callable[..., tuple[int, str
     kept = f"checkpoints {out / 'checkpoints'}, every 1,000 steps and at the end, {size:,} bytes of tensors each"
     told = ["ranks 1, all here", "steps 1 to 3", f"in a step, {tokens} in all", f"{tmp_path / 'hf'}, when", kept]
     assert [each for each in told if each not in re.sub(" +", " ", said)] == []
-    status, said = dry(
-        "train", recipe, f"out={out}", "train.steps=5", "checkpoint.resume=auto", "checkpoint.at_end=false"
-    )
+    _, said = dry("train", recipe, f"out={out}", "train.steps=5", "checkpoint.resume=auto", "checkpoint.at_end=false")
     assert status == 0 and "Resuming after step 3" in said and re.search("steps +4 to 5\n", said)
 
 
-def test_a_dry_run_refuses_what_a_run_does(dry: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_a_dry_run_refuses_what_a_run_does(dry: Dry, tmp_path: Path) -> None:
     recipe = chats_recipe(tmp_path)
     assert dry("train", recipe)[0] == 0  # prepared elsewhere
     (tmp_path / "chats.jsonl").write_text('{"no": "messages"}\n')

@@ -3,8 +3,6 @@
 `tests/recovery/test_agent.py` tells what becomes of ranks that can be started again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -15,22 +15,13 @@ def rates(schedule: ScheduleConfig, steps: int, base: float = 1.0) -> list[float
 
 
 BY_HAND = {
-    "warm-up then linear to zero": (
-        ScheduleConfig(name="linear", warmup_steps=2, min_ratio=0.0),
-        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25],
-    ),
-    "linear without warm-up starts at the base": (
-        ScheduleConfig(name="linear", min_ratio=0.2),
-        [1.0, 0.8, 0.6, 0.4],
-    ),
+    "linear to zero": (ScheduleConfig(name="linear", warmup_steps=2, min_ratio=0.0), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+    "linear without warm-up starts at the base": (ScheduleConfig(name="linear", min_ratio=0.2), [1.0, 0.8, 0.6, 0.4]),
     "linear that ends early stays at the floor": (
         ScheduleConfig(name="linear", decay_steps=2, min_ratio=0.5),
         [1.0, 0.75, 0.5, 0.5, 0.5],
     ),
-    "linear that is longer than the run": (
-        ScheduleConfig(name="linear", decay_steps=10, min_ratio=0.0),
-        [1.0, 0.9, 0.8],
-    ),
+    "linear beyond the run": (ScheduleConfig(name="linear", decay_steps=10, min_ratio=0.0), [1.0, 0.9, 0.8]),
     # cos of 0, 60, 90 and 120 degrees is 1, 1/2, 0 and -1/2.
     "cosine": (
         ScheduleConfig(name="cosine", decay_steps=6, min_ratio=0.0),
@@ -44,14 +35,8 @@ BY_HAND = {
         ScheduleConfig(name="wsd", warmup_steps=2, decay_steps=4, min_ratio=0.0),
         [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25],
     ),
-    "wsd decays over a tenth of the run": (
-        ScheduleConfig(name="wsd", min_ratio=0.0),
-        [1.0] * 18 + [1.0, 0.5],
-    ),
-    "constant after its warm-up": (
-        ScheduleConfig(name="constant", warmup_steps=3, min_ratio=0.1),
-        [1 / 3, 2 / 3, 1.0, 1.0, 1.0],
-    ),
+    "wsd decays over a tenth of the run": (ScheduleConfig(name="wsd", min_ratio=0.0), [1.0] * 18 + [1.0, 0.5]),
+    "constant": (ScheduleConfig(name="constant", warmup_steps=3, min_ratio=0.1), [1 / 3, 2 / 3, 1.0, 1.0, 1.0]),
 }
 
 

@@ -1,7 +1,5 @@
 """Dropout masks, caught where torch draws them: which ones are the same, and which ones must not be."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,7 +52,7 @@ def test_a_mask_is_drawn_for_one_use_and_again_for_its_backward(pool: Pool, tmp_
     """Ranks of tp hold other tokens and heads, those of dp other samples, stages and their chunks other layers."""
     recipe = write_recipe(tmp_path, RECIPE | {"model": MODEL})
     layout = ["mesh.tp=2", "mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"]
-    batch = [f"batch.global_size={2 * MICROBATCHES}", "memory.recompute=full"]
+    batch = [f"batch.global_size={2 * MICROBATCHES}", "batch.micro_size=1", "memory.recompute=full"]
     ranks = pool.run(8, masks, recipe, [*layout, *batch])
     drawn, by = Counter[tuple[bool, ...]](), defaultdict[tuple[bool, ...], set[int]](set)
     shapes = Counter[tuple[int, ...]]()

@@ -1,7 +1,5 @@
 """bf16 moments in training: how far they lead from fp32's, and that a run with them is sharded and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import engine

@@ -1,7 +1,5 @@
 """Muon against torch.optim.Muon, on every layout: matrices are cut out by hand there, and by sentences here."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import numpy as np
@@ -70,9 +68,7 @@ def by_torch(rule: Muon, dtype: torch.dtype) -> dict[str, np.ndarray]:
     for name, parameter in parameters.items():
         whole, decay = parameter.detach(), 0.0 if name.endswith("norm") else DECAY
         parts = by_hand(name, whole)
-        copies = [nn.Parameter(part.reshape(-1, part.shape[-1]).clone()) for part in parts] or [
-            nn.Parameter(whole.clone())
-        ]
+        copies = [nn.Parameter(x.reshape(-1, x.shape[-1]).clone()) for x in parts] or [nn.Parameter(whole.clone())]
         made = (
             torch.optim.Muon(copies, LR * rule.lr_ratio, decay, *kinds)
             if parts

@@ -1,7 +1,5 @@
 """A run whose number of nodes may change has a layout for each, known before it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,11 +18,9 @@ from megacore.planning.layout_choice import overrides_of_nodes
 from megacore.recipe import ConfigError, changed, load
 
 
-def found(
-    recipe: str, overrides: list[str], least: int, most: int, processes: int
-) -> tuple[Config, Mapping[int, list[str]]]:
+def found(recipe: str, overrides: list[str], *counts: int) -> tuple[Config, Mapping[int, list[str]]]:
     config = load(recipe, overrides)
-    return config, overrides_of_nodes(config, configure(config.model), least, most, processes)
+    return config, overrides_of_nodes(config, configure(config.model), *counts)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +64,7 @@ def test_replicas_of_what_is_shared_out_follow(recipe: str) -> None:
     """First by groups of as many ranks, each of a node say, else by as many groups as divide."""
     sharded = ["mesh.dp=8", "zero.shard=optimizer", "zero.replicas=2"]
     _, by_nodes = found(recipe, sharded, 1, 3, 4)
-    assert by_nodes == {
-        1: ["mesh.dp=4", "zero.replicas=1"],
-        2: ["mesh.dp=8", "zero.replicas=2"],
-        3: ["mesh.dp=12", "zero.replicas=3"],
-    }
+    assert by_nodes == {n: [f"mesh.dp={4 * n}", f"zero.replicas={n}"] for n in (1, 2, 3)}
     _, by_nodes = found(recipe, sharded, 5, 6, 1)
     assert by_nodes == {5: ["mesh.dp=5", "zero.replicas=1"], 6: ["mesh.dp=6", "zero.replicas=2"]}
 

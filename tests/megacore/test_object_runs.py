@@ -1,7 +1,5 @@
 """Runs whose checkpoints lie in an object store: what is saved, found, refused, set aside and held there."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -214,9 +212,7 @@ def test_a_save_that_fails_is_tried_again_when_the_next_is_due(
 ) -> None:
     folder = ObjectPath(f"memory://{uuid.uuid4().hex}/run")
     overrides = [f"out={tmp_path / 'run'}", f"checkpoint.folder={folder}", *STEPS]
-    faults.fail(
-        "open", OSError(errno.EREMOTEIO, "500 InternalError"), times=99, key=checkpoints.path_of(Path(), 2).name
-    )
+    faults.fail("open", OSError(errno.EREMOTEIO, "500 InternalError"), 99, checkpoints.path_of(Path(), 2).name)
     train(recipe, [*overrides, "checkpoint.patience=1"])
     assert list(checkpoints.complete(folder)) == [4, 6] and len(list(folder.iterdir())) == 2
     assert "cannot save step 2" in (said := capsys.readouterr().err) and "500 InternalError (tried 6 times)" in said

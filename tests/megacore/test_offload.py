@@ -1,11 +1,10 @@
 """States and parameters off the device: the same bits, wherever they live and however small the buffer is."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import engine
 import numpy as np
@@ -161,11 +160,7 @@ def test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so(
             store.changed(number)
             if turn:  # otherwise whoever takes its place has it written
                 store.put_back(number)
-
-    def broken(*_: object) -> None:
-        raise OSError(5, "the disk is gone")
-
-    monkeypatch.setattr(store._file, "read", broken)
+    monkeypatch.setattr(store._file, "read", mock.Mock(side_effect=OSError(5, "the disk is gone")))
     with pytest.raises(OSError, match="the disk is gone"):
         for number in range(11):
             store.open(number)

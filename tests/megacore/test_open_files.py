@@ -1,7 +1,5 @@
 """The limit of open files: raised where that is allowed, refused before ranks would wait for sockets without a word."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from unittest.mock import patch

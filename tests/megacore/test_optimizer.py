@@ -1,7 +1,5 @@
 """The optimizer's state by the names and in the shapes of the parameters, whatever it lies in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from device_store import device_store

@@ -1,7 +1,5 @@
 """Packing: each example once and whole in every epoch, little room left, and any row at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Learning from preferences, end to end: beside a loop written out in plain torch over transformers' model, and beside
 TRL where it is installed; on layouts; resumed; and what is wrong with a run before it starts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -202,10 +200,7 @@ def run(folder: Path, out: str, *overrides: str) -> Result:
 def records_of(result: Result) -> list[dict[str, float]]:
     """As of :func:`alone`."""
     known = [{key.removeprefix("validation_"): value for key, value in each.items()} for each in result.records]
-    return [
-        {key: float(each[key] or 0) for key in each if key in ("loss", "grad_norm") or "reward" in key}
-        for each in known
-    ]
+    return [{key: float(x[key] or 0) for key in x if key in ("loss", "grad_norm") or "reward" in key} for x in known]
 
 
 def rows_of(folder: Path, *overrides: str) -> int:
@@ -307,9 +302,7 @@ def test_a_run_that_goes_on_reads_its_reference(
     with pytest.raises(StoreError, match="is damaged, or of other pairs"):
         train(str(folder / "recipe.yaml"), [f"out={tmp_path / 'damaged'}", *from_there])
     kept.unlink()
-    with pytest.raises(
-        StoreError, match="is not there, or is of other pairs, and the weights that the run started from"
-    ):
+    with pytest.raises(StoreError, match="is not there, or is of other pairs, and the weights that the run started"):
         train(str(folder / "recipe.yaml"), [f"out={tmp_path / 'gone'}", *from_there])
 
 
@@ -347,10 +340,7 @@ PROBLEMS = {
     "smoothed": ("preference.loss=ipo preference.label_smoothing=0.1", "is for preference.loss=dpo or simpo, not ipo"),
     "half": ("preference.label_smoothing=0.5", r"preference.label_smoothing \(0.5\): must be at least 0 and below 0.5"),
     "other": ("preference.loss=kto", r"preference.loss.*kto"),
-    "none": (
-        "preference=null",
-        "pairs.jsonl, line 1: has 'chosen' and 'rejected', which are preferences: learn from both by",
-    ),
+    "none": ("preference=null", "pairs.jsonl, line 1: has 'chosen' and 'rejected', which are preferences: learn"),
     "tokens": ("data.train=corpus", "learns from files of pairs, 'chosen' and 'rejected', and corpus is none"),
     "long": ("data.sequence_length=12 chat.too_long=drop", "has no examples to train on: 0 bad lines, 12 dropped"),
 }
@@ -367,32 +357,17 @@ def said(*turns: str) -> list[dict[str, str]]:
 
 
 BAD_ROWS: dict[str, tuple[Row, str]] = {
-    "keys": (
-        {"question": "a", "good": "b"},
-        "has 'question', 'good', and no 'chosen' and no 'rejected': preferences are pairs",
-    ),
+    "keys": ({"question": "a", "good": "b"}, "has 'question', 'good', and no 'chosen' and no 'rejected': preferences"),
     "messages": ({"messages": said("a", "b")}, "has 'messages', and no 'chosen' and no 'rejected'"),
     "one": ({"prompt": "a", "chosen": "b"}, "and no 'rejected': preferences are pairs, whose keys a recipe names"),
     "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the chosen and the rejected answer are the same"),
     "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "the rejected answer is empty"),
     "no prompt": ({"chosen": said("a", "b"), "rejected": said("c", "d")}, "has no prompt: give 'prompt', or begin"),
     "text": ({"chosen": said("a", "b"), "rejected": "c"}, "rejected is a str, not a list"),
-    "user": (
-        {"prompt": said("a"), "chosen": said("b"), "rejected": said("c", "d")},
-        "chosen ends with the user, not with",
-    ),
-    "prompt": (
-        {"prompt": "b", "chosen": said("a", "b"), "rejected": said("a", "d")},
-        "the prompt is a str, not a list",
-    ),
-    "system": (
-        {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"},
-        "has 'system' beside 'chosen', which is",
-    ),
-    "question": (
-        {"question": "a", "chosen": "The b", "rejected": "The c"},
-        "not read: name it by data.map={prompt: quest",
-    ),
+    "user": ({"prompt": said("a"), "chosen": said("b"), "rejected": said("c", "d")}, "chosen ends with the user, not"),
+    "prompt": ({"prompt": "b", "chosen": said("a", "b"), "rejected": said("a", "d")}, "prompt is a str, not a list"),
+    "system": ({"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "has 'system' beside 'chosen', which"),
+    "question": ({"question": "a", "chosen": "The b", "rejected": "The c"}, "not read: name it by data.map={prompt:"),
     "kwargs": ({"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": {"a": 1}}, "which is not read"),
 }
 

@@ -1,7 +1,5 @@
 """Batches that grow: sizes as Megatron-LM has them, and the same samples in the same steps on every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 
@@ -70,7 +68,7 @@ def test_the_samples_are_those_of_runs_with_each_size(
 
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
-    ("world", "overrides"), [(3, ["zero.shard=gradients"]), (4, ["mesh.pp=2", "batch.micro_size=2"])]
+    ("world", "overrides"), [(3, ["zero.shard=gradients"]), (4, ["mesh.pp=2", "batch.micro_size=1"])]
 )
 def test_another_layout_has_them_too_and_goes_on_in_the_middle(
     pool: Pool, recipe: str, straight: tuple[Path, engine.Result], tmp_path: Path, world: int, overrides: list[str]

@@ -1,7 +1,5 @@
 """A resume reads each byte of a checkpoint once, whatever the layout was and is, and all ranks read a part of it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replicas that compute the same microbatch find who computes wrong, and leave no trace in the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

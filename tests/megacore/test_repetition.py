@@ -1,7 +1,5 @@
 """Bad steps are done again: hardware that was at fault is told from data, whose samples are then left out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The end of a run in a few lines: what stands there is there, and what is strange is explained."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reward models by adapters: the head of scores is trained in full beside them, and goes where they go."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -1,8 +1,6 @@
 """Reward models, end to end: beside transformers' class with a head of scores, on layouts, from a language model, to a
 folder that transformers loads; and what is wrong with such a run before it starts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """One run in a folder at a time, on one machine and on several, with locks and without."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -48,13 +48,7 @@ def test_a_page_has_all_that_was_recorded(tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"<code>optimizer.lr</code></td><td><code>0.125</code></td><td><code>0.25</code>", page)
     assert page.count("<code>spike: &lt;img&gt;</code>") == 2 and '"value": "spike"' in page
     charts = json.loads(re.search(r"const charts = (.*);\n", page)[1])  # type: ignore[index]
-    assert [chart["title"] for chart in charts] == [
-        "Loss",
-        "Validation loss",
-        "Learning rate",
-        "Gradient norm",
-        "Speed",
-    ]
+    assert [x["title"] for x in charts] == ["Loss", "Validation loss", "Learning rate", "Gradient norm", "Speed"]
     keys = {title: key for key, (title, *_) in CHARTS.items()}
     for chart in charts:
         for name, records in known.items():

@@ -1,7 +1,5 @@
 """A run goes on with the tokens that it was trained on, or says why not before it starts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace

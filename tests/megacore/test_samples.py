@@ -21,9 +21,7 @@ def test_the_random_words_are_pinned():
     # A run that is resumed years later, under another numpy, must see the same data.
     assert [int(word) >> 40 for word in draw(4, 1234, Purpose.SAMPLES, 5)] == [14148020, 10264220, 1726764, 6322912]
     assert shuffled(8, 1234, Purpose.DOCUMENTS).tolist() == [7, 3, 0, 1, 4, 2, 5, 6]
-
-
-def test_streams_differ_by_seed_purpose_and_epoch():
+    # Streams differ by seed, purpose and epoch.
     keys = [(1, Purpose.DOCUMENTS, 0), (2, Purpose.DOCUMENTS, 0), (1, Purpose.SAMPLES, 0), (1, Purpose.DOCUMENTS, 1)]
     assert len({tuple(shuffled(50, *key).tolist()) for key in keys}) == 4
     assert draw(10, 7, Purpose.SPLIT).tolist() == draw(20, 7, Purpose.SPLIT).tolist()[:10]

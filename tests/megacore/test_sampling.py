@@ -1,7 +1,5 @@
 """Choosing tokens: the filters beside transformers', what is drawn beside the probabilities, and what it depends on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

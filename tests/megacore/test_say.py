@@ -1,7 +1,5 @@
 """What files say can do nothing to a terminal, and never breaks the line that tells it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -17,15 +15,12 @@ Capture = pytest.CaptureFixture[str]
 EVIL = "a\x1b[2J\x9b1m\r\x07\x00\u202eb\ud800\u2028"
 
 
-def test_control_characters_are_spelled_out(capsys: Capture) -> None:
+def test_control_characters_are_spelled_out_and_languages_stay(capsys: Capture) -> None:
     say(f"{EVIL}\nb\tc")
     err(EVIL)
     found = capsys.readouterr()
     assert found.out == "a\\x1b[2J\\x9b1m\\r\\x07\\x00\\u202eb\\ud800\\u2028\nb\tc\n"
     assert found.err == found.out.replace("\nb\tc", "")
-
-
-def test_languages_stay_as_they_are() -> None:
     text = "déjà vu, 日本\u3000語, نمی‌خواهم, 👩‍💻, 12\u202f000\u00a0€\n"
     assert harmless(text) == text
 
@@ -60,11 +55,10 @@ def test_values_are_told_in_a_line() -> None:
 
 
 def test_a_model_s_text_is_wanted_as_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_out("a\x1b[2J")
-    assert capsys.readouterr().out == "a\x1b[2J"
-    monkeypatch.setattr(module.sys.stdout, "isatty", lambda: True)
-    write_out("a\x1b[2J")
-    assert capsys.readouterr().out == "a\\x1b[2J"
+    for terminal, shown in (False, "a\x1b[2J"), (True, "a\\x1b[2J"):
+        monkeypatch.setattr(module.sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        write_out("a\x1b[2J")
+        assert capsys.readouterr().out == shown
 
 
 SPEAKS = """

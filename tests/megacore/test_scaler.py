@@ -1,7 +1,5 @@
 """The loss scale: how it moves, and that an overflow anywhere makes all ranks leave out the same step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

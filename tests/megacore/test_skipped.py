@@ -1,7 +1,5 @@
 """Samples that are left out: the same order in every layout, whenever it is decided, on every later resume."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +93,7 @@ def test_a_step_is_of_the_samples_that_are_left_and_the_batch_stays_full(recipe:
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(2, []), (2, ["mesh.tp=2", "batch.micro_size=2"]), (2, ["mesh.pp=2"])],
+    [(2, []), (2, ["mesh.tp=2", "batch.micro_size=4"]), (2, ["mesh.pp=2"])],
     ids=["dp2", "tp2", "pp2"],
 )
 def test_every_layout_leaves_out_the_same(

@@ -1,7 +1,5 @@
 """Spikes are told from noise: of many kinds of it, in a warm-up, after a shift; and real spikes are found."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

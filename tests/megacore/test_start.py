@@ -1,7 +1,5 @@
 """Real ranks under the launcher: where they listen and import from, and what becomes of one that stands still."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """One process against plain torch and against itself: what a comparison of layouts with one process cannot see."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -143,9 +141,7 @@ def test_adamw_is_the_paper_s() -> None:
     model, step = made(LLAMA)
     tokens, labels = drawn()
     batches = [[microbatch(tokens, labels)], [microbatch(tokens.flip(0), labels)]]
-    state = {
-        name: (p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.parameters.items()
-    }
+    state = {n: (p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p)) for n, p in model.parameters.items()}
     lrs: Sequence[float] = (0.1, 0.05)
     for t, (batch, lr) in enumerate(zip(batches, lrs, strict=True), start=1):
         stats = step.backward(batch)

@@ -1,7 +1,5 @@
 """Files of texts that are tokenized beside training: the samples of token files, in an order that layouts share."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

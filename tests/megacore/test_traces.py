@@ -22,7 +22,7 @@ from megacore.store.io.strict_json import StoreError
 from megacore.training import traces
 from megacore.training.traces import ACTIONS, COLLECTIVES, COMPUTE, TracedStep, align, read_trace
 
-LAYOUT = ["mesh.pp=2", "mesh.tp=2", "batch.global_size=4", "evaluate.every=0", "pipeline.schedule=zb-h1"]
+LAYOUT = ["mesh.pp=2", "mesh.tp=2", "batch.global_size=8", "evaluate.every=0", "pipeline.schedule=zb-h1"]
 AHEAD_S = 100.0
 
 
@@ -45,9 +45,7 @@ def test_a_run_is_recorded_and_unchanged(pool: Pool, recipe: str, tmp_path: Path
     assert all(engine.same(one.weights, other.weights) for one, other in zip(plain, traced, strict=True))
     assert not traces.files(tmp_path / "0")
     found = [read_trace(path) for path in traces.files(tmp_path / "1")]
-    assert [(each.step, each.schedule, each.mesh.pp, each.mesh.tp) for each in found] == [
-        (n, "zb-h1", 2, 2) for n in (1, 2, 3, 4)
-    ]
+    assert [(x.step, x.schedule, x.mesh.pp, x.mesh.tp) for x in found] == [(n, "zb-h1", 2, 2) for n in (1, 2, 3, 4)]
     for each in found:
         check(each)
 
@@ -144,7 +142,7 @@ def test_the_seconds_in_which_others_had_the_core_are_of_what_was_done_then() ->
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_what_is_computed_again_is_recorded(recipe: str, tmp_path: Path, recompute: str) -> None:
     """In backwards alone: of all four blocks, or of what is cheap in them."""
-    given = [f"out={tmp_path}", f"memory.recompute={recompute}", "batch.global_size=2", "evaluate.every=0"]
+    given = [f"out={tmp_path}", f"memory.recompute={recompute}", "batch.global_size=4", "evaluate.every=0"]
     engine.train(recipe, [*given, "log.trace=1", "train.steps=1", "schedule.warmup_steps=0"])
     (step,) = (read_trace(path) for path in traces.files(tmp_path))
     again = [x for x in step.of(0) if x.kind == "recompute"]

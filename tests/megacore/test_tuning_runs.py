@@ -1,7 +1,5 @@
 """Runs that train adapters or a part of the weights: what their checkpoints hold, and how they go on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The stream of a run's weights is bit for bit its export, on every layout, in the memory of two tensors."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

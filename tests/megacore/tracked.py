@@ -1,7 +1,5 @@
 """How many bytes of tensors are alive: what an allocator would say, where there is none to ask."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """What is held between the forward of blocks and their backward, byte for byte, and what the backward repeats."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """From a configuration to the parts of one rank: how layers are spread, what each chunk has, what compile reaches."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

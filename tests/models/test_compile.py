@@ -1,7 +1,5 @@
 """Blocks of tensor parallel ranks under torch.compile: one graph, in which communication still runs beside products."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Each layer's balance of experts beside that of transformers."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

@@ -1,7 +1,5 @@
 """Activation functions, gated and plain: the formulas, and hand-written backwards that are their derivatives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

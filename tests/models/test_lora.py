@@ -1,7 +1,5 @@
 """The sentences of adapters, derived from those of the weights."""
 
-from __future__ import annotations
-
 from megacore.models.lora import Lora, adapters, linears, targets
 from megacore.models.names import matches, tensors
 from megacore.models.registry import configure

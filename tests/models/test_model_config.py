@@ -1,7 +1,5 @@
 """Model configurations: Hugging Face's fields in both directions, presets, and what is counted from the schema."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -355,7 +353,7 @@ def test_a_token_meets_the_published_numbers_of_parameters() -> None:
         assert f"{config.schema.parameters:,} parameters ({active:,} active)" == parameters_in_words(config)
 
 
-@pytest.mark.in_turn(7)
+@pytest.mark.in_turn(14)
 @pytest.mark.parametrize("preset", sorted(presets().keys() - PUBLISHED.keys()))
 def test_other_presets_have_as_many_parameters_as_in_transformers(preset: str) -> None:
     config = configure({"preset": preset})
@@ -415,7 +413,7 @@ def test_flops_per_token_of_tokens_that_an_indexer_chooses(top: int) -> None:
     assert abs(flops_per_token(config, sequence) - wanted / sequence) < 2
 
 
-@pytest.mark.in_turn(7)
+@pytest.mark.in_turn(14)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "index_heads" not in family(name).config.axes])
 def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:

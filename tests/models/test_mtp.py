@@ -1,8 +1,6 @@
 """Layers that predict further tokens: their loss and every gradient against transformers' modules in float64, put
 together by the formulas of the paper (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """What positions do to queries and keys beside rotating them, against formulas by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

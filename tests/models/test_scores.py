@@ -1,7 +1,5 @@
 """Heads that score sequences: the loss of pairs and every gradient against transformers' classes in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

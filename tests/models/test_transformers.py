@@ -1,7 +1,5 @@
 """One process against transformers: logits and every gradient, in float64, for random tiny models of every family."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from random import Random
 from typing import Any
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from families import drawn, in_float64, of_transformers
+from families import drawn, in_float64, of_transformers, one_in, small
 from pool import Pool
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -242,15 +240,20 @@ def test_the_random_models_cover_what_they_should() -> None:
     assert {c.tie_word_embeddings for c in gpts} == {True, False}
 
 
-@pytest.mark.in_turn(2, 1)
-def test_no_draw_is_refused() -> None:
+@pytest.mark.parametrize("name", one_in(4))
+def test_no_draw_is_refused(name: str) -> None:
     """Heads that split over tp, and sizes that are asked for, whatever the seed."""
-    for name in FAMILIES:
-        for seed in range(SEEDS):
-            config = configure(drawn(name, seed, layers=5, vocab=13, positions=16, tp=4))
-            most = None if name == "bloom" else 16  # slopes of heads reach over any number of positions
-            assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, most)
-            layout_of(config, MeshShape(tp=4, pp=2))
+    for seed in range(SEEDS):
+        config = configure(drawn(name, seed, layers=5, vocab=13, positions=16, tp=4))
+        most = None if name == "bloom" else 16  # slopes of heads reach over any number of positions
+        assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, most)
+        layout_of(config, MeshShape(tp=4, pp=2))
+
+
+def test_the_correction_of_a_router_is_drawn() -> None:
+    """With zeros nothing would be corrected."""
+    buffers = {name: buffer for name, buffer in theirs_of(small("deepseek_v3"), 0).named_buffers() if "correct" in name}
+    assert len(buffers) == 2 and all(buffer.all() for buffer in buffers.values())
 
 
 # -- packed documents, split over cp

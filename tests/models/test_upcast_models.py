@@ -1,7 +1,5 @@
 """Models in bf16 on a CPU without instructions for it: torch is left no product in bf16, and the numbers stay."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

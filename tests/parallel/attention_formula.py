@@ -1,7 +1,5 @@
 """Attention as it is written down, which every way of computing it is compared with: all scores, a mask, a softmax."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

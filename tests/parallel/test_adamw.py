@@ -1,7 +1,5 @@
 """AdamW with bf16 moments: by hand, beside torch's, and what a step that is left out leaves as it is."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

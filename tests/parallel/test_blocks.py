@@ -1,7 +1,5 @@
 """Transfers block by block: the same elements as by whole copies, in parts that follow one another."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -95,10 +93,7 @@ def test_random_tables_between_random_layouts(data: st.DataObject, limit: int) -
     shapes = [data.draw(meshes(12)) for _ in range(2)]
     sizes = data.draw(sizes_for(shapes))
     schema = Schema(data.draw(params(sizes["layer"])), sizes)
-    one, two = (
-        list(native(Layout(schema, mesh, data.draw(splits(sizes["layer"], mesh))), range(mesh.world)))
-        for mesh in shapes
-    )
+    one, two = (list(native(Layout(schema, m, data.draw(splits(sizes["layer"], m))), range(m.world))) for m in shapes)
     check_all(schema, one, two, limit)
 
 

@@ -1,8 +1,6 @@
 """Triton's kernels that make fp8 numbers, beside torch's operators: the same to the bit, as Triton's interpreter runs
 them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

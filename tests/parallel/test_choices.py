@@ -1,7 +1,5 @@
 """A word that chooses nothing is refused wherever one is asked for, never taken as something else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

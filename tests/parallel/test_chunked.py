@@ -1,7 +1,5 @@
 """Modules that are run on some tokens at a time: gradients, dropout, what is computed again, and who is told of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

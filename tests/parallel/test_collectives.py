@@ -1,7 +1,5 @@
 """Collectives: results against numpy, and adjoint pairs by the dot-product identity."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

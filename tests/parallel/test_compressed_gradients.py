@@ -1,7 +1,5 @@
 """Gradients that are rounded where they are sent: to what numbers, and which sums stay as they were."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pool import Pool

@@ -1,8 +1,6 @@
 """The split of a microbatch over cp: each score is computed once, only keys that somebody looks at travel, and the work
 is the same everywhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The gated delta rule, state spaces and convolutions against their definitions, token by token, and transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, starmap

@@ -1,7 +1,5 @@
 """Attention within documents: every way of computing it is that of each document by itself, and compiles once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -182,10 +182,7 @@ def test_no_copy_for_each_slot_is_kept() -> None:
     shapes = kept(alone(drawn), drawn.x, drawn)
     rows = TOKENS * K
     assert (rows, EMBED) not in shapes and (TOKENS, K, EMBED) not in shapes
-    assert [shape for shape in shapes if len(shape) == 2 and shape[0] == rows and shape[1] > 1] == [
-        (rows, 2 * FEATURES),
-        (rows, FEATURES),
-    ]
+    assert [x for x in shapes if len(x) == 2 and x[0] == rows and x[1] > 1] == [(rows, 2 * FEATURES), (rows, FEATURES)]
 
 
 @pytest.mark.parametrize("offload", [False, True])

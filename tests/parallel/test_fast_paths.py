@@ -1,7 +1,5 @@
 """Kernels of our own against torch's: in float64 the same numbers, in bf16 no further from the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Fingerprints: the same over any boxes that tile a piece, and another one for anything that is not the same."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 

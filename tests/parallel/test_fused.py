@@ -3,14 +3,12 @@
 Triton's interpreter runs them; what a GPU would run is looked at by ``test_fused_code.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -90,11 +88,7 @@ def test_norms(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], parts: i
     monkeypatch.setattr(norm, "_PARTS", parts)
     x, weight, bias = drawn(*shape), drawn(shape[-1], seed=5), drawn(shape[-1], seed=6)
     check(lambda x, w: norm.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (x, weight))
-    check(
-        lambda *given: norm.layer_norm(*given, 1e-5),
-        lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
-        (x, weight, bias),
-    )
+    check(lambda *x: norm.layer_norm(*x, 1e-5), lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5), (x, weight, bias))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -354,10 +348,8 @@ def test_they_are_for_gpus_with_triton(monkeypatch: pytest.MonkeyPatch, gpu: Non
 
 
 def test_a_triton_that_does_not_serve_is_named(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
-    def no_compiler(device: torch.device) -> None:
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
-
-    monkeypatch.setattr(launching, "try_out", no_compiler)
+    error = RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+    monkeypatch.setattr(launching, "try_out", Mock(side_effect=error))
     with pytest.warns(UserWarning, match=r"fails on cuda \(Failed to find C compiler.\): torch's operators serve"):
         assert in_torch(choice.gated("silu", torch.device("cuda")))
 

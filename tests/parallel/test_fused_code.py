@@ -1,7 +1,5 @@
 """Triton's kernels as code for an H100: each is compiled as it is launched at shapes of an 8B model and of others."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

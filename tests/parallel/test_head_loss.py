@@ -1,7 +1,5 @@
 """The head's product and loss in chunks of tokens: the numbers of all at once, without the logits of all."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens that an indexer chooses, and what it learns: beside the formulas, of whole sequences at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

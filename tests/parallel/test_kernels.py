@@ -1,7 +1,5 @@
 """Which kernels are chosen: torch's without apex or without a GPU, apex's where it is NVIDIA's."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Layers standing alone, against torch's with the gathered weights: outputs and all gradients, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any, Literal

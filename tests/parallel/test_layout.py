@@ -1,7 +1,5 @@
 """Who holds what: boxes, replicas, stages, balanced splits; against brute force over all ranks."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Vocab-parallel cross entropy against torch's, on split, padded and narrow vocabularies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import product

@@ -1,7 +1,5 @@
 """The live mesh: whoever talks in a step has talked before, and a group has the same name in all of its ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

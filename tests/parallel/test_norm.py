@@ -1,7 +1,5 @@
 """Norms with an offset, without a bias, of heads, and over heads that tp ranks share out, against their formulas."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention to some of the keys: merged, it is the formula over all of them, forward and backward, in each way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

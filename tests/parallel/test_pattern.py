@@ -1,7 +1,5 @@
 """Sentences: parsing, shapes, views of pieces."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What docs/precision.md says is wider than the activations: computed in it, and rounded once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Losses of pairs: the formulas, beside TRL's where it is installed, and a head whose tokens are spread over ranks."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """The seam between a linear and its products: the weight gradient is a call of its own, which may come later, and a
 product may take the collective beside it along."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Initial values: bitwise the same logical pieces on every mesh."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The router: against numpy by hand, against those of transformers, and where scores are equal."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from typing import Any

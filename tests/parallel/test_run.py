@@ -1,7 +1,5 @@
 """The pipeline executor with tiny modules: what it computes, what it keeps, and what it sends in which order."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import deque

@@ -1,7 +1,5 @@
 """Declarations of parameters and of whole models."""
 
-from __future__ import annotations
-
 import pytest
 
 from megacore.parallel.weights.schema import SPLIT, Param, Schema

@@ -1,7 +1,5 @@
 """Windows, softcaps, sinks and scales: every way of computing them is the dense formula, gradients and all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

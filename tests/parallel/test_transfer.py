@@ -1,7 +1,5 @@
 """Moving weights: against chunk-and-concat written by hand, and there and back over random meshes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products of bf16 on CPUs without instructions for it: how such a CPU is known, and the numbers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Gradients and parameters in shares, on models that are no transformer: what is late, missing or shared."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections import deque

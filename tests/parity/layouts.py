@@ -3,8 +3,6 @@
 ``test_layouts.py`` asks of each pair that it computes what one process computes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -613,9 +611,9 @@ BARE_ENDS: list[Pair] = [
 
 def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     """Yield (one in how many has its turn, pairs)."""
-    yield 24, [(case, run) for case in CASES for run in RUNS if case in EVERYWHERE or str(run) in ELSEWHERE]
+    yield 36, [(case, run) for case in CASES for run in RUNS if case in EVERYWHERE or str(run) in ELSEWHERE]
     yield 12, [(case, run) for case in (UNTIED, TIED) for run in SPLIT]
-    yield 120, [(cases[at % 2], run) for cases in DRAWN for at, run in enumerate(OF_FAMILIES)]
+    yield 160, [(cases[at % 2], run) for cases in DRAWN for at, run in enumerate(OF_FAMILIES)]
     yield 6, [(case, OF_FAMILIES[at]) for case in BUILT for at in (0, 5)]
     yield 24, [(case, replace(run, shard=shard)) for case, run in LADDER for shard in SHARDED]
     yield 8, [(TIED, run) for run in RECOMPUTED]
@@ -624,7 +622,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 18, [(case, run) for case in (TIED, SIDE_BY_SIDE, ADAPTED) for run in MLP_CHUNKS]
     yield 24, TUNING
     yield 16, QUANTISED
-    yield 60, [(case, TUNING_RUNS["tp"]) for case in TUNED_FAMILIES]
+    yield 84, [(case, TUNING_RUNS["tp"]) for case in TUNED_FAMILIES]
     yield 12, OF_EXPERTS
     yield 96, draw("extended", (STARVED, GROUPED), EXPERT_MESHES, 3)
     yield 96, draw("extended again", (FEW_EXPERTS, BIASED_EXPERTS), EXPERT_MESHES, 3)
@@ -641,7 +639,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 24, BARE_ENDS
     yield 8, UNEVEN
     yield 12, BY_MUON
-    yield 240, OTHERS_BY_MUON
+    yield 332, OTHERS_BY_MUON
     yield 48, OF_FURTHER
     yield 72, [*UNEVEN_RUNGS, *UNEVEN_OTHERS]
 

@@ -274,10 +274,7 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
                 split=batch.split,
                 rows=None if batch.rows is None else torch.from_numpy(batch.rows),
                 blank=batch.blank,
-                ahead=tuple(
-                    FurtherTokens(flat(each.tokens), flat(each.labels), wanted(each.labels, run))
-                    for each in batch.ahead
-                ),
+                ahead=tuple(FurtherTokens(flat(x.tokens), flat(x.labels), wanted(x.labels, run)) for x in batch.ahead),
             )
         )
     return made

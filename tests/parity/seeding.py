@@ -4,8 +4,6 @@ A fault is found by the names of functions and by what their code says, wherever
 code may move within its function, functions within their file, and to another one.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -133,7 +131,6 @@ def edited(source: str, inside: tuple[str, ...], edit: Edit) -> str:
         start = min(node.lineno for node in (outer, *getattr(outer, "decorator_list", ()))) - 1
         end = outer.end_lineno or 0
     tree = ast.parse("\n".join(lines[start:end]))
-    sound = ast.unparse(tree)
     (place,) = (node for names, node in _walk(tree) if names == inside)
     before, after = ast.parse(edit.before).body, ast.parse(edit.after).body
     match before, after:
@@ -143,9 +140,9 @@ def edited(source: str, inside: tuple[str, ...], edit: Edit) -> str:
             count = _replace_statements(place, before, after)
     if count != 1:
         raise Stale(f"{edit.place}: says {count} times instead of once: {edit.before!r}")
-    faulty = ast.unparse(tree)
-    if faulty == sound:
+    if [*map(ast.dump, before)] == [*map(ast.dump, after)]:
         raise Stale(f"{edit.place}: {edit.after!r} changes nothing")
+    faulty = ast.unparse(tree)
     try:
         compile(faulty, edit.place, "exec")
     except SyntaxError as error:

@@ -5,8 +5,6 @@ that should see it. Prints which test caught it; the exit status is 1 if one sur
 there any more, so that the table stays honest, or if a test fails without any fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Mapping

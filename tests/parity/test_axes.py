@@ -1,8 +1,6 @@
 """Every axis of a mesh meets every feature of a run: the numbers are those of one process. A new axis, or feature, is a
 line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The balance of experts against formulas in float64 on the whole batch in one piece, on any layout: gradients, values,
 counts and biases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A context over many ranks: each does its share of the work, and dropout repeats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

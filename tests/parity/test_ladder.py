@@ -1,7 +1,5 @@
 """The rungs of the data parallel ladder hold the memory that the formula says."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable
 

@@ -1,8 +1,6 @@
 """The rungs of the data parallel ladder in bf16, fp16 and fp8: where sums have one order they agree bitwise, elsewhere
 within a bound; and an overflow on one rank is left out by all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

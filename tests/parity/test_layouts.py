@@ -1,8 +1,6 @@
 """Any layout, the same numbers: loss, gradients, norm, updated weights, counts and biases of experts against one
 process, in float64, whatever is trained, kept, offloaded or exchanged."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from extended_family import extended

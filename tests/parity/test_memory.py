@@ -1,7 +1,5 @@
 """Whatever is kept of a forward for its backward, the same numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A layer of experts on any layout beside a formula in which every expert computes every token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The suite can fail: faults are where the table says, and one of them is seeded (``sensitivity.py`` seeds all)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -102,7 +100,7 @@ def test_a_name_leads_to_one_place_in_any_file() -> None:
 # -- the copy
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(6, 0)
 def test_a_fault_is_seeded_and_caught(capsys: pytest.CaptureFixture[str]) -> None:
     assert check([BY_NAME["the last sample of a global batch does not count"]]) == 0
     printed = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Adapters and freezing on any layout: the numbers of one process, in float64; and what is frozen stays as it is."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The agent of one node: faults, words, signals; with ranks that do no more than sum a number."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A rank tells its agent where it is, by a callback that waits for nothing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """An agent that is killed leaves its folder to the next one to remove."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The incidents of a run: each is read as it was written, whatever has cut a line, and by whom more became known."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Launchers of others: what a run does when they start it again, and what their scripts and manifests say."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """The manifests for Kubernetes: each field is one of its API's, and each exit status is mapped as docs/launch.md
 says."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

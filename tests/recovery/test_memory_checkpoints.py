@@ -1,7 +1,5 @@
 """Checkpoints in memory: what a run that is started again finds, where it may not look, what it leaves behind."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

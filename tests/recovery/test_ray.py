@@ -1,7 +1,5 @@
 """A run on Ray Train: a worker is killed, and the cluster shrinks and grows, while losses stay those of a quiet run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

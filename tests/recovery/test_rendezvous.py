@@ -1,7 +1,5 @@
 """Two launchers that meet: nodes that die, come, leave and stand still, and a state that only they may write."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

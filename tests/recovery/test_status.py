@@ -1,7 +1,5 @@
 """What is told of a run from outside, while it runs and after it has died."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

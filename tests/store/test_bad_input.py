@@ -1,7 +1,5 @@
 """What the commands are given that they must refuse: one clear message, no target, nothing else touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Buffers, tensors that training moves without a gradient: fp32 wherever weights are converted, and without states."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,13 +24,7 @@ from megacore.tools import convert
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 
-SECTION: Section = {
-    **LLAMA,
-    "family": "extended",
-    "experts": [0, 1, 1, 0, 1],
-    "num_experts": 4,
-    "correction": True,
-}
+SECTION: Section = {**LLAMA, "family": "extended", "experts": [0, 1, 1, 0, 1], "num_experts": 4, "correction": True}
 CORRECTIONS = {f"model.layers.{layer}.mlp.gate.correction" for layer in (1, 2, 4)}
 DTYPES = {state: "BF16" if state == "weights" else "F32" for state in STATES}
 

@@ -1,7 +1,5 @@
 """Checkpoints: what is written is read, and everything but the tensors' bytes is checked when one is opened."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

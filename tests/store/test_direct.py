@@ -1,13 +1,12 @@
 """Writing around the page cache: every byte lands where it belongs, whatever can go that way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -50,12 +49,9 @@ def test_what_it_says_it_has_written_is_there_and_nothing_else(tmp_path: Path, t
     np.testing.assert_array_equal(np.fromfile(tmp_path / "file", np.uint8), expected)
 
 
-def test_small_pieces_are_left_to_the_cache(there: DirectFile) -> None:
+def test_small_pieces_and_those_that_are_aligned_otherwise_are_left_to_the_cache(there: DirectFile) -> None:
     assert there.write(bits(LEAST - 1), 0) == (0, 0)
     assert there.write(bits(LEAST), 0) == (0, LEAST)
-
-
-def test_pieces_in_memory_that_is_aligned_otherwise_are_left_to_the_cache(there: DirectFile) -> None:
     assert there.write(bits(SIZE, lead=8), 0) == there.write(bits(SIZE), 8) == (0, 0)
 
 
@@ -114,11 +110,7 @@ def write_and_compare(path: Path) -> None:
 
 
 def test_systems_and_filesystems_without_it_write_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str, flags: int) -> int:
-        raise OSError(errno.EINVAL, "no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(direct, "_open", refuse)
+    with mock.patch.object(direct, "_open", side_effect=OSError(errno.EINVAL, "no")):
         assert DirectFile.open(tmp_path) is None
         write_and_compare(tmp_path / "refused")
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
@@ -158,12 +150,9 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, there: DirectFile, monkey
         write_and_compare(tmp_path / str(cut))
 
 
-def test_a_full_disk_is_an_error(tmp_path: Path, there: DirectFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space"):
+def test_a_full_disk_is_an_error(tmp_path: Path, there: DirectFile) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "pwrite", side_effect=full), pytest.raises(OSError, match="No space"):
         there.write(bits(SIZE), 0)
 
 

@@ -1,7 +1,5 @@
 """Nothing that lies in the way is followed: files are opened within a folder, and replaced, never written through."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

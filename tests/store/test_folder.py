@@ -1,7 +1,5 @@
 """Folders of every format are asked the same, and answer alike."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace

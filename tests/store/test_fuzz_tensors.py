@@ -1,7 +1,5 @@
 """Safetensors files that nobody should open: each is a StoreError, or it is sound and lies within the file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """GGUF files beside the two independent readers there are: that of the `gguf` library, and that of transformers."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

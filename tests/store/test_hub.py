@@ -1,7 +1,5 @@
 """Names of the Hugging Face hub in the place of folders, with a server on localhost in the place of the hub."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
@@ -73,7 +71,7 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not HubName("a/b", "main").is_pinned and HubName("a/b", "0123456789" * 4).is_pinned
 
 
-@pytest.mark.in_turn(3, 0)
+@pytest.mark.in_turn(6, 0)
 def test_what_is_needed_is_fetched_once(world: World, files: dict[str, bytes]) -> None:
     """The second time the hub is asked for nothing but its newest commit; the third time it is gone."""
     commit = world.hub.push("own/model", files)
@@ -103,7 +101,7 @@ def test_a_folder_of_this_name_goes_first(world: World, files: dict[str, bytes],
     )
 
 
-@pytest.mark.in_turn(3, 1)
+@pytest.mark.in_turn(6, 1)
 def test_shards_by_their_index_and_no_other_format(world: World, files: dict[str, bytes], serving: str) -> None:
     whole = files.pop("model.safetensors")
     index = b'{"weight_map": {"lm_head.weight": "model-[1].safetensors"}}'
@@ -150,7 +148,7 @@ def test_a_model_that_cannot_be_used_is_refused_before_its_weights_come(
     assert not [name for name in world.hub.fetched if name.endswith((".bin", ".safetensors", ".py"))]
 
 
-@pytest.mark.in_turn(3, 0)
+@pytest.mark.in_turn(6, 3)
 def test_what_the_hub_refuses_is_said_in_a_line(world: World, files: dict[str, bytes], serving: str) -> None:
     for name, closed in {"none": (401, "GatedRepo"), "asked": (403, "GatedRepo"), "hidden": (401, "private")}.items():
         world.hub.push(f"own/{name}", files)
@@ -184,7 +182,7 @@ def test_what_is_not_in_the_cache_without_a_network(world: World, files: dict[st
         )
 
 
-@pytest.mark.in_turn(3, 2)
+@pytest.mark.in_turn(6, 2)
 def test_a_killed_download_goes_on(world: World, files: dict[str, bytes]) -> None:
     """Files that have come are not fetched again, and without a network half a model is told to be one."""
     world.hub.push("own/model", files)
@@ -233,7 +231,7 @@ def test_other_problems_come_before_a_model_is_fetched(world: World, files: dict
     assert status == 2 and "there is no nowhere.jsonl" in said and not world.hub.asked
 
 
-@pytest.mark.in_turn(3, 0)
+@pytest.mark.in_turn(6, 5)
 def test_a_tokenizer_by_its_name(world: World, files: dict[str, bytes], serving: str) -> None:
     (world.folder / "a.txt").write_text("text of a file " * 99)
     common = ["--workers", "1"]

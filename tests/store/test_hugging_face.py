@@ -1,7 +1,5 @@
 """Hugging Face folders as sources: everything that real ones hold is read, everything else is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -123,7 +121,7 @@ FORMS: dict[str, tuple[bool, Callable[[Path, PreTrainedModel], object]]] = {
 """{what a folder holds: (whether the model is tied, how what transformers saves becomes that)}"""
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_saves(family: str, tmp_path: Path) -> None:
@@ -150,7 +148,7 @@ def test_the_single_file_counts_where_there_is_an_index_too(tmp_path: Path) -> N
     assert torch.equal(*(of.get_parameter("transformer.wpe.weight") for of in (loaded, new)))
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
     head = any(param.name == "head.bias" for param in configure({"preset": f"{family}-tiny"}).params())
@@ -199,11 +197,7 @@ LEFTOVERS: dict[str, tuple[str, Callable[..., Any], Mapping[str, torch.Tensor]]]
         lambda family: model(family, AutoModel),
         {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in (0, 1)},
     ),
-    "llama frequencies": (
-        "llama",
-        model,
-        {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)},
-    ),
+    "llama": ("llama", model, {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in (0, 1)}),
     "llama frequencies once": ("llama", model, {"model.rotary_emb.inv_freq": torch.ones(2)}),
 }
 

@@ -1,7 +1,5 @@
 """A kill at any time, and a full disk: the source and what was published stay, and the next run succeeds."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """A reader written from docs/checkpoints.md alone, with the safetensors library and none of our code."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -153,9 +151,7 @@ def of_hugging_face(theirs: Pieces, param: dict[str, str], layer: int, sizes: Si
             for (label, axes), word in listed
         }
     found = pieces(theirs[name], param["hf_pattern"], sizes)
-    return {
-        label: piece.transpose([axes.index(axis) for axis in ours[label]]) for label, (axes, piece) in found.items()
-    }
+    return {label: piece.transpose([axes.index(x) for x in ours[label]]) for label, (axes, piece) in found.items()}
 
 
 @pytest.mark.parametrize(("family", "replicas"), [("llama", 1), ("llama", 3), ("gpt2", 1)])

@@ -1,7 +1,5 @@
 """Publishing is atomic: a folder appears whole or not at all, whoever writes, fails or is killed."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -9,6 +7,8 @@ import random
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial as partial_of
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,6 +40,16 @@ def fill(folder: Path) -> None:
     write_file(folder / "index.json", b"{}")
 
 
+def published(target: Path) -> dict[str, str]:
+    with publish(target) as folder:
+        fill(folder)
+    return content(target)
+
+
+def refuse(code: int, *_: object) -> None:
+    raise OSError(code, os.strerror(code))
+
+
 FILLED = {"index.json": "{}", "weights/a": "A"}
 
 
@@ -67,29 +77,21 @@ def test_appears_at_the_end(tmp_path):
 
 def test_in_steps(tmp_path):
     publication = Publication.begin(tmp_path / "out")
-    fill(partial(tmp_path / "out"))
-    publication.finish()
-    assert content(publication.target) == FILLED
-    publication.abandon()  # too late to do anything
-    assert content(publication.target) == FILLED
+    fill(publication.folder)
+    for step in (publication.finish, publication.abandon):  # which comes too late
+        step()
+        assert content(publication.target) == FILLED
 
 
 def test_missing_parents_are_made_and_an_empty_target_is_replaced(tmp_path):
-    with publish(tmp_path / "a" / "b" / "out") as folder:
-        fill(folder)
     (tmp_path / "empty").mkdir()
-    with publish(tmp_path / "empty") as folder:
-        fill(folder)
-    assert content(tmp_path / "a" / "b" / "out") == content(tmp_path / "empty") == FILLED
+    assert published(tmp_path / "a" / "b" / "out") == published(tmp_path / "empty") == FILLED
 
 
 @pytest.mark.parametrize("given", ["out", "out/", "./out", "sub/../out", "../here/out", "out/.", "."])
 def test_relative_targets(tmp_path, monkeypatch, given):
     working = tmp_path / "here"
-    if given == ".":
-        working.mkdir()
-    else:
-        (working / "sub").mkdir(parents=True)
+    (working if given == "." else working / "sub").mkdir(parents=True)
     monkeypatch.chdir(working)
     target = working if given == "." else working / "out"
     with publish(given) as folder:
@@ -165,9 +167,7 @@ def test_an_exception_leaves_nothing(tmp_path, error):
         fill(folder)
         raise error
     assert not list(tmp_path.iterdir())
-    with publish(tmp_path / "out") as folder:
-        fill(folder)
-    assert content(tmp_path / "out") == FILLED
+    assert published(tmp_path / "out") == FILLED
 
 
 def make_file(path: Path) -> None:
@@ -175,19 +175,18 @@ def make_file(path: Path) -> None:
 
 
 def make_full(path: Path) -> None:
-    path.mkdir()
-    (path / "x").write_text("precious")
+    make_strange(path)
     (path / "y").mkdir()
 
 
-TAKEN: list[tuple[Callable[[Path], object], str]] = [
-    (make_file, "out: exists and is no folder: choose another name, or remove it"),
-    (make_full, "out: exists and holds 2 files or folders: choose another name, or remove it"),
-    (os.mkfifo, "out: exists and is no folder"),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), TAKEN, ids=["file", "folder", "pipe"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (make_file, "out: exists and is no folder: choose another name, or remove it"),
+        (make_full, "out: exists and holds 2 files or folders: choose another name, or remove it"),
+        (os.mkfifo, "out: exists and is no folder"),
+    ],
+)
 def test_what_exists_is_not_touched(tmp_path, make, message):
     make(tmp_path / "out")
     with pytest.raises(StoreError, match=message), publish(tmp_path / "out"):
@@ -216,10 +215,15 @@ def test_room_is_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: usage(3 * 2**18, 4096))
     with publish(tmp_path / "fits", 3 * 2**30):
         pass
-    leftover(tmp_path / "out")
+    old = leftover(tmp_path / "out") / "weights" / "old"
     with pytest.raises(StoreError, match=rf"out: needs 3\.50 GiB and 3\.00 GiB are free in {tmp_path}: make room, or"):
         Publication.begin(tmp_path / "out", 7 * 2**29)
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]
+    old.parent.mkdir(parents=True)
+    (partial(tmp_path / "out") / LOCK).touch()
+    old.touch()
+    monkeypatch.setattr(os, "statvfs", lambda path: usage(0 if old.exists() else 1, 4096))
+    Publication.begin(tmp_path / "out", 4096).abandon()
 
 
 @pytest.mark.parametrize(
@@ -230,13 +234,6 @@ def test_sizes_are_in_units_that_say_something(size: int, words: str) -> None:
     assert module.spelled(size) == words
 
 
-def test_the_room_of_a_leftover_counts(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "f_bavail f_frsize")
-    old = leftover(tmp_path / "out") / "weights" / "old"
-    monkeypatch.setattr(os, "statvfs", lambda path: usage(0 if old.exists() else 1, 4096))
-    Publication.begin(tmp_path / "out", 4096).abandon()
-
-
 def test_parents_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     for target in ("file/out", "file/deep/out", "x" * 300 + "/out", "y" * 250):
@@ -245,9 +242,6 @@ def test_parents_that_cannot_be(tmp_path):
     for target in ("a\x00b", "\ud800"):
         with pytest.raises(StoreError):
             Publication.begin(tmp_path / target)
-
-
-def test_a_parent_of_someone_else(tmp_path):
     (tmp_path / "theirs").mkdir(mode=0o555)
     user = os.geteuid()
     try:
@@ -260,30 +254,20 @@ def test_a_parent_of_someone_else(tmp_path):
 
 
 def test_filesystems_without_locks(tmp_path, monkeypatch):
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", partial_of(refuse, errno.ENOLCK))
     with pytest.raises(StoreError, match=r"\.out\.partial/\.lock: its filesystem has no locks \(No locks available\)"):
         Publication.begin(tmp_path / "out")
 
 
-def test_filesystems_that_cannot_sync_folders(tmp_path, monkeypatch):
-    def fail(code: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    for code, goes_on in [(errno.EINVAL, True), (errno.EIO, False)]:
-        publication = Publication.begin(tmp_path / f"{code}")
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "fsync", lambda file, code=code: fail(code))
-            if goes_on:
-                publication.finish()
-            else:
-                with pytest.raises(StoreError, match="Input/output error"):
-                    publication.finish()
-        publication.abandon()
-        assert (tmp_path / f"{code}").exists() == goes_on
-        assert not publication.folder.exists()
+@pytest.mark.parametrize(("code", "goes_on"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_filesystems_that_cannot_sync_folders(tmp_path, monkeypatch, code, goes_on):
+    publication = Publication.begin(tmp_path / "out")
+    monkeypatch.setattr(os, "fsync", partial_of(refuse, code))
+    with nullcontext() if goes_on else pytest.raises(StoreError, match="Input/output error"):
+        publication.finish()
+    publication.abandon()
+    assert (tmp_path / "out").exists() == goes_on
+    assert not publication.folder.exists()
 
 
 def test_write_file(tmp_path, monkeypatch):
@@ -295,11 +279,7 @@ def test_write_file(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="File exists"):
         write_file(tmp_path / "link", b"3")
     assert (tmp_path / "f").read_bytes() == b"12" and not (tmp_path / "elsewhere").exists()
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", partial_of(refuse, errno.ENOSPC))
     with pytest.raises(StoreError, match=r"g: No space left on device: it needs 3 bytes and \d+ are free in"):
         write_file(tmp_path / "g", b"123")
 
@@ -329,14 +309,9 @@ def test_a_leftover_is_taken_over(tmp_path):
         assert [path.name for path in new.iterdir()] == [LOCK]
         fill(new)
     assert content(tmp_path / "out") == FILLED and content(tmp_path / "source") == {"x": "precious"}
-
-
-def test_a_leftover_from_before_its_lock(tmp_path):
-    partial(tmp_path / "out").mkdir()
-    assert leftovers(tmp_path) == [partial(tmp_path / "out")]
-    with publish(tmp_path / "out") as folder:
-        fill(folder)
-    assert content(tmp_path / "out") == FILLED
+    partial(tmp_path / "next").mkdir()  # from before its lock
+    assert leftovers(tmp_path) == [partial(tmp_path / "next")]
+    assert published(tmp_path / "next") == FILLED
 
 
 def make_strange(path: Path) -> None:
@@ -345,11 +320,9 @@ def make_strange(path: Path) -> None:
 
 
 def make_link(path: Path) -> None:
-    elsewhere = path.parent / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / LOCK).touch()
-    (elsewhere / "x").write_text("precious")
-    path.symlink_to(elsewhere)
+    make_strange(path.parent / "elsewhere")
+    (path.parent / "elsewhere" / LOCK).touch()
+    path.symlink_to(path.parent / "elsewhere")
 
 
 def make_theirs(path: Path) -> None:
@@ -438,12 +411,8 @@ def test_a_folder_that_goes_while_its_lock_is_waited_for(tmp_path, monkeypatch):
 def test_what_cannot_be_removed_stays_a_leftover(tmp_path, monkeypatch):
     publication = Publication.begin(tmp_path / "out")
     fill(publication.folder)
-
-    def refuse(path: str) -> None:
-        raise PermissionError(errno.EACCES, "no", path)
-
     with monkeypatch.context() as patched:
-        patched.setattr(module.shutil, "rmtree", refuse)
+        patched.setattr(module.shutil, "rmtree", partial_of(refuse, errno.EACCES))
         publication.abandon()
     (found,) = leftovers(tmp_path)
     assert content(found) == {**FILLED, LOCK: ""} and found.name.startswith(f"{publication.folder.name}.")
@@ -451,10 +420,9 @@ def test_what_cannot_be_removed_stays_a_leftover(tmp_path, monkeypatch):
 
 
 def test_what_was_being_removed_when_its_writer_died_goes_with_the_next_one(tmp_path):
-    for name in (".out.partial.12ab34cd.doomed", ".other.partial.12ab34cd.doomed"):
-        leftover(tmp_path / "out").rename(tmp_path / name)
-    with publish(tmp_path / "out") as folder:
-        fill(folder)
+    for name in ("out", "other"):
+        leftover(tmp_path / "out").rename(tmp_path / f".{name}.partial.12ab34cd.doomed")
+    assert published(tmp_path / "out") == FILLED
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial.12ab34cd.doomed", "out"]
 
 

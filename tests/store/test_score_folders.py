@@ -1,7 +1,5 @@
 """Folders of models whose heads score sequences: read, laid out, verified beside transformers, exported and refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files without a name: what is written is read, their room is theirs, and nothing of them is ever left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Places that are spread over several files: equal shares, and a checkpoint as any other for all who read it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

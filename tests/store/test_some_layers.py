@@ -1,7 +1,5 @@
 """Weights that some layers have, and axes over a product of dimensions: on disk, in conversion and in adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experts that Hugging Face lists one by one, stacked in checkpoints: against tensors put together by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

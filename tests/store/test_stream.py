@@ -1,11 +1,10 @@
 """The executor: whatever the blocks, threads and dtypes, files hold what whole copies give, and know what they hold."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -170,10 +169,7 @@ def test_a_used_buffer_does_not_show_in_padding(tmp_path: Path) -> None:
 def test_a_source_that_fails_stops_all(jobs: int, tmp_path: Path) -> None:
     arrays = arrays_of(whole_layout(), "F32", 0)
     files = files_of(ONE, whole_layout(), whole_layout(tp=8), arrays, "F32", "F32")
-
-    def read(stored: Stored, view: Piece | None = None) -> tuple[str, np.ndarray]:
-        raise StoreError("the source is gone")
-
+    read = mock.Mock(side_effect=StoreError("the source is gone"))
     files = tuple(stream.File(file.path, file.tensors, read if i == 1 else file.read) for i, file in enumerate(files))
     with pytest.raises(StoreError, match="the source is gone"):
         stream.write(tmp_path, files, ONE, jobs)

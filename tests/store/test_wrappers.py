@@ -1,8 +1,6 @@
 """Models of which one part is of a family here, those that also see: the text model is read, trained and written, and
 what else there is goes with it byte by byte."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from wrapped import SECTIONS, loaded, logits, prompts, saved
 
 from megacore.data.batches import Batch
 from megacore.inference.model_loader import microbatch_of, model_from
+from megacore.models.assemble import Model
 from megacore.models.config import ModelConfigError
 from megacore.models.registry import configure, family
 from megacore.models.wrappers import WRAPPERS, rewrapped, unwrapped
@@ -65,6 +64,11 @@ def assert_same(made: Path, theirs: Path) -> None:
     assert json.loads((made / "config.json").read_text()) == json.loads((theirs / "config.json").read_text())
 
 
+def logits_of(model: Model, tokens: np.ndarray) -> torch.Tensor | None:
+    batch = Batch(tokens, np.full_like(tokens, IGNORE), np.arange(tokens.size)[None], None)
+    return model.logits(microbatch_of(model, batch))
+
+
 @pytest.mark.in_turn(11)
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, each in WRAPPERS.items() for part in each.families])
 def test_a_model_that_sees_goes_there_and_back(name: str, part: str, tmp_path: Path) -> None:
@@ -82,9 +86,7 @@ def test_a_model_that_sees_goes_there_and_back(name: str, part: str, tmp_path: P
     # Of text alone the three numbers of a position are one.
     tokens = prompts(name)[0]["input_ids"].numpy()
     model = model_from(open_folder(again), Mesh.single(), torch.float64)
-    found = model.logits(
-        microbatch_of(model, Batch(tokens, np.full_like(tokens, IGNORE), np.arange(tokens.size)[None], None))
-    )
+    found = logits_of(model, tokens)
     assert found is not None
     whole = loaded(theirs).double()
     for buffer in whole.buffers():  # rotary frequencies are of float32
@@ -109,9 +111,7 @@ def test_experts_that_lie_with_their_inputs_first(tmp_path: Path) -> None:
     assert_same(back, theirs)
     tokens = prompts("qwen3_vl_moe")[0]["input_ids"].numpy()
     model = model_from(open_folder(ours), Mesh.single(), torch.float64)
-    found = model.logits(
-        microbatch_of(model, Batch(tokens, np.full_like(tokens, IGNORE), np.arange(tokens.size)[None], None))
-    )
+    found = logits_of(model, tokens)
     assert found is not None and (found - wanted[0][0]).abs().max() <= 1e-5 * wanted[0].abs().max()
 
 
@@ -184,9 +184,7 @@ def test_a_run_trains_the_text_model_and_carries_the_rest(tmp_path: Path, monkey
     assert not theirs.exists()
     assert main.main([recipe, *started, "train.steps=3", "checkpoint.resume=auto", f"checkpoint.export={last}"]) == 0
     damaged = out / "checkpoints" / "step-00000003"
-    data = bytearray((damaged / CARRIED).read_bytes())
-    data[-1] ^= 1
-    (damaged / CARRIED).write_bytes(data)
+    flip(damaged / CARRIED)
     assert main.main([recipe, *started, "train.steps=3", "checkpoint.resume=auto"]) == 0
     assert damaged.with_name("step-00000003.damaged").exists() and damaged.exists()
     for folder in (made, last):
@@ -289,10 +287,7 @@ def test_damage_of_what_is_carried_is_found(
     file = TensorFile.open(ours / CARRIED)
     one, other = (file.entries[f"vision_tower.encoder.layers.{n}.mlp.fc1.weight"] for n in (0, 1))
     data = bytearray((ours / CARRIED).read_bytes())
-    data[one.start : one.stop], data[other.start : other.stop] = (
-        data[other.start : other.stop],
-        data[one.start : one.stop],
-    )
+    data[one.start : one.stop], data[other.start : other.stop] = (data[x.start : x.stop] for x in (other, one))
     (ours / CARRIED).write_bytes(data)
     assert inspect.main([str(ours), "--check"]) == 1
     assert "carried/tensors.safetensors: vision_tower.encoder.layers.1.mlp.fc1.weight has" in capsys.readouterr().out
@@ -315,10 +310,7 @@ def test_damage_of_what_is_carried_is_found(
         ({"naming": ["{0.__class__}", ""]}, "which are no two beginnings of names"),
         ({"files": {}}, f"names the files [] instead of {CARRIED}"),
         ({"config": {"model_type": "llama"}}, "of which no part is a gemma3_text"),
-        (
-            {"config": {"model_type": "llava", "text_config": {"model_type": "llama"}}},
-            "of which no part is a gemma3_text",
-        ),
+        ({"config": {"model_type": "llava", "text_config": {"model_type": "llama"}}}, "no part is a gemma3_text"),
         ({"config": {"model_type": "gemma3"}}, "text_config is None"),
     ],
 )

@@ -1,7 +1,5 @@
 """Tiny models in folders: random bits in Hugging Face's format, and checkpoints of training runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
@@ -116,9 +114,7 @@ def run_checkpoint(
     """A checkpoint of a training run: weights, fp32 masters, moments and averages, trainer.json; and the bits of each
     state."""
     config = configure(section)
-    held = {
-        state: random_bits(config, dtype if state == "weights" else "F32", i, state) for i, state in enumerate(states)
-    }
+    held = {name: random_bits(config, dtype if name == "weights" else "F32", i, name) for i, name in enumerate(states)}
 
     def reads(state: str) -> Read:
         kind = dtype if state == "weights" else "F32"

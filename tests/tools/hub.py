@@ -1,7 +1,5 @@
 """Tiny Hugging Face folders, checkpoints of them, and damage to their files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

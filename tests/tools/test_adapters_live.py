@@ -1,7 +1,5 @@
 """`megacore generate` and `evaluate` with adapters beside their base: what the merged model says, on every layout."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -132,7 +130,7 @@ def assert_said(found: Said, wanted: Said, tolerance: float) -> None:
 # -- what the merged model says
 
 
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(40)
 @pytest.mark.parametrize("family", LORAS)
 def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: Path, not_durable: None) -> None:
     made = make(tmp_path, family)

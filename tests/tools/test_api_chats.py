@@ -1,7 +1,5 @@
 """The chats about our own API: what is kept back from training is asked in another way, about the same facts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict
@@ -53,9 +51,7 @@ def test_pairs_prefer_the_answer_to_that_of_another_question(tmp_path: Path) -> 
     made = make(tmp_path, "--facts", "50")
     for chats, pairs in (("train.jsonl", "pairs.jsonl"), ("validation.jsonl", "validation_pairs.jsonl")):
         known, rows = turns(made[chats]), [json.loads(line) for line in made[pairs]]
-        said = [
-            (row["prompt"][0]["content"], row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows
-        ]
+        said = [(x["prompt"][0]["content"], x["chosen"][0]["content"], x["rejected"][0]["content"]) for x in rows]
         assert {question: answer for question, answer, _ in said} == known and len(said) == len(known)
         assert all(answer != other for _, answer, other in said)
 

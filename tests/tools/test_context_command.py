@@ -1,7 +1,5 @@
 """`megacore context`: what it shows is what ranks do, and it needs no torch."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

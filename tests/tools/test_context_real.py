@@ -9,8 +9,6 @@ steps below 2.080, 2.015, 1.564; with the rope of the recipe and no step 2.101 a
 the end of 6k and of 12k tokens are found, those at the beginning are not.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

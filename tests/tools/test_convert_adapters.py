@@ -1,7 +1,5 @@
 """Adapters on their way out, beside the peft library where it is installed, and beside the formula everywhere."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -151,7 +149,7 @@ def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[s
     return {*names}, b @ a
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
     """W + scale B A of the peft folder's A and B; and transformers computes with them what we do beside them."""
     assert run(made.checkpoint, tmp_path / "hf", "--to", "hf", "--base", made.folder, "--jobs", 2) == 0
@@ -182,7 +180,7 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
     torch.testing.assert_close(ours(made), logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 def test_peft_computes_what_we_compute(made: Made, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the peft library is not installed")
     assert run(made.checkpoint, tmp_path / "peft", "--to", "peft") == 0
@@ -211,7 +209,7 @@ def test_a_base_of_bf16_is_rounded_once(tmp_path: Path, not_durable: None) -> No
     assert {each.dtype for each in load_file(tmp_path / "wide" / "model.safetensors").values()} == {torch.float32}
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 def test_adapters_reshard(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """To another layout and out: the same bytes; and an inspection says what they are."""
     assert reshard.main([str(made.checkpoint), str(tmp_path / "other"), "--tp", "4"]) == 0
@@ -253,10 +251,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, not_durable: None, capsys: 
 
 
 WRONG = {
-    "deepseek_v3": (
-        "mlp.shared.down",
-        "peft takes those of mlp.shared_experts.down_proj for those of deepseek_v3's experts",
-    ),
+    "deepseek_v3": ("mlp.shared.down", "those of mlp.shared_experts.down_proj for those of deepseek_v3's experts"),
     "afmoe": ("attn.qkv", "peft takes those of self_attn.gate_proj for those of afmoe's experts"),
     "falcon_h1": ("ssm.out", "peft refuses adapters of out_proj of falcon_h1"),
 }

@@ -1,7 +1,5 @@
 """`megacore diagnose`: what was made slow comes first, in traces that never ran and in runs that sleep."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -172,9 +170,7 @@ def test_a_cause_comes_first_without_stages(
     if first:
         assert found.findings[0].about.startswith(about) and bool(found.findings[0].about) == bool(about)
         assert found.findings[0].gain == pytest.approx(gain, rel=0.02)
-    assert found.seconds == pytest.approx(
-        max(x.end for rank in range(len(step.ranks)) for x in step.of(rank)), rel=0.001
-    )
+    assert found.seconds == pytest.approx(max(x.end for n, _ in enumerate(step.ranks) for x in step.of(n)), rel=0.001)
 
 
 def schedule_of(step: TracedStep) -> Iterator[list[Action]]:

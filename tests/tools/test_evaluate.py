@@ -1,7 +1,5 @@
 """`megacore evaluate`: what transformers finds, token for token, and the same on every layout."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """`megacore generate`: token for token what transformers generates, on every layout, and text as it becomes certain."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
@@ -76,7 +74,7 @@ def ours(
 # -- tokens
 
 
-@pytest.mark.in_turn(20)
+@pytest.mark.in_turn(40)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
@@ -180,7 +178,7 @@ def test_frequencies_go_by_the_length_of_each_sequence(rope: str, tmp_path: Path
     assert ours(folder, positions=None) == [theirs(folder, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.in_turn(5)
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_token_is_the_first_without_a_position(family: str, tmp_path: Path) -> None:
     folder = save(family, tmp_path / "hf")

@@ -1,7 +1,5 @@
 """`megacore plan --goodput`: what it prints, what it takes from a run, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs that start from a model of the hub, and the model in several ranks: all of the commit that was fetched first."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

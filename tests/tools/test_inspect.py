@@ -1,7 +1,5 @@
 """`megacore inspect`: what it says of folders, that two in different layouts are equal, every kind of difference."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -39,7 +37,7 @@ def text(capsys: Capture, *arguments: object) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-@pytest.fixture(scope="module", params=one_in(7))
+@pytest.fixture(scope="module", params=one_in(14))
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A Hugging Face folder and checkpoints of it in several layouts; not to be written to."""
     root = tmp_path_factory.mktemp(request.param)

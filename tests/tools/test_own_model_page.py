@@ -1,7 +1,5 @@
 """The code of docs/own_model.md runs as it stands, and has the numbers of the plain model in one process."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megacore config` and `megacore models`: docs/config.md and docs/zoo.md are what they print."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The functions of `megacore` do what the commands do: the same tokens, bytes and numbers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters beside weights in NF4 or int8 (QLoRA): the numbers of bitsandbytes and of peft, runs, and what is merged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ pip install gguf accelerate && python ../shared/real_model.py FOLDER       # Smo
 MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_real_model.py
 """
 
-from __future__ import annotations
-
 import filecmp
 import json
 import subprocess

@@ -185,7 +185,8 @@ def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained,
     assert read(out) == ["a\r\n", "n0", "n1", "late", "m = 1", "p0", "p1", "p2", "p3", "p4", "q0", "q1", "z"]
     assert Corpus.read(out).empty == 2
     (tmp_path / "named.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
-    assert read(tokenize(tmp_path / "named.json", trained, "--name", "n", "--overwrite")[1], "n") == ["one", "two"]
+    _, out = tokenize(tmp_path / "named.json", trained, "--name", "n", "--overwrite", "--no-append-eod")
+    assert read(out, "n") == ["one", "two"] and Corpus.read(out).end_of_document is None
 
 
 @pytest.mark.in_turn(3, 2)
@@ -307,12 +308,6 @@ def test_a_vocabulary_too_small_or_too_large_for_the_text_is_said(tmp_path, caps
     assert f"vocabulary {found:,} (not 10,000,000: the text has no more pairs to join)" in capsys.readouterr().out
     assert main([*given, str(found), "--overwrite"]) == 0
     assert f"vocabulary {found:,}, unigram" in capsys.readouterr().out
-
-
-def test_without_an_end_of_document(tmp_path, trained):
-    (tmp_path / "a.txt").write_text("text")
-    status, out = tokenize(tmp_path / "a.txt", trained, "--no-append-eod")
-    assert status == 0 and read(out) == ["text"] and Corpus.read(out).end_of_document is None
 
 
 def test_an_existing_output_is_kept_unless_told(tmp_path, trained, capsys):

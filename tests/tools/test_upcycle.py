@@ -1,7 +1,5 @@
 """A dense model with experts in the place of its feed-forward networks: the same loss, each weight where it belongs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
