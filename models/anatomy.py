@@ -25,8 +25,6 @@ ACTIVATIONS: Mapping[str, str] = {
     "swish": "silu",
 }
 """{Hugging Face's name of an activation function: ours}; each has f(0) = 0, for the mlp axis is padded with zeros."""
-DRAWN = tuple(name for name in ACTIVATIONS if name != "swish")
-"""The names that random models for tests have: swish is another name of silu."""
 
 GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai"}
 """{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss)."""

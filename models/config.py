@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
-from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megacore.models import scores
@@ -119,14 +118,6 @@ class ModelConfig(ABC):
     def sizes(self) -> Mapping[str, int]:
         """Sizes of the axes of the weights' sentences."""
         return {axis: getattr(self, field) for axis, field in self.axes.items()}
-
-    @classmethod
-    @abstractmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        """Hugging Face's fields of a random small model, for tests: every choice that the family has, but no dropout.
-
-        The heads split over ``tp`` ranks, of which some may share keys and values.
-        """
 
     @abstractmethod
     def params(self) -> tuple[Param, ...]:

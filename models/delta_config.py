@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR
@@ -32,11 +31,6 @@ class DeltaConfig(HybridConfig):
     }
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.25)
     constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 1.0}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "linear_conv_kernel_dim": (2, 4),
-        "linear_key_head_dim": (4, 6),
-        "linear_value_head_dim": (3, 5),
-    }
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -72,13 +66,3 @@ class DeltaConfig(HybridConfig):
         if values < 1 or (keys > 0 and values % keys):
             found.append(f"linear_num_value_heads ({values}) is not a multiple of linear_num_key_heads ({keys})")
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        keys = tp * rng.choice((1, 2))
-        return drawn | {
-            "linear_num_key_heads": keys,
-            "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
-            **({"layer_types": None} if layers > 3 and rng.random() < 0.5 else {}),
-        }

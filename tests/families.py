@@ -1,4 +1,4 @@
-"""Small models of every family of the registry: drawn at random by the family itself, and as transformers has them."""
+"""Small models of every family of the registry: drawn at random, and as transformers has them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _pytest.mark.structures import ParameterSet
+from draws import draw
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.activations import FastGELUActivation
@@ -108,9 +109,9 @@ def one_in(few: int) -> list[ParameterSet]:
 def drawn(
     name: str, seed: int = 0, *, layers: int = 5, vocab: int = 13, positions: int = 16, tp: int = 4, **fields: Any
 ) -> dict[str, Any]:
-    """A recipe's section of a model of the family: what it draws, but for these fields."""
+    """A recipe's section of a random model of the family, but for these fields."""
     sizes = {"layers": layers, "vocab": vocab, "positions": positions, "tp": tp}
-    return {"family": name, **family(name).config.draw(Random(seed), **sizes), **fields}
+    return {"family": name, **draw(family(name).config, Random(seed), **sizes), **fields}
 
 
 def of_transformers(section: dict[str, Any]) -> PretrainedConfig:

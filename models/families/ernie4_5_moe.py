@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.config import positive
@@ -33,12 +32,6 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
         "expert_mlp": "moe_intermediate_size",
     }
     rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "moe_intermediate_size": (6, 11),
-        "moe_num_shared_experts": (0, 1, 2),
-        "moe_layer_start_index": (0, 1),
-        "moe_layer_interval": (1, 2),
-    }
 
     pad_token_id: int | None = 0
     tie_word_embeddings: bool = True
@@ -82,11 +75,6 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
 
     def network(self, t: Table) -> Rows:
         return self.feed_forward(t, self.experts(t), bias=self.use_bias)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"moe_layer_end_index": rng.choice((-1, layers - 2))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "moe_layer_interval")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy
 from megacore.models.config import above_zero
-from megacore.models.families.gemma import TANH, GemmaConfig
+from megacore.models.families.gemma import GemmaConfig
 from megacore.models.families.gemma3 import Gemma3Config
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.local_rope import LocalHeadsConfig
@@ -50,15 +49,6 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         "plain_norms": frozenset({"attn.v_norm"}),
     }
     told: ClassVar[Mapping[str, str]] = {"logit_softcap": "final_logit_softcapping"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "hidden_act": (TANH, "relu"),
-        "global_head_dim": (4, 8),
-        "num_global_key_value_heads": (None, 1),
-        "final_logit_softcapping": (None, 3.0),
-        "use_bidirectional_attention": (None, "vision"),
-        "top_k_experts": (2, 3),
-        "moe_intermediate_size": (6, 11),
-    }
     parts: ClassVar[Mapping[str, str]] = Gemma3Config.parts
 
     sliding_window: int | None = 512
@@ -144,11 +134,6 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
             found += [f"{name} is {n}: it must be at least 1" for name, n in given.items() if n < 1]
             found += (self.routing or Routing(experts=1, top_k=1)).problems()
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"hidden_size_per_layer_input": 0, "num_experts": max(4, 2 * tp)}
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
@@ -43,7 +42,6 @@ class GptNeoConfig(LearnedPositionsConfig):
     norm_bias: ClassVar[bool] = True
     constants: ClassVar[Mapping[str, Any]] = {"attention_scale": 1.0, "padding_idx": None}
     told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_dropout", "embedding_dropout": "embed_dropout"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"intermediate_size": (None, 14, 31)}
     parts: ClassVar[Mapping[str, str]] = around("ln_1", "ln_2")
 
     hidden_act: str = "gelu_new"
@@ -64,12 +62,6 @@ class GptNeoConfig(LearnedPositionsConfig):
 
     def network(self, t: Table) -> Rows:
         return t.plain_mlp("mlp.c_fc", "mlp.c_proj", bias=True)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"attention_types": [[[rng.choice((*_KINDS,))], 1] for _ in range(layers)]}
-        return drawn | {"window_size": rng.choice((2, 3, positions))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "window_size")

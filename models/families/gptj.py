@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import ROPE, Anatomy, LayerAttention
@@ -77,11 +76,6 @@ class GptjConfig(Gpt2Config):
         if not found and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.pairs.head):
             found.append(f"rotary_dim is {self.rotary_dim}: it must be even, and at most the head's {self.pairs.head}")
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn, head = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp), rng.choice((4, 6, 8))
-        return drawn | {"n_embd": drawn["n_head"] * head, "rotary_dim": rng.choice(range(2, head + 1, 2))}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -3,9 +3,8 @@ four, latent attention without a rope in the fourth, and experts that are chosen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR
@@ -62,7 +61,6 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
     }
     correction: ClassVar[str] = f"{_MOE}.gate.e_score_correction_bias"
     constants: ClassVar[Mapping[str, Any]] = {"norm": "rms", "delta_gate": "sigmoid"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"linear_head_dim": (4, 6), "linear_conv_kernel_dim": (2, 4)}
 
     pad_token_id: int | None = 163839
     rms_norm_eps: float = 1e-5
@@ -130,12 +128,6 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
     @classmethod
     def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in super().as_written(raw).items() if name != "dense_name"}
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"linear_num_heads": tp * rng.choice((1, 2)), "tie_word_embeddings": False}
-        return {name: value for name, value in drawn.items() if name not in cls.derived}
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, Factors
@@ -95,15 +94,6 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
 
     def experts(self, t: Table) -> Rows:
         return t.experts(correction=self.correction)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        heads, head = 2 * drawn["num_attention_heads"], drawn["head_dim"]
-        fitting = [kv for kv in (1, 2, 4, heads // 2) if heads % (2 * kv) == 0 and (kv % tp == 0 or tp % (2 * kv) == 0)]
-        drawn |= {"num_attention_heads": heads, "num_key_value_heads": rng.choice(fitting)}
-        drawn |= {"v_head_dim": rng.choice((3, head)), "attention_value_scale": rng.choice((None, 0.7))}
-        return drawn | {"sliding_window": rng.choice((2, 3, positions))}  # the class cannot do without
 
     def problems(self) -> list[str]:
         found, heads, local = super().problems(), self.num_attention_heads, self.local_key_value_heads

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models import rope_config
 from megacore.models.anatomy import Anatomy, Temperature
 from megacore.models.families.mistral import MistralConfig
 from megacore.models.presets import shape, yarn
@@ -56,12 +54,6 @@ class Ministral3Config(MistralConfig):
         if isinstance(self.rope_parameters, TemperedYarnRope):
             return super().rope_problems()
         return [f"rope_type is {self.rope_parameters.rope_type!r}: queries have a temperature only in that of 'yarn'"]
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        rope = rope_config.draw(rng, drawn["head_dim"], positions, cls.rope_convention, ["yarn"])
-        return drawn | {"rope_parameters": rope | {"beta_fast": 32, "beta_slow": 1, "llama_4_scaling_beta": 0.5}}
 
 
 def _shape(hidden: int, mlp: int, layers: int, **own: Any) -> dict[str, Any]:

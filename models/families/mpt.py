@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Alibi, Anatomy
@@ -98,11 +97,6 @@ class MptConfig(NoRopeConfig):
         # Whose class takes whole numbers alone.
         whole = {name: int(n) if isinstance(n, float) and n.is_integer() else n for name, n in section.items()}
         return super()._write() | {_SECTION: {**whole, **_FIXED}}
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {_SECTION: {"clip_qkv": rng.choice((None, 0.3)), "softmax_scale": rng.choice((None, 0.2))}}
 
 
 def _shape(hidden: int, layers: int, heads: int, **section: Any) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from draws import ACTIVATED, CHOICES, DRAWS
 from families import drawn, in_float64, of_transformers
 from pool import Pool
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megacore.models.anatomy import DRAWN
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
 from megacore.models.registry import FAMILIES, configure, family
@@ -237,7 +237,7 @@ def test_the_random_models_cover_what_they_should() -> None:
         lambda c: c.max_position_embeddings < LENGTH,
     ):
         assert 0 < sum(map(condition, llamas)) < len(llamas)
-    assert {c.activation_function for c in gpts} == set(DRAWN)
+    assert {c.activation_function for c in gpts} == set(ACTIVATED)
     assert {c.n_inner for c in gpts} == {None, 7, 40}
     assert {c.tie_word_embeddings for c in gpts} == {True, False}
 
@@ -251,6 +251,8 @@ def test_no_draw_is_refused() -> None:
             most = None if name == "bloom" else 16  # slopes of heads reach over any number of positions
             assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, most)
             layout_of(config, MeshShape(tp=4, pp=2))
+    classes = {base.__name__ for name in FAMILIES for base in family(name).config.__mro__}
+    assert classes >= DRAWS.keys() | CHOICES.keys()
 
 
 # -- packed documents, split over cp
