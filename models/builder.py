@@ -165,7 +165,8 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     )
     if f"{name}.kv_a.weight" in parameters:
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
-        return LatentAttention(parameters, name, layer, own, scoring, of_latent)
+        encoding = encode(anatomy, parameters, layer, name)
+        return LatentAttention(parameters, name, layer, own, scoring, of_latent, encoding)
     normed = ["q_norm", "k_norm", *(["v_norm"] if "attn.v_norm" in anatomy.plain_norms else [])]
     norms = (
         [norm(anatomy, parameters, f"{name}.{each}") for each in normed]

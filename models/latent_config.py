@@ -53,6 +53,9 @@ class LatentConfig(DecoderConfig):
         latent, bias = self.q_lora_rank is not None, self.attention_bias
         return t.latent_attention(latent_queries=latent, bias=bias, pairs=self.rope_interleave)
 
+    def rope_problems(self) -> list[str]:
+        return self.rope_parameters.problems(self.qk_rope_head_dim)
+
     def problems(self) -> list[str]:
         found = super().problems()
         if self.q_lora_rank is not None:

@@ -73,6 +73,7 @@ FAMILIES: Mapping[str, str] = {
     "ministral": "megacore.models.families.ministral.MinistralConfig",
     "ministral3": "megacore.models.families.ministral3.Ministral3Config",
     "mistral": "megacore.models.families.mistral.MistralConfig",
+    "mistral4": "megacore.models.families.mistral4.Mistral4Config",
     "mixtral": "megacore.models.families.mixtral.MixtralConfig",
     "mpt": "megacore.models.families.mpt.MptConfig",
     "nanochat": "megacore.models.families.nanochat.NanoChatConfig",

@@ -408,7 +408,9 @@ def mimo_v2_flash(d: Draw) -> Fields:
 
 
 def tempered(d: Draw) -> Fields:
-    turns = d.rope(d["head_dim"], ["yarn"])
+    latents = "qk_rope_head_dim" in d.fields
+    turns = d.rope(d["qk_rope_head_dim"] if latents else d["head_dim"], ["yarn"])
+    turns |= {"mscale": 0.7, "mscale_all_dim": d.one(0.7, 1.3)} if latents else {}
     return {"rope_parameters": turns | {"beta_fast": 32, "beta_slow": 1, "llama_4_scaling_beta": 0.5}}
 
 
@@ -451,6 +453,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "SigmoidConfig": groups,
     "SparseConfig": sparse,
     "StateSpaceConfig": state_space,
+    "TemperedConfig": tempered,
     "TypedLayersConfig": lambda d: {"mlp_layer_types": d.one(None, d.of_layers("dense", "sparse"))},
     "WindowedConfig": windowed,
     "ApertusConfig": lambda d: {"hidden_act": d.one("xielu", "xielu", d["hidden_act"])},
@@ -481,7 +484,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "Lfm2MoeConfig": lambda d: {"num_dense_layers": d.one(0, 1) * (d.layers > 1)},
     "Llama4Config": llama4,
     "MimoV2FlashConfig": mimo_v2_flash,
-    "Ministral3Config": tempered,
+    "Mistral4Config": groups,
     "MptConfig": lambda d: {"attn_config": {"clip_qkv": d.one(None, 0.3), "softmax_scale": d.one(None, 0.2)}},
     "NemotronHConfig": nemotron_h,
     "Phi3Config": lambda d: {

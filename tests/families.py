@@ -14,14 +14,18 @@ import torch.nn.functional as F
 from _pytest.mark.structures import ParameterSet
 from draws import draw
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4Config, PretrainedConfig, PreTrainedModel
 from transformers.activations import FastGELUActivation
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.bloom.modeling_bloom import BloomGelu
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from megacore.models.mtp import FIELD
 from megacore.models.registry import FAMILIES, family
 from megacore.models.rope_config import PLAIN
+
+# Which transformers 5.23 has, and does not find by its config.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 T = TypeVar("T")
 
@@ -146,6 +150,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     ):
         if field in known and known.isdisjoint(("attn_layer_indices", "mamba_d_ssm")):
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
+    known -= {"head_dim"} if "kv_lora_rank" in known else set()  # which follows
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
 
