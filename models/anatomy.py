@@ -118,6 +118,8 @@ class Anatomy:
             :data:`GATES`.
         mixer_activation: That of the convolutions of state space layers; None: the same.
         delta_gate: The function of the gates that weigh what the gated delta rule gives.
+        delta_share: The largest share of a value that it writes: above 1 states may change their sign.
+        delta_norm_eps: ``norm_eps`` of what it gives; None: the same.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).
@@ -151,6 +153,8 @@ class Anatomy:
     activation: str = "silu"
     mixer_activation: str | None = None
     delta_gate: Literal["silu", "sigmoid"] = "silu"
+    delta_share: float = 1.0
+    delta_norm_eps: float | None = None
     parallel: bool = False
     attention_scale: float | None = None
     qkv_limit: float | None = None

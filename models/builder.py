@@ -146,8 +146,9 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         return ShortConvolution(parameters, name)
     if kind == "delta":
         assert weight is not None  # of each head's outputs
-        of_head = RMSNorm.of(weight, anatomy.norm_eps, parameters.mesh)
-        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], anatomy.delta_gate, of_head)
+        of_head = RMSNorm.of(weight, anatomy.delta_norm_eps or anatomy.norm_eps, parameters.mesh)
+        how = ACTIVATIONS[anatomy.activation], anatomy.delta_gate, of_head, anatomy.delta_share
+        return GatedDeltaRule(parameters, name, *how)
     if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
         of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)

@@ -13,6 +13,8 @@ from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
 
 _B, _A = "b: state_heads each", "a: state_heads each"
+DELTA_INNER = f"{STATE_QKV} + z: {STATE_VALUES} + {_B} + {_A}"
+"""What a layer that follows the delta rule makes of a token, by one linear for each."""
 
 
 @dataclass(frozen=True, kw_only=True)

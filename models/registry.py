@@ -82,6 +82,7 @@ FAMILIES: Mapping[str, str] = {
     "olmo": "megacore.models.families.olmo.OlmoConfig",
     "olmo2": "megacore.models.families.olmo2.Olmo2Config",
     "olmo3": "megacore.models.families.olmo3.Olmo3Config",
+    "olmo_hybrid": "megacore.models.families.olmo_hybrid.OlmoHybridConfig",
     "olmoe": "megacore.models.families.olmoe.OlmoeConfig",
     "opt": "megacore.models.families.opt.OptConfig",
     "persimmon": "megacore.models.families.persimmon.PersimmonConfig",

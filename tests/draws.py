@@ -422,6 +422,15 @@ def nemotron_h(d: Draw) -> Fields:
     return own | groups(d, own) | {"layer_types": ABSENT, "time_step_limit": ABSENT}
 
 
+def olmo_hybrid(d: Draw) -> Fields:
+    layers = max(2, d.layers)  # the class takes both kinds
+    kinds = [d.one(FULL, LINEAR, LINEAR) for _ in range(layers)]
+    for kind, layer in zip((FULL, LINEAR), d.rng.sample(range(layers), 2), strict=True):
+        kinds[layer] = kind
+    still = {"rope_parameters": {"rope_type": "default", "rope_theta": None}} if d.may() else {}
+    return still | {"num_hidden_layers": layers, "layer_types": d.one(kinds, kinds, None)}
+
+
 def phimoe(d: Draw) -> Fields:
     head, kind = d["hidden_size"] // d["num_attention_heads"], d.one("default", "longrope")
     turns = d.rope(head, [kind])
@@ -487,6 +496,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "Mistral4Config": groups,
     "MptConfig": lambda d: {"attn_config": {"clip_qkv": d.one(None, 0.3), "softmax_scale": d.one(None, 0.2)}},
     "NemotronHConfig": nemotron_h,
+    "OlmoHybridConfig": olmo_hybrid,
     "Phi3Config": lambda d: {
         "rope_parameters": d.rope(d["hidden_size"] // d["num_attention_heads"], ("default", "longrope"))
     },

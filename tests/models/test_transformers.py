@@ -102,7 +102,23 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Arrays:
     """Under the names that ``save_pretrained`` gives them."""
-    return {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
+    arrays = {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
+    return published(model.config, arrays) if model.config.model_type == "olmo_hybrid" else arrays
+
+
+def published(config: PretrainedConfig, arrays: Arrays) -> Arrays:
+    """Under the names of published files, which transformers reads: it saves the convolutions of queries, keys and
+    values in three equal parts, and one norm of all layers under the same name."""
+    made, keys = {**arrays}, config.linear_num_key_heads * config.linear_key_head_dim
+    for name in arrays:
+        layer = name.removesuffix(".linear_attn.q_conv1d.weight").removesuffix(".post_feedforward_layernorm.weight")
+        if name.endswith("post_feedforward_layernorm.weight"):
+            made[f"{layer}.post_attention_layernorm.weight"] = made.pop(f"{layer}.feedforward_layer_norm.weight")
+        elif layer != name:
+            names = [f"{layer}.linear_attn.{each}_conv1d.weight" for each in "qkv"]
+            parts = np.split(np.concatenate([arrays[each] for each in names]), [keys, 2 * keys])
+            made |= dict(zip(names, parts, strict=True))
+    return made
 
 
 def move(schema: Any, arrays: Arrays, sources: Iterable[Stored], targets: Iterable[Stored]) -> dict[str, np.ndarray]:
