@@ -428,7 +428,9 @@ def olmo_hybrid(d: Draw) -> Fields:
     for kind, layer in zip((FULL, LINEAR), d.rng.sample(range(layers), 2), strict=True):
         kinds[layer] = kind
     still = {"rope_parameters": {"rope_type": "default", "rope_theta": None}} if d.may() else {}
-    return still | {"num_hidden_layers": layers, "layer_types": d.one(kinds, kinds, None)}
+    # transformers saves the convolutions of queries, keys and values in three equal parts.
+    alike = {"linear_num_value_heads": d["linear_num_key_heads"], "linear_value_head_dim": d["linear_key_head_dim"]}
+    return still | alike | {"num_hidden_layers": layers, "layer_types": d.one(kinds, kinds, None)}
 
 
 def phimoe(d: Draw) -> Fields:

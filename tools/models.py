@@ -35,7 +35,6 @@ NOT_CARRIED = {
     "keys and values that are compressed": "deepseek_v4",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
     "text that looks at tokens after it": "paligemma",
-    "tensors that published files have otherwise than what transformers saves": "olmo_hybrid",
     "a text family that is not here": "gemma3n",
 }
 """{what is not there yet: the model types of transformers that need it}."""

@@ -1,8 +1,8 @@
 """OLMo Hybrid (Ai2 2026): the gated delta rule in three layers of four, with shares up to 2, and in the fourth OLMo 3's
 attention, mostly without a rope.
 
-transformers 5.23 saves other names of norms, and the convolutions of queries, keys and values in three equal parts; it
-reads both. Names here are those of published files.
+Published files have the convolutions of queries, of keys and of values, as they are written here; transformers 5.23
+reads these, and saves the three in equal parts, which are those only where values are as wide as keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR, ROPE, Anatomy, LayerAttention
-from megacore.models.config import Shapes
+from megacore.models.config import ModelConfigError, Shapes
 from megacore.models.delta_config import DELTA_INNER, DeltaConfig
 from megacore.models.presets import STATES, shape, tiny
 from megacore.models.rope_config import PLAIN, Convention
@@ -20,7 +20,8 @@ from megacore.models.weight_rows import OF_ALL, Rows, Table, in_layers
 from megacore.parallel.weights.schema import Param
 
 _NOPE = {"rope_type": "default", "rope_theta": None}
-_SAVED_NORM = "feedforward_layer_norm"
+_NORM, _PUBLISHED_NORM = "feedforward_layer_norm", "post_attention_layernorm"
+_CONVOLUTIONS = tuple(f".linear_attn.{each}_conv1d.weight" for each in "qkv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class OlmoHybridConfig(DeltaConfig):
     pad_token_id: int | None = 100277
     linear_allow_neg_eigval: bool = True
     rotates: bool = True
-    attended_norm: str = "post_attention_layernorm"
+    attended_norm: str = _NORM
 
     def attends(self, layer: int) -> bool:
         return layer % 4 == 3 or layer == self.num_hidden_layers - 1 < 3
@@ -59,7 +60,7 @@ class OlmoHybridConfig(DeltaConfig):
         t, bias = self.table(), self.attention_bias
         return t.model(
             in_layers(self.layers_of(LINEAR), t.norm("attn_norm", "attention_layer_norm") + self.delta_rule(t)),
-            in_layers(self.layers_of(LINEAR), t.norm("mlp_norm", _SAVED_NORM)),
+            in_layers(self.layers_of(LINEAR), t.norm("mlp_norm", _NORM)),
             in_layers(self.layers_of(FULL), t.attention(bias=bias, out_bias=bias) + t.norms_of_heads(of=OF_ALL)),
             in_layers(self.layers_of(FULL), t.norm("attn_out_norm", self.attended_norm)),
             in_layers(self.layers_of(FULL), t.norm("mlp_out_norm", "post_feedforward_layernorm")),
@@ -74,9 +75,16 @@ class OlmoHybridConfig(DeltaConfig):
     @classmethod
     def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
         made, told = super().as_held(raw, shapes)
-        ends = (name.removesuffix(".post_feedforward_layernorm.weight") for name in shapes)
-        saved = any(f"{layer}.{_SAVED_NORM}.weight" in shapes for layer in ends)
-        return made | ({"attended_norm": _SAVED_NORM} if saved else {}), told
+        cut = [next((shape for name, shape in shapes.items() if name.endswith(each)), ()) for each in _CONVOLUTIONS]
+        own, (q, k, v) = cls.from_hugging_face(raw), (shape[0] if shape else 0 for shape in cut)
+        keys = own.linear_num_key_heads * own.linear_key_head_dim
+        values = own.linear_num_value_heads * own.linear_value_head_dim
+        if (q, k) != (keys, keys) and q + k + v == 2 * keys + values:
+            problem = f"q_conv1d, k_conv1d and v_conv1d have {q}, {k} and {v} channels, not {keys}, {keys} and {values}"
+            way = "transformers 5.23 cuts them so when it saves: concatenate them and cut them anew, by these sizes"
+            raise ModelConfigError(cls.family, [f"{problem}: {way}"])
+        published = any(name.endswith(f".{_PUBLISHED_NORM}.weight") for name in shapes)
+        return made | ({"attended_norm": _PUBLISHED_NORM} if published else {}), told
 
     @classmethod
     def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:

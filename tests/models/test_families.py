@@ -517,6 +517,7 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "rope_type is 'default': queries have a temperature"),
     ("mistral4", {"rope_parameters": {"rope_type": "default"}}, "rope_type is 'default': queries have a temperature"),
     ("mistral4", {"partial_rotary_factor": 0.7}, "partial_rotary_factor is 0.7: Mistral4ForCausalLM turns qk_rope_h"),
+    ("olmo_hybrid", {"layer_types": [FULL] * 3}, "layer_types names one kind of layers: its class takes both"),
     ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True would change the maths"),
     ("codegen", {"n_head": 6, "n_embd": 48}, "n_head is 6: it must be a multiple of 4, the groups that heads lie in"),
     ("mpt", {"attn_config": {"alibi": False, "qk_ln": True}}, "attn_config has alibi=False, which is not supported"),

@@ -103,19 +103,16 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
 def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Arrays:
     """Under the names that ``save_pretrained`` gives them."""
     arrays = {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
-    return published(model.config, arrays) if model.config.model_type == "olmo_hybrid" else arrays
+    return recut(model.config, arrays) if model.config.model_type == "olmo_hybrid" else arrays
 
 
-def published(config: PretrainedConfig, arrays: Arrays) -> Arrays:
-    """Under the names of published files, which transformers reads: it saves the convolutions of queries, keys and
-    values in three equal parts, and one norm of all layers under the same name."""
+def recut(config: PretrainedConfig, arrays: Arrays) -> Arrays:
+    """With the convolutions of queries, keys and values as in published files of OLMo Hybrid: transformers reads these,
+    and saves them in three equal parts."""
     made, keys = {**arrays}, config.linear_num_key_heads * config.linear_key_head_dim
     for name in arrays:
-        layer = name.removesuffix(".linear_attn.q_conv1d.weight").removesuffix(".post_feedforward_layernorm.weight")
-        if name.endswith("post_feedforward_layernorm.weight"):
-            made[f"{layer}.post_attention_layernorm.weight"] = made.pop(f"{layer}.feedforward_layer_norm.weight")
-        elif layer != name:
-            names = [f"{layer}.linear_attn.{each}_conv1d.weight" for each in "qkv"]
+        if name.endswith("q_conv1d.weight"):
+            names = [name.replace("q_conv1d", f"{each}_conv1d") for each in "qkv"]
             parts = np.split(np.concatenate([arrays[each] for each in names]), [keys, 2 * keys])
             made |= dict(zip(names, parts, strict=True))
     return made
@@ -157,6 +154,14 @@ def test_an_odd_part_of_a_head_turns_with_one_dimension_more(name: str) -> None:
     }
     made = AutoConfig.for_model(name, **fields)
     same_numbers(name, made, 0)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_values_that_are_wider_than_keys(each: int) -> None:
+    """As OLMo Hybrid publishes them."""
+    base = section("olmo_hybrid", 1)
+    wide = {"linear_num_value_heads": each * base["linear_num_key_heads"], "linear_value_head_dim": 9}
+    same_numbers("olmo_hybrid", of_transformers(base | wide), 1)
 
 
 def test_granite_without_experts() -> None:
