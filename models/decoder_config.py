@@ -111,7 +111,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, **(self.pairs.sizes if self.pairs else {})}
+        return {**super().sizes, "one": 1, **(self.pairs.sizes if self.pairs else {})}
 
     @property
     def max_positions(self) -> int | None:
@@ -250,7 +250,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def _consumed(cls) -> set[str]:
-        return {*cls.rope_convention.keys, *cls._spellings()}
+        return {*super()._consumed(), *cls.rope_convention.keys, *cls._spellings()}
 
     def _write(self) -> dict[str, Any]:
         unwritten = {"rope_parameters", *self.derived}

@@ -22,6 +22,7 @@ class DeltaConfig(HybridConfig):
     """Fields carry their Hugging Face names."""
 
     other: ClassVar[str] = LINEAR
+    further: ClassVar[tuple[str, ...]] = ("mtp.",)
     interval: ClassVar[str | None] = "full_attention_interval"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
     axes: ClassVar[Mapping[str, str]] = {
@@ -47,11 +48,7 @@ class DeltaConfig(HybridConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "each": self.linear_num_value_heads // max(1, self.linear_num_key_heads), "one": 1}
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return ("mtp.",)
+        return {**super().sizes, "each": self.linear_num_value_heads // max(1, self.linear_num_key_heads)}
 
     def delta_rule(self, t: Table) -> Rows:
         """Return the rows of the layers that follow the delta rule: four linears, as Qwen3.5 has them."""

@@ -54,7 +54,7 @@ class StateSpaceConfig(HybridConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        sizes = {**super().sizes, "one": 1}
+        sizes = super().sizes
         # Where all layers attend, nothing of a state is split.
         return sizes if LINEAR in self.kinds else {axis: n for axis, n in sizes.items() if axis not in _OF_STATES}
 

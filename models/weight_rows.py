@@ -28,10 +28,7 @@ Rows = tuple[Param, ...]
 # and of what they give.
 BRANCHES = {"mixer": "", "network": ""}
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-OUT_NORMS = {
-    "attn_out_norm": "post_attention_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
+OUT_NORMS = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
 
 def around(attn_norm: str, mlp_norm: str, attn_out_norm: str = "", mlp_out_norm: str = "") -> Mapping[str, str]:
@@ -187,14 +184,7 @@ class Table:
         return self.attention(bias=bias, out_bias=bias, here=here, stored=stored)
 
     def delta_rule(
-        self,
-        inner: str,
-        hf: str,
-        conv: str = "conv1d",
-        norm: str = "norm",
-        out: str = "out_proj",
-        *,
-        stored: str = "",
+        self, inner: str, hf: str, conv: str = "conv1d", norm: str = "norm", out: str = "out_proj", *, stored: str = ""
     ) -> Rows:
         """Return the gated delta rule, as Qwen3-Next's ``linear_attn`` has it.
 

@@ -31,10 +31,6 @@ class ApertusConfig(DecoderConfig):
     pad_token_id: int | None = 3
     attention_bias: bool = False
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "one": 1}
-
     def mixer(self, t: Table) -> Rows:
         return super().mixer(t) + t.norms_of_heads()
 

@@ -17,6 +17,7 @@ from megacore.models.weight_rows import Rows, Table
 class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
     family: ClassVar[str] = "ernie4_5_moe"
     architecture: ClassVar[str] = "Ernie4_5_MoeForCausalLM"
+    further: ClassVar[tuple[str, ...]] = ("model.mtp_",)
     harmless: ClassVar[frozenset[str]] = (
         MoEConfig.harmless | Ernie4_5Config.harmless | {"moe_capacity", "num_nextn_predict_layers"}
     )
@@ -52,11 +53,7 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
     @property
     def sizes(self) -> Mapping[str, int]:
         shared = self.moe_num_shared_experts * self.moe_intermediate_size
-        return {**super().sizes, "one": 1, **({"shared_mlp": shared} if shared > 0 else {})}
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return ("model.mtp_",)
+        return {**super().sizes, **({"shared_mlp": shared} if shared > 0 else {})}
 
     @property
     def sparse_layers(self) -> list[int]:

@@ -27,6 +27,7 @@ _EVERY = 6
 class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     family: ClassVar[str] = "gemma4_text"
     architecture: ClassVar[str] = "Gemma4ForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
     of_text: ClassVar[bool] = True
     # Of what is not supported: the inputs of each layer, and layers that share keys and values.
     harmless: ClassVar[frozenset[str]] = frozenset({"use_double_wide_mlp", "vocab_size_per_layer_input"})
@@ -70,7 +71,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        sizes = {**super().sizes, "one": 1}
+        sizes = {**super().sizes}
         if self.enable_moe_block:
             experts, hidden = self.num_experts or 0, self.moe_intermediate_size or 0
             sizes |= {"experts": experts, "routes": experts, "expert_mlp": hidden, "shared_mlp": sizes.pop("mlp")}
@@ -159,10 +160,6 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         values["global_head_dim"] = own.get("head_dim", values.get("head_dim"))
         values["num_global_key_value_heads"] = own.get("num_key_value_heads")
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {"per_layer_config"}
 
 
 _EACH = {

@@ -88,13 +88,9 @@ class Gpt2Config(ModelConfig):
 
     def params(self) -> tuple[Param, ...]:
         std = self.initializer_range
-        t = Table(
-            layer="transformer.h.{layer}",
-            std=std,
-            # The residual branches end smaller, so that their sum keeps its size.
-            out_std=std / math.sqrt(2 * self.n_layer),
-            norm_bias=True,
-        )
+        # The residual branches end smaller, so that their sum keeps its size.
+        out_std = std / math.sqrt(2 * self.n_layer)
+        t = Table(layer="transformer.h.{layer}", std=std, out_std=out_std, norm_bias=True)
         embed, *others = t.model(
             *self.block(t), tied=self.tie_word_embeddings, embed="transformer.wte", norm="transformer.ln_f"
         )

@@ -20,6 +20,7 @@ _KINDS = {"global": FULL, "local": SLIDING}
 class GptNeoConfig(LearnedPositionsConfig):
     family: ClassVar[str] = "gpt_neo"
     architecture: ClassVar[str] = "GPTNeoForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({"attention_types"})
     eps: ClassVar[str] = "layer_norm_epsilon"
     base_model_prefix: ClassVar[str] = "transformer"
     tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
@@ -87,10 +88,6 @@ class GptNeoConfig(LearnedPositionsConfig):
         if values.get("intermediate_size") is None and isinstance(values.get("hidden_size"), int):
             values["intermediate_size"] = 4 * values["hidden_size"]
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return {*super()._consumed(), "attention_types"}
 
     def _write(self) -> dict[str, Any]:
         return super()._write() | {"attention_types": _types([*self.attention_layers])}

@@ -32,6 +32,8 @@ _LAYERS = f"{_TABLE}.full_attn_layers", f"{_TABLE}.kda_layers"
 class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConfig):
     family: ClassVar[str] = "kimi_linear"
     architecture: ClassVar[str] = "KimiLinearForCausalLM"
+    by_tensors: ClassVar[frozenset[str]] = frozenset({"dense_name"})
+    reads: ClassVar[frozenset[str]] = frozenset({_TABLE})
     other: ClassVar[str] = LINEAR
     # What the class computes, and the name of networks of layers without experts, which a folder's tensors tell.
     derived: ClassVar[frozenset[str]] = LatentConfig.derived | {"rope_parameters", "dense_name"}
@@ -81,7 +83,7 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, **dict.fromkeys(("each", "one", "row", "column"), 1)}
+        return {**super().sizes, **dict.fromkeys(("each", "row", "column"), 1)}
 
     def rope_problems(self) -> list[str]:
         rest = f"qk_rope_head_dim is {self.qk_rope_head_dim}: it must be even, though nothing of it turns"
@@ -126,10 +128,6 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
         return made | ({"dense_name": "mlp"} if published else {}), told
 
     @classmethod
-    def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in super().as_written(raw).items() if name != "dense_name"}
-
-    @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         table, layers = config.get(_TABLE) or {}, config.get("num_hidden_layers")
         told = {f"{_TABLE}.{name}": value for name, value in table.items()} if isinstance(table, Mapping) else table
@@ -144,10 +142,6 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
         values, problems = super()._read(said)
         values["tie_word_embeddings"] = False  # transformers' class ties nothing, whatever a file says
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {_TABLE}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

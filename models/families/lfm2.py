@@ -34,10 +34,6 @@ class ShortConvolutionConfig(HybridConfig):
     conv_bias: bool = False
     conv_L_cache: int = 3
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "one": 1}
-
     def network(self, t: Table) -> Rows:
         return t.gated_mlp("feed_forward.{w1,w3}", "feed_forward.w2")
 

@@ -29,6 +29,8 @@ _SAME = "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"
 class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
     family: ClassVar[str] = "mimo_v2_flash"
     architecture: ClassVar[str] = "MiMoV2FlashForCausalLM"
+    further: ClassVar[tuple[str, ...]] = ("model.mtp.",)
+    reads: ClassVar[frozenset[str]] = frozenset({*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)})
     # No expert is shared, and layers that predict further tokens are left out.
     derived: ClassVar[frozenset[str]] = frozenset({"n_shared_experts", "num_nextn_predict_layers"})
     harmless: ClassVar[frozenset[str]] = TypedLayersConfig.harmless | {"attention_chunk_size", "hybrid_block_size"}
@@ -67,10 +69,6 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
     def local_key_value_heads(self) -> int:
         """Heads of keys and values in layers with windows."""
         return 2 * self.num_key_value_heads
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return ("model.mtp.",)
 
     def slides(self, layer: int) -> bool:
         return layer > 0 and super().slides(layer)
@@ -118,10 +116,6 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
             if theirs not in (None, own):
                 problems.append(f"swa_{name} is {theirs!r}: {cls.architecture} takes {own!r}")
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

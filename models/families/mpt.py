@@ -22,6 +22,7 @@ class MptConfig(NoRopeConfig):
 
     family: ClassVar[str] = "mpt"
     architecture: ClassVar[str] = "MptForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({_SECTION})
     eps: ClassVar[str] = "layer_norm_epsilon"
     base_model_prefix: ClassVar[str] = "transformer"
     tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
@@ -87,10 +88,6 @@ class MptConfig(NoRopeConfig):
         values |= {"hidden_act": cls.hidden_act}
         values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
         return super()._derive(values)
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {_SECTION}
 
     def _write(self) -> dict[str, Any]:
         section: dict[str, Any] = {theirs: getattr(self, ours) for theirs, ours in _READ.items()}

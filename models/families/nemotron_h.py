@@ -26,6 +26,8 @@ _LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
 class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
     family: ClassVar[str] = "nemotron_h"
     architecture: ClassVar[str] = "NemotronHForCausalLM"
+    further: ClassVar[tuple[str, ...]] = ("mtp.",)
+    reads: ClassVar[frozenset[str]] = frozenset({"hybrid_override_pattern"})
     base_model_prefix: ClassVar[str] = "backbone"
     tied: ClassVar[tuple[str, str]] = ("backbone.embeddings.weight", "lm_head.weight")
     more: ClassVar[tuple[str, ...]] = (_MLP, _MOE)
@@ -103,10 +105,6 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         }
         return {**super().sizes, **(experts if _MOE in self.kinds else {})}
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return ("mtp.",)
-
     def anatomy_of(self, **own: Any) -> Anatomy:
         return super().anatomy_of(routing=self.routing, step_limits=(self.time_step_min, math.inf), **own)
 
@@ -157,10 +155,6 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         if isinstance(values.get("layer_types"), tuple):
             values.setdefault("num_hidden_layers", len(values["layer_types"]))
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {"hybrid_override_pattern"}
 
 
 _EACH = {"vocab_size": 131072, "num_key_value_heads": 8, "max_position_embeddings": 8192}

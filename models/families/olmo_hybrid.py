@@ -21,7 +21,6 @@ from megacore.parallel.weights.schema import Param
 
 _NOPE = {"rope_type": "default", "rope_theta": None}
 _NORM, _PUBLISHED_NORM = "feedforward_layer_norm", "post_attention_layernorm"
-_CONVOLUTIONS = tuple(f".linear_attn.{each}_conv1d.weight" for each in "qkv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,8 @@ class OlmoHybridConfig(DeltaConfig):
     defaults: ClassVar[Mapping[str, Any]] = {}
     rope_convention: ClassVar[Convention] = PLAIN
     constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 0.0, "delta_norm_eps": 1e-5}
-    left_out: ClassVar[tuple[str, ...]] = ()
+    by_tensors: ClassVar[frozenset[str]] = frozenset({"attended_norm"})
+    further: ClassVar[tuple[str, ...]] = ()
 
     pad_token_id: int | None = 100277
     linear_allow_neg_eigval: bool = True
@@ -75,20 +75,18 @@ class OlmoHybridConfig(DeltaConfig):
     @classmethod
     def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
         made, told = super().as_held(raw, shapes)
-        cut = [next((shape for name, shape in shapes.items() if name.endswith(each)), ()) for each in _CONVOLUTIONS]
-        own, (q, k, v) = cls.from_hugging_face(raw), (shape[0] if shape else 0 for shape in cut)
+        own, rows = cls.from_hugging_face(raw), {name: shape[0] for name, shape in shapes.items() if shape}
+        held = {name.rpartition(".linear_attn.")[2]: size for name, size in rows.items()}
         keys = own.linear_num_key_heads * own.linear_key_head_dim
-        values = own.linear_num_value_heads * own.linear_value_head_dim
-        if (q, k) != (keys, keys) and q + k + v == 2 * keys + values:
-            problem = f"q_conv1d, k_conv1d and v_conv1d have {q}, {k} and {v} channels, not {keys}, {keys} and {values}"
-            way = "transformers 5.23 cuts them so when it saves: concatenate them and cut them anew, by these sizes"
-            raise ModelConfigError(cls.family, [f"{problem}: {way}"])
+        wanted = [keys, keys, own.linear_num_value_heads * own.linear_value_head_dim]
+        found = [held.get(f"{each}_conv1d.weight", 0) for each in "qkv"]
+        if found != wanted and sum(found) == sum(wanted):
+            problem = (
+                f"{{q,k,v}}_conv1d have {found} channels and not {wanted}, as transformers 5.23 cuts them when it saves"
+            )
+            raise ModelConfigError(cls.family, [f"{problem}: concatenate them and cut them anew, by these sizes"])
         published = any(name.endswith(f".{_PUBLISHED_NORM}.weight") for name in shapes)
         return made | ({"attended_norm": _PUBLISHED_NORM} if published else {}), told
-
-    @classmethod
-    def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in super().as_written(raw).items() if name != "attended_norm"}
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

@@ -26,10 +26,6 @@ class Qwen2MoeConfig(SparseConfig, Qwen2Config):
     num_experts: int = 60
     num_experts_per_tok: int = 4
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "one": 1}
-
     def slides(self, layer: int) -> bool:
         # Of the first layers every other one, where Qwen2's are the last ones.
         return self.use_sliding_window and layer < self.max_window_layers and layer % 2 == 0
