@@ -25,8 +25,6 @@ ACTIVATIONS: Mapping[str, str] = {
     "swish": "silu",
 }
 """{Hugging Face's name of an activation function: ours}; each has f(0) = 0, for the mlp axis is padded with zeros."""
-DRAWN = tuple(name for name in ACTIVATIONS if name != "swish")
-"""The names that random models for tests have: swish is another name of silu."""
 
 GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai"}
 """{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss)."""
@@ -120,6 +118,8 @@ class Anatomy:
             :data:`GATES`.
         mixer_activation: That of the convolutions of state space layers; None: the same.
         delta_gate: The function of the gates that weigh what the gated delta rule gives.
+        delta_share: The largest share of a value that it writes: above 1 states may change their sign.
+        delta_norm_eps: ``norm_eps`` of what it gives; None: the same.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).
@@ -153,6 +153,8 @@ class Anatomy:
     activation: str = "silu"
     mixer_activation: str | None = None
     delta_gate: Literal["silu", "sigmoid"] = "silu"
+    delta_share: float = 1.0
+    delta_norm_eps: float | None = None
     parallel: bool = False
     attention_scale: float | None = None
     qkv_limit: float | None = None

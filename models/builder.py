@@ -146,8 +146,9 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         return ShortConvolution(parameters, name)
     if kind == "delta":
         assert weight is not None  # of each head's outputs
-        of_head = RMSNorm.of(weight, anatomy.norm_eps, parameters.mesh)
-        return GatedDeltaRule(parameters, name, ACTIVATIONS[anatomy.activation], anatomy.delta_gate, of_head)
+        of_head = RMSNorm.of(weight, anatomy.delta_norm_eps or anatomy.norm_eps, parameters.mesh)
+        how = ACTIVATIONS[anatomy.activation], anatomy.delta_gate, of_head, anatomy.delta_share
+        return GatedDeltaRule(parameters, name, *how)
     if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
         of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)
@@ -165,7 +166,8 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     )
     if f"{name}.kv_a.weight" in parameters:
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
-        return LatentAttention(parameters, name, layer, own, scoring, of_latent)
+        encoding = encode(anatomy, parameters, layer, name)
+        return LatentAttention(parameters, name, layer, own, scoring, of_latent, encoding)
     normed = ["q_norm", "k_norm", *(["v_norm"] if "attn.v_norm" in anatomy.plain_norms else [])]
     norms = (
         [norm(anatomy, parameters, f"{name}.{each}") for each in normed]

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
-from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megacore.models import scores
@@ -87,6 +86,11 @@ class ModelConfig(ABC):
     base_model_prefix: ClassVar[str]
     tied: ClassVar[tuple[str, str]]
     ignored: ClassVar[tuple[str, ...]] = ()
+    # What _read reads beside the fields of the class; fields that a folder's tensors tell, and no file says; and the
+    # beginnings of the names of tensors of layers that predict further tokens, which are told and not read.
+    reads: ClassVar[frozenset[str]] = frozenset()
+    by_tensors: ClassVar[frozenset[str]] = frozenset()
+    further: ClassVar[tuple[str, ...]] = ()
     # {axis of the weights' sentences: the field that holds its size}
     axes: ClassVar[Mapping[str, str]]
 
@@ -120,23 +124,14 @@ class ModelConfig(ABC):
         """Sizes of the axes of the weights' sentences."""
         return {axis: getattr(self, field) for axis, field in self.axes.items()}
 
-    @classmethod
-    @abstractmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        """Hugging Face's fields of a random small model, for tests: every choice that the family has, but no dropout.
-
-        The heads split over ``tp`` ranks, of which some may share keys and values.
-        """
-
     @abstractmethod
     def params(self) -> tuple[Param, ...]:
         """Return the weights table."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Beginnings of the names of Hugging Face's tensors of layers that predict further tokens, which are told and
-        not read."""
-        return ()
+        """The beginnings of the names of tensors that are told and not read."""
+        return self.further
 
     @property
     def mtp_layers(self) -> int:
@@ -230,7 +225,7 @@ class ModelConfig(ABC):
     def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a ``config.json`` with those spellings that transformers takes for something else
         replaced, and what is said whatever was read."""
-        return {**raw, **cls.written}
+        return {name: value for name, value in raw.items() if name not in cls.by_tensors} | dict(cls.written)
 
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,7 +281,7 @@ class ModelConfig(ABC):
     @classmethod
     def _consumed(cls) -> set[str]:
         """Return the fields that ``_read`` reads beside those of the dataclass."""
-        return set()
+        return {*cls.reads}
 
     @classmethod
     def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:

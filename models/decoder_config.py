@@ -6,13 +6,12 @@ A family adds its own fields, its weights table and its anatomy. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models import rope_config
-from megacore.models.anatomy import ACTIVATIONS, DRAWN, ROPE, Anatomy, LayerAttention
+from megacore.models.anatomy import ACTIVATIONS, ROPE, Anatomy, LayerAttention
 from megacore.models.config import ModelConfig, positive, probabilities
 from megacore.models.rope_config import PLAIN, Convention, DefaultRope, Rope
 from megacore.models.weight_rows import Pairs, Rows, Table, around
@@ -65,13 +64,9 @@ class DecoderConfig(ModelConfig):
     out_bias: ClassVar[bool] = True
     # Whether linears that end branches are drawn smaller, so that the sum of the branches keeps its size (GPT-2).
     small_ends: ClassVar[bool] = False
-    # Whether transformers' class, or a rope of it, cannot do without head_dim.
-    needs_head_dim: ClassVar[bool] = False
-    # Of a class and its bases together: what its anatomy has in any case, {what its anatomy has: the field that says
-    # it}, and {a field: values that random models for tests have of it}.
+    # Of a class and its bases together: what its anatomy has in any case, and {what it has: the field that says it}.
     constants: ClassVar[Mapping[str, Any]] = {}
     told: ClassVar[Mapping[str, str]] = {}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
     hidden_size: int
     intermediate_size: int
@@ -88,37 +83,6 @@ class DecoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         """Fill in what a null stands for."""
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        heads, head_dim = tp * rng.choice((1, 2, 3)), rng.choice((4, 6, 8))
-        shared = [kv for kv in (1, 2, 4) if heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)]
-        given = rng.random() < 0.7 and "head_dim" not in cls.derived
-        given |= cls.needs_head_dim or "head_dim" in cls.defaults
-        drawn = {
-            "vocab_size": vocab,
-            "hidden_size": heads * (rng.choice((3, 5)) if given else head_dim),
-            "intermediate_size": rng.choice((14, 31)),
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": rng.choice((*shared, heads)),
-            # Where the head size is not given, it follows from the hidden size.
-            **({"head_dim": head_dim} if given else {}),
-            "max_position_embeddings": positions,
-            "pad_token_id": rng.choice((None, 5, -1)),
-            "hidden_act": rng.choice(DRAWN),
-            **{each.name: rng.random() < 0.5 for each in fields(cls) if each.type == "bool"},
-            **{each.name: rng.choice((1e-6, 1e-2)) for each in fields(cls) if "eps" in each.name},
-            **dict.fromkeys(cls._dropouts(), 0.0),
-            "rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention),
-        }
-        drawn |= {name: rng.choice(values) for name, values in cls._of_bases("choices").items()}
-        return cls.as_saved({name: value for name, value in drawn.items() if name not in {*cls.derived, *cls.fixed}})
-
-    @classmethod
-    def as_saved(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields by the names that transformers saves them by."""
-        return {cls.saved.get(name, name): value for name, value in fields.items()}
 
     @classmethod
     def _of_bases(cls, table: str) -> dict[str, Any]:
@@ -147,7 +111,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, **(self.pairs.sizes if self.pairs else {})}
+        return {**super().sizes, "one": 1, **(self.pairs.sizes if self.pairs else {})}
 
     @property
     def max_positions(self) -> int | None:
@@ -286,7 +250,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def _consumed(cls) -> set[str]:
-        return {*cls.rope_convention.keys, *cls._spellings()}
+        return {*super()._consumed(), *cls.rope_convention.keys, *cls._spellings()}
 
     def _write(self) -> dict[str, Any]:
         unwritten = {"rope_parameters", *self.derived}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR
@@ -14,6 +13,8 @@ from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
 
 _B, _A = "b: state_heads each", "a: state_heads each"
+DELTA_INNER = f"{STATE_QKV} + z: {STATE_VALUES} + {_B} + {_A}"
+"""What a layer that follows the delta rule makes of a token, by one linear for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class DeltaConfig(HybridConfig):
     """Fields carry their Hugging Face names."""
 
     other: ClassVar[str] = LINEAR
+    further: ClassVar[tuple[str, ...]] = ("mtp.",)
     interval: ClassVar[str | None] = "full_attention_interval"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
     axes: ClassVar[Mapping[str, str]] = {
@@ -32,11 +34,6 @@ class DeltaConfig(HybridConfig):
     }
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.25)
     constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 1.0}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "linear_conv_kernel_dim": (2, 4),
-        "linear_key_head_dim": (4, 6),
-        "linear_value_head_dim": (3, 5),
-    }
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
@@ -51,11 +48,7 @@ class DeltaConfig(HybridConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "each": self.linear_num_value_heads // max(1, self.linear_num_key_heads), "one": 1}
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return ("mtp.",)
+        return {**super().sizes, "each": self.linear_num_value_heads // max(1, self.linear_num_key_heads)}
 
     def delta_rule(self, t: Table) -> Rows:
         """Return the rows of the layers that follow the delta rule: four linears, as Qwen3.5 has them."""
@@ -72,13 +65,3 @@ class DeltaConfig(HybridConfig):
         if values < 1 or (keys > 0 and values % keys):
             found.append(f"linear_num_value_heads ({values}) is not a multiple of linear_num_key_heads ({keys})")
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        keys = tp * rng.choice((1, 2))
-        return drawn | {
-            "linear_num_key_heads": keys,
-            "linear_num_value_heads": keys * rng.choice((1, 2, 3)),
-            **({"layer_types": None} if layers > 3 and rng.random() < 0.5 else {}),
-        }

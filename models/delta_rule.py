@@ -32,9 +32,12 @@ class GatedDeltaRule(nn.Module):
         activation: That of the convolution, of :data:`parallel.kernels.activation.FUNCTIONS`.
         gate: That of the gates, of :data:`parallel.kernels.delta_rule.GATES`.
         norm: That of each head's outputs: [tokens, heads, value] -> same.
+        most: The largest share that is written.
     """
 
-    def __init__(self, parameters: Parameters, name: str, activation: str, gate: str, norm: nn.Module) -> None:
+    def __init__(
+        self, parameters: Parameters, name: str, activation: str, gate: str, norm: nn.Module, most: float = 1.0
+    ) -> None:
         super().__init__()
         sizes = parameters.shards[f"{name}.inner.weight"].sizes
         self.heads, self.each = sizes["state_heads"], sizes["each"]
@@ -49,7 +52,7 @@ class GatedDeltaRule(nn.Module):
         self.conv = parameters[f"{name}.conv.weight"]
         self.fade, self.fade_bias = parameters[f"{name}.fade"], parameters[f"{name}.fade_bias"]
         self.activation = Activation(FUNCTIONS[activation].of)
-        self.weighed, self.norm = partial(weighed, gate=GATES[gate]), norm
+        self.weighed, self.norm, self.most = partial(weighed, gate=GATES[gate]), norm, most
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         inner = self.inner(x)
@@ -73,7 +76,7 @@ class GatedDeltaRule(nn.Module):
         q, k = (each.unflatten(1, (self.heads, self.key)) for each in (q, k))
         v, z = (each.unflatten(1, (self.heads, self.each, self.value)) for each in (v, z))
         (g,) = keeping_inputs(left, fades, self.fade.flatten(), self.fade_bias)
-        g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, wide(share).sigmoid()))
+        g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, self.most * wide(share).sigmoid()))
         y = self.norm(states.delta_rule(self.name, q, k, v, g, beta))
         (y,) = keeping_inputs(self.weighed, y, z)
         return y.flatten(1, 2)

@@ -5,9 +5,8 @@ A family says in ``axes`` which of its fields hold the sizes of ``experts``, ``r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
@@ -33,8 +32,6 @@ class MoEConfig(DecoderConfig):
     }
     # What is not the same for all in the rule by which experts are chosen and weighed.
     rule: ClassVar[Mapping[str, Any]] = {}
-    # One alone of weight 1 would teach the router nothing.
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"num_experts_per_tok": (2, 3)}
 
     num_experts_per_tok: int
 
@@ -79,11 +76,6 @@ class MoEConfig(DecoderConfig):
     def problems(self) -> list[str]:
         return super().problems() + list(self.routing.problems())
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | cls.as_saved({cls.axes["experts"]: max(4, 2 * tp)})  # as many as the ranks of the largest meshes
-
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(MoEConfig):
@@ -94,7 +86,6 @@ class SparseConfig(MoEConfig):
         "mlp": "intermediate_size",
         "expert_mlp": "moe_intermediate_size",
     }
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"moe_intermediate_size": (6,)}
 
     moe_intermediate_size: int
     norm_topk_prob: bool = False
@@ -118,13 +109,6 @@ class SparseConfig(MoEConfig):
             values["mlp_only_layers"] = ()
         return super()._derive(values)
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        step = rng.randint(1, min(2, layers))
-        dense = [layer for layer in range(step, layers) if rng.random() < 0.3]  # of those before, the last has experts
-        return drawn | {"decoder_sparse_step": step, "mlp_only_layers": dense}
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertConfig(MoEConfig):
@@ -138,12 +122,6 @@ class SharedExpertConfig(MoEConfig):
     }
     # Hugging Face's name of what corrects the choice of experts, where something does.
     correction: ClassVar[str] = ""
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "moe_intermediate_size": (6, 11),
-        "n_shared_experts": (1, 2),
-        "routed_scaling_factor": (1.0, 2.5),
-        "first_k_dense_replace": (0, 1),
-    }
 
     moe_intermediate_size: int
     n_routed_experts: int
@@ -167,14 +145,6 @@ class SharedExpertConfig(MoEConfig):
     def sparse_layers(self) -> Collection[int]:
         return range(self.first_k_dense_replace, self.num_hidden_layers)
 
-    @classmethod
-    def draw_groups(cls, rng: Random, drawn: Mapping[str, Any]) -> dict[str, Any]:
-        """Draw groups of the experts that were drawn, two to a group at least."""
-        experts, chosen = (drawn[cls.saved.get(name, name)] for name in ("n_routed_experts", "num_experts_per_tok"))
-        fitting = [(n, kept) for n, kept in ((1, 1), (2, 1), (2, 2), (4, 2)) if 2 * n <= experts]
-        groups, kept = rng.choice([(n, kept) for n, kept in fitting if kept * (experts // n) >= chosen])
-        return {"n_group": groups, "topk_group": kept}
-
     def problems(self) -> list[str]:
         found = super().problems()
         if self.first_k_dense_replace < 0:
@@ -195,11 +165,6 @@ class SigmoidConfig(MtpConfig, SharedExpertConfig):
     @property
     def routing(self) -> Routing:
         return grouped_sigmoids(self)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | cls.draw_groups(rng, drawn)
 
 
 def grouped_sigmoids(config: Any) -> Routing:
@@ -235,12 +200,6 @@ class TypedLayersConfig(SigmoidConfig):
     @property
     def sparse_layers(self) -> list[int]:
         return [layer for layer, kind in enumerate(self.mlp_layer_types or ()) if kind == "sparse"]
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        kinds = rng.choice((None, [rng.choice(("dense", "sparse")) for _ in range(layers)]))
-        return drawn | {"mlp_layer_types": kinds}
 
     def problems(self) -> list[str]:
         found = super().problems()

@@ -12,6 +12,7 @@ from megacore.models.anatomy import LayerAttention
 from megacore.models.attention import Attention, Projected
 from megacore.models.blocks import column, replicated
 from megacore.models.context import Context
+from megacore.models.positions import Encoding
 from megacore.parallel.alignment import Alignment
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.scoring import Scoring
@@ -36,6 +37,7 @@ class LatentAttention(Attention):
         layer: The layer.
         looks: How it encodes positions and which tokens it sees: those that an indexer chooses, ``.index``, its own or
             another layer's, or all of them.
+        encoding: That of :class:`~models.attention.Attention`.
     """
 
     def __init__(
@@ -46,13 +48,13 @@ class LatentAttention(Attention):
         looks: LayerAttention,
         scoring: Scoring,
         norm: Callable[[str], nn.Module],
+        encoding: Encoding | None = None,
     ) -> None:
         sizes = parameters.shards[f"{name}.kv_b.weight"].sizes
         heads, rest = sizes["heads"], sizes["rest"]
         rotary = 2 * parameters.shards[f"{name}.kv_a.weight"].sizes["half"]
-        super().__init__(
-            parameters, name, looks.rope, scoring, heads=heads, kv=heads, head=rotary + rest, value=sizes["value"]
-        )
+        own = {"heads": heads, "kv": heads, "head": rotary + rest, "value": sizes["value"]}
+        super().__init__(parameters, name, looks.rope, scoring, **own, encoding=encoding)
         latent = f"{name}.q_a.weight" in parameters
         self.q_a = replicated(parameters, f"{name}.q_a") if latent else nn.Identity()
         self.q_a_norm = norm(f"{name}.q_a_norm") if latent else nn.Identity()

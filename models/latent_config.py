@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models import rope_config
 from megacore.models.anatomy import ROPE, Anatomy
 from megacore.models.config import positive
 from megacore.models.decoder_config import DecoderConfig
@@ -55,23 +53,8 @@ class LatentConfig(DecoderConfig):
         latent, bias = self.q_lora_rank is not None, self.attention_bias
         return t.latent_attention(latent_queries=latent, bias=bias, pairs=self.rope_interleave)
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        still, rotary = rng.choice((2, 6)), rng.choice((4, 6, 8))
-        rope = rope_config.draw(rng, rotary, positions, cls.rope_convention)
-        if rope["rope_type"] == "yarn":
-            # Of which the first is of the rotation, and the second of the scores as well.
-            rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": rng.choice((0.7, 1.3))}
-        return drawn | {
-            "num_key_value_heads": drawn["num_attention_heads"],
-            "q_lora_rank": rng.choice((None, 6, 9)),
-            "kv_lora_rank": rng.choice((6, 8)),
-            "qk_nope_head_dim": still,
-            "qk_rope_head_dim": rotary,
-            "v_head_dim": rng.choice((3, 5, still + rotary)),
-            "rope_parameters": rope,
-        }
+    def rope_problems(self) -> list[str]:
+        return self.rope_parameters.problems(self.qk_rope_head_dim)
 
     def problems(self) -> list[str]:
         found = super().problems()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, ROPE, SLIDING, Anatomy, LayerAttention, by_kind
@@ -79,11 +78,6 @@ class OneWindowConfig(DecoderConfig):
         layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
         return super().anatomy_of(**({"layers": layers} | own))
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"sliding_window": rng.choice((None, 2, 3, positions))}
-
     def problems(self) -> list[str]:
         return super().problems() + window_problems(self.sliding_window)
 
@@ -102,12 +96,6 @@ class WindowedConfig(LayerTypesConfig):
 
     def kind(self, layer: int) -> str:
         return SLIDING if self.slides(layer) else FULL
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        kinds = [rng.choice((FULL, SLIDING)) for _ in range(layers)]
-        return drawn | {"sliding_window": rng.choice((2, 3, positions)), "layer_types": rng.choice((None, kinds))}
 
     @property
     def all_rotate(self) -> bool:
@@ -129,8 +117,6 @@ class WindowedConfig(LayerTypesConfig):
 class RotatingConfig(LayerTypesConfig):
     """Some layers have no rope, as ``no_rope_layers`` says: 1 for each that rotates, and 0 for the others."""
 
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"no_rope_layer_interval": (1, 2, 4)}
-
     # None, or nothing, becomes a 0 for the last of every interval.
     no_rope_layers: tuple[int, ...] | None = None
     no_rope_layer_interval: int = 4
@@ -144,12 +130,6 @@ class RotatingConfig(LayerTypesConfig):
     def rotates(self, layer: int) -> bool:
         """Return whether a layer has the rope."""
         return any((self.no_rope_layers or ())[layer : layer + 1])
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        rotate = [rng.randrange(2) for _ in range(layers)]
-        return drawn | {"no_rope_layers": rng.choice((None, rotate))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "no_rope_layer_interval")
@@ -186,13 +166,6 @@ class HybridConfig(LayerTypesConfig):
 
     def kind(self, layer: int) -> str:
         return FULL if self.attends(layer) else self.other
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        kinds = [rng.choice((FULL, cls.other, cls.other)) for _ in range(layers)]
-        kinds[rng.randrange(layers)] = FULL  # transformers' cache asks one that attends how many tokens there are
-        return drawn | {"layer_types": kinds}
 
 
 def kind_problems(field: str, kinds: Iterable[str], layers: int, known: Iterable[str]) -> list[str]:

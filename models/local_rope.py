@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models import rope_config
@@ -38,13 +37,6 @@ class LocalRopeConfig(WindowedConfig):
         layers = by_kind(self.kinds, self.sliding_window, {kind: kind for kind in self.ropes})
         by_rope = {"layers": layers, "ropes": self.ropes, "rotary_heads": self.rotary_heads}
         return super().anatomy_of(**(by_rope | own))
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        head_dim = drawn.get("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
-        heads = dict.fromkeys(cls.rope_kinds, head_dim)
-        return drawn | {"rope_parameters": rope_config.draw_by_kind(rng, heads, positions, cls.rope_kinds)}
 
     def rope_problems(self) -> list[str]:
         heads = self.rotary_heads
@@ -95,13 +87,6 @@ class LocalHeadsConfig(LocalRopeConfig):
         full, sliding = (in_layers(self.layers_of(kind), self.attention(t, kind)) for kind in (FULL, SLIDING))
         return full + sliding
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        heads = {kind: drawn[cls.axes[axis]] for kind, axis in _HEADS.items()}
-        ropes = rope_config.draw_by_kind(rng, heads, positions, cls.rope_kinds, _STEADY)
-        return drawn | {"rope_parameters": ropes}
-
     def problems(self) -> list[str]:
         found, sizes = super().problems(), self.sizes
         of_kinds = {FULL: (sizes["heads"], sizes["kv"]), SLIDING: (sizes["heads"], sizes["local_kv"])}
@@ -113,6 +98,3 @@ class LocalHeadsConfig(LocalRopeConfig):
 
 
 _HEADS = {FULL: "head", SLIDING: "local_head"}
-# Of the others, transformers computes frequencies anew and forgets the size of the heads, or has no place for all that
-# they say.
-_STEADY = ("default", "linear", "llama3", "proportional")

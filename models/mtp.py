@@ -96,7 +96,7 @@ class MtpConfig(DecoderConfig):
     @property
     def left_out(self) -> tuple[str, ...]:
         """Those of a folder whose config says that there are no such layers."""
-        return () if self.mtp_layers else (_of(self.mtp_names.every, 0, self.num_hidden_layers),)
+        return () if self.mtp_layers else self.further or (_of(self.mtp_names.every, 0, self.num_hidden_layers),)
 
     @classmethod
     def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:

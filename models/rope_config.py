@@ -6,9 +6,8 @@ Fields carry their Hugging Face names. ``from_hugging_face`` reads both spelling
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from random import Random
 from typing import Any, ClassVar, Literal, TypeGuard, get_args
 
 from megacore.parallel.enum_errors import check_choice, nearest
@@ -413,51 +412,6 @@ def by_kind_to_hugging_face(
             raise ValueError(f"{kind} has another {', '.join(twice)} than the other layers: write rope_parameters")
         top |= said
     return top
-
-
-def draw(
-    rng: Random, head_dim: int, positions: int, convention: Convention = PLAIN, rope_types: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Return a config.json's ``rope_parameters`` at random: any of the types, for heads of this size."""
-    whole = convention.partial_rotary_factor is None
-    # Families that turn a part cut as wide a one from their heads, but proportional tables are as wide as these.
-    rope_type = rng.choice(rope_types or [name for name in ROPE_TYPES if whole or name != "proportional"])
-    original = rng.choice((8, positions))
-    part: dict[str, Any] = {}
-    turning = head_dim
-    if not whole:
-        # Dynamic divides by the number of dimensions less 2.
-        turning = rng.choice(range(4 if rope_type == "dynamic" else 2, head_dim + 1, 2))
-        part = {"partial_rotary_factor": partial_rotary_factor(turning, head_dim)}
-    own: dict[str, dict[str, Any]] = {
-        "linear": {"factor": 2.5},
-        "dynamic": {"factor": 3.0},
-        "yarn": {"factor": 4.0, "original_max_position_embeddings": original, "truncate": rng.random() < 0.5},
-        "longrope": {
-            "short_factor": [rng.uniform(1, 3) for _ in range(turning // 2)],
-            "long_factor": [rng.uniform(1, 30) for _ in range(turning // 2)],
-            "original_max_position_embeddings": original,
-            "factor": 2.0,
-        },
-        "llama3": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": original,
-        },
-        "proportional": {"partial_rotary_factor": 0.5},
-    }
-    return {"rope_type": rope_type, "rope_theta": rng.choice((10.0, 1e4)), **own.get(rope_type, {}), **part}
-
-
-def draw_by_kind(
-    rng: Random, heads: Mapping[str, int], positions: int, kinds: Kinds, rope_types: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Return a config.json's ``rope_parameters`` at random, nested by kind of layer, for ``heads`` of these sizes."""
-    nested = {kind: draw(rng, heads[kind], positions, each, rope_types) for kind, each in kinds.items()}
-    for drawn in nested.values():
-        drawn.pop("truncate", None)  # transformers 5.23 does not look for it in there
-    return nested
 
 
 def partial_rotary_factor(turning: int, head_dim: int) -> float:

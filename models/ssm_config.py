@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR
@@ -38,11 +37,6 @@ class StateSpaceConfig(HybridConfig):
     }
 
     told: ClassVar[Mapping[str, str]] = {"step_limits": "time_step_limit"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "mamba_d_head": ("auto",),
-        "mamba_d_state": (3, 5),
-        "mamba_d_conv": (2, 4),
-    }
 
     attention_bias: bool = False
     mamba_n_heads: int = 128
@@ -60,7 +54,7 @@ class StateSpaceConfig(HybridConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        sizes = {**super().sizes, "one": 1}
+        sizes = super().sizes
         # Where all layers attend, nothing of a state is split.
         return sizes if LINEAR in self.kinds else {axis: n for axis, n in sizes.items() if axis not in _OF_STATES}
 
@@ -89,14 +83,6 @@ class StateSpaceConfig(HybridConfig):
         if groups > 0 and heads % groups:
             found.append(f"mamba_n_heads ({heads}) is not a multiple of mamba_n_groups ({groups})")
         return found + limit_problems(self.time_step_limit)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        expand = rng.choice((1, 2))
-        heads = rng.choice([n for n in (tp, 2 * tp, 4 * tp) if expand * drawn["hidden_size"] % n == 0])
-        own = {"mamba_n_heads": heads, "mamba_n_groups": draw_groups(rng, heads, tp), "mamba_expand": expand}
-        return drawn | cls.as_saved(own | rng.choice(({}, {"time_step_limit": (0.3, 1.5)})))
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -129,11 +115,6 @@ class StateSpaceConfig(HybridConfig):
         if values.get("mamba_d_head") in (None, "auto") and all(isinstance(each, int) for each in (expand, heads)):
             values["mamba_d_head"] = (values.get("mamba_d_ssm") or expand * values["hidden_size"]) // heads
         return problems
-
-
-def draw_groups(rng: Random, heads: int, tp: int) -> int:
-    """Return a number of groups of so many heads, which tp splits or shares."""
-    return rng.choice([n for n in (1, 2, 4, heads) if heads % n == 0 and (n % tp == 0 or tp % n == 0)])
 
 
 def limit_problems(limits: tuple[float, ...]) -> list[str]:

@@ -28,10 +28,7 @@ Rows = tuple[Param, ...]
 # and of what they give.
 BRANCHES = {"mixer": "", "network": ""}
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-OUT_NORMS = {
-    "attn_out_norm": "post_attention_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
+OUT_NORMS = {"attn_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 
 
 def around(attn_norm: str, mlp_norm: str, attn_out_norm: str = "", mlp_out_norm: str = "") -> Mapping[str, str]:
@@ -186,25 +183,27 @@ class Table:
         stored = "(q: heads (own: head + gate: head) + k: kv head + v: kv head)"
         return self.attention(bias=bias, out_bias=bias, here=here, stored=stored)
 
-    def delta_rule(self, inner: str, hf: str, *, stored: str = "") -> Rows:
+    def delta_rule(
+        self, inner: str, hf: str, conv: str = "conv1d", norm: str = "norm", out: str = "out_proj", *, stored: str = ""
+    ) -> Rows:
         """Return the gated delta rule, as Qwen3-Next's ``linear_attn`` has it.
 
         Args:
             inner: The sentence of what is projected: q, k, v, z, b, a, in this order.
             hf: Hugging Face's names of its pieces.
-            stored: Its sentence of them, where it differs.
+            conv, norm, out: And of the convolution, the norm and what comes out.
+            stored: Its sentence of what is projected, where it differs.
         """
         each, name, theirs = "(state_heads each)", "layers.{layer}.delta", f"{self.layer}.linear_attn"
+        qkv = f"({STATE_QKV}) one taps"
         return (
             *self.linear("delta.inner", inner, "embed", f"linear_attn.{hf}", stored=stored and f"{stored} embed"),
-            Param(
-                f"{name}.conv.weight", f"({STATE_QKV}) one taps", f"{theirs}.conv1d.weight", std=self.std, vector=True
-            ),
+            Param(f"{name}.conv.weight", qkv, f"{theirs}.{conv}.weight", std=self.std, vector=True),
             # Of decays spread evenly from 0.01 to 16.
             Param(f"{name}.fade", each, f"{theirs}.A_log", mean=8.005, std=4.616, uniform=True, log=True),
             Param(f"{name}.fade_bias", each, f"{theirs}.dt_bias", mean=1.0),
-            *self.norm("delta.norm", "linear_attn.norm", "state_value", mean=1.0),
-            *self.linear("delta.out", "embed", "(state_heads each state_value)", "linear_attn.out_proj", ends=True),
+            *self.norm("delta.norm", f"linear_attn.{norm}", "state_value", mean=1.0),
+            *self.linear("delta.out", "embed", "(state_heads each state_value)", f"linear_attn.{out}", ends=True),
         )
 
     def state_space(

@@ -153,7 +153,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "llava": Wrapper(("llama", "mistral", "qwen2")),
     "llava_next": Wrapper(("llama", "mistral", "qwen2")),
     "llava_onevision": Wrapper(("qwen2",)),
-    "mistral3": Wrapper(("mistral", "ministral3")),
+    "mistral3": Wrapper(("mistral", "ministral3", "mistral4")),
     "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True),
     "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True),
     "qwen3_5": Wrapper(("qwen3_5_text",), others=(*_VISUAL, "mtp.")),

@@ -1,4 +1,4 @@
-"""Small models of every family of the registry: drawn at random by the family itself, and as transformers has them."""
+"""Small models of every family of the registry: drawn at random, and as transformers has them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,15 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _pytest.mark.structures import ParameterSet
+from draws import draw
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4Config, PretrainedConfig, PreTrainedModel
 from transformers.activations import FastGELUActivation
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.bloom.modeling_bloom import BloomGelu
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from megacore.models.mtp import FIELD
 from megacore.models.registry import FAMILIES, family
 from megacore.models.rope_config import PLAIN
+
+# Which transformers 5.23 has, and does not find by its config.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 T = TypeVar("T")
 
@@ -106,9 +111,9 @@ def one_in(few: int) -> list[ParameterSet]:
 def drawn(
     name: str, seed: int = 0, *, layers: int = 5, vocab: int = 13, positions: int = 16, tp: int = 4, **fields: Any
 ) -> dict[str, Any]:
-    """A recipe's section of a model of the family: what it draws, but for these fields."""
+    """A recipe's section of a random model of the family, but for these fields."""
     sizes = {"layers": layers, "vocab": vocab, "positions": positions, "tp": tp}
-    return {"family": name, **family(name).config.draw(Random(seed), **sizes), **fields}
+    return {"family": name, **draw(family(name).config, Random(seed), **sizes), **fields}
 
 
 def of_transformers(section: dict[str, Any]) -> PretrainedConfig:
@@ -143,6 +148,9 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     ):
         if field in known and known.isdisjoint(("attn_layer_indices", "mamba_d_ssm")):
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
+    # Of which transformers saves the convolutions in three equal parts.
+    own |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16} if name == "olmo_hybrid" else {}
+    known -= {"head_dim"} if "kv_lora_rank" in known else set()  # which follows
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
 

@@ -107,6 +107,20 @@ _GLM = {
     "video_end_token_id": 59,
 }
 _SMOL = Seeing({"model_type": "llama"}, VIT, 1, _of_many, {"image_token_id": IMAGE, "scale_factor": 2})
+# What a text model needs where it is another than that of :data:`SEEING`.
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "mistral4": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 6,
+        "v_head_dim": 8,
+        "head_dim": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+    }
+}
 _LLAMA_TOWER = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
 _CLIP = {**VIT, "model_type": "clip_vision_model"}
 _FIVE = {**_INDEX, "image_grid_pinpoints": [[32, 32]]}
@@ -202,7 +216,8 @@ def saved(name: str, path: Path, **text: Any) -> Path:
     torch.manual_seed(0)
     of = SEEING[name]
     kind: Any = CONFIG_MAPPING[name]
-    config = kind(text_config={**TEXT, **of.text, **text}, vision_config=dict(of.tower), **of.whole)
+    own = PARTS.get(text.get("model_type", ""), {})
+    config = kind(text_config={**TEXT, **of.text, **text, **own}, vision_config=dict(of.tower), **of.whole)
     made = AutoModelForImageTextToText.from_config(config)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

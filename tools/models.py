@@ -32,10 +32,8 @@ NOT_CARRIED = {
     "jamba, mamba, mamba2, minimax, recurrent_gemma, rwkv, "
     "xlstm, zamba, zamba2",
     "keys and values that are compressed": "deepseek_v4",
-    "queries of latents that are scaled by their position": "mistral4",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
     "text that looks at tokens after it": "paligemma",
-    "tensors that published files have otherwise than what transformers saves": "olmo_hybrid",
     "a text family that is not here": "gemma3n",
 }
 """{what is not there yet: the model types of transformers that need it}."""

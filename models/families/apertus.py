@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import ACTIVATIONS
@@ -32,10 +31,6 @@ class ApertusConfig(DecoderConfig):
     pad_token_id: int | None = 3
     attention_bias: bool = False
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "one": 1}
-
     def mixer(self, t: Table) -> Rows:
         return super().mixer(t) + t.norms_of_heads()
 
@@ -49,11 +44,6 @@ class ApertusConfig(DecoderConfig):
             Param(f"{name}.eps", "", f"{hf}.eps", mean=-1e-6, buffer=True, vector=True),
         )
         return t.plain_mlp() + (activation if self.hidden_act == "xielu" else ())
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"hidden_act": rng.choice(("xielu", "xielu", drawn["hidden_act"]))}
 
 
 _EACH = {"vocab_size": 131072, "num_key_value_heads": 8}

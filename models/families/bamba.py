@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
 from megacore.models.ssm_config import StateSpaceConfig
@@ -37,12 +35,6 @@ class BambaConfig(StateSpaceConfig):
 
     def network(self, t: Table) -> Rows:
         return t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        kinds = drawn.pop("layer_types")
-        return drawn | {"attn_layer_indices": [layer for layer, kind in enumerate(kinds) if kind == FULL]}
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.families.gptj import GptjConfig
@@ -35,10 +34,6 @@ class CodeGenConfig(GptjConfig):
         if self.n_head % _GROUPS:
             found.append(f"n_head is {self.n_head}: it must be a multiple of {_GROUPS}, the groups that heads lie in")
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        return super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=max(tp, _GROUPS))
 
 
 def _shape(embed: int, layers: int, heads: int, turning: int, vocab: int = 51200) -> dict[str, Any]:

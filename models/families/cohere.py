@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,6 @@ class CommandConfig(DecoderConfig):
     in_pairs: ClassVar[bool] = True
     constants: ClassVar[Mapping[str, Any]] = {"norm": "layer", "parallel": True}
     told: ClassVar[Mapping[str, str]] = {"logit_scale": "logit_scale"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"logit_scale": (0.0625, 1.3)}
     parts: ClassVar[Mapping[str, str]] = {"attn_norm": "input_layernorm"} | BRANCHES
 
     layer_norm_eps: float = 1e-5

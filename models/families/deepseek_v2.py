@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.experts_config import MoEConfig, SharedExpertConfig
@@ -51,11 +50,6 @@ class DeepseekV2Config(DeepseekConfig):
         # Where nothing limits them to groups, all are in one.
         groups, kept = (1, 1) if self.topk_method == "greedy" else (self.n_group or 1, self.topk_group or 1)
         return replace(super().routing, groups=groups, kept_groups=kept)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | cls.draw_groups(rng, drawn) | {"topk_method": rng.choice(_METHODS)}
 
     def problems(self) -> list[str]:
         found = super().problems()

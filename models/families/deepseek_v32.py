@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy, LayerAttention
@@ -26,8 +25,6 @@ class DeepseekV32Config(DeepseekV3Config, TypedLayersConfig):
     # What kind of cache each layer has.
     harmless: ClassVar[frozenset[str]] = DeepseekV3Config.harmless | {"layer_types"}
     axes: ClassVar[Mapping[str, str]] = {**DeepseekV3Config.axes, "index_heads": "index_n_heads"}
-    # Of few heads all are often 0, and transformers says nothing of equal scores.
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"index_n_heads": (14, 16), "index_topk": (2, 5, 40)}
     # Whether dimensions 2 i and 2 i + 1 of the indexer's heads turn together on disk.
     index_pairs: ClassVar[bool] = False
 
@@ -53,12 +50,6 @@ class DeepseekV32Config(DeepseekV3Config, TypedLayersConfig):
         several = {layer for layer, count in Counter(self.choosers).items() if count > 1}
         layers = (LayerAttention(top=self.index_topk, chooser=c if c in several else None) for c in self.choosers)
         return super().anatomy_of(layers=tuple(layers), **own)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        latent, still = rng.choice((6, 9)), rng.choice((2, 5))
-        return drawn | {"q_lora_rank": latent, "index_head_dim": drawn["qk_rope_head_dim"] + still}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "index_topk")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +24,6 @@ class Dots1Config(SigmoidConfig, WindowedConfig):
         "use_sliding_window",
     }
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"max_window_layers": (0, 1, 3)}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False

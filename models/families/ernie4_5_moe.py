@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.config import positive
@@ -18,6 +17,7 @@ from megacore.models.weight_rows import Rows, Table
 class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
     family: ClassVar[str] = "ernie4_5_moe"
     architecture: ClassVar[str] = "Ernie4_5_MoeForCausalLM"
+    further: ClassVar[tuple[str, ...]] = ("model.mtp_",)
     harmless: ClassVar[frozenset[str]] = (
         MoEConfig.harmless | Ernie4_5Config.harmless | {"moe_capacity", "num_nextn_predict_layers"}
     )
@@ -33,12 +33,6 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
         "expert_mlp": "moe_intermediate_size",
     }
     rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "moe_intermediate_size": (6, 11),
-        "moe_num_shared_experts": (0, 1, 2),
-        "moe_layer_start_index": (0, 1),
-        "moe_layer_interval": (1, 2),
-    }
 
     pad_token_id: int | None = 0
     tie_word_embeddings: bool = True
@@ -59,11 +53,7 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
     @property
     def sizes(self) -> Mapping[str, int]:
         shared = self.moe_num_shared_experts * self.moe_intermediate_size
-        return {**super().sizes, "one": 1, **({"shared_mlp": shared} if shared > 0 else {})}
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return ("model.mtp_",)
+        return {**super().sizes, **({"shared_mlp": shared} if shared > 0 else {})}
 
     @property
     def sparse_layers(self) -> list[int]:
@@ -82,11 +72,6 @@ class Ernie4_5MoeConfig(MoEConfig, Ernie4_5Config):
 
     def network(self, t: Table) -> Rows:
         return self.feed_forward(t, self.experts(t), bias=self.use_bias)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"moe_layer_end_index": rng.choice((-1, layers - 2))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "moe_layer_interval")

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL
 from megacore.models.layer_types import PatternedConfig
 from megacore.models.presets import llama3, shape, tiny
 from megacore.models.weight_rows import BRANCHES, OUT_NORMS, Rows, Table
@@ -34,11 +32,6 @@ class Exaone4Config(PatternedConfig):
 
     def mixer(self, t: Table) -> Rows:
         return super().mixer(t) + t.norms_of_heads()
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | ({"sliding_window": None, "layer_types": [FULL] * layers} if rng.random() < 0.3 else {})
 
 
 EXAONE4 = {"vocab_size": 102400, "num_key_value_heads": 8}

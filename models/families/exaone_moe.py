@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING
@@ -28,11 +27,6 @@ class ExaoneMoeConfig(TypedLayersConfig, Exaone4Config):
     num_experts_per_tok: int = 8
     routed_scaling_factor: float = 2.5
     first_k_dense_replace: int = 1
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"sliding_window": rng.choice((2, 3, positions))}  # the class cannot do without
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import DRAWN, Anatomy
+from megacore.models.anatomy import Anatomy
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.weight_rows import QKV, QKV_BY_HEAD, QKV_EACH, Rows, Table
 from megacore.parallel.weights.schema import Param
@@ -114,20 +113,6 @@ class FalconConfig(DecoderConfig):
         values["intermediate_size"] = values.get("ffn_hidden_size")
         values["hidden_act"] = values.get("activation", cls.activation)
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        new, parallel = rng.random() < 0.5, rng.random() < 0.7
-        heads = drawn["num_attention_heads"]
-        return drawn | {
-            "activation": rng.choice(DRAWN),
-            "ffn_hidden_size": rng.choice((None, 14, 31)),
-            "num_kv_heads": rng.choice([n for n in range(tp, heads + 1, tp) if heads % n == 0]) if new else None,
-            "new_decoder_architecture": new,
-            "num_ln_in_parallel_attn": rng.choice((None, 1, 2)) if new else None,
-            "parallel_attn": new or parallel,
-        }
 
 
 def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy, Factors
@@ -24,13 +23,6 @@ class FalconH1Config(StateSpaceConfig):
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "mamba_d_ssm": 1024}
     last_norm: ClassVar[str] = "model.final_layernorm"
     told: ClassVar[Mapping[str, str]] = {"embedding_scale": "embedding_multiplier", "logit_scale": "lm_head_multiplier"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "mlp_multipliers": (None, [0.4, 1.3]),
-        "ssm_multipliers": (None, [0.7, 1.4, 0.9, 1.2, 0.6]),
-        **dict.fromkeys(
-            (*_OF_BRANCHES, "embedding_multiplier", "lm_head_multiplier", "key_multiplier"), (1.0, 0.3, 1.7)
-        ),
-    }
     parts: ClassVar[Mapping[str, str]] = {
         "network": "",
         "mixer": "",
@@ -86,13 +78,6 @@ class FalconH1Config(StateSpaceConfig):
         if self.mamba_rms_norm and self.mamba_norm_before_gate:
             found.append("mamba_norm_before_gate is true, and transformers' kernels norm behind the gate: say false")
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        inner = drawn["mamba_n_heads"] * rng.choice((3, 4))
-        own = {"mamba_d_ssm": rng.choice((None, inner)), "mamba_norm_before_gate": not drawn["mamba_rms_norm"]}
-        return {name: value for name, value in (drawn | own).items() if name != "layer_types"}
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +23,6 @@ class GemmaConfig(DecoderConfig):
     fixed: ClassVar[Mapping[str, Any]] = {"use_bidirectional_attention": None}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16, "head_dim": 256}
     constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 1.0, "round_embedding_scale": True}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"hidden_act": ("gelu", TANH, "relu")}
 
     hidden_act: str = TANH
     rms_norm_eps: float = 1e-6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -24,12 +24,6 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
     told: ClassVar[Mapping[str, str]] = {
         "attention_softcap": "attn_logit_softcapping",
         "logit_softcap": "final_logit_softcapping",
-    }
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "hidden_activation": (TANH, "relu"),
-        "query_pre_attn_scalar": (2, 7),
-        "attn_logit_softcapping": (None, 3.0),
-        "final_logit_softcapping": (None, 3.0),
     }
     parts: ClassVar[Mapping[str, str]] = around("input_layernorm", "pre_feedforward_layernorm", **OUT_NORMS)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy
 from megacore.models.config import above_zero
-from megacore.models.families.gemma import TANH, GemmaConfig
+from megacore.models.families.gemma import GemmaConfig
 from megacore.models.families.gemma3 import Gemma3Config
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.local_rope import LocalHeadsConfig
@@ -28,6 +27,7 @@ _EVERY = 6
 class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     family: ClassVar[str] = "gemma4_text"
     architecture: ClassVar[str] = "Gemma4ForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
     of_text: ClassVar[bool] = True
     # Of what is not supported: the inputs of each layer, and layers that share keys and values.
     harmless: ClassVar[frozenset[str]] = frozenset({"use_double_wide_mlp", "vocab_size_per_layer_input"})
@@ -50,15 +50,6 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         "plain_norms": frozenset({"attn.v_norm"}),
     }
     told: ClassVar[Mapping[str, str]] = {"logit_softcap": "final_logit_softcapping"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "hidden_act": (TANH, "relu"),
-        "global_head_dim": (4, 8),
-        "num_global_key_value_heads": (None, 1),
-        "final_logit_softcapping": (None, 3.0),
-        "use_bidirectional_attention": (None, "vision"),
-        "top_k_experts": (2, 3),
-        "moe_intermediate_size": (6, 11),
-    }
     parts: ClassVar[Mapping[str, str]] = Gemma3Config.parts
 
     sliding_window: int | None = 512
@@ -80,7 +71,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        sizes = {**super().sizes, "one": 1}
+        sizes = {**super().sizes}
         if self.enable_moe_block:
             experts, hidden = self.num_experts or 0, self.moe_intermediate_size or 0
             sizes |= {"experts": experts, "routes": experts, "expert_mlp": hidden, "shared_mlp": sizes.pop("mlp")}
@@ -146,11 +137,6 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         return found
 
     @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"hidden_size_per_layer_input": 0, "num_experts": max(4, 2 * tp)}
-
-    @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read(config)
         if (name := "hidden_size_per_layer_input") not in config:
@@ -174,10 +160,6 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         values["global_head_dim"] = own.get("head_dim", values.get("head_dim"))
         values["num_global_key_value_heads"] = own.get("num_key_value_heads")
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {"per_layer_config"}
 
 
 _EACH = {

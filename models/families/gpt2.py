@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import ACTIVATIONS, DRAWN, Anatomy, LayerAttention
+from megacore.models.anatomy import ACTIVATIONS, Anatomy, LayerAttention
 from megacore.models.config import ModelConfig, positive, probabilities
 from megacore.models.weight_rows import HEADS, QKV_EACH, Rows, Table
 from megacore.parallel.weights.schema import Param
@@ -60,23 +59,6 @@ class Gpt2Config(ModelConfig):
         mlp = self.n_inner if self.n_inner is not None else 4 * self.n_embd
         return {**super().sizes, "head": self.n_embd // self.n_head, "mlp": mlp}
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        heads = tp * rng.choice((1, 2, 3))
-        return {
-            "vocab_size": vocab,
-            "n_positions": positions,
-            "n_embd": heads * rng.choice((2, 3, 8)),
-            "n_layer": layers,
-            "n_head": heads,
-            "n_inner": rng.choice((None, 7, 40)),
-            "activation_function": rng.choice(DRAWN),
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            "layer_norm_epsilon": rng.choice((1e-5, 1e-2)),
-            "pad_token_id": rng.choice((None, 5)),
-            "tie_word_embeddings": rng.random() < 0.5,
-        }
-
     @property
     def max_positions(self) -> int | None:
         return self.n_positions
@@ -106,13 +88,9 @@ class Gpt2Config(ModelConfig):
 
     def params(self) -> tuple[Param, ...]:
         std = self.initializer_range
-        t = Table(
-            layer="transformer.h.{layer}",
-            std=std,
-            # The residual branches end smaller, so that their sum keeps its size.
-            out_std=std / math.sqrt(2 * self.n_layer),
-            norm_bias=True,
-        )
+        # The residual branches end smaller, so that their sum keeps its size.
+        out_std = std / math.sqrt(2 * self.n_layer)
+        t = Table(layer="transformer.h.{layer}", std=std, out_std=out_std, norm_bias=True)
         embed, *others = t.model(
             *self.block(t), tied=self.tie_word_embeddings, embed="transformer.wte", norm="transformer.ln_f"
         )

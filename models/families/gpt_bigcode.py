@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.families.gpt2 import Gpt2Config
@@ -40,11 +39,6 @@ class GptBigCodeConfig(Gpt2Config):
             t.norm("mlp_norm", "ln_2"),
             t.plain_mlp("mlp.c_fc", "mlp.c_proj", bias=True),
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"multi_query": rng.random() < 0.7}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

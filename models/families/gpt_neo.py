@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, by_kind
@@ -21,6 +20,7 @@ _KINDS = {"global": FULL, "local": SLIDING}
 class GptNeoConfig(LearnedPositionsConfig):
     family: ClassVar[str] = "gpt_neo"
     architecture: ClassVar[str] = "GPTNeoForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({"attention_types"})
     eps: ClassVar[str] = "layer_norm_epsilon"
     base_model_prefix: ClassVar[str] = "transformer"
     tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
@@ -43,7 +43,6 @@ class GptNeoConfig(LearnedPositionsConfig):
     norm_bias: ClassVar[bool] = True
     constants: ClassVar[Mapping[str, Any]] = {"attention_scale": 1.0, "padding_idx": None}
     told: ClassVar[Mapping[str, str]] = {"branch_dropout": "resid_dropout", "embedding_dropout": "embed_dropout"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"intermediate_size": (None, 14, 31)}
     parts: ClassVar[Mapping[str, str]] = around("ln_1", "ln_2")
 
     hidden_act: str = "gelu_new"
@@ -64,12 +63,6 @@ class GptNeoConfig(LearnedPositionsConfig):
 
     def network(self, t: Table) -> Rows:
         return t.plain_mlp("mlp.c_fc", "mlp.c_proj", bias=True)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"attention_types": [[[rng.choice((*_KINDS,))], 1] for _ in range(layers)]}
-        return drawn | {"window_size": rng.choice((2, 3, positions))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "window_size")
@@ -95,10 +88,6 @@ class GptNeoConfig(LearnedPositionsConfig):
         if values.get("intermediate_size") is None and isinstance(values.get("hidden_size"), int):
             values["intermediate_size"] = 4 * values["hidden_size"]
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return {*super()._consumed(), "attention_types"}
 
     def _write(self) -> dict[str, Any]:
         return super()._write() | {"attention_types": _types([*self.attention_layers])}

@@ -4,8 +4,7 @@ turn, in pairs on disk, and a head with a bias."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from random import Random
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import ROPE, Anatomy, LayerAttention
@@ -40,17 +39,8 @@ class GptjConfig(Gpt2Config):
     @property
     def anatomy(self) -> Anatomy:
         rope = DefaultRope(partial_rotary_factor=partial_rotary_factor(self.rotary_dim, self.pairs.head))
-        return Anatomy(
-            layers=(LayerAttention(),) * self.n_layer,
-            ropes={ROPE: rope},
-            norm="layer",
-            norm_eps=self.layer_norm_epsilon,
-            activation=self.activation_function,
-            parallel=True,
-            attention_dropout=self.attn_pdrop,
-            branch_dropout=self.resid_pdrop,
-            embedding_dropout=self.embd_pdrop,
-        )
+        layers = (LayerAttention(),) * self.n_layer
+        return replace(super().anatomy, layers=layers, ropes={ROPE: rope}, parallel=True)
 
     def queries_keys_values(self, t: Table) -> Rows:
         """Return the row of queries, keys and values."""
@@ -77,11 +67,6 @@ class GptjConfig(Gpt2Config):
         if not found and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.pairs.head):
             found.append(f"rotary_dim is {self.rotary_dim}: it must be even, and at most the head's {self.pairs.head}")
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn, head = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp), rng.choice((4, 6, 8))
-        return drawn | {"n_embd": drawn["n_head"] * head, "rotary_dim": rng.choice(range(2, head + 1, 2))}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

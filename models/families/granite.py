@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,12 +18,6 @@ class Multipliers(DecoderConfig):
         "embedding_scale": "embedding_multiplier",
         "attention_scale": "attention_multiplier",
         "branch_scale": "residual_multiplier",
-    }
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "embedding_multiplier": (1.0, 12.0),
-        "attention_multiplier": (1.0, 0.3),
-        "residual_multiplier": (1.0, 0.22),
-        "logits_scaling": (1.0, 7.0),
     }
     """The multipliers of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR, ROPE, Anatomy, LayerAttention
@@ -28,11 +27,6 @@ class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
     spellings: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
     # Without experts what all tokens go to is the only network.
     axes: ClassVar[Mapping[str, str]] = {**StateSpaceConfig.axes, "mlp": "shared_intermediate_size"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "num_experts_per_tok": (2, 3),
-        "shared_intermediate_size": (10, 13),
-        "position_embedding_type": (None, "nope", "rope"),
-    }
 
     rms_norm_eps: float = 1e-6
     num_local_experts: int = 8
@@ -69,11 +63,6 @@ class GraniteMoeHybridConfig(StateSpaceConfig, Multipliers):
     def problems(self) -> list[str]:
         found = super().problems() + (positive(self, "intermediate_size") if self.num_local_experts else [])
         return found + list(self.routing.problems() if self.routing else ())
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"num_local_experts": max(4, 2 * tp)}
 
 
 _EACH = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from megacore.models.weight_rows import Rows, Table
 class GraniteMoeSharedConfig(GraniteMoeConfig):
     family: ClassVar[str] = "granitemoeshared"
     architecture: ClassVar[str] = "GraniteMoeSharedForCausalLM"
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"shared_intermediate_size": (0, 10, 13)}
 
     shared_intermediate_size: int = 0
 

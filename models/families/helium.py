@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
@@ -26,11 +25,6 @@ class HeliumConfig(DecoderConfig):
     pad_token_id: int | None = 3
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"hidden_size": drawn["num_attention_heads"] * drawn["head_dim"]}
 
     def problems(self) -> list[str]:
         heads, head, hidden = self.num_attention_heads, self.head_dim, self.hidden_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.decoder_config import DecoderConfig
@@ -21,7 +20,6 @@ class HunYuanDenseV1Config(DecoderConfig):
     fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "use_cla": False, "use_qk_norm": True}
     rope_convention: ClassVar[Convention] = Convention(own_types={"dynamic": AlphaRope})
     constants: ClassVar[Mapping[str, Any]] = {"norms_after_rope": True}
-    needs_head_dim: ClassVar[bool] = True
 
     pad_token_id: int | None = 0
     rms_norm_eps: float = 1e-5
@@ -30,13 +28,6 @@ class HunYuanDenseV1Config(DecoderConfig):
     def mixer(self, t: Table) -> Rows:
         queries = t.norm("attn.q_norm", "self_attn.query_layernorm", "head")
         return super().mixer(t) + queries + t.norm("attn.k_norm", "self_attn.key_layernorm", "head")
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        if drawn["rope_parameters"]["rope_type"] == "dynamic":
-            drawn["rope_parameters"] |= {"alpha": 7.0, "factor": 1.0}
-        return drawn
 
 
 _ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}

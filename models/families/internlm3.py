@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.families.llama import LlamaConfig
@@ -20,11 +19,6 @@ class InternLM3Config(LlamaConfig):
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 2
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"mlp_bias": drawn["attention_bias"]}
 
     def problems(self) -> list[str]:
         found = super().problems()

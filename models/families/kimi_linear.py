@@ -3,9 +3,8 @@ four, latent attention without a rope in the fourth, and experts that are chosen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR
@@ -33,6 +32,8 @@ _LAYERS = f"{_TABLE}.full_attn_layers", f"{_TABLE}.kda_layers"
 class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConfig):
     family: ClassVar[str] = "kimi_linear"
     architecture: ClassVar[str] = "KimiLinearForCausalLM"
+    by_tensors: ClassVar[frozenset[str]] = frozenset({"dense_name"})
+    reads: ClassVar[frozenset[str]] = frozenset({_TABLE})
     other: ClassVar[str] = LINEAR
     # What the class computes, and the name of networks of layers without experts, which a folder's tensors tell.
     derived: ClassVar[frozenset[str]] = LatentConfig.derived | {"rope_parameters", "dense_name"}
@@ -62,7 +63,6 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
     }
     correction: ClassVar[str] = f"{_MOE}.gate.e_score_correction_bias"
     constants: ClassVar[Mapping[str, Any]] = {"norm": "rms", "delta_gate": "sigmoid"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"linear_head_dim": (4, 6), "linear_conv_kernel_dim": (2, 4)}
 
     pad_token_id: int | None = 163839
     rms_norm_eps: float = 1e-5
@@ -83,7 +83,7 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, **dict.fromkeys(("each", "one", "row", "column"), 1)}
+        return {**super().sizes, **dict.fromkeys(("each", "row", "column"), 1)}
 
     def rope_problems(self) -> list[str]:
         rest = f"qk_rope_head_dim is {self.qk_rope_head_dim}: it must be even, though nothing of it turns"
@@ -128,16 +128,6 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
         return made | ({"dense_name": "mlp"} if published else {}), told
 
     @classmethod
-    def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in super().as_written(raw).items() if name != "dense_name"}
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"linear_num_heads": tp * rng.choice((1, 2)), "tie_word_embeddings": False}
-        return {name: value for name, value in drawn.items() if name not in cls.derived}
-
-    @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         table, layers = config.get(_TABLE) or {}, config.get("num_hidden_layers")
         told = {f"{_TABLE}.{name}": value for name, value in table.items()} if isinstance(table, Mapping) else table
@@ -152,10 +142,6 @@ class KimiLinearConfig(NoRopeConfig, HybridConfig, LatentConfig, TypedLayersConf
         values, problems = super()._read(said)
         values["tie_word_embeddings"] = False  # transformers' class ties nothing, whatever a file says
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {_TABLE}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +26,6 @@ class ShortConvolutionConfig(HybridConfig):
     axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "channels": "hidden_size", "taps": "conv_L_cache"}
     rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
     last_norm: ClassVar[str] = "model.embedding_norm"
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"conv_L_cache": (2, 3)}
     parts: ClassVar[Mapping[str, str]] = around("operator_norm", "ffn_norm")
 
     norm_eps: float = 1e-5
@@ -34,10 +33,6 @@ class ShortConvolutionConfig(HybridConfig):
     tie_word_embeddings: bool = True
     conv_bias: bool = False
     conv_L_cache: int = 3
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "one": 1}
 
     def network(self, t: Table) -> Rows:
         return t.gated_mlp("feed_forward.{w1,w3}", "feed_forward.w2")
@@ -67,10 +62,6 @@ class Lfm2Config(ShortConvolutionConfig):
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
     spellings: ClassVar[Mapping[str, str]] = {**ShortConvolutionConfig.spellings, "block_ff_dim": "intermediate_size"}
     axes: ClassVar[Mapping[str, str]] = {**ShortConvolutionConfig.axes, "mlp": "feed_forward_size"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "block_multiple_of": (1, 8),
-        "block_ffn_dim_multiplier": (1.0, 1.3),
-    }
 
     block_multiple_of: int = 256
     block_ffn_dim_multiplier: float | None = 1.0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import CONVOLUTION, FULL
@@ -26,10 +25,6 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
         "expert_mlp": "moe_intermediate_size",
     }
     rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "epsilon": 1e-6}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "moe_intermediate_size": (6, 11),
-        "routed_scaling_factor": (1.0, 2.5),
-    }
 
     # As LFM2 has them.
     pad_token_id: int | None = 0
@@ -79,11 +74,6 @@ class Lfm2MoeConfig(MoEConfig, ShortConvolutionConfig):
                 f"({self.num_hidden_layers})"
             )
         return found
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"num_dense_layers": rng.choice((0, 1)) * (layers > 1)}
 
 
 _KINDS = [FULL if layer in (2, 6, 10, 14, 18, 21) else CONVOLUTION for layer in range(24)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import CHUNKED, FULL, ROPE, Anatomy, LayerAttention, Temperature
@@ -34,12 +33,6 @@ class Llama4Config(MoEConfig, RotatingConfig):
     in_pairs: ClassVar[bool] = True
     rule: ClassVar[Mapping[str, Any]] = {"score": "sigmoid", "scales_inputs": True}
     constants: ClassVar[Mapping[str, Any]] = {"norms_after_rope": True}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "num_experts_per_tok": (1, 2),
-        "intermediate_size_mlp": (14, 31),
-        "interleave_moe_layer_step": (1, 2),
-        "floor_scale": (2, 3, 8192),
-    }
     of_text: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
@@ -89,16 +82,6 @@ class Llama4Config(MoEConfig, RotatingConfig):
     def network(self, t: Table) -> Rows:
         dense = t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj")
         return self.feed_forward(t, self.experts(t), dense)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        sparse = [layer for layer in range(layers) if rng.random() < 0.5]
-        return drawn | {
-            "moe_layers": rng.choice((None, sparse)),
-            "attention_chunk_size": rng.choice((2, 5, positions)),
-            "layer_types": rng.choice((None, [rng.choice((FULL, CHUNKED)) for _ in range(layers)])),
-        }
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "floor_scale", "interleave_moe_layer_step")

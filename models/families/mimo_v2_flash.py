@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy, Factors
@@ -30,6 +29,8 @@ _SAME = "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"
 class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
     family: ClassVar[str] = "mimo_v2_flash"
     architecture: ClassVar[str] = "MiMoV2FlashForCausalLM"
+    further: ClassVar[tuple[str, ...]] = ("model.mtp.",)
+    reads: ClassVar[frozenset[str]] = frozenset({*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)})
     # No expert is shared, and layers that predict further tokens are left out.
     derived: ClassVar[frozenset[str]] = frozenset({"n_shared_experts", "num_nextn_predict_layers"})
     harmless: ClassVar[frozenset[str]] = TypedLayersConfig.harmless | {"attention_chunk_size", "hybrid_block_size"}
@@ -69,10 +70,6 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
         """Heads of keys and values in layers with windows."""
         return 2 * self.num_key_value_heads
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return ("model.mtp.",)
-
     def slides(self, layer: int) -> bool:
         return layer > 0 and super().slides(layer)
 
@@ -95,15 +92,6 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
 
     def experts(self, t: Table) -> Rows:
         return t.experts(correction=self.correction)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        heads, head = 2 * drawn["num_attention_heads"], drawn["head_dim"]
-        fitting = [kv for kv in (1, 2, 4, heads // 2) if heads % (2 * kv) == 0 and (kv % tp == 0 or tp % (2 * kv) == 0)]
-        drawn |= {"num_attention_heads": heads, "num_key_value_heads": rng.choice(fitting)}
-        drawn |= {"v_head_dim": rng.choice((3, head)), "attention_value_scale": rng.choice((None, 0.7))}
-        return drawn | {"sliding_window": rng.choice((2, 3, positions))}  # the class cannot do without
 
     def problems(self) -> list[str]:
         found, heads, local = super().problems(), self.num_attention_heads, self.local_key_value_heads
@@ -128,10 +116,6 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
             if theirs not in (None, own):
                 problems.append(f"swa_{name} is {theirs!r}: {cls.architecture} takes {own!r}")
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,11 +19,6 @@ class MiniCPM3Config(LatentConfig):
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
     fixed: ClassVar[Mapping[str, Any]] = {"mlp_bias": False}
     told: ClassVar[Mapping[str, str]] = {"embedding_scale": "scale_emb"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "scale_emb": (1, 12.0),
-        "scale_depth": (None, 1.4),
-        "dim_model_base": (None, 7),
-    }
 
     initializer_range: float = 0.1
     tie_word_embeddings: bool = True

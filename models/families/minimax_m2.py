@@ -17,6 +17,7 @@ from megacore.models.weight_rows import OF_ALL, Rows, Table
 class MiniMaxM2Config(MoEConfig):
     family: ClassVar[str] = "minimax_m2"
     architecture: ClassVar[str] = "MiniMaxM2ForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({"rotary_dim"})
     # Of layers that predict further tokens, which are not published, and the kinds of layers, all of which see all.
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {
         "attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
@@ -62,10 +63,6 @@ class MiniMaxM2Config(MoEConfig):
         if isinstance(turning, int) and said is None and isinstance(head, int) and head > 0:
             config = {**config, "partial_rotary_factor": turning / head}
         return super()._read_ropes(config)
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return {*super()._consumed(), "rotary_dim"}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

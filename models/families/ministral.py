@@ -16,7 +16,6 @@ class MinistralConfig(WindowedConfig):
     family: ClassVar[str] = "ministral"
     architecture: ClassVar[str] = "MinistralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
-    needs_head_dim: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-6
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models import rope_config
 from megacore.models.anatomy import Anatomy, Temperature
+from megacore.models.decoder_config import DecoderConfig
 from megacore.models.families.mistral import MistralConfig
 from megacore.models.presets import shape, yarn
 from megacore.models.rope_config import Convention, YarnRope
@@ -27,16 +26,10 @@ _YARN = yarn(16.0, 16384, rope_theta=1e6, mscale=1.0, mscale_all_dim=1.0, llama_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ministral3Config(MistralConfig):
-    family: ClassVar[str] = "ministral3"
-    architecture: ClassVar[str] = "Ministral3ForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
-    rope_convention: ClassVar[Convention] = Convention(parameters=_YARN, own_types={"yarn": TemperedYarnRope})
+class TemperedConfig(DecoderConfig):
+    """Queries count more the later they stand, as numbers of a rope of the type yarn say."""
 
-    rms_norm_eps: float = 1e-5
-    sliding_window: int | None = None
-    pad_token_id: int | None = 11
-    max_position_embeddings: int = 262144
+    rope_convention: ClassVar[Convention] = Convention(parameters=_YARN, own_types={"yarn": TemperedYarnRope})
 
     @property
     def anatomy(self) -> Anatomy:
@@ -57,11 +50,17 @@ class Ministral3Config(MistralConfig):
             return super().rope_problems()
         return [f"rope_type is {self.rope_parameters.rope_type!r}: queries have a temperature only in that of 'yarn'"]
 
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        rope = rope_config.draw(rng, drawn["head_dim"], positions, cls.rope_convention, ["yarn"])
-        return drawn | {"rope_parameters": rope | {"beta_fast": 32, "beta_slow": 1, "llama_4_scaling_beta": 0.5}}
+
+@dataclass(frozen=True, kw_only=True)
+class Ministral3Config(TemperedConfig, MistralConfig):
+    family: ClassVar[str] = "ministral3"
+    architecture: ClassVar[str] = "Ministral3ForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 128}
+
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    pad_token_id: int | None = 11
+    max_position_embeddings: int = 262144
 
 
 def _shape(hidden: int, mlp: int, layers: int, **own: Any) -> dict[str, Any]:

@@ -24,7 +24,6 @@ class MixtralConfig(MoEConfig, MistralConfig):
     rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
     # The names of transformers for the modules of the experts and of the router in memory.
     held: ClassVar[tuple[str, str]] = ("mlp.experts", "mlp.gate")
-    needs_head_dim: ClassVar[bool] = True
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Alibi, Anatomy
@@ -23,6 +22,7 @@ class MptConfig(NoRopeConfig):
 
     family: ClassVar[str] = "mpt"
     architecture: ClassVar[str] = "MptForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({_SECTION})
     eps: ClassVar[str] = "layer_norm_epsilon"
     base_model_prefix: ClassVar[str] = "transformer"
     tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
@@ -89,20 +89,11 @@ class MptConfig(NoRopeConfig):
         values |= {"intermediate_size": 4 * hidden} if isinstance(hidden, int) else {}
         return super()._derive(values)
 
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {_SECTION}
-
     def _write(self) -> dict[str, Any]:
         section: dict[str, Any] = {theirs: getattr(self, ours) for theirs, ours in _READ.items()}
         # Whose class takes whole numbers alone.
         whole = {name: int(n) if isinstance(n, float) and n.is_integer() else n for name, n in section.items()}
         return super()._write() | {_SECTION: {**whole, **_FIXED}}
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {_SECTION: {"clip_qkv": rng.choice((None, 0.3)), "softmax_scale": rng.choice((None, 0.2))}}
 
 
 def _shape(hidden: int, layers: int, heads: int, **section: Any) -> dict[str, Any]:

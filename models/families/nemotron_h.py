@@ -4,14 +4,13 @@ experts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, LINEAR, Anatomy
 from megacore.models.config import positive
-from megacore.models.experts_config import SigmoidConfig, grouped_sigmoids
+from megacore.models.experts_config import grouped_sigmoids
 from megacore.models.learned_positions import NoRopeConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.ssm_config import StateSpaceConfig
@@ -27,6 +26,8 @@ _LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
 class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
     family: ClassVar[str] = "nemotron_h"
     architecture: ClassVar[str] = "NemotronHForCausalLM"
+    further: ClassVar[tuple[str, ...]] = ("mtp.",)
+    reads: ClassVar[frozenset[str]] = frozenset({"hybrid_override_pattern"})
     base_model_prefix: ClassVar[str] = "backbone"
     tied: ClassVar[tuple[str, str]] = ("backbone.embeddings.weight", "lm_head.weight")
     more: ClassVar[tuple[str, ...]] = (_MLP, _MOE)
@@ -65,15 +66,6 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
     last_norm: ClassVar[str] = "backbone.norm_f"
     constants: ClassVar[Mapping[str, Any]] = {"norm": "rms", "padding_idx": None}
     told: ClassVar[Mapping[str, str]] = {"mixer_activation": "mamba_hidden_act"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "mamba_d_head": (4, 6),
-        "mamba_hidden_act": ("silu", "gelu", "relu"),  # squares of so small numbers teach nothing
-        "time_step_min": (0.001, 0.3),
-        "num_experts_per_tok": (2, 3),
-        "moe_intermediate_size": (6, 11),
-        "moe_shared_expert_intermediate_size": (10, 13),
-        "routed_scaling_factor": (1.0, 2.5),
-    }
 
     max_position_embeddings: int = 4096
     layer_norm_epsilon: float = 1e-5
@@ -112,10 +104,6 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
             "shared_mlp": self.moe_shared_expert_intermediate_size,
         }
         return {**super().sizes, **(experts if _MOE in self.kinds else {})}
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        return ("mtp.",)
 
     def anatomy_of(self, **own: Any) -> Anatomy:
         return super().anatomy_of(routing=self.routing, step_limits=(self.time_step_min, math.inf), **own)
@@ -156,16 +144,6 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         return found + list(self.routing.problems() if self.routing else ())
 
     @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        attends, sparse = rng.sample(range(layers), 2) if layers > 1 else (0, None)
-        kinds = [rng.choice((LINEAR, LINEAR, FULL, _MLP, _MOE)) for _ in range(layers)]
-        kinds = [FULL if n == attends else _MOE if n == sparse else kind for n, kind in enumerate(kinds)]
-        drawn |= {"layers_block_type": kinds, "n_routed_experts": max(4, 2 * tp), "tie_word_embeddings": False}
-        drawn |= SigmoidConfig.draw_groups(rng, drawn)
-        return {name: value for name, value in drawn.items() if name not in ("layer_types", "time_step_limit")}
-
-    @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         letters = config.get("hybrid_override_pattern")
         if isinstance(letters, str) and config.get("layers_block_type") is None:
@@ -177,10 +155,6 @@ class NemotronHConfig(StateSpaceConfig, NoRopeConfig):
         if isinstance(values.get("layer_types"), tuple):
             values.setdefault("num_hidden_layers", len(values["layer_types"]))
         return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return super()._consumed() | {"hybrid_override_pattern"}
 
 
 _EACH = {"vocab_size": 131072, "num_key_value_heads": 8, "max_position_embeddings": 8192}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +24,6 @@ class OlmoConfig(DecoderConfig):
         "plain_norms": frozenset({"attn_norm", "mlp_norm", "norm"}),
     }
     told: ClassVar[Mapping[str, str]] = {"qkv_limit": "clip_qkv"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"clip_qkv": (None, 0.3, 1.2)}
     parts: ClassVar[Mapping[str, str]] = BRANCHES
 
     pad_token_id: int | None = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,6 @@ class OlmoeConfig(MoEConfig):
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     told: ClassVar[Mapping[str, str]] = {"qkv_limit": "clip_qkv"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"clip_qkv": (None, 0.3, 1.2)}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models import rope_config
 from megacore.models.layer_types import OneWindowConfig
 from megacore.models.presets import rope, shape, tiny
 from megacore.models.rope_config import Convention
@@ -40,12 +38,6 @@ class Phi3Config(OneWindowConfig):
 
     def network(self, t: Table) -> Rows:
         return t.gated_mlp("mlp.gate_up_proj")
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        head_dim, kinds = drawn["hidden_size"] // drawn["num_attention_heads"], ("default", "longrope")
-        return drawn | {"rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention, kinds)}
 
 
 _PHI3_MINI = {"vocab_size": 32064} | shape(3072, 8192, 32, 32)

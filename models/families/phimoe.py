@@ -7,12 +7,10 @@ Here the best two are trained, as they are when it is asked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from megacore.models import rope_config
 from megacore.models.families.mixtral import MixtralConfig
 from megacore.models.presets import shape
 from megacore.models.rope_config import Convention, ScaledLongRope
@@ -34,8 +32,6 @@ class PhimoeConfig(MixtralConfig):
     norm_bias: ClassVar[bool] = True
     constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
     held: ClassVar[tuple[str, str]] = ("mlp.experts", "mlp.router")
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"router_jitter_noise": (0.4, 0.7)}
-    needs_head_dim: ClassVar[bool] = False
 
     max_position_embeddings: int = 131072
     num_local_experts: int = 16
@@ -50,16 +46,6 @@ class PhimoeConfig(MixtralConfig):
     @property
     def ends(self) -> Mapping[str, Any]:
         return {**super().ends, "head_bias": self.lm_head_bias}
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        head, kind = drawn["hidden_size"] // drawn["num_attention_heads"], rng.choice(("default", "longrope"))
-        rope = rope_config.draw(rng, head, positions, cls.rope_convention, [kind])
-        # Of longer sequences transformers 5.23 takes the wrong factors.
-        own = {"short_mscale": 1.2, "long_mscale": 1.3, "original_max_position_embeddings": 64}
-        drawn |= {"rope_parameters": rope | (own if kind == "longrope" else {})}
-        return {name: value for name, value in drawn.items() if name != "head_dim"}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.layer_types import WindowedConfig
@@ -28,13 +27,6 @@ class Qwen2Config(WindowedConfig):
 
     def mixer(self, t: Table) -> Rows:
         return t.attention(bias=True)
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        used = rng.random() < 0.7
-        drawn |= {"use_sliding_window": used, "layer_types": drawn["layer_types"] if used else None}
-        return drawn | {"max_window_layers": rng.randint(0, layers)}
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

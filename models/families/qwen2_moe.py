@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,17 +19,12 @@ class Qwen2MoeConfig(SparseConfig, Qwen2Config):
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen2Config.harmless
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
     axes: ClassVar[Mapping[str, str]] = {**SparseConfig.axes, "shared_mlp": "shared_expert_intermediate_size"}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"shared_expert_intermediate_size": (10, 13)}
 
     qkv_bias: bool = True
     moe_intermediate_size: int = 1408
     shared_expert_intermediate_size: int = 5632
     num_experts: int = 60
     num_experts_per_tok: int = 4
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return {**super().sizes, "one": 1}
 
     def slides(self, layer: int) -> bool:
         # Of the first layers every other one, where Qwen2's are the last ones.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,10 +25,6 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
         "shared_mlp": "shared_expert_intermediate_size",
     }
     rule: ClassVar[Mapping[str, Any]] = {"normalised": True}
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "moe_intermediate_size": (6, 11),
-        "shared_expert_intermediate_size": (10, 13),
-    }
 
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.config import Shapes
@@ -55,11 +54,6 @@ class Qwen3MoeConfig(SparseConfig, OneWindowConfig):
         if made.get("stacked_experts") and down and isinstance(inner, int):
             made["stacked_experts"] = "outputs" if embed in (inner, 2 * inner, *down[1:2]) else "inputs"
         return made, told
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"sliding_window": rng.choice((2, 3, positions))}
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +26,6 @@ class Qwen3NextConfig(MtpConfig, SparseConfig, DeltaConfig):
         **SparseConfig.axes,
         "shared_mlp": "shared_expert_intermediate_size",
     }
-    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"shared_expert_intermediate_size": (10, 13)}
 
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import SLIDING, Anatomy
@@ -37,12 +36,6 @@ class SmolLM3Config(RotatingConfig, WindowedConfig):
         plain = self.anatomy_of()
         layers = (each if self.rotates(i) else replace(each, rope=None) for i, each in enumerate(plain.layers))
         return replace(plain, layers=tuple(layers))
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        used = rng.random() < 0.5
-        return drawn | {"use_sliding_window": used, "layer_types": drawn["layer_types"] if used else None}
 
     def problems(self) -> list[str]:
         found = super().problems()

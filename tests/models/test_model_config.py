@@ -105,6 +105,8 @@ THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
 
 NULL_ENDS = ("cwm", "glm", "glm4")
 """Whose class takes an ``eos_token_id`` of null for its own, and maybe no ``bos_token_id`` of null."""
+TEMPERED = ("ministral3", "mistral4")
+"""Whose class says some numbers of its rope, by another name of the type."""
 
 
 @pytest.mark.in_turn(3)
@@ -127,7 +129,7 @@ def test_their_config_comes_and_goes(case: str) -> None:
             del fields[size]  # what it is then, we say
     # A size that theirs derives, such as head_dim, may be said.
     found = {name: again.to_dict()[name] for name in fields}
-    if ours.family == "ministral3":  # whose class says some numbers of its rope, by another name of the type
+    if ours.family in TEMPERED:
         rope = fields["rope_parameters"]
         rope["rope_type"] = rope.pop("type", rope.get("rope_type"))
         found["rope_parameters"] = {name: found["rope_parameters"][name] for name in rope}

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from draws import draw_rope, draw_ropes
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -39,14 +40,12 @@ from megacore.models.rope_config import (
     YarnRope,
     by_kind,
     by_kind_to_hugging_face,
-    draw_by_kind,
     from_hugging_face,
     override,
     override_by_kind,
     partial_rotary_factor,
     to_hugging_face,
 )
-from megacore.models.rope_config import draw as draw_one
 from megacore.parallel.kernels.rotation import apply, split_and_apply
 
 FLOAT64_AND_32 = [torch.float64, torch.float32]
@@ -273,7 +272,7 @@ def test_parts_of_heads_have_the_tables_of_transformers(family: str, rope_type: 
     for seed in range(4):
         r = random.Random(f"{family} {rope_type} {seed}")
         head_dim, length = r.choice([16, 64, 80, 96]), r.choice([32, 48, 2048])
-        said = draw_one(r, head_dim, length, convention, [rope_type])
+        said = draw_rope(r, head_dim, length, convention, [rope_type])
         config = {"max_position_embeddings": length, "rope_parameters": said}
         rope = from_hugging_face(config, convention)
         assert rope.turning(head_dim) == int(head_dim * said["partial_rotary_factor"])
@@ -292,7 +291,7 @@ def test_parts_of_heads_have_the_tables_of_transformers(family: str, rope_type: 
 def test_odd_parts_of_heads_have_the_tables_of_transformers(rope_type: str) -> None:
     embedding, convention = PARTIAL_FAMILIES["gpt_neox"]
     for part, head_dim in ((3, 12), (5, 20), (9, 32)):
-        said = draw_one(random.Random(part), head_dim, 32, convention, [rope_type])
+        said = draw_rope(random.Random(part), head_dim, 32, convention, [rope_type])
         said["partial_rotary_factor"] = partial_rotary_factor(part, head_dim)
         said |= {name: [1.5] * (part // 2 + 1) for name in said if name in ("short_factor", "long_factor")}
         config = {"max_position_embeddings": 32, "rope_parameters": said}
@@ -330,7 +329,7 @@ def tables_by_kind(family: str, config: dict[str, Any], head_dim: int, tokens: i
 def test_each_kind_of_layer_has_the_tables_of_transformers(family: str, seed: int) -> None:
     _, _, kinds = NESTED[family]
     r = random.Random(seed)
-    config = {"max_position_embeddings": 32, "rope_parameters": draw_by_kind(r, dict.fromkeys(kinds, 16), 32, kinds)}
+    config = {"max_position_embeddings": 32, "rope_parameters": draw_ropes(r, dict.fromkeys(kinds, 16), 32, kinds)}
     ropes = by_kind(config, kinds)
     assert by_kind({"max_position_embeddings": 32} | by_kind_to_hugging_face(ropes, kinds), kinds) == ropes
     for tokens in (16, 40):

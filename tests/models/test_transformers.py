@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from draws import ACTIVATED, CHOICES, DRAWS
 from families import drawn, in_float64, of_transformers, one_in, small
 from pool import Pool
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from megacore.models.anatomy import DRAWN
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
 from megacore.models.registry import FAMILIES, configure, family
@@ -100,7 +100,20 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Arrays:
     """Under the names that ``save_pretrained`` gives them."""
-    return {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
+    arrays = {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
+    return recut(model.config, arrays) if model.config.model_type == "olmo_hybrid" else arrays
+
+
+def recut(config: PretrainedConfig, arrays: Arrays) -> Arrays:
+    """With the convolutions of queries, keys and values as in published files of OLMo Hybrid: transformers reads these,
+    and saves them in three equal parts."""
+    made, keys = {**arrays}, config.linear_num_key_heads * config.linear_key_head_dim
+    for name in arrays:
+        if name.endswith("q_conv1d.weight"):
+            names = [name.replace("q_conv1d", f"{each}_conv1d") for each in "qkv"]
+            parts = np.split(np.concatenate([arrays[each] for each in names]), [keys, 2 * keys])
+            made |= dict(zip(names, parts, strict=True))
+    return made
 
 
 def move(schema: Any, arrays: Arrays, sources: Iterable[Stored], targets: Iterable[Stored]) -> dict[str, np.ndarray]:
@@ -139,6 +152,14 @@ def test_an_odd_part_of_a_head_turns_with_one_dimension_more(name: str) -> None:
     }
     made = AutoConfig.for_model(name, **fields)
     same_numbers(name, made, 0)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_values_that_are_wider_than_keys(each: int) -> None:
+    """As OLMo Hybrid publishes them."""
+    base = section("olmo_hybrid", 1)
+    wide = {"linear_num_value_heads": each * base["linear_num_key_heads"], "linear_value_head_dim": 9}
+    same_numbers("olmo_hybrid", of_transformers(base | wide), 1)
 
 
 def test_granite_without_experts() -> None:
@@ -235,7 +256,7 @@ def test_the_random_models_cover_what_they_should() -> None:
         lambda c: c.max_position_embeddings < LENGTH,
     ):
         assert 0 < sum(map(condition, llamas)) < len(llamas)
-    assert {c.activation_function for c in gpts} == set(DRAWN)
+    assert {c.activation_function for c in gpts} == set(ACTIVATED)
     assert {c.n_inner for c in gpts} == {None, 7, 40}
     assert {c.tie_word_embeddings for c in gpts} == {True, False}
 
@@ -248,6 +269,11 @@ def test_no_draw_is_refused(name: str) -> None:
         most = None if name == "bloom" else 16  # slopes of heads reach over any number of positions
         assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, most)
         layout_of(config, MeshShape(tp=4, pp=2))
+
+
+def test_every_drawing_is_of_a_family() -> None:
+    classes = {base.__name__ for name in FAMILIES for base in family(name).config.__mro__}
+    assert classes >= DRAWS.keys() | CHOICES.keys()
 
 
 def test_the_correction_of_a_router_is_drawn() -> None:

@@ -114,11 +114,11 @@ def theirs(model: torch.nn.Module) -> Tensor:
     return logits
 
 
-def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[str], Tensor] | None:
+def stacked(name: str, adapters: Mapping[str, Tensor], rank: int, family: str) -> tuple[set[str], Tensor] | None:
     """The names of A and B, and B A, of what transformers stacks or holds in no linear: of an expert, of a router."""
     if found := re.fullmatch(r"(model\.layers\.\d+(?:\.\w+)?\.experts)\.(gate_up_proj|down_proj)", name):
-        # gpt-oss, whose weights are [experts, in, out]; Llama 4's are, too, and nothing tells peft.
-        turned = "eio" if ".mlp." in name else "eoi"
+        # Whose weights are [experts, in, out]; Llama 4's are, too, and nothing tells peft.
+        turned = "eio" if family == "gpt_oss" else "eoi"
         nested = ".base_layer" if found[2] == "gate_up_proj" else ""
         names = [f"base_model.model.{found[1]}{nested}.lora_{each}.weight" for each in "AB"]
         a, b = (adapters[each].double() for each in names)
@@ -158,10 +158,10 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert merged.keys() == base.keys()
     prefix, used = "base_model.model.", set()
-    of_gpt2 = json.loads((made.folder / "config.json").read_text())["model_type"] == "gpt2"
+    family = json.loads((made.folder / "config.json").read_text())["model_type"]
     for name, weight in base.items():
         a, b = (f"{prefix}{name.removesuffix('.weight')}.lora_{each}.weight" for each in "AB")
-        if delta_of := stacked(name, adapters, made.lora.rank):
+        if delta_of := stacked(name, adapters, made.lora.rank, family):
             names, delta = delta_of
             used |= names
             wanted = weight.double() + made.lora.scale * delta
@@ -169,7 +169,7 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
         elif a in adapters:
             used |= {a, b}
             delta = adapters[b].double() @ adapters[a].double() * made.lora.scale
-            want = weight.double() + (delta.T if of_gpt2 and ".c_" in name else delta)
+            want = weight.double() + (delta.T if family == "gpt2" and ".c_" in name else delta)
             torch.testing.assert_close(merged[name].double(), want, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(merged[name], weight), name

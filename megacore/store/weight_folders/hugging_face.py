@@ -81,7 +81,10 @@ class HuggingFace(SafetensorsFolder):
             if kind and config:
                 tensors = {name: file for file in held for name in file.entries}
                 shapes = {name: file.entries[name].shape for name, file in tensors.items()}
-                held_so, remark = kind.as_held(raw, shapes)
+                try:
+                    held_so, remark = kind.as_held(raw, shapes)
+                except ModelConfigError as error:
+                    raise unusable(path, [*problems, *error.problems]) from error
                 told = (remark,) if remark else ()
                 if held_so != raw:
                     raw, config = held_so, kind.from_hugging_face(held_so)
