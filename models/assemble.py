@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from megacore.parallel.balance import NONE, Balance, Coefficients
 from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.kernels.documents import Documents
-from megacore.parallel.layers.fp8 import Fp8
+from megacore.parallel.layers.fp8 import Fp8, Fp8Weight
 from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.linear import hand_to, multiply_by
 from megacore.parallel.layers.product import SymmetricMemory
@@ -133,10 +134,10 @@ class Model:
         further tokens behind it."""
         mesh, ends = self.parameters.mesh, {"0", str(self.config.sizes["layer"] - 1)}
         product = Fp8.on(mesh.device, mesh.along("cp", "tp"))
-        for chunk in self.chunks:
-            for layer, block in chunk.layers.items():
-                if layer not in ends:
-                    multiply_by(product, block.modules())
+        blocks = (block for chunk in self.chunks for layer, block in chunk.layers.items() if layer not in ends)
+        linears = [linear for block in blocks for linear in multiply_by(product, block.modules())]
+        uses = Counter(p for chunk in self.chunks for each in chunk.modules() for p in each.parameters(recurse=False))
+        self.parameters.casts = {each.weight: Fp8Weight(each) for each in linears if uses[each.weight] == 1}
 
     def use_async_tp(self) -> None:
         """Overlap what tensor parallel linears send with their products.

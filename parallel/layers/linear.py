@@ -345,8 +345,9 @@ def hand_to(
             module.product.found_by(module.weight)
 
 
-def multiply_by(product: Product, modules: Iterable[nn.Module]) -> None:
-    """Have all parallel linears among these modules multiply in another way."""
-    for module in modules:
-        if isinstance(module, _ParallelLinear):
-            module.product = product
+def multiply_by(product: Product, modules: Iterable[nn.Module]) -> list[_ParallelLinear]:
+    """Have all parallel linears among these modules multiply in another way -> them."""
+    linears = [module for module in modules if isinstance(module, _ParallelLinear)]
+    for module in linears:
+        module.product = product
+    return linears
