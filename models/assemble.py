@@ -153,15 +153,15 @@ class Model:
     def hand_weight_gradients(
         self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], late: bool = False
     ) -> None:
-        """Have linears hand their weights' gradients to whoever sums them, who gets no more of them from autograd.
+        """Have linears and experts hand their weights' gradients to whoever sums them, who gets no more of them from
+        autograd.
 
-        Where they are ``late``, computed when the schedule says so, the head and experts do too. The others are small
-        and stay with the input gradients: norms, biases, routers, adapters, the embedding.
+        Where they are ``late``, computed when the schedule says so, the head does too. The others are small and stay
+        with the input gradients: norms, biases, routers, adapters, the embedding.
         """
         for chunk in self.chunks:
             hand_to(accept, chunk.modules(), late)
-            if late:
-                chunk.hand_late(accept)
+            chunk.hand_weight_gradients(accept, late)
 
     def compile(self) -> None:
         """Compile every block with torch.compile; layers of one shape share the code.

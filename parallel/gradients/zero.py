@@ -99,7 +99,7 @@ class FlatParameters:
         self._narrow, self._casts = weights, casts
         self._sent = torch.empty(self.own.shape, dtype=torch.uint8, device=self.own.device)
         self._whole = torch.empty(self.flat.numel, dtype=torch.uint8, device=self.own.device)
-        # Their own to autograd, as the parameters are: what it has saved must not seem changed when it is gathered again.
+        # No views to autograd: what it has saved must not seem changed when it is gathered again.
         dtypes = [casts[place.span.parameter].dtype for place in self.flat.places]
         each = zip(self.flat.places, dtypes, strict=True)
         self._narrow_views = [place.of(self._whole).view(dtype).data for place, dtype in each]

@@ -60,9 +60,7 @@ def quantise(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Operand:
     return Operand((x * unit.reciprocal()).to(dtype), unit)
 
 
-def multiply_wide(
-    a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
-) -> Tensor:
+def multiply_wide(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None) -> Tensor:
     """Multiply what the fp8 numbers stand for: the reference, which runs anywhere."""
     assert a.scale is not None and b.scale is not None
     y = kernels.linear(a.values.to(dtype), b.values.to(dtype)).mul_(a.scale).mul_(b.scale)
@@ -78,7 +76,9 @@ def multiply_scaled(
     assert a.scale is not None and b.scale is not None
     left, right = a.values.contiguous(), b.values.contiguous().t()
     options = {"scale_a": a.scale, "scale_b": b.scale, "out_dtype": dtype, "use_fast_accum": fast}
-    return torch._scaled_mm(left, right, **options) if out is None else torch._scaled_mm(left, right, **options, out=out)
+    return (
+        torch._scaled_mm(left, right, **options) if out is None else torch._scaled_mm(left, right, **options, out=out)
+    )
 
 
 def multiply_on(device: torch.device) -> Multiply:

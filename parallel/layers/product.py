@@ -213,11 +213,7 @@ class Dense(Product):
         if total.device.type != "cuda" or total.dtype == dtype:
             super().add_weight_gradient(dy, x, dtype, total, first)
             return
-        a, b = dy.values.flatten(0, -2).t(), x.values.flatten(0, -2)
-        if first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            kernels.add_product_(total, a, b)
+        kernels.add_mm_(total, dy.values.flatten(0, -2).t(), x.values.flatten(0, -2), first)
 
 
 DENSE = Dense()

@@ -61,6 +61,9 @@ def check(x: Tensor, dtype: torch.dtype) -> None:
         assert same(unit, want.scale)
         assert values is None or same(values, want.values)
         assert copy is None or (copy.is_contiguous() and same(copy, want.values.t()))
+        if values is not None:
+            turned_later = cast_transpose.turn(values)
+            assert turned_later.is_contiguous() and same(turned_later, want.values.t())
 
 
 @pytest.mark.in_turn(4)

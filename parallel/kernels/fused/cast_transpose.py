@@ -73,9 +73,7 @@ def fp8_cast(
 
 
 @triton.jit
-def fp8_turn(
-    x: tl.tensor, turned: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
-) -> None:
+def fp8_turn(x: tl.tensor, turned: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr) -> None:
     across = tl.cdiv(columns, TILE)
     row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
