@@ -70,6 +70,8 @@ Entry = MemoryLaunch | RecordEvent | Wait | Allocate | RecordStream | Free | Ste
 class OrderedGpu(SimulatedGpu):
     """The log has launches with their memory, and when memory is given and let go."""
 
+    fuses = False
+
     def __init__(self, ahead: int | None = None) -> None:
         super().__init__(ahead)
         self.log: list[Any] = []

@@ -309,7 +309,7 @@ def test_products_add_to_a_wider_sum_each_by_itself() -> None:
     for number, (dy, x) in enumerate(zip(*rows, strict=True)):
         grouped.add_one_by_one(dy, x, counts, total, first=number == 0)
         for own, out, into in zip(dy.split(counts), x.split(counts), want, strict=True):
-            into += own.double().t() @ out.double()
+            into.addmm_(own.double().t(), out.double())
     torch.testing.assert_close(total.double(), want, rtol=2e-2, atol=2e-2)
     assert not total[1].any() and not total[4].any()
 

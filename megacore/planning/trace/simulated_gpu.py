@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from megacore.parallel.memory.offload import HostMemory
@@ -93,6 +94,9 @@ class SimulatedGpu(Gpu):
         live, peak: Bytes of the device that somebody has now, and the most since the last step began.
     """
 
+    fuses = True
+    """Whether operators of compiled code become the kernels that a compiler makes of them."""
+
     def __init__(self, ahead: int | None = None) -> None:
         self.log: list[Entry] = []
         self.live = self.peak = 0
@@ -106,6 +110,7 @@ class SimulatedGpu(Gpu):
         self._started: dict[int, tuple[int, Sequence[Tensor]]] = {}
         self._sent = Counter[str]()
         self._batch: list[tuple[str, Any, Sequence[Tensor], Sequence[Tensor], int, int]] | None = None
+        self._fused: FusedKernel | None = None
 
     def next_name(self, kind: str) -> str:
         self._names[kind] += 1
@@ -128,12 +133,14 @@ class SimulatedGpu(Gpu):
 
     def record(self, stream: str, event: int | None = None, place: str = "") -> int:
         """RecordEvent an event, a new one by default -> its number."""
+        self.end_kernel()
         event = self.next_event() if event is None else event
         self.log.append(RecordEvent(event, stream, place))
         return event
 
     def wait(self, stream: str, event: int, place: str = "") -> None:
         """Have a stream, or the host, wait for an event."""
+        self.end_kernel()
         self.log.append(Wait(stream, event, place))
 
     def stubs(self) -> Sequence[tuple[Any, str, Any]]:
@@ -186,6 +193,7 @@ class SimulatedGpu(Gpu):
         **costs: Any,
     ) -> None:
         """Note that something is launched, which reads and writes some memory."""
+        self.end_kernel()
         for tensor in (*reads, *writes):
             self.memory(tensor)
         self.log.append(Launch(stream, name, place(), message, work, **costs))
@@ -206,8 +214,17 @@ class SimulatedGpu(Gpu):
 
     # -- operators
 
-    def operator(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Note what an operator does with memory."""
+    def end_kernel(self) -> None:
+        """Launch the kernel that the compiler has made of some operators, if there is one."""
+        kernel, self._fused = self._fused, None
+        if kernel is not None:
+            self.launch(kernel.stream, "compiled", [], [], moved=kernel.moved)
+
+    def operator(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, compiled: bool = False
+    ) -> None:
+        """Note what an operator does with memory; of compiled ones, successive ones that only move memory are a
+        kernel."""
         name, given = op._schema.name.partition("::")[2], _bound(op, args, kwargs)
         if op is aten._local_scalar_dense.default:
             if _on_device(args[0]):
@@ -229,6 +246,13 @@ class SimulatedGpu(Gpu):
             self.memory(x)
         crosses = len({x.device.type for x in tree_leaves((args, out)) if isinstance(x, Tensor)}) > 1
         moved = outs[0].nbytes if crosses else _moved(name, ins, writes)
+        multiplied = product(op, args, kwargs)
+        if compiled and not crosses and multiplied is None and stream != HOST and self.fuses:
+            if self._fused is not None and not self._fused.takes(stream, ins):
+                self.end_kernel()
+            self._fused = self._fused or FusedKernel(stream)
+            self._fused.add(ins if name not in _OVER else ins[1:], writes)
+            return
         self.launch(
             stream,
             name,
@@ -236,7 +260,7 @@ class SimulatedGpu(Gpu):
             writes,
             self._symmetric(op, given),
             moved=moved,
-            product=product(op, args, kwargs),
+            product=multiplied,
             crosses=crosses,
         )
 
@@ -250,7 +274,8 @@ class SimulatedGpu(Gpu):
     def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
         """Note what a kernel of Triton's does with memory."""
         given = [x for x in arguments if isinstance(x, Tensor)]
-        self.launch(self.current_stream().name, kernel.fn.__name__, given, [], moved=sum(map(touched, given)))
+        each = {_place_of(x): x for x in given}.values()  # what is not wanted has the place of what is
+        self.launch(self.current_stream().name, kernel.fn.__name__, given, [], moved=sum(map(touched, each)))
 
     # -- messages
 
@@ -355,6 +380,40 @@ class SimulatedGpu(Gpu):
         return sent
 
 
+class FusedKernel:
+    """A kernel that a compiler makes of successive operators which only move memory: it reads what they have of others,
+    and writes what is left of them when it ends.
+
+    That is the least it can move. Of a reduction over more than rows the next kernel reads the result.
+    """
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        self._read = dict[object, int]()
+        self._written = dict[int, tuple[StorageWeakRef, int]]()
+        self._reduced = set[int]()
+
+    def takes(self, stream: str, ins: Sequence[Tensor]) -> bool:
+        """Return whether an operator may be part of it."""
+        return stream == self.stream and not any(x.untyped_storage()._cdata in self._reduced for x in ins)
+
+    def add(self, ins: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        for x in ins:
+            if x.untyped_storage()._cdata not in self._written:
+                self._read[_place_of(x)] = touched(x)
+        largest = max(ins, key=Tensor.numel, default=None)
+        for x in writes:
+            key = x.untyped_storage()._cdata
+            self._written[key] = StorageWeakRef(x.untyped_storage()), touched(x)
+            if largest is not None and x.numel() * max(largest.shape[-1:], default=1) < largest.numel():
+                self._reduced.add(key)
+
+    @property
+    def moved(self) -> int:
+        left = sum(size for storage, size in self._written.values() if not storage.expired())
+        return sum(self._read.values()) + left
+
+
 class _Recording(DeviceWatch):
     """A watch that hands on what it sees; compiled code as the operators that it is made of."""
 
@@ -376,8 +435,11 @@ class _Recording(DeviceWatch):
         if op.namespace in ("c10d", "_c10d_functional"):
             self._gpu.message(op, args, kwargs, out)
         elif op.namespace != "prim" and not op.is_view:
-            self._gpu.operator(op, args, kwargs, out)
+            self._gpu.operator(op, args, kwargs, out, self.in_graph)
         return out
+
+    def end_graph(self) -> None:
+        self._gpu.end_kernel()
 
 
 def where() -> str:
@@ -412,11 +474,12 @@ def _moved(name: str, ins: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
     if name in _INTO_ROWS:
         return 3 * sum(map(touched, ins[1:]))
     read = [x for x in ins if name not in _OVER or not any(x is each for each in writes)]
-    by_place = (
-        {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in some}
-        for some in (read, writes)
-    )
+    by_place = ({_place_of(x): x for x in some} for some in (read, writes))
     return sum(touched(x) for each in by_place for x in each.values())
+
+
+def _place_of(x: Tensor) -> object:
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
 def touched(tensor: Tensor) -> int:
