@@ -151,16 +151,20 @@ class Model:
             multiply_by(product, chunk.modules())
 
     def hand_weight_gradients(
-        self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], late: bool = False
+        self,
+        accept: Callable[[nn.Parameter, WeightGradient | Tensor], None],
+        late: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """Have linears and experts hand their weights' gradients to whoever sums them, who gets no more of them from
         autograd.
 
         Where they are ``late``, computed when the schedule says so, the head does too. The others are small and stay
-        with the input gradients: norms, biases, routers, adapters, the embedding.
+        with the input gradients: norms, biases, routers, adapters, the embedding. ``beside`` is called while a message
+        travels that a gradient was held for, which may be where it is given.
         """
         for chunk in self.chunks:
-            hand_to(accept, chunk.modules(), late)
+            hand_to(accept, chunk.modules(), late, beside)
             chunk.hand_weight_gradients(accept, late)
 
     def compile(self) -> None:

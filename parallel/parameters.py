@@ -33,12 +33,14 @@ class WeightGradient:
         add_to: (total, first): adds it to ``total``, or writes it there if it is the ``first``.
         start: Starts the messages that it is made of, if there are any and it has not been called before.
         in_graph: Whether compiled code gives it that may still need the parameters, whatever has come before.
+        held: Whether it may wait for a message beside which it is computed: the next one of a backward.
     """
 
     make: Callable[[], Tensor]
     add_to: Callable[[Tensor, bool], None]
     start: Callable[[], object] = lambda: None
     in_graph: bool = False
+    held: bool = False
 
 
 class CastWeight(Protocol):

@@ -145,6 +145,7 @@ class Gradients:
         self._sums: deque[Pending] = deque()
         self._sink: Callable[[Tensor, Tensor], object] | None = None
         self._waiting: _Waiting | None = None
+        self._held: tuple[Tensor, WeightGradient] | None = None
 
     @property
     def widens(self) -> bool:
@@ -243,6 +244,10 @@ class Gradients:
             RuntimeError: the step has had all gradients of this parameter.
         """
         self._to_come.discard(parameter)
+        if self._waiting is None and isinstance(gradient, WeightGradient) and gradient.held:
+            self.add_held()
+            self._held = parameter, gradient
+            return
         if self._waiting is None or (self._keeps and not isinstance(gradient, WeightGradient)):
             self._add(parameter, gradient)
             if not isinstance(gradient, WeightGradient) or not gradient.in_graph:
@@ -252,6 +257,14 @@ class Gradients:
         for bucket, _ in self._places.get(parameter, ()):
             if bucket in self.values and bucket.flat.parameters.isdisjoint(self._to_come):
                 self.values[bucket].reshard()
+
+    @torch.no_grad()
+    def add_held(self) -> None:
+        """Add the gradient that is held for a message to travel beside its product, if there is one."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._add(*held)
+            self._reduce()
 
     def _receive(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -328,6 +341,7 @@ class Gradients:
 
     def _end_backward(self, units: Sequence[FSDPUnit]) -> None:
         """Send the messages of gradients that have not come: others may have some, and messages are the same on all."""
+        self.add_held()
         if self._waiting is not None and not self._keeps:
             self._waiting.gradients += ((parameter, None) for parameter in self._to_come)
         else:
