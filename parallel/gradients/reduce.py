@@ -533,7 +533,8 @@ class Gradients:
     def _cast_before_use(self, chunks: Sequence[nn.Module]) -> None:
         """Have whole weights be cast before a unit that multiplies them runs, and behind what brings them."""
         for chunk in chunks:
-            for module, own in modules_of(chunk, self.narrow.whole):
+            held = {p for p in chunk.parameters() if p in self.narrow.whole}
+            for module, own in modules_of(chunk, held):
                 module.register_forward_pre_hook(lambda _, inputs, own=own: self.narrow.ready(own))
 
     def _owned_parts(self, parameter: Tensor) -> Sequence[Tensor]:

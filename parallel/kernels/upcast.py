@@ -77,8 +77,10 @@ def add_mm_(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
     if total.dtype == a.dtype:
         _ = mm(a, b, total) if first else total.addmm_(a, b)
     elif total.device.type == "cuda":
-        named = {"out_dtype": total.dtype, "out": total}
-        _ = torch.mm(a, b, **named) if first else torch.addmm(total, a, b, **named)
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif first:
         total.copy_(mm(a, b))
     elif upcasts(a):

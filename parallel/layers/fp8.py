@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -75,10 +75,10 @@ def multiply_scaled(
         return multiply_wide(a, b, dtype, out=out)
     assert a.scale is not None and b.scale is not None
     left, right = a.values.contiguous(), b.values.contiguous().t()
-    options = {"scale_a": a.scale, "scale_b": b.scale, "out_dtype": dtype, "use_fast_accum": fast}
-    return (
-        torch._scaled_mm(left, right, **options) if out is None else torch._scaled_mm(left, right, **options, out=out)
-    )
+    named: dict[str, Any] = {"scale_a": a.scale, "scale_b": b.scale, "out_dtype": dtype, "use_fast_accum": fast}
+    if out is not None:  # the compiler knows no product that is given None
+        named["out"] = out
+    return torch._scaled_mm(left, right, **named)
 
 
 def multiply_on(device: torch.device) -> Multiply:
@@ -174,7 +174,9 @@ class Fp8(Product):
         return x._replace(turned=self.kernels.turn(x.values))
 
 
-class _Linear(Protocol):
+class Fp8Linear(Protocol):
+    """A linear that multiplies in fp8."""
+
     weight: nn.Parameter
     product: Product
 
@@ -184,7 +186,7 @@ class Fp8Weight:
     """The :class:`~parallel.parameters.CastWeight` of a linear that multiplies in fp8; of a copy on a GPU for each way
     to multiply it, if its owner has it whole."""
 
-    linear: _Linear
+    linear: Fp8Linear
     dtype = E4M3
 
     def __post_init__(self) -> None:

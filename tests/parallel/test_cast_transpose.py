@@ -100,7 +100,7 @@ def test_layers_by_kernels_and_by_operators_are_the_same(kind: type[ColumnParall
     """And the kernels' transposed copies are what the backward keeps and multiplies."""
     found, layouts = list[list[Any]](), set[bool]()
 
-    def multiply(a: Any, b: Any, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    def multiply(a: Any, b: Any, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None) -> Tensor:
         layouts.add(a.values.is_contiguous() and b.values.is_contiguous())
         return multiply_wide(a, b, dtype)
 
