@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from megacore.parallel.balance import NONE, Balance, Coefficients
 from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.kernels.documents import Documents
-from megacore.parallel.layers.fp8 import Fp8
+from megacore.parallel.layers.fp8 import Fp8, Fp8Weight
 from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.linear import hand_to, multiply_by
 from megacore.parallel.layers.product import SymmetricMemory
@@ -133,10 +134,10 @@ class Model:
         further tokens behind it."""
         mesh, ends = self.parameters.mesh, {"0", str(self.config.sizes["layer"] - 1)}
         product = Fp8.on(mesh.device, mesh.along("cp", "tp"))
-        for chunk in self.chunks:
-            for layer, block in chunk.layers.items():
-                if layer not in ends:
-                    multiply_by(product, block.modules())
+        blocks = (block for chunk in self.chunks for layer, block in chunk.layers.items() if layer not in ends)
+        linears = [linear for block in blocks for linear in multiply_by(product, block.modules())]
+        uses = Counter(p for chunk in self.chunks for each in chunk.modules() for p in each.parameters(recurse=False))
+        self.parameters.casts = {each.weight: Fp8Weight(each) for each in linears if uses[each.weight] == 1}
 
     def use_async_tp(self) -> None:
         """Overlap what tensor parallel linears send with their products.
@@ -150,17 +151,21 @@ class Model:
             multiply_by(product, chunk.modules())
 
     def hand_weight_gradients(
-        self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], late: bool = False
+        self,
+        accept: Callable[[nn.Parameter, WeightGradient | Tensor], None],
+        late: bool = False,
+        beside: Callable[[], None] | None = None,
     ) -> None:
-        """Have linears hand their weights' gradients to whoever sums them, who gets no more of them from autograd.
+        """Have linears and experts hand their weights' gradients to whoever sums them, who gets no more of them from
+        autograd.
 
-        Where they are ``late``, computed when the schedule says so, the head and experts do too. The others are small
-        and stay with the input gradients: norms, biases, routers, adapters, the embedding.
+        Where they are ``late``, computed when the schedule says so, the head does too. The others are small and stay
+        with the input gradients: norms, biases, routers, adapters, the embedding. ``beside`` is called while a message
+        travels that a gradient was held for, which may be where it is given.
         """
         for chunk in self.chunks:
-            hand_to(accept, chunk.modules(), late)
-            if late:
-                chunk.hand_late(accept)
+            hand_to(accept, chunk.modules(), late, beside)
+            chunk.hand_weight_gradients(accept, late)
 
     def compile(self) -> None:
         """Compile every block with torch.compile; layers of one shape share the code.

@@ -428,15 +428,18 @@ class Decoder(nn.Module):
             ahead = Ahead(microbatch, context, self.run)
         return self.head(x, microbatch.labels, microbatch.wanted, inputs, microbatch.pairs, ahead)
 
-    def hand_late(self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None]) -> None:
-        """Have the head and the experts hand their weights' gradients to whoever computes them later; a head that is
-        also the chunk's embedding, or is trained to predict further tokens, is left to autograd."""
+    def hand_weight_gradients(
+        self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], late: bool
+    ) -> None:
+        """Have experts hand their weights' gradients to whoever sums them, at once or later, and the head where it is
+        later: at once a sum in fp32 would be there beside the logits. A head that is also the chunk's embedding, or is
+        trained to predict further tokens, is left to autograd."""
         for module in self.modules():
             if isinstance(module, Experts):
-                module.hand = accept
+                module.hand, module.late = accept, late
         head, embedding = self.head, self.embedding
         own = set() if embedding is None else set(embedding.parameters())
-        if head is None or (head.predictions and head.losses.mtp):
+        if not late or head is None or (head.predictions and head.losses.mtp):
             return
         if head.weight.requires_grad and head.weight not in own:
             head.product = head.product.handing(partial(accept, head.weight), late=True)

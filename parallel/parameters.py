@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,41 @@ class WeightGradient:
         add_to: (total, first): adds it to ``total``, or writes it there if it is the ``first``.
         start: Starts the messages that it is made of, if there are any and it has not been called before.
         in_graph: Whether compiled code gives it that may still need the parameters, whatever has come before.
+        held: Whether it may wait for a message beside which it is computed: the next one of a backward.
     """
 
     make: Callable[[], Tensor]
     add_to: Callable[[Tensor, bool], None]
     start: Callable[[], object] = lambda: None
     in_graph: bool = False
+    held: bool = False
+
+
+class CastWeight(Protocol):
+    """A weight of which the products multiply narrower numbers, which are made once for all of them until it changes.
+
+    Their scale goes by the largest magnitude of the whole weight, on all ranks that hold a part of it.
+    """
+
+    dtype: torch.dtype
+    """The dtype of the narrow numbers."""
+
+    def largest(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the largest magnitudes of some tensors: [number of tensors]."""
+        ...
+
+    def cast(self, largest: Tensor) -> None:
+        """Make the narrow numbers of the weight, which is here whole."""
+        ...
+
+    def narrowed(self, part: Tensor, largest: Tensor) -> Tensor:
+        """Return the narrow numbers of a part of it."""
+        ...
+
+    def give(self, values: Tensor, largest: Tensor) -> None:
+        """Have the products multiply ``values``, [out, in], whose owner fills them with what :meth:`narrowed` has
+        made."""
+        ...
 
 
 class Parameters(Mapping[str, nn.Parameter]):
@@ -66,6 +96,9 @@ class Parameters(Mapping[str, nn.Parameter]):
         blocks = {each: Blocks.on(mesh.device, each) for each in {*formats.values()}}
         self.blocks = {name: blocks[each] for name, each in formats.items()}
         """{parameter: its blocks} of those that are quantised."""
+        self.casts: dict[Tensor, CastWeight] = {}
+        """{parameter: its narrow numbers} of those of which nothing else is multiplied; whoever updates the parameters
+        makes them, where somebody does."""
         self._tensors = {
             name: nn.Parameter(self._new(shard, hollow), requires_grad=self._may_train(name))
             for name, shard in self.shards.items()

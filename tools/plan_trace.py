@@ -99,7 +99,8 @@ def assumed(cluster: Cluster) -> str:
         f"{efficiency.ATTENTION:.0%},\n  memory {efficiency.MEMORY:.0%} of {device.bandwidth / 1e12:.2f} TB/s, links "
         f"{efficiency.LINKS:.0%}; kernels beside messages run at {cluster.overlap:.0%} in a node, "
         f"{cluster.overlap_between:.0%}\n  between nodes; a launch of eager Python takes "
-        f"{efficiency.LAUNCH_S * 1e6:.0f} us. Not traced: train.compile, recovery.checksums."
+        f"{efficiency.LAUNCH_S * 1e6:.0f} us.\n  In compiled code successive operators that multiply nothing are one "
+        "kernel, the fewest there\n  could be. Not traced: recovery.checksums."
     )
 
 

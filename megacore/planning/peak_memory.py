@@ -13,7 +13,7 @@ from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from megacore.parallel.pipeline.schedules import SCHEDULES
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.setting import SHARDS, Setting
-from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, sharing, state
+from megacore.planning.state_bytes import ParameterShare, Shares, cast_bytes, matrix_groups, sharing, state
 
 TERMS = ("parameters", "gradients", "masters", "moments", "activations", "logits", "working", "buffers")
 """The terms whose sum is the peak."""
@@ -163,7 +163,7 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence
         host += max(sum(n * k for n, k in zip(crowd.alive, kept, strict=True)) for crowd in flying)
     last = stage == layout.last_stage
     terms = {
-        "parameters": everything.parameters,
+        "parameters": everything.parameters + cast_bytes(shares, setting, stage),
         "gradients": everything.gradients if worst.gradients is None else worst.gradients,
         "masters": everything.masters,
         "moments": everything.moments,

@@ -43,6 +43,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         shard=config.zero.shard,
         replicas=config.zero.replicas,
         compress=config.zero.compress,
+        fp8=config.train.precision == "fp8",
         recompute=config.memory.recompute,
         loss_chunk=config.memory.loss_chunk,
         offload_optimizer=config.memory.offload_optimizer,

@@ -75,6 +75,7 @@ class Setting:
         blank: Sequences of a step that only fill the microbatches up, on all ranks.
         compiled: Whether blocks are compiled.
         compress: The numbers that gradients are rounded to where they are sent.
+        fp8: Whether linears multiply in fp8.
         muon_steps: Steps of Newton and Schulz that update matrices as wholes; 0: none are.
     """
 
@@ -104,6 +105,7 @@ class Setting:
     compiled: bool = False
     muon_steps: int = 0
     compress: Compression = "none"
+    fp8: bool = False
 
     @property
     def sent_gradient(self) -> int:

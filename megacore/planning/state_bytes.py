@@ -204,6 +204,33 @@ def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     return total + StateBytes(BUFFER * buffers + alone, 0, 0, 0)
 
 
+def cast(part: ParameterShare, setting: Setting, stage: int) -> int:
+    """Return the elements of a part on a stage whose products multiply fp8 that is made once a step: matrices of
+    linears, but for those of the first and the last layer (`Model.use_fp8`)."""
+    param, layout = part.param, setting.layout
+    if not setting.fp8 or not param.is_matrix or param.leading or "layer" not in param.named_axes:
+        return 0
+    layers = [layer for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
+    held = [layer for layer in layers if param.layers is None or layer in param.layers]
+    inner = sum(0 < layer < layout.schema.sizes["layer"] - 1 for layer in held)
+    return part.elements * inner // max(1, len(held))
+
+
+def cast_bytes(shares: Iterable[ParameterShare], setting: Setting, stage: int) -> int:
+    """Return the bytes of what :func:`cast` counts: of whole weights, on a GPU a transposed copy too; of slices, that
+    of one. Pieces of a weight that different ranks update, and slices in host memory, are cast for each product."""
+    shares = list(shares)
+    pieces, split = Counter(part.param.name for part in shares), setting.shard == "parameters"
+    total = 0
+    for part in shares:
+        ranks = sharing(part, setting) if split else 1
+        if ranks > 1 and (setting.offload_parameters or pieces[part.param.name] > 1):
+            continue
+        copies = 1 if ranks > 1 or setting.device == "cpu" else 2
+        total += copies * -(-cast(part, setting, stage) // ranks)
+    return total
+
+
 def updated(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     """Return :func:`state` of what is trained alone."""
     return state((replace(part, elements=part.trained) for part in shares), setting)

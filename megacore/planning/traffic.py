@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, Collective
 from megacore.planning.setting import SHARDS, Setting
-from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, sharing
+from megacore.planning.state_bytes import ParameterShare, Shares, cast, matrix_groups, sharing
 
 TOKENS, HEADS, KEYS, GRADIENTS = "tokens", "tokens by heads", "keys and values", "gradients of keys and values"
 SPANS = "states of spans"
@@ -114,7 +114,7 @@ def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterSha
         others = ranks // split  # HSDP's replicas, and the other end of the pipeline
         yield buckets(ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1, sent // split)
         # After the update those that are trained; split ones before their forward and their backward, trained or not.
-        used = sum(setting.bytes_of(part.param, _used(act, stage, part)) for part in group) // 2
+        used = sum(_gathered(setting, act, stage, part) for part in group) // 2
         moved, uses = (used, 2 * setting.microbatches) if rung == 3 else (numel * widths.parameter, 1)
         yield buckets(ALL_GATHER, axis, "parameters", split, moved, uses)
 
@@ -130,6 +130,14 @@ def _matrices(setting: Setting, shares: Sequence[ParameterShare]) -> Iterator[Tr
         ):
             size = elements * width // group.rounds
             yield Traffic(ALL_TO_ALL, axis, what, ranks, group.rounds, size, False)
+
+
+def _gathered(setting: Setting, act: ActivationMemory, stage: int, part: ParameterShare) -> int:
+    """Return the bytes of a part that are gathered for the forward of a microbatch, and for its backward: in fp8 where
+    that is what is multiplied."""
+    used = _used(act, stage, part)
+    narrow = 0 if setting.offload_parameters else used * cast(part, setting, stage) // max(1, part.elements)
+    return setting.bytes_of(part.param, used - narrow) + narrow
 
 
 def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:

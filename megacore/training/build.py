@@ -186,7 +186,7 @@ def _gradients(config: Config, model: Model) -> Gradients:
     )
     late = config.pipeline.splits_backward
     if late or gradients.widens:
-        model.hand_weight_gradients(gradients.receive, late)
+        model.hand_weight_gradients(gradients.receive, late, gradients.add_held)
     return gradients
 
 

@@ -47,6 +47,7 @@ from megacore.parallel.gradients.buckets import (
     on_gradient,
     spans_of,
 )
+from megacore.parallel.gradients.narrow import NarrowWeights
 from megacore.parallel.gradients.shard_stores import OnDevice, OnHost, ShardStore
 from megacore.parallel.gradients.zero import (
     FlatParameters,
@@ -115,12 +116,16 @@ class Gradients:
         """The shards that this rank updates."""
         self._owned: dict[str, list[WholeSpan | SplitSpan]] = {}
         modules = list(chunks)
+        across = [self._mesh.batch, self._mesh.tp] if self.splits else [self._mesh.tp]
+        self.narrow = NarrowWeights(parameters.casts, self._owned_parts, across)
+        """Narrow numbers of the parameters that are multiplied by them."""
         self._uses = Counter(parameter for module in modules for parameter in module.parameters())
         if self.splits:
             units = self._split(modules, bucket_bytes, OnHost(self._mesh.device) if offload else OnDevice())
         else:
             units = [[] for _ in modules]
             self._share(bucket_bytes)
+        self._cast_before_use(modules)
         self._norms = 0
         """The sums of the norm so far."""
         self._alone = [part for part in self.parts if isinstance(part, WholeSpan) and part.summed is None]
@@ -140,6 +145,7 @@ class Gradients:
         self._sums: deque[Pending] = deque()
         self._sink: Callable[[Tensor, Tensor], object] | None = None
         self._waiting: _Waiting | None = None
+        self._held: tuple[Tensor, WeightGradient] | None = None
 
     @property
     def widens(self) -> bool:
@@ -238,6 +244,10 @@ class Gradients:
             RuntimeError: the step has had all gradients of this parameter.
         """
         self._to_come.discard(parameter)
+        if self._waiting is None and isinstance(gradient, WeightGradient) and gradient.held:
+            self.add_held()
+            self._held = parameter, gradient
+            return
         if self._waiting is None or (self._keeps and not isinstance(gradient, WeightGradient)):
             self._add(parameter, gradient)
             if not isinstance(gradient, WeightGradient) or not gradient.in_graph:
@@ -247,6 +257,14 @@ class Gradients:
         for bucket, _ in self._places.get(parameter, ()):
             if bucket in self.values and bucket.flat.parameters.isdisjoint(self._to_come):
                 self.values[bucket].reshard()
+
+    @torch.no_grad()
+    def add_held(self) -> None:
+        """Add the gradient that is held for a message to travel beside its product, if there is one."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._add(*held)
+            self._reduce()
 
     def _receive(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -323,6 +341,7 @@ class Gradients:
 
     def _end_backward(self, units: Sequence[FSDPUnit]) -> None:
         """Send the messages of gradients that have not come: others may have some, and messages are the same on all."""
+        self.add_held()
         if self._waiting is not None and not self._keeps:
             self._waiting.gradients += ((parameter, None) for parameter in self._to_come)
         else:
@@ -340,6 +359,7 @@ class Gradients:
 
     def updated(self) -> None:
         """Gather parameters that are split again, in the order of use: the values of the parts have changed."""
+        self.narrow.changed({span.parameter for span in self.spans})
         for values in reversed(self.values.values()):
             values.updated()
 
@@ -417,6 +437,7 @@ class Gradients:
             self.parameters[name].detach().copy_(host)
         if values:
             self.write(name, lambda part: part.data, host)
+        self.narrow.changed([self.parameters[name]])
 
     def _is_resharded(self, name: str) -> bool:
         return any(each.reshards for each in self._values_of(name))
@@ -472,15 +493,19 @@ class Gradients:
             # The other end of the pipeline uses a tied parameter elsewhere, and must come to the same buckets.
             tied = span.name if crosses_stages(self._mesh.shape, span.replicas) else ""
             dtype = span.parameter.dtype  # of what is quantised, bytes
-            return span.replicas, frozenset(users[span.parameter]), tied, span.piece is None, dtype
+            narrow = self._reshards and span.parameter in casts
+            return span.replicas, frozenset(users[span.parameter]), tied, span.piece is None, dtype, narrow
 
+        casts = self.parameters.casts
         most = math.inf if self._reshards else bucket_bytes // self.dtype.itemsize
         for spans in fill(self.parameters, still, key, most):
             self.frozen.append(FlatParameters(spans, self._groups(spans)[0], self._reshards, store))
+            self._narrow(self.frozen[-1])
             self._own(self.frozen[-1], None)
         for spans in fill(self.parameters, self.spans, key, most):
             group, same = self._groups(spans)
             values = FlatParameters(spans, group, self._reshards, store)
+            self._narrow(values)
             bucket = self._bucket(values.flat, same)
             self.values[bucket] = values
             self.parts += self._own(values, bucket.gradient)
@@ -498,6 +523,27 @@ class Gradients:
         for values in (*self.values.values(), *self.frozen):
             values.reshard()
         return chunks
+
+    def _narrow(self, values: FlatParameters) -> None:
+        if values.flat.parameters <= self.parameters.casts.keys() and values.narrows:
+            values.narrow(self.parameters.casts, self.narrow)
+        elif values.reshards:
+            self.narrow.leave_out(values.flat.parameters)
+
+    def _cast_before_use(self, chunks: Sequence[nn.Module]) -> None:
+        """Have whole weights be cast before a unit that multiplies them runs, and behind what brings them."""
+        for chunk in chunks:
+            held = {p for p in chunk.parameters() if p in self.narrow.whole}
+            for module, own in modules_of(chunk, held):
+                module.register_forward_pre_hook(lambda _, inputs, own=own: self.narrow.ready(own))
+
+    def _owned_parts(self, parameter: Tensor) -> Sequence[Tensor]:
+        """Return what this rank owns of a parameter; all of it where nobody updates it."""
+        (name,) = (name for name, each in self.parameters.items() if each is parameter)
+        owned = self._owned.get(name)
+        if owned is None:
+            return [parameter]
+        return [part.data[there] for each in owned for part, there, _ in each.overlaps()]
 
     def _own(self, values: FlatParameters, gradient: Tensor | None) -> Sequence[OwnedShard]:
         parts = values.parts(gradient)

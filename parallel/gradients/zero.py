@@ -9,7 +9,7 @@ whole only while it is used, gathered while the unit before it computes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from megacore.parallel.collectives import Pending, broadcast_, start_all_gather_
 from megacore.parallel.gradients.buckets import Elements, FlatLayout, FlatSlice, OwnedShard, Span
+from megacore.parallel.gradients.narrow import NarrowWeights
 from megacore.parallel.gradients.shard_stores import ShardStore
 from megacore.parallel.mesh import Group
-from megacore.parallel.parameters import view
+from megacore.parallel.parameters import CastWeight, view
 
 # Elements: shards and spans begin on cache lines, whatever the dtype.
 _ALIGNED = 64
@@ -83,6 +84,37 @@ class FlatParameters:
         if self._loose or (hollow and self.reshards):
             _free(self.values)
         self._gathering: Pending | None = None
+        self._sent, self._whole = self.own, self.values
+        self._narrow: NarrowWeights | None = None
+        self._casts: Mapping[Tensor, CastWeight] = {}
+        self._narrow_views: list[Tensor] = []
+
+    @property
+    def narrows(self) -> bool:
+        """Whether narrow numbers may be gathered in place of the values, of spans that alone are multiplied by them."""
+        return self.reshards and not self._loose and not self._store.away
+
+    def narrow(self, casts: Mapping[Tensor, CastWeight], weights: NarrowWeights) -> None:
+        """Gather narrow numbers from now on, and never the values: parameters stay hollow."""
+        self._narrow, self._casts = weights, casts
+        self._sent = torch.empty(self.own.shape, dtype=torch.uint8, device=self.own.device)
+        self._whole = torch.empty(self.flat.numel, dtype=torch.uint8, device=self.own.device)
+        # No views to autograd: what it has saved must not seem changed when it is gathered again.
+        dtypes = [casts[place.span.parameter].dtype for place in self.flat.places]
+        each = zip(self.flat.places, dtypes, strict=True)
+        self._narrow_views = [place.of(self._whole).view(dtype).data for place, dtype in each]
+        _free(self._whole)
+        weights.cast_slices(self.flat.parameters, self._cast)
+
+    def _cast(self, largest: Mapping[Tensor, Tensor]) -> None:
+        lo, hi = self.flat.bounds(self.flat.group.index)
+        for place, whole in zip(self.flat.places, self._narrow_views, strict=True):
+            weight, start, stop = place.span.parameter, max(place.start, lo), min(place.stop, hi)
+            cast = self._casts[weight]
+            if start < stop:
+                here = slice(start - lo, stop - lo)
+                self._sent[here].view(cast.dtype).copy_(cast.narrowed(self.own[here], largest[weight]))
+            cast.give(whole, largest[weight])
 
     def parts(self, gradient: Tensor | None) -> list[Stretch]:
         """Return the shards that this rank updates; gradient: [numel / group.size] of its shard, None if frozen."""
@@ -104,9 +136,11 @@ class FlatParameters:
 
     def gather_anew(self) -> None:
         """Start to gather the parameters: the shards have changed."""
+        if self._narrow is not None:
+            self._narrow.measure()
         if self._loose or self.reshards:
-            _allocate(self.values)
-            self._gathering = self._store.gather(self.own, self.values, self.flat.group)
+            _allocate(self._whole)
+            self._gathering = self._store.gather(self._sent, self._whole, self.flat.group)
         else:
             self._gathering = start_all_gather_(self.values, self.flat.group)
 
@@ -129,7 +163,7 @@ class FlatParameters:
         if self.reshards:
             self.wait()
             self.there = False
-            for tensor in [p.data for p in self.flat.parameters] if self._loose else [self.values]:
+            for tensor in [p.data for p in self.flat.parameters] if self._loose else [self._whole]:
                 _free(tensor)
 
     def updated(self) -> None:

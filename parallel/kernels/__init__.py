@@ -2,7 +2,6 @@
 
 from megacore.parallel.kernels.choice import (
     adamw,
-    add_product_,
     cast_transpose,
     causal_attention,
     choose_indexed,
@@ -26,11 +25,11 @@ from megacore.parallel.kernels.choice import (
     take_flash_attention,
     updates,
 )
-from megacore.parallel.kernels.upcast import cpu_has_bf16, linear, matmul, mm
+from megacore.parallel.kernels.upcast import add_mm_, cpu_has_bf16, linear, matmul, mm
 
 __all__ = [
     "adamw",
-    "add_product_",
+    "add_mm_",
     "cast_transpose",
     "causal_attention",
     "choose_indexed",

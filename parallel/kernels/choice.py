@@ -32,7 +32,7 @@ from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.narrow_adamw import NarrowAdamW
 from megacore.parallel.kernels.scoring import PLAIN, Scoring
 from megacore.parallel.kernels.spans import Spans
-from megacore.parallel.kernels.upcast import cpu_has_bf16, upcasts
+from megacore.parallel.kernels.upcast import cpu_has_bf16
 
 _FLASH_3 = "flash_attn_interface"
 _LINEAR = {False: "gated_delta_rule", True: "kda"}
@@ -152,18 +152,6 @@ def cross_entropy(device: torch.device) -> ModuleType | None:
 def cast_transpose(device: torch.device) -> ModuleType | None:
     """Return the kernels that make numbers of :mod:`parallel.layers.fp8`; None where it takes torch's operators."""
     return _fused("cast_transpose", device)
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``total``, whose dtype is theirs or a wider one: on a GPU by the product itself, in that dtype."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif upcasts(a):
-        total.addmm_(a.float(), b.float())
-    else:
-        total += a @ b
 
 
 def grouped_products(*weights: Tensor) -> grouped.GroupedProducts:

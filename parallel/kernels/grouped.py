@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megacore.parallel.kernels.upcast import mm, upcasts
+from megacore.parallel.kernels.upcast import add_mm_, mm, upcasts
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +112,36 @@ class GroupedProducts(ABC):
     def weight_gradient(self, dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
         """Return dweight = dy' x of each expert: [experts, out, in]."""
 
+    def add_weight_gradient(self, dy: Tensor, x: Tensor, groups: Groups, total: Tensor, first: bool) -> None:
+        """Add dweight to ``total``: [experts, out, in], of any dtype, in which there is nothing yet where it is the
+        ``first``.
+
+        On a GPU the products of large experts add it themselves, in the dtype of the sum, where the host knows how many
+        rows there are of each: none of torch's for all experts does. One of a small expert would leave units idle.
+        """
+        wider = total.device.type == "cuda" and total.dtype != x.dtype
+        if wider and groups.counts is not None and total[0].numel() >= BUSY:
+            add_one_by_one(dy, x, groups.on_host, total, first)
+        else:
+            gradient = self.weight_gradient(dy, x, groups)
+            _ = total.copy_(gradient) if first else total.add_(gradient)
+
     @abstractmethod
     def sums(self, dy: Tensor, groups: Groups) -> Tensor:
         """Return the sum of the rows of each expert, what the gradient of a bias is: [experts, out]."""
+
+
+BUSY = 1 << 24
+"""Elements of a product that keeps a GPU busy by itself: 512 tiles of 128 x 256, nearly four for each of 132 units."""
+
+
+def add_one_by_one(dy: Tensor, x: Tensor, counts: Sequence[int], total: Tensor, first: bool) -> None:
+    """Add dy' x of each expert, of whose rows there are ``counts``, to its own of ``total``, in a product each."""
+    for own, rows, its in zip(dy.split(counts), x.split(counts), total.unbind(), strict=True):
+        if len(rows):
+            add_mm_(its, own.t(), rows, first)
+        elif first:
+            its.zero_()
 
 
 class Loop(GroupedProducts):

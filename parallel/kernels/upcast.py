@@ -71,6 +71,24 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return _in_fp32(a, b, out=out)
 
 
+def add_mm_(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """Add a b to ``total``, or write it there where it is the ``first``; its dtype is theirs or a wider one: on a GPU
+    the product itself does so, in that dtype."""
+    if total.dtype == a.dtype:
+        _ = mm(a, b, total) if first else total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif first:
+        total.copy_(mm(a, b))
+    elif upcasts(a):
+        total.addmm_(a.float(), b.float())
+    else:
+        total += a @ b
+
+
 @torch.no_grad()
 def _in_fp32(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """a: [m, k], b: [k, n], bias: [n] -> a b + bias: [m, n].

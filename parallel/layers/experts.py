@@ -72,7 +72,9 @@ class Experts(nn.Module):
         self.group, self.features = group, features
         self.products = kernels.grouped_products(up, down)
         self.hand: Callable[[nn.Parameter, WeightGradient], None] | None = None
-        """The function that is given weight gradients instead of autograd, and lets them wait, if any."""
+        """The function that is given weight gradients instead of autograd, if any."""
+        self.late = False
+        """Whether it lets them wait, and the messages that they need."""
 
     def forward(
         self,
@@ -106,7 +108,7 @@ class Experts(nn.Module):
         return y if other is None else y + other
 
     def _handing(self, weight: nn.Parameter) -> Hand | None:
-        return None if self.hand is None else partial(self.hand, weight)
+        return None if self.hand is None else Hand(partial(self.hand, weight), self.late)
 
     def hidden(self, x: Tensor, dispatch: Dispatch, coming: Pending) -> Tensor:
         """x: [n, embed], of which ``coming`` are the R rows -> [R, inner]."""
@@ -121,7 +123,13 @@ class Experts(nn.Module):
         return y
 
 
-Hand = Callable[[WeightGradient], None]
+@dataclass(frozen=True)
+class Hand:
+    """What is given a weight's gradient in place of autograd. ``late``: whether it lets it wait."""
+
+    give: Callable[[WeightGradient], None]
+    late: bool
+
 
 # -- where rows go
 
@@ -299,12 +307,12 @@ class _Up(torch.autograd.Function):
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         again = cache(partial(dispatch.start, x))
-        if need_dw and not ctx.hand:
+        if need_dw and not (ctx.hand and ctx.hand.late):
             again()
         dx = dispatch.start_back(products.input_gradient(dh, weight, groups)) if need_dx else None
         dw = None
         if need_dw:
-            dw = _given(ctx.hand, lambda: products.weight_gradient(dh, again().wait(), groups), again)
+            dw = _given(ctx.hand, products, dh, lambda: again().wait(), groups, again)
         db = products.sums(dh, groups) if need_db else None
         return dx.wait() if dx else None, dw, db, None, None, None, None
 
@@ -346,20 +354,29 @@ class _Down(torch.autograd.Function):
         d = dispatch.start(dy, weights).wait()
         da = products.input_gradient(d, weight, groups)
         dweights = start_weights_gradient(d, bias, da, a, weights, dispatch) if need_dweights else None
-        dw = _given(ctx.hand, lambda: products.weight_gradient(d, a, groups)) if need_dw else None
+        dw = _given(ctx.hand, products, d, lambda: a, groups) if need_dw else None
         db = products.sums(d, groups).div_(dispatch.features.size) if need_db else None
         return da, dweights.wait() if dweights else None, dw, db, None, None, None
 
 
-def _given(hand: Hand | None, make: Callable[[], Tensor], start: Callable[[], object] = lambda: None) -> Tensor | None:
-    """Return a weight's gradient, or None where it has been handed on."""
+def _given(
+    hand: Hand | None,
+    products: GroupedProducts,
+    dy: Tensor,
+    rows: Callable[[], Tensor],
+    groups: Groups,
+    start: Callable[[], object] = lambda: None,
+) -> Tensor | None:
+    """Return a weight's gradient, or None where it has been handed on. ``start``: starts the messages of the rows."""
     if hand is None:
-        return make()
-
-    def add_to(total: Tensor, first: bool) -> None:
-        _ = total.copy_(make()) if first else total.add_(make())
-
-    hand(WeightGradient(make, add_to, start))
+        return products.weight_gradient(dy, rows(), groups)
+    hand.give(
+        WeightGradient(
+            lambda: products.weight_gradient(dy, rows(), groups),
+            lambda total, first: products.add_weight_gradient(dy, rows(), groups, total, first),
+            start,
+        )
+    )
     return None
 
 

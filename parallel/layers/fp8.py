@@ -11,13 +11,15 @@ every number of fp8 is one of bf16: the results differ in the order of sums alon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.parallel import kernels
 from megacore.parallel.collectives import all_reduce_
@@ -32,13 +34,15 @@ _MULTIPLE = 16
 
 
 class Multiply(Protocol):
-    """(a: [m, k], b: [n, k], dtype) -> a b': [m, n] in that dtype.
+    """(a: [m, k], b: [n, k], dtype) -> a b': [m, n] in that dtype, in ``out`` where it is given.
 
     It is summed in fp32. Hardware may keep fewer bits of sums while it adds where that is ``fast``, which the forward
     can bear: what it rounds is rounded to fp8 or bf16 soon; gradients are sums of many small numbers.
     """
 
-    def __call__(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor: ...
+    def __call__(
+        self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+    ) -> Tensor: ...
 
 
 def units(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,19 +60,25 @@ def quantise(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Operand:
     return Operand((x * unit.reciprocal()).to(dtype), unit)
 
 
-def multiply_wide(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def multiply_wide(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None) -> Tensor:
     """Multiply what the fp8 numbers stand for: the reference, which runs anywhere."""
     assert a.scale is not None and b.scale is not None
-    return kernels.linear(a.values.to(dtype), b.values.to(dtype)).mul_(a.scale).mul_(b.scale)
+    y = kernels.linear(a.values.to(dtype), b.values.to(dtype)).mul_(a.scale).mul_(b.scale)
+    return y if out is None else out.copy_(y)
 
 
-def multiply_scaled(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def multiply_scaled(
+    a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
     """Multiply by the hardware's fp8 units, where they take these sizes."""
     if a.values.shape[1] % _MULTIPLE or b.values.shape[0] % _MULTIPLE:
-        return multiply_wide(a, b, dtype)
+        return multiply_wide(a, b, dtype, out=out)
     assert a.scale is not None and b.scale is not None
     left, right = a.values.contiguous(), b.values.contiguous().t()
-    return torch._scaled_mm(left, right, scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=fast)
+    named: dict[str, Any] = {"scale_a": a.scale, "scale_b": b.scale, "out_dtype": dtype, "use_fast_accum": fast}
+    if out is not None:  # the compiler knows no product that is given None
+        named["out"] = out
+    return torch._scaled_mm(left, right, **named)
 
 
 def multiply_on(device: torch.device) -> Multiply:
@@ -79,41 +89,55 @@ def multiply_on(device: torch.device) -> Multiply:
 
 @dataclass(eq=False)
 class Fp8(Product):
-    """Products of fp8 numbers. The weight is kept as it is, beside its largest magnitude, and cast for each product.
+    """Products of fp8 numbers. The weight is kept as it is, and cast once for all its products until it changes, where
+    somebody says when that is (:class:`Fp8Weight`); else beside its largest magnitude, and cast for each.
 
     Args:
         multiply: The device's product of fp8 numbers.
         kernels: :mod:`parallel.kernels.fused.cast_transpose`, where it runs; None for torch's operators. The compiler
             is always given these, and fuses them with what comes before.
         across: The ranks that hold parts of the tokens of a microbatch, or of features; None: those of the linear.
+        narrow: The weight in fp8, if it is cast once for all.
     """
 
     multiply: Multiply
     kernels: ModuleType | None
     across: Group | None = None
+    narrow: Operand | None = None
 
     @classmethod
     def on(cls, device: torch.device, across: Group | None = None) -> Self:
         return cls(multiply_on(device), kernels.cast_transpose(device), across)
 
     def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
-        largest, weight_largest = self._largest(group, x, weight)
-        return self._cast(x, largest, E4M3, turned=whole), Operand(weight, weight_largest)
+        largest = self._largest(group, *([x, weight] if self.narrow is None else [x]))
+        weight_largest = largest[1] if self.narrow is None else None
+        return self._cast(x, largest[0], E4M3, turned=whole), Operand(weight, weight_largest)
 
     def gradient(self, dy: Tensor, group: Group, whole: bool) -> Operand:
         return self._cast(dy, self._largest(group, dy)[0], E5M2, turned=whole)
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
-        matrix = self._cast(weight.values, weight.scale, E4M3)
+        matrix = self._cast(weight.values, weight.scale, E4M3) if self.narrow is None else self.narrow
         y = self._multiply(x, matrix, weight.values.dtype, fast=True)
         return y if bias is None else y.add_(bias)
 
     def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
-        matrix = self._cast(weight.values, weight.scale, E4M3, straight=False, turned=True)
+        if self.narrow is None:
+            matrix = self._cast(weight.values, weight.scale, E4M3, straight=False, turned=True)
+        else:
+            matrix = self._with_turned(self.narrow)
         return self._multiply(dy, _turned(matrix), weight.values.dtype, fast=False)
 
     def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
         return self.multiply(_turned(dy), _turned(x), dtype)
+
+    def add_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor, first: bool) -> None:
+        """Write the first on a GPU in the dtype of the sum: it is never rounded to a narrow one, nor copied."""
+        if first and total.device.type == "cuda" and total.dtype != dtype:
+            self.multiply(_turned(dy), _turned(x), total.dtype, out=total)
+        else:
+            super().add_weight_gradient(dy, x, dtype, total, first)
 
     def _multiply(self, x: Operand, matrix: Operand, dtype: torch.dtype, fast: bool) -> Tensor:
         """x: [..., n], matrix: [m, n] -> x matrix': [..., m]."""
@@ -122,12 +146,15 @@ class Fp8(Product):
 
     def _largest(self, group: Group, *tensors: Tensor) -> Tensor:
         """Return the largest magnitude of each tensor, of all its parts: [number of tensors], in one message."""
+        return all_reduce_(self.largest(tensors), self.across or group, dist.ReduceOp.MAX)
+
+    def largest(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the largest magnitude of each tensor: [number of tensors]."""
         if self.kernels is None or torch.compiler.is_compiling():
             wide = torch.promote_types(tensors[0].dtype, torch.float32)
-            here = torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=wide) for x in tensors])
-        else:
-            here = self.kernels.largest(tensors)
-        return all_reduce_(here, self.across or group, dist.ReduceOp.MAX)
+            return torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=wide) for x in tensors])
+        found: Tensor = self.kernels.largest(tensors)
+        return found
 
     def _cast(
         self, x: Tensor, largest: Tensor | None, dtype: torch.dtype, straight: bool = True, turned: bool = False
@@ -139,6 +166,48 @@ class Fp8(Product):
         rows = x.flatten(0, -2)
         values, copy, unit = self.kernels.cast(rows, largest, dtype, _LARGEST[dtype], straight, turned)
         return Operand(copy.t() if values is None else values.view(x.shape), unit, copy)
+
+    def _with_turned(self, x: Operand) -> Operand:
+        """x: [m, n] in fp8 -> the same, with its transposed copy where a kernel makes one."""
+        if x.turned is not None or self.kernels is None or torch.compiler.is_compiling():
+            return x
+        return x._replace(turned=self.kernels.turn(x.values))
+
+
+class Fp8Linear(Protocol):
+    """A linear that multiplies in fp8."""
+
+    weight: nn.Parameter
+    product: Product
+
+
+@dataclass(eq=False)
+class Fp8Weight:
+    """The :class:`~parallel.parameters.CastWeight` of a linear that multiplies in fp8; of a copy on a GPU for each way
+    to multiply it, if its owner has it whole."""
+
+    linear: Fp8Linear
+    dtype = E4M3
+
+    def __post_init__(self) -> None:
+        self.linear.product = copy(self.linear.product)
+
+    @property
+    def _product(self) -> Fp8:
+        assert isinstance(self.linear.product, Fp8)
+        return self.linear.product
+
+    def largest(self, parts: Sequence[Tensor]) -> Tensor:
+        return self._product.largest(parts)
+
+    def cast(self, largest: Tensor) -> None:
+        self._product.narrow = self._product._cast(self.linear.weight, largest, E4M3, turned=True)
+
+    def narrowed(self, part: Tensor, largest: Tensor) -> Tensor:
+        return quantise(part, units(largest, E4M3), E4M3).values
+
+    def give(self, values: Tensor, largest: Tensor) -> None:
+        self._product.narrow = Operand(values, units(largest, E4M3))
 
 
 def _turned(x: Operand) -> Operand:

@@ -32,7 +32,7 @@ class _ChunkGradients:
         if self.dx is not None:
             kernels.mm(dlogits, self.weight, out=self.dx[rows])
         if self.dw is not None:
-            kernels.add_product_(self.dw, dlogits.t(), self.x[rows])
+            kernels.add_mm_(self.dw, dlogits.t(), self.x[rows])
         if self.db is not None:
             self.db += dlogits.sum(0, dtype=self.db.dtype)
 

@@ -96,7 +96,8 @@ class Row(torch.autograd.Function):
     wgrad     dW = gather(dy)' x          without ``sequence`` dy' x
     dbias     none: who adds a bias does so after the sum, once
 
-    Both gradients need all of dy: it is gathered once, before them, and nothing of the backward is left to send.
+    Both gradients need all of dy: it is gathered once, before them, and nothing of the backward is left to send. So
+    wgrad may be held until the next dy is gathered, by the row-parallel linear before this one.
     """
 
     @staticmethod
@@ -123,7 +124,8 @@ class Row(torch.autograd.Function):
             full = gathered(full, group)
         elif need_dx:
             dx = product.input_gradient(full, matrix)
-        dw = product.give_weight_gradient(full, Operand(values, scale), weight) if need_dw else None
+        x = Operand(values, scale)
+        dw = product.give_weight_gradient(full, x, weight, held=ctx.sequence) if need_dw else None
         return dx, dw, None, None, None
 
 
@@ -330,10 +332,13 @@ class ReplicatedLinear(_ParallelLinear):
 
 
 def hand_to(
-    accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], modules: Iterable[nn.Module], late: bool = False
+    accept: Callable[[nn.Parameter, WeightGradient | Tensor], None],
+    modules: Iterable[nn.Module],
+    late: bool = False,
+    beside: Callable[[], None] | None = None,
 ) -> None:
     """Have all parallel linears among these modules hand their weights' gradients to somebody who sums them, at once or
-    later.
+    later, or, of those that may be held, once ``beside`` is called.
 
     A weight that several of them share is left to autograd, which hands in one gradient for all its uses.
     """
@@ -341,12 +346,13 @@ def hand_to(
     uses = Counter(module.weight for module in linears)
     for module in linears:
         if uses[module.weight] == 1:
-            module.product = module.product.handing(partial(accept, module.weight), late)
+            module.product = module.product.handing(partial(accept, module.weight), late, beside)
             module.product.found_by(module.weight)
 
 
-def multiply_by(product: Product, modules: Iterable[nn.Module]) -> None:
-    """Have all parallel linears among these modules multiply in another way."""
-    for module in modules:
-        if isinstance(module, _ParallelLinear):
-            module.product = product
+def multiply_by(product: Product, modules: Iterable[nn.Module]) -> list[_ParallelLinear]:
+    """Have all parallel linears among these modules multiply in another way -> them."""
+    linears = [module for module in modules if isinstance(module, _ParallelLinear)]
+    for module in linears:
+        module.product = product
+    return linears

@@ -57,6 +57,8 @@ class Product(ABC):
     """The function that is given weight gradients, or their sums, instead of autograd, if any."""
     late: bool = False
     """Whether it lets them wait, and the messages that they alone need."""
+    beside: Callable[[], None] | None = None
+    """Computes the one that was held for a message to travel beside it, where some may be held."""
     adds: ClassVar[bool] = False
     """Whether it may add them to a sum in the product itself: then compiled code hands them on too. What others make
     of their operands the compiler fuses with what comes before, and autograd is given the gradient."""
@@ -94,7 +96,10 @@ class Product(ABC):
 
     def gather_input_gradient(self, dy: Operand, weight: Operand, group: Group) -> tuple[Operand, Tensor]:
         """dy: [t/n, out] of each rank -> all of dy: [t, out], and dx: [t, in]."""
-        full = gathered(dy, group)
+        coming = start_gather(dy, group)
+        if self.beside is not None and not torch.compiler.is_compiling():
+            self.beside()
+        full = Operand(coming.wait(), dy.scale)
         return full, self.input_gradient(full, weight)
 
     def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group, alone: bool) -> Pending:
@@ -110,11 +115,14 @@ class Product(ABC):
         _ = total.copy_(gradient) if first else total.add_(gradient)
 
     def give_weight_gradient(
-        self, dy: Operand, x: Operand, weight: Tensor, group: Group | None = None
+        self, dy: Operand, x: Operand, weight: Tensor, group: Group | None = None, held: bool = False
     ) -> Tensor | None:
         """Return dweight, or None where it has been handed on.
 
-        ``group``: the ranks from which x is gathered once the gradient is asked for.
+        Args:
+            dy, x, weight: What it is of.
+            group: The ranks from which x is gathered once the gradient is asked for.
+            held: Whether it may be held for the next message, as none travels beside it.
         """
         dtype, compiling = weight.dtype, torch.compiler.is_compiling()
         if self.hand is None or (compiling and not self.adds):
@@ -123,7 +131,7 @@ class Product(ABC):
             _hand_on(weight, dy.values, x.values)
             return None
         if group is None:
-            self.hand(self._handed(dy, x, dtype))
+            self.hand(self._handed(dy, x, dtype, held=held and self.beside is not None))
             return None
         start = cache(partial(start_gather, x, group))
 
@@ -139,15 +147,22 @@ class Product(ABC):
         )
         return None
 
-    def _handed(self, dy: Operand, x: Operand, dtype: torch.dtype, in_graph: bool = False) -> WeightGradient:
+    def _handed(
+        self, dy: Operand, x: Operand, dtype: torch.dtype, in_graph: bool = False, held: bool = False
+    ) -> WeightGradient:
         make, add = partial(self.weight_gradient, dy, x, dtype), partial(self.add_weight_gradient, dy, x, dtype)
-        return WeightGradient(make, add, in_graph=in_graph)
+        return WeightGradient(make, add, in_graph=in_graph, held=held)
 
-    def handing(self, hand: Callable[[WeightGradient | Tensor], None], late: bool = False) -> Self:
+    def handing(
+        self,
+        hand: Callable[[WeightGradient | Tensor], None],
+        late: bool = False,
+        beside: Callable[[], None] | None = None,
+    ) -> Self:
         """Return a product that is the same, but hands weight gradients on, to somebody who lets them wait or does
-        not."""
+        not, or holds some (:attr:`beside`)."""
         other = copy(self)
-        other.hand, other.late = hand, late
+        other.hand, other.late, other.beside = hand, late, beside
         return other
 
     def found_by(self, weight: Tensor) -> None:
@@ -213,11 +228,7 @@ class Dense(Product):
         if total.device.type != "cuda" or total.dtype == dtype:
             super().add_weight_gradient(dy, x, dtype, total, first)
             return
-        a, b = dy.values.flatten(0, -2).t(), x.values.flatten(0, -2)
-        if first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            kernels.add_product_(total, a, b)
+        kernels.add_mm_(total, dy.values.flatten(0, -2).t(), x.values.flatten(0, -2), first)
 
 
 DENSE = Dense()

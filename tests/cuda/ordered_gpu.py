@@ -70,6 +70,8 @@ Entry = MemoryLaunch | RecordEvent | Wait | Allocate | RecordStream | Free | Ste
 class OrderedGpu(SimulatedGpu):
     """The log has launches with their memory, and when memory is given and let go."""
 
+    fuses = False
+
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Any] = []

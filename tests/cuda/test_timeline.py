@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from test_trace import in_a_process, pytestmark
 
 from megacore.devices import DEVICES
@@ -19,6 +20,7 @@ from megacore.planning.run_plan import cluster_of, plan
 from megacore.planning.step_time import Cluster
 from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, Wait
 from megacore.planning.trace.run import TracedRank, _stage, between_records, trace, trace_rank
+from megacore.planning.trace.simulated_gpu import FusedKernel
 from megacore.planning.trace.timeline import Costs, StepTimeline, beside, covered, length, play
 from megacore.recipe import ConfigError, load
 from megacore.tools.main import main
@@ -118,6 +120,38 @@ def linear(overrides: Sequence[str]) -> list[float]:
     traced = trace_rank(between_records(config), 1, 0, (1, 1, 2, 5))
     costs = Costs(cluster_of("h100-80", "bf16", None, {}), MeshShape())
     return [play({0: log}, costs).seconds for log in traced.logs[1:]]
+
+
+def compiled(overrides: Sequence[str]) -> tuple[int, int]:
+    """Launches of a step, and the bytes that those move which multiply nothing."""
+    config = load({}, ["model.preset=llama-tiny", "data.train=none", "data.sequence_length=64", *overrides])
+    (*_, log) = trace_rank(between_records(config), 1, 0, (1, 1)).logs
+    kernels = [each for each in log if isinstance(each, Launch) and each.stream != HOST]
+    return len(kernels), sum(each.moved for each in kernels if each.product is None)
+
+
+@pytest.mark.in_turn(3, 2)
+def test_a_compiled_step_has_fewer_launches_that_move_less() -> None:
+    (eager, moved), (few, less) = (in_a_process(compiled, [f"train.compile={on}"]) for on in ("false", "true"))
+    assert few < eager
+    assert 0.5 * moved < less < moved
+
+
+def test_a_compiled_kernel_reads_what_others_made_and_writes_what_is_left() -> None:
+    x, kernel = torch.zeros(64, 32), FusedKernel("main")
+    y = x * 2
+    kernel.add([x], [y])
+    z = y + x
+    kernel.add([y, x], [z])
+    assert kernel.moved == 3 * x.nbytes
+    del y
+    assert kernel.moved == 2 * x.nbytes
+    rows, most = z.sum(1), z.amax()
+    kernel.add([z], [rows])
+    kernel.add([z], [most])
+    assert kernel.moved == 2 * x.nbytes + rows.nbytes + most.nbytes
+    assert kernel.takes("main", [z, rows]) and not kernel.takes("beside", [z])
+    assert not kernel.takes("main", [most]), "all of it must have been read"
 
 
 def test_microbatches_after_the_first_are_alike() -> None:

@@ -59,6 +59,9 @@ def check(x: Tensor, dtype: torch.dtype) -> None:
         assert same(unit, want.scale)
         assert values is None or same(values, want.values)
         assert copy is None or (copy.is_contiguous() and same(copy, want.values.t()))
+        if values is not None:
+            turned_later = cast_transpose.turn(values)
+            assert turned_later.is_contiguous() and same(turned_later, want.values.t())
 
 
 @pytest.mark.in_turn(4)
@@ -95,7 +98,7 @@ def test_layers_by_kernels_and_by_operators_are_the_same(kind: type[ColumnParall
     """And the kernels' transposed copies are what the backward keeps and multiplies."""
     found, layouts = list[list[Any]](), set[bool]()
 
-    def multiply(a: Any, b: Any, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    def multiply(a: Any, b: Any, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None) -> Tensor:
         layouts.add(a.values.is_contiguous() and b.values.is_contiguous())
         return multiply_wide(a, b, dtype)
 

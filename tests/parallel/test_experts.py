@@ -19,6 +19,7 @@ from megacore.parallel.layers import experts as layer
 from megacore.parallel.layers.experts import Experts
 from megacore.parallel.memory.recompute import Activations, runner
 from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.parameters import WeightGradient
 from megacore.parallel.weights.layout import MeshShape
 
 TOKENS, EMBED, FEATURES, EXPERTS, K = 24, 16, 24, 8, 3
@@ -294,6 +295,43 @@ def test_kernel_is_the_loop(dtype: torch.dtype) -> None:
         torch.testing.assert_close(call(grouped.KERNEL), call(grouped.LOOP), rtol=2e-2, atol=2e-2)
     dw = grouped.LOOP.weight_gradient(dy, x, groups)
     assert not dw[1].any() and not dw[4].any() and dw[0].any()
+
+
+def test_products_add_to_a_wider_sum_each_by_itself() -> None:
+    """As a GPU does it for large experts: nothing is left of what was there before the first."""
+    draw = torch.Generator().manual_seed(1)
+    counts = [3, 0, 5, 8, 0]
+    rows = [torch.randn(2, 16, size, generator=draw).bfloat16() for size in (24, 16)]
+    total, want = torch.full((5, 24, 16), 7.0), torch.zeros(5, 24, 16, dtype=torch.float64)
+    for number, (dy, x) in enumerate(zip(*rows, strict=True)):
+        grouped.add_one_by_one(dy, x, counts, total, first=number == 0)
+        for own, out, into in zip(dy.split(counts), x.split(counts), want, strict=True):
+            into.addmm_(own.double().t(), out.double())
+    torch.testing.assert_close(total.double(), want, rtol=2e-2, atol=2e-2)
+    assert not total[1].any() and not total[4].any()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_may_be_handed_on(late: bool) -> None:
+    """At once or later, bit for bit."""
+    drawn = Drawn.of(torch.float64)
+    plain, handing = alone(drawn), alone(drawn)
+    sums, waiting = {handing.up: torch.full_like(handing.up, 7), handing.down: torch.full_like(handing.down, 7)}, []
+
+    def take(weight: nn.Parameter, gradient: WeightGradient) -> None:
+        waiting.append(lambda: gradient.add_to(sums[weight], True))
+        if not late:
+            waiting.pop()()
+
+    handing.hand, handing.late = take, late
+    for experts in (plain, handing):
+        experts(drawn.x, drawn.chosen, drawn.weights).backward(drawn.dy)
+    assert handing.up.grad is None and handing.down.grad is None and len(waiting) == 2 * late
+    with torch.no_grad():
+        for add in waiting:
+            add()
+    for weight, want in ((handing.up, plain.up.grad), (handing.down, plain.down.grad)):
+        assert want is not None and torch.equal(sums[weight], want)
 
 
 def test_choice_of_products(monkeypatch: pytest.MonkeyPatch) -> None:

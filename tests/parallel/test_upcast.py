@@ -159,7 +159,7 @@ def test_what_is_kept_is_not_wide() -> None:
 @pytest.mark.usefixtures("without")
 def test_sums_in_fp32_take_products_that_nothing_rounds() -> None:
     total, a, b = torch.ones(6, 8), draw(6, 16), draw(16, 8, seed=1)
-    kernels.add_product_(total, a, b)
+    kernels.add_mm_(total, a, b)
     torch.testing.assert_close(total, 1 + a.float() @ b.float())
 
 

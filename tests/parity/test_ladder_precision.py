@@ -1,8 +1,11 @@
 """The rungs of the data parallel ladder in bf16, fp16 and fp8: where sums have one order they agree bitwise, elsewhere
 within a bound; and an overflow on one rank is left out by all."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +19,8 @@ from megacore.models.assemble import Model
 from megacore.models.stages import layout_of
 from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.gradients.reduce import Gradients
+from megacore.parallel.layers.fp8 import Fp8Weight
+from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
@@ -32,11 +37,15 @@ LR, CLIP, STEPS = 1e-2, 0.5, 3
 SCALE = 2.0**10
 
 
-def train_step(case: Case, run: Run, precision: str) -> tuple[Model, TrainStep]:
+def train_step(case: Case, run: Run, precision: str, once: bool = True) -> tuple[Model, TrainStep]:
+    """``once``: whether weights in fp8 are cast for all their products."""
     mesh, dtype = Mesh.create(run.mesh), DTYPES[precision]
-    model = Model.create(case.config, lively(layout_of(case.config, run.mesh, run.chunks)), mesh, dtype)
+    layout = lively(layout_of(case.config, run.mesh, run.chunks))
+    model = Model.create(case.config, layout, mesh, dtype, activations=run.activations)
     if precision == "fp8":
         model.use_fp8()
+    if not once:
+        model.parameters.casts.clear()
     model.parameters.initialise(seed=1)
     # Small buckets, so that there are several.
     gradients = Gradients(model.parameters, model.chunks, torch.float32, run.shard, run.replicas, bucket_bytes=20_000)
@@ -137,6 +146,79 @@ def test_rungs_agree_bitwise_where_sums_have_one_order(pool: Pool, layout: str, 
             for name, want in none.kept.items():
                 if name.startswith("master"):
                     assert relative(found[shard].kept[name], want) <= MASTERS, f"{shard}: {name}"
+
+
+# -- weights in fp8
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A run whose weights are cast once a step, one that casts them for each product, and how often each cast a weight
+    or a slice of one."""
+
+    once: Ended
+    each: Ended
+    casts: tuple[int, int]
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """What of a weight was cast, by the name of the method."""
+    seen = list[str]()
+
+    def watched(name: str) -> Any:
+        method = getattr(Fp8Weight, name)
+
+        def cast(weight: Fp8Weight, *arguments: Tensor) -> Tensor | None:
+            seen.append(name)
+            return method(weight, *arguments)
+
+        return patch.object(Fp8Weight, name, cast)
+
+    with watched("cast"), watched("narrowed"):
+        yield seen
+
+
+def cast_both_ways(case: Case, run: Run) -> Cast:
+    ended, casts = list[Ended](), list[int]()
+    for once in (True, False):
+        _, step = train_step(case, run, "fp8", once)
+        with counted() as seen:
+            stats = [step(microbatches(case, run, number, step.mesh), LR) for number in range(STEPS)]
+        losses, norms = [each.loss.item() for each in stats], [each.grad_norm.item() for each in stats]
+        ended.append(Ended(losses, norms, kept(step)))
+        casts.append(len(seen))
+    return Cast(ended[0], ended[1], (casts[0], casts[1]))
+
+
+FULL = Activations(recompute="full")
+# Four linears in each of the two layers between the ends.
+CASTS = {
+    "none-tp2-full": (UNTIED, Run(MeshShape(tp=2), micro=2, activations=FULL), 8),
+    "optimizer-dp2": (UNTIED, Run(MeshShape(dp=2), micro=1, shard="optimizer"), 8),
+    "gradients-pp2-dp2": (
+        UNTIED,
+        Run(MeshShape(pp=2, dp=2), chunks=2, schedule="interleaved", micro=2, shard="gradients"),
+        4,
+    ),
+    # Of slices, which may have nothing of a weight.
+    "parameters-dp2-full": (UNTIED, Run(MeshShape(dp=2), micro=1, shard="parameters", activations=FULL), None),
+    "parameters-tp2-dp2": (UNTIED, Run(MeshShape(tp=2, dp=2), micro=2, shard="parameters"), None),
+    "parameters-hsdp": (TIED, Run(MeshShape(dp=4), micro=1, replicas=2, shard="parameters"), None),
+}
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize("layout", CASTS)
+def test_weights_that_are_cast_once_a_step_are_those_cast_for_each_product(pool: Pool, layout: str) -> None:
+    """Bit for bit: losses, norms, weights, masters and moments."""
+    case, run, weights = CASTS[layout]
+    for found in pool.run(run.mesh.world, cast_both_ways, case, run):
+        assert (found.once.losses, found.once.norms) == (found.each.losses, found.each.norms)
+        assert differing(found.once.kept, found.each.kept) == []
+        once, each = found.casts
+        assert each == 0
+        assert once == weights * STEPS if weights else 0 < once <= 8 * STEPS
 
 
 # -- an overflow on one rank

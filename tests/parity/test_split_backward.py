@@ -1,6 +1,8 @@
 """Input and weight gradients by themselves: the numbers of the same layout whose backward is whole, to rounding."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from extended_family import extended
 from layouts import ALL, RUNGS, STARVED, TIED, UNTIED
 from operators import Operators
-from oracle import Case, Run, deep, measured, microbatches, model_of
+from oracle import Case, Run, deep, gradient_arrays, measured, microbatches, model_of
 from pool import Pool
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -65,17 +67,55 @@ def test_a_split_backward_has_the_numbers_of_a_whole_one(pool: Pool, case: Case,
             assert relative(split.gradients[name], gradient) < 1e-12, name
 
 
+# -- gradients that are held for a message
+
+
+def summed(case: Case, run: Run) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
+    """The gradients of a step that holds some and of one that holds none, and how often one was multiplied beside a
+    message."""
+    beside = 0
+
+    def count(gradients: Gradients) -> None:
+        nonlocal beside
+        beside += gradients._held is not None
+        gradients.add_held()
+
+    found = []
+    for each in (count, None):
+        gradients, step = backwards(case, run, each)
+        step()
+        found.append(gradient_arrays(gradients))
+    return found[0], found[1], beside
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize(
+    ("shard", "recompute"), [("none", "none"), ("parameters", "full")], ids=["none", "parameters-full"]
+)
+def test_gradients_held_for_a_message_are_the_same(pool: Pool, shard: Any, recompute: Any) -> None:
+    """Bit for bit; in each microbatch but one is left for the end of the backward."""
+    run = Run(MeshShape(tp=2), micro=2, activations=Activations(recompute), shard=shard)
+    layers, microbatches = UNTIED.config.sizes["layer"], UNTIED.sequences // run.micro
+    for held, plain, beside in pool.run(2, summed, UNTIED, run):
+        assert held.keys() == plain.keys()
+        assert [name for name in plain if not np.array_equal(held[name], plain[name])] == []
+        assert beside == (2 * layers - 1) * microbatches
+
+
 # -- what it takes
 
 
-def backwards(case: Case, run: Run) -> tuple[Gradients, Any]:
-    """The gradients of a rank, and what runs all backwards of a step."""
+def backwards(
+    case: Case, run: Run, beside: Callable[[Gradients], None] | None = Gradients.add_held
+) -> tuple[Gradients, Any]:
+    """The gradients of a rank, and what runs all backwards of a step. ``beside``: what runs beside a message."""
     mesh = Mesh.create(run.mesh)
     with extended():
         model = model_of(case, run, mesh)
         batch = microbatches(case, run, 0, mesh)
     gradients = Gradients(model.parameters, model.chunks, torch.float64, run.shard)
-    model.hand_weight_gradients(gradients.receive, late=run.schedule in SPLIT_BACKWARD)
+    late, held = run.schedule in SPLIT_BACKWARD, None if beside is None else partial(beside, gradients)
+    model.hand_weight_gradients(gradients.receive, late, held)
     pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients)
 
     def step() -> None:

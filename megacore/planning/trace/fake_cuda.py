@@ -116,6 +116,7 @@ def _as_built_for_cuda() -> torch.library.Library:
         )[0]
 
     library.impl("_fused_rms_norm", fused, "CUDA")
+    library.impl("_scaled_mm.out", lambda *arguments, out, **named: out, "Meta")  # torch has none
     for key in ("CUDA", "AutogradCUDA"):
         library.impl("scaled_dot_product_attention", attention, key)
     return library
@@ -143,8 +144,11 @@ class _Graphs:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: object) -> Any:
         from torch._dynamo.backends.common import aot_autograd  # a second of imports
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        return aot_autograd(fw_compiler=self._part, bw_compiler=self._part)(graph, inputs)
+        # As Inductor parts forward and backward: what is cheap is computed again rather than kept.
+        parts = {"fw_compiler": self._part, "bw_compiler": self._part}
+        return aot_autograd(**parts, partition_fn=min_cut_rematerialization_partition)(graph, inputs)
 
     def _part(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._functorch.aot_autograd import make_boxed_func
@@ -156,6 +160,8 @@ class _Graphs:
                 return graph.forward(*arguments)
             finally:
                 self.running -= 1
+                for watch in _watching:
+                    watch.end_graph()
 
         return make_boxed_func(run)
 
@@ -235,6 +241,14 @@ class DeviceWatch(TorchDispatchMode):
 
     def operator(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Look at an operator that is run."""
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether compiled code runs."""
+        return _graphs.running > 0
+
+    def end_graph(self) -> None:
+        """Note that a graph of compiled code has run."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -147,11 +147,10 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
 
 
 def between_records(config: Config) -> Config:
-    """Return the recipe for steps between two records, without the compiler and without checksums: these take the share
-    of the time that they may."""
+    """Return the recipe for steps between two records, without checksums: these take the share of the time that they
+    may."""
     return replace(
         config,
-        train=replace(config.train, compile=False),
         recovery=replace(config.recovery, checksums=0.0),
         log=replace(config.log, every=10**6),
     )

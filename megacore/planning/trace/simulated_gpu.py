@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from megacore.planning.costs import SEND
@@ -86,6 +87,9 @@ class SimulatedGpu(DeviceWatch):
     thing after the other; ``live, peak``: bytes of the device that somebody has now, and the most since the last step
     began."""
 
+    fuses = True
+    """Whether operators of compiled code become the kernels that a compiler makes of them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Entry] = []
@@ -99,6 +103,7 @@ class SimulatedGpu(DeviceWatch):
         self._started: dict[int, tuple[int, Sequence[Tensor]]] = {}
         self._sent = Counter[str]()
         self._batch: list[tuple[str, Any, Sequence[Tensor], Sequence[Tensor], int, int]] | None = None
+        self._fused: FusedKernel | None = None
 
     def next_name(self, kind: str) -> str:
         self._names[kind] += 1
@@ -121,12 +126,14 @@ class SimulatedGpu(DeviceWatch):
 
     def record(self, stream: str, event: int | None = None, place: str = "") -> int:
         """RecordEvent an event, a new one by default -> its number."""
+        self.end_kernel()
         event = self.next_event() if event is None else event
         self.log.append(RecordEvent(event, stream, place))
         return event
 
     def wait(self, stream: str, event: int, place: str = "") -> None:
         """Have a stream, or the host, wait for an event."""
+        self.end_kernel()
         self.log.append(Wait(stream, event, place))
 
     def stubs(self) -> Sequence[tuple[Any, str, Any]]:
@@ -182,6 +189,7 @@ class SimulatedGpu(DeviceWatch):
         **costs: Any,
     ) -> None:
         """Note that something is launched, which reads and writes some memory."""
+        self.end_kernel()
         for tensor in (*reads, *writes):
             self.memory(tensor)
         self.log.append(Launch(stream, name, place(), message, work, **costs))
@@ -202,8 +210,18 @@ class SimulatedGpu(DeviceWatch):
 
     # -- operators
 
+    def end_kernel(self) -> None:
+        """Launch the kernel that the compiler has made of some operators, if there is one."""
+        kernel, self._fused = self._fused, None
+        if kernel is not None:
+            self.launch(kernel.stream, "compiled", [], [], moved=kernel.moved)
+
+    def end_graph(self) -> None:
+        self.end_kernel()
+
     def operator(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Note what an operator does with memory."""
+        """Note what an operator does with memory; of compiled ones, successive ones that only move memory are a
+        kernel."""
         if op.namespace == "prim" or op.is_view:
             return
         name, given = op._schema.name.partition("::")[2], _bound(op, args, kwargs)
@@ -227,6 +245,13 @@ class SimulatedGpu(DeviceWatch):
             self.memory(x)
         crosses = len({x.device.type for x in tree_leaves((args, out)) if isinstance(x, Tensor)}) > 1
         moved = outs[0].nbytes if crosses else _moved(name, ins, writes)
+        multiplied = product(op, args, kwargs)
+        if self.in_graph and not crosses and multiplied is None and stream != HOST and self.fuses:
+            if self._fused is not None and not self._fused.takes(stream, ins):
+                self.end_kernel()
+            self._fused = self._fused or FusedKernel(stream)
+            self._fused.add(ins if name not in _OVER else ins[1:], writes)
+            return
         self.launch(
             stream,
             name,
@@ -234,7 +259,7 @@ class SimulatedGpu(DeviceWatch):
             writes,
             self._symmetric(op, given),
             moved=moved,
-            product=product(op, args, kwargs),
+            product=multiplied,
             crosses=crosses,
         )
 
@@ -248,7 +273,8 @@ class SimulatedGpu(DeviceWatch):
     def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
         """Note what a kernel of Triton's does with memory."""
         given = [x for x in arguments if isinstance(x, Tensor)]
-        self.launch(self.current_stream().name, kernel.fn.__name__, given, [], moved=sum(map(touched, given)))
+        each = {_place_of(x): x for x in given}.values()  # what is not wanted has the place of what is
+        self.launch(self.current_stream().name, kernel.fn.__name__, given, [], moved=sum(map(touched, each)))
 
     # -- messages
 
@@ -353,6 +379,40 @@ class SimulatedGpu(DeviceWatch):
         return sent
 
 
+class FusedKernel:
+    """A kernel that a compiler makes of successive operators which only move memory: it reads what they have of others,
+    and writes what is left of them when it ends.
+
+    That is the least it can move. Of a reduction over more than rows the next kernel reads the result.
+    """
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        self._read = dict[object, int]()
+        self._written = dict[int, tuple[StorageWeakRef, int]]()
+        self._reduced = set[int]()
+
+    def takes(self, stream: str, ins: Sequence[Tensor]) -> bool:
+        """Return whether an operator may be part of it."""
+        return stream == self.stream and not any(x.untyped_storage()._cdata in self._reduced for x in ins)
+
+    def add(self, ins: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        for x in ins:
+            if x.untyped_storage()._cdata not in self._written:
+                self._read[_place_of(x)] = touched(x)
+        largest = max(ins, key=Tensor.numel, default=None)
+        for x in writes:
+            key = x.untyped_storage()._cdata
+            self._written[key] = StorageWeakRef(x.untyped_storage()), touched(x)
+            if largest is not None and x.numel() * max(largest.shape[-1:], default=1) < largest.numel():
+                self._reduced.add(key)
+
+    @property
+    def moved(self) -> int:
+        left = sum(size for storage, size in self._written.values() if not storage.expired())
+        return sum(self._read.values()) + left
+
+
 def where() -> str:
     """Who waits, where that is known: autograd calls adjoints in a thread of its own."""
     caller = place(PASSING_ON)
@@ -385,11 +445,12 @@ def _moved(name: str, ins: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
     if name in _INTO_ROWS:
         return 3 * sum(map(touched, ins[1:]))
     read = [x for x in ins if name not in _OVER or not any(x is each for each in writes)]
-    by_place = (
-        {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in some}
-        for some in (read, writes)
-    )
+    by_place = ({_place_of(x): x for x in some} for some in (read, writes))
     return sum(touched(x) for each in by_place for x in each.values())
+
+
+def _place_of(x: Tensor) -> object:
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
 
 def touched(tensor: Tensor) -> int:

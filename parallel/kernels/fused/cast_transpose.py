@@ -72,6 +72,16 @@ def fp8_cast(
         tl.store(turned + column[:, None] * rows + row[None, :], narrow, mask=tl.trans(here))
 
 
+@triton.jit
+def fp8_turn(x: tl.tensor, turned: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr) -> None:
+    across = tl.cdiv(columns, TILE)
+    row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    here = (row < rows)[:, None] & (column < columns)[None, :]
+    found = tl.load(x + row[:, None] * columns + column[None, :], mask=here, other=0)
+    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(found), mask=tl.trans(here))
+
+
 def largest(tensors: Sequence[Tensor]) -> Tensor:
     """tensors: [...] each -> their largest magnitudes: [number of tensors] in fp32; NaN where there is one."""
     bits = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -111,3 +121,13 @@ def cast(
         num_warps=WARPS,
     )
     return values, copy, unit.view(torch.float32)
+
+
+def turn(x: Tensor) -> Tensor:
+    """x: [m, n] of fp8, contiguous -> its transposed copy: [n, m]."""
+    rows, columns = x.shape
+    copy = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
+    programs = triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE)
+    given = x.view(torch.uint8), copy.view(torch.uint8), rows, columns
+    launching.launch(fp8_turn, programs, *given, TILE=_TILE, num_warps=WARPS)
+    return copy
