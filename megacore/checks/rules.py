@@ -162,6 +162,20 @@ def _split_backward(facts: RuleContext) -> Iterator[str]:
             )
 
 
+def _order(facts: RuleContext) -> Iterator[str]:
+    pipeline, ramp = facts.config.pipeline, facts.config.batch.ramp
+    if pipeline.order is not None and ramp is not None:
+        yield (
+            f"batch.ramp {list(ramp)} changes the number of microbatches, and pipeline.order ({pipeline.order}) is for "
+            "one number of them: set one of both to null"
+        )
+    if pipeline.order is not None and pipeline.schedule == "gpipe":
+        yield (
+            f"pipeline.schedule gpipe runs all forwards before all backwards, and pipeline.order ({pipeline.order}) has "
+            "an order of its own: set pipeline.schedule=1f1b or interleaved, or pipeline.order=null"
+        )
+
+
 def _loss_chunk(facts: RuleContext) -> Iterator[str]:
     chunk, schedule = facts.config.memory.loss_chunk, facts.config.pipeline.schedule
     if chunk is not None and schedule == "gpipe":
@@ -711,7 +725,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _labels, _mtp, _indexers,
+    _world, _parts, _stages, _chunks, _split_backward, _order, _loss_chunk, _own_loss, _preference, _labels, _mtp, _indexers,
     _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards,
     _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances,
     _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,

@@ -23,7 +23,7 @@ from megacore.resources import gpus, host_memory, memory_of_gpus
 KEYS = (
     *(f"mesh.{dim}" for dim in ("pp", "dp", "cp", "ep", "tp", "etp")),
     *(f"context.{key}" for key in ("exchange", "balance", "heads")),
-    *(f"pipeline.{key}" for key in ("schedule", "chunks", "layers_per_stage")),
+    *(f"pipeline.{key}" for key in ("schedule", "order", "chunks", "layers_per_stage")),
     *("zero.shard", "zero.replicas", "batch.micro_size", "memory.recompute", "memory.mlp_chunk"),
 )
 """The keys of a recipe that a layout may change."""
@@ -62,7 +62,10 @@ def layout_on(config: Config, model: ModelConfig, world: int, processes: int) ->
     node has so many processes.
     """
     reasons = list[str]()
-    for each in chain(_replicas(config, world), _planned(config, model, world, processes)):
+    plain = replace(config, pipeline=replace(config.pipeline, order=None))
+    ways = [config] if config.pipeline.order is None else [config, plain]  # an order is for one number of microbatches
+    replicas = (each for way in ways for each in _replicas(way, world))
+    for each in chain(replicas, _planned(config, model, world, processes)):
         if not (wrong := _problems(each, model, world, processes)):
             return each
         reasons += wrong
@@ -107,7 +110,10 @@ def _problems(config: Config, model: ModelConfig, world: int, processes: int) ->
     if found:
         return found
     memory = memory_of_gpus() if config.train.device_type(there) == "cuda" else None
-    return list(capacity_problems(config, model, world, processes, memory))
+    try:
+        return list(capacity_problems(config, model, world, processes, memory))
+    except ConfigError as error:  # the order of the pipeline
+        return [*error.problems]
 
 
 def _value(config: Config, key: str) -> object:

@@ -21,6 +21,7 @@ from megacore.parallel.enum_errors import (
     Recompute,
     ZeroShard,
 )
+from megacore.parallel.pipeline.schedules import Schedule
 from megacore.parallel.weights.block_formats import bytes_of
 from megacore.parallel.weights.layout import Layout
 from megacore.parallel.weights.schema import Param
@@ -75,6 +76,7 @@ class Setting:
         blank: Sequences of a step that only fill the microbatches up, on all ranks.
         compiled: Whether blocks are compiled.
         compress: The numbers that gradients are rounded to where they are sent.
+        order: The actions of each stage, where that is not the schedule's own order of them.
         muon_steps: Steps of Newton and Schulz that update matrices as wholes; 0: none are.
     """
 
@@ -104,6 +106,7 @@ class Setting:
     compiled: bool = False
     muon_steps: int = 0
     compress: Compression = "none"
+    order: Schedule | None = None
 
     @property
     def sent_gradient(self) -> int:

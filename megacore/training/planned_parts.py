@@ -127,8 +127,11 @@ class StepPlan:
         world = self.setting.layout.mesh.world
         if problems_on_paper(made, world, self.model):
             return False
-        room = self.cluster.device.memory * (1 - MARGIN)
-        return all(peak <= room for peak in peaks(setting_of(made, self.model, world, self.setting.device)))
+        try:
+            setting = setting_of(made, self.model, world, self.setting.device)
+        except ConfigError:  # the order of the pipeline is for other sizes
+            return False
+        return all(peak <= self.cluster.device.memory * (1 - MARGIN) for peak in peaks(setting))
 
     def best(self) -> tuple[str, float]:
         """Return the overrides of the layout that is fastest by this plan, and the share of a step that it saves."""
