@@ -13,7 +13,6 @@ from megacore.config import Config
 from megacore.data.batches import filled_up
 from megacore.parallel.enum_errors import Placement
 from megacore.parallel.pipeline.schedules import SCHEDULES, Action, Schedule, ScheduleError, check_order
-from megacore.parallel.virtual_stages import placement_of
 from megacore.recipe import ConfigError
 from megacore.store.io.errors import StoreError
 from megacore.store.io.files import replacing
@@ -74,8 +73,8 @@ def _unlike(data: Mapping[str, Any], wanted: Mapping[str, object]) -> Iterator[s
     for key, value in wanted.items():
         if data[key] != value:
             yield (
-                f"it is for {key} {short(data[key])}, and the recipe has {value}: make one for it with `megacore schedule "
-                "--search`, or set pipeline.order=null"
+                f"it is for {key} {short(data[key])}, and the recipe has {value}: make one for it with `megacore "
+                "schedule --search`, or set pipeline.order=null"
             )
 
 
@@ -85,10 +84,14 @@ def _read(data: Mapping[str, Any], placement: Placement) -> Schedule:
         raise ScheduleError(f"it has {len(data['rows'])} rows for {data['stages']} stages")
     for stage, row in enumerate(data["rows"]):
         words = row.split() if isinstance(row, str) else [row]
-        found = [(at, word, _ACTION.fullmatch(word) if isinstance(word, str) else None) for at, word in enumerate(words)]
+        found = [
+            (at, word, _ACTION.fullmatch(word) if isinstance(word, str) else None) for at, word in enumerate(words)
+        ]
         for at, word, match in found:
             if match is None:
-                raise ScheduleError(f"stage {stage}, action {at}: {short(word)} is none of F, B, I, W (chunk,microbatch)")
+                raise ScheduleError(
+                    f"stage {stage}, action {at}: {short(word)} is none of F, B, I, W (chunk,microbatch)"
+                )
         rows.append(tuple(Action(match[1], int(match[2]), int(match[3])) for _, _, match in found if match))
     own = SCHEDULES[data["schedule"]](data["stages"], data["chunks"], data["microbatches"])
     order = tuple(rows)

@@ -14,7 +14,10 @@ def drawn_costs(stages: int, chunks: int, rng: Random) -> Costs:
     """Return costs of stages that are all unlike."""
     send, sizes = rng.choice((0.0, 0.1)), range(chunks)
     return [
-        [Cost(*(rng.uniform(0.5, 1.5) for _ in range(3)), send, rng.uniform(0.1, 1), rng.uniform(0.1, 1)) for _ in sizes]
+        [
+            Cost(*(rng.uniform(0.5, 1.5) for _ in range(3)), send, rng.uniform(0.1, 1), rng.uniform(0.1, 1))
+            for _ in sizes
+        ]
         for _ in range(stages)
     ]
 

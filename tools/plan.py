@@ -23,7 +23,7 @@ from megacore.planning.overheads import COMMUNICATOR, Overheads
 from megacore.planning.packed_documents import with_documents
 from megacore.planning.peak_memory import TERMS
 from megacore.planning.recipe_setting import alone, overrides, setting_of
-from megacore.planning.run_plan import CPU, Plan, cluster_of
+from megacore.planning.run_plan import CPU, Plan, cluster_of, ranks_of
 from megacore.planning.step_time import Cluster
 from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
@@ -108,7 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     changed = {"per_node": arguments.gpus_per_node, "reach": arguments.efficiency}
     changed |= {key: value and value * 1e9 for key, value in gb_per_s.items()}
     given = {key: value for key, value in changed.items() if value}
-    cluster = cluster_of(name, config.train.precision, arguments.peak_tflops, given)
+    cluster = cluster_of(
+        name, config.train.precision, arguments.peak_tflops, given, arguments.world or ranks_of(config)
+    )
     if (idle := plan_goodput.given(arguments)) and not (arguments.goodput and not arguments.fit):
         raise ConfigError([f"{', '.join(idle)} belong to --goodput: give that, and no --fit, or leave them out"])
     plan_trace.check(arguments)

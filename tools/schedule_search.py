@@ -15,7 +15,7 @@ from megacore.pipeline_order import write_order
 from megacore.planning.fit import MARGIN
 from megacore.planning.order_search import OrderedPipeline, pipelines
 from megacore.planning.recipe_setting import setting_of
-from megacore.planning.run_plan import CPU, cluster_of, problems_on_paper
+from megacore.planning.run_plan import CPU, cluster_of, problems_on_paper, ranks_of
 from megacore.recipe import ConfigError, changed, load
 from megacore.say import say
 from megacore.tools import folders
@@ -36,7 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--to", type=Path, metavar="FILE", help="where to write it, for pipeline.order")
     known = ", ".join([*DEVICES, CPU])
-    group.add_argument("--gpu", metavar="NAME", default="h100-80", help=f"{known}, or a measured FILE.json (%(default)s)")
+    group.add_argument(
+        "--gpu", metavar="NAME", default="h100-80", help=f"{known}, or a measured FILE.json (%(default)s)"
+    )
     group.add_argument("--world", type=folders.count, metavar="N", help="ranks; by default what the mesh needs")
     group.add_argument("--memory-gb", type=above_0, metavar="X", help="of one device")
 
@@ -50,15 +52,16 @@ def run(arguments: argparse.Namespace) -> None:
     """
     config = load(arguments.search, [*arguments.names, "pipeline.order=null"])
     given = {} if arguments.memory_gb is None else {"memory": arguments.memory_gb * 1e9}
-    cluster = cluster_of(arguments.gpu, config.train.precision, None, given)
-    model = configure(config.model, config.scores)
-    world = arguments.world or config.mesh.model_ranks * (config.mesh.dp or 1)
+    model, world = configure(config.model, config.scores), arguments.world or ranks_of(config)
+    cluster = cluster_of(arguments.gpu, config.train.precision, None, given, world)
     if found := problems_on_paper(config, world, model):
         raise ConfigError(found)
     if config.mesh.pp == 1:
         raise ConfigError(["mesh.pp is 1: an order is one of the stages of a pipeline, choose more"])
     setting = setting_of(config, model, world, "cpu" if arguments.gpu == CPU else "cuda")
-    possible = {name: problems_on_paper(changed(config, [f"pipeline.schedule={name}"]), world, model) for name in _names(config)}
+    possible = {
+        name: problems_on_paper(changed(config, [f"pipeline.schedule={name}"]), world, model) for name in _names(config)
+    }
     names = [name for name, problems in possible.items() if not problems]
     if not names:
         raise ConfigError([each for problems in possible.values() for each in problems])

@@ -11,14 +11,14 @@ from itertools import chain
 
 from megacore.checks.rules import problems
 from megacore.config import Config
-from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
+from megacore.devices import CPU_TFLOPS, DEVICES
 from megacore.models.config import ModelConfig
-from megacore.planning.capacity import capacity_problems
+from megacore.planning.capacity import capacity_problems, cpu_of
 from megacore.planning.fit import fit
 from megacore.planning.recipe_setting import alone, overrides, setting_of
 from megacore.planning.step_time import Cluster
 from megacore.recipe import ConfigError, changed
-from megacore.resources import gpus, host_memory, memory_of_gpus
+from megacore.resources import gpus, memory_of_gpus
 
 KEYS = (
     *(f"mesh.{dim}" for dim in ("pp", "dp", "cp", "ep", "tp", "etp")),
@@ -92,12 +92,10 @@ def _planned(config: Config, model: ModelConfig, world: int, processes: int) -> 
     """Yield the layouts that the plan likes best, the fastest first."""
     there = gpus()
     kind = config.train.device_type(there)
-    device, tflops = SMALL_CPU, CPU_TFLOPS
+    device, tflops = cpu_of(processes), CPU_TFLOPS
     if kind == "cuda":
         device = replace(DEVICES["h100-80"], memory=memory_of_gpus())
         tflops = device.tflops(config.train.precision)
-    elif (memory := host_memory()) is not None:
-        device = replace(device, memory=memory / processes)
     cluster = Cluster(replace(device, per_node=processes), tflops)
     base = setting_of(alone(config), model, 1, kind)
     for each in fit(base, world, cluster):

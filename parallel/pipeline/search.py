@@ -1,8 +1,8 @@
 """Schedules made for the costs of a pipeline, within the bytes that its stages have room for. No torch.
 
-A list scheduler makes the rows: at each time the stage that can act first runs what comes first by a few rules, as in the
-automatic schedules of Qi et al. (2023, arXiv 2401.10241, section 3). Each set of rules makes a schedule, and the shortest
-one is kept, or the shortest of those with names where no set makes a shorter one.
+A list scheduler makes the rows: at each time the stage that can act first runs what comes first by a few rules, as in
+the automatic schedules of Qi et al. (2023, arXiv 2401.10241, section 3). Each set of rules makes a schedule, and the
+shortest one is kept, or the shortest of those with names where no set makes a shorter one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _ROUNDING = 1 + 1e-9
 
 
 class Rules(NamedTuple):
-    """What a stage runs first of what it could run: forwards and backwards in turn, weight gradients where it would wait.
+    """What a stage runs first of what it could run: forwards and backwards in turn, and weight gradients where it would
+    wait.
 
     Args:
         group: Microbatches that go through all chunks of a stage before others do.

@@ -43,7 +43,9 @@ PLAIN, RECOMPUTED = Cost(1, 1, 1, 0.02, 1.0, 1.1), Cost(1, 2, 1, 0.02, 0.1, 1.0)
 
 def times(cost: Cost, *factors: float) -> Costs:
     """Stages that take so many times as long."""
-    return [[replace(cost, forward=x * cost.forward, inputs=x * cost.inputs, weights=x * cost.weights)] for x in factors]
+    return [
+        [replace(cost, forward=x * cost.forward, inputs=x * cost.inputs, weights=x * cost.weights)] for x in factors
+    ]
 
 
 @pytest.mark.parametrize(

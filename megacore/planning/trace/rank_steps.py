@@ -111,7 +111,9 @@ def run_steps(
 
 def _trainer(config: Config, mesh: Mesh) -> Trainer:
     corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], corpora=(), separate=False)
-    setup = Setup(config, configure(config.model, config.scores), corpora, Start(), order=order_of(config, mesh.shape.world))
+    setup = Setup(
+        config, configure(config.model, config.scores), corpora, Start(), order=order_of(config, mesh.shape.world)
+    )
     with (
         patch.object(build, "load_initial_state", lambda *arguments: None),
         patch.object(build, "Saver", lambda *arguments: Mock(news=lambda: (False, False))),
