@@ -12,14 +12,13 @@ from megacore.parallel.virtual_stages import placement_of
 
 def drawn_costs(stages: int, chunks: int, rng: Random) -> Costs:
     """Return costs of stages that are all unlike."""
-    send, sizes = rng.choice((0.0, 0.1)), range(chunks)
-    return [
-        [
-            Cost(*(rng.uniform(0.5, 1.5) for _ in range(3)), send, rng.uniform(0.1, 1), rng.uniform(0.1, 1))
-            for _ in sizes
-        ]
-        for _ in range(stages)
-    ]
+    send = rng.choice((0.0, 0.1))
+
+    def cost() -> Cost:
+        forward, inputs, weights = (rng.uniform(0.5, 1.5) for _ in range(3))
+        return Cost(forward, inputs, weights, send, rng.uniform(0.1, 1), rng.uniform(0.1, 1))
+
+    return [[cost() for _ in range(chunks)] for _ in range(stages)]
 
 
 def least_room(costs: Costs, late: bool) -> list[float]:

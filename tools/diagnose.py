@@ -21,7 +21,7 @@ from megacore.planning.traffic import traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import brief, err, say
 from megacore.store.io.strict_json import StoreError
-from megacore.tools.scaling import Scale, told
+from megacore.tools.scaling import RunScale, told
 from megacore.tools.tables import table
 from megacore.training import metrics
 from megacore.training.advice import LEAST, advise
@@ -183,7 +183,7 @@ def _against(run: TracedRun, other: TracedRun) -> Iterator[str]:
     and what they come to of it by the plan; the rest is more than that."""
     for each, before in ((run, ""), (other, "against ")):
         yield f"{before}{_name(each)}: {1e3 * each.found.seconds:,.1f} ms a step, MFU {_mfu(each)}"
-    yield told(*(Scale(x.world, x.step_tokens, x.found.seconds) for x in (run, other)))
+    yield told(*(RunScale(x.world, x.step_tokens, x.found.seconds) for x in (run, other)))
     own, theirs = ({each.name: each.seconds for each in x.found.parts} for x in (run, other))
     names = dict.fromkeys([*own, *theirs])
     reasons = {name: _reason(name, run, other) for name in names}

@@ -12,10 +12,9 @@ from megacore.models.config import parameters_in_words
 from megacore.planning.run_plan import Plan
 from megacore.recipe import ConfigError
 from megacore.tools.tables import table
-from megacore.training.diagnosis import BUBBLE, OPTIMIZER, PRODUCTS, RECOMPUTATION
 
 
-class Scale(NamedTuple):
+class RunScale(NamedTuple):
     """The ranks of a run, and the tokens and the seconds of a step of all of them."""
 
     ranks: int
@@ -23,7 +22,7 @@ class Scale(NamedTuple):
     seconds: float
 
 
-def told(one: Scale, other: Scale) -> str:
+def told(one: RunScale, other: RunScale) -> str:
     """Return how a run differs in scale from another one, and what became of the speed of a rank."""
     speed = one.tokens / other.tokens * other.seconds / one.seconds * other.ranks / one.ranks
     numbers = ((one.ranks, other.ranks, "ranks"), (one.tokens, other.tokens, "tokens a step"))
@@ -61,7 +60,7 @@ def show(plans: Sequence[Plan], name: str) -> str:
     s = plans[0].setting
     mesh = " x ".join(f"{dim}={s.layout.mesh[dim]}" for dim in ("pp", "cp", "ep", "tp") if s.layout.mesh[dim] > 1)
     lines = [f"{s.model.family} of {parameters_in_words(s.model, s.tuning)} on {name}" + f" as {mesh}" * bool(mesh)]
-    scales = [Scale(each.setting.layout.mesh.world, each.setting.global_tokens, each.time.total) for each in plans]
+    scales = [RunScale(each.setting.layout.mesh.world, each.setting.global_tokens, each.time.total) for each in plans]
     lines += [told(each, scales[0]) for each in scales[1:]]
     head = ("of a step", *(f"{each.ranks:,} ranks" for each in scales), "what is other")
     return "\n".join([*lines, table(head, [*_rows(plans)])])
@@ -73,15 +72,15 @@ def _rows(plans: Sequence[Plan]) -> Iterator[tuple[str, ...]]:
     yield "ms", *(f"{1e3 * time.total:,.1f}" for time in times), ""
     yield "MFU", *(f"{x.time.tflops_per_device / x.cluster.tflops:.1%}" for x in plans), ""
     parts = {
-        PRODUCTS: ([time.compute for time in times], batch),
-        RECOMPUTATION: ([time.recompute for time in times], batch),
-        BUBBLE: ([time.bubble for time in times], batch[:1]),
+        "products": ([time.compute for time in times], batch),
+        "recomputation": ([time.recompute for time in times], batch),
+        "bubble": ([time.bubble for time in times], batch[:1]),
         "messages of tp": ([time.tensor for time in times], (_groups(plans, "tp"), *batch)),
         "messages of ep": ([time.experts for time in times], (_groups(plans, "ep"), *batch)),
         "messages of cp": ([time.context for time in times], (_groups(plans, "cp"), *batch)),
         "messages of dp": ([time.data for time in times], (_groups(plans, "dp"), *batch[:1])),
         "offload": ([time.offload for time in times], ()),
-        OPTIMIZER: ([time.optimizer for time in times], (_groups(plans, "dp"),)),
+        "optimizer": ([time.optimizer for time in times], (_groups(plans, "dp"),)),
     }
     for part, (seconds, reasons) in parts.items():
         if any(seconds):

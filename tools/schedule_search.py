@@ -11,13 +11,14 @@ from megacore.devices import DEVICES
 from megacore.models.registry import configure
 from megacore.parallel.pipeline.schedules import Cost
 from megacore.parallel.virtual_stages import stage_of
-from megacore.pipeline_order import write_order
 from megacore.planning.fit import MARGIN
 from megacore.planning.order_search import OrderedPipeline, pipelines
+from megacore.planning.pipeline_order import order_text
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import CPU, cluster_of, problems_on_paper, ranks_of
 from megacore.recipe import ConfigError, changed, load
 from megacore.say import say
+from megacore.store.io.files import replacing
 from megacore.tools import folders
 from megacore.tools.plan_goodput import above_0
 from megacore.tools.tables import table
@@ -84,7 +85,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     best = min(fitting, key=lambda each: each.timeline.total)
     name = best.setting.schedule
-    write_order(arguments.to, name, best.schedule)
+    with replacing(arguments.to) as file:
+        file.write(order_text(name, best.schedule))
     own = " (no order was found that is faster than its own)" if best.setting.order is None else ""
     say(f"The fastest that fits{own}: pipeline.schedule={name} pipeline.order={arguments.to}")
 

@@ -10,8 +10,8 @@ from megacore.config import Config, ContextConfig, ZeroConfig
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
-from megacore.pipeline_order import order_of
 from megacore.planning.fit import Candidate
+from megacore.planning.pipeline_order import order_of
 from megacore.planning.setting import Setting, Widths
 
 

@@ -20,8 +20,8 @@ from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import own_family
 from megacore.parallel.import_path import ImportPathError, imported
 from megacore.parallel.pipeline.schedules import Schedule
-from megacore.pipeline_order import order_of
 from megacore.planning.capacity import capacity_problems
+from megacore.planning.pipeline_order import order_of
 from megacore.recipe import ConfigError, Recipe, load
 from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName

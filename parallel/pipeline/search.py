@@ -79,7 +79,7 @@ def search(
 
 
 @dataclass
-class _Stage:
+class _StageSoFar:
     """What a stage has done.
 
     Args:
@@ -98,7 +98,7 @@ class _Stage:
     last: Kind = "W"
 
 
-class _Choice(NamedTuple):
+class _NextAction(NamedTuple):
     """An action that a stage could run next."""
 
     start: float
@@ -136,7 +136,7 @@ class _Listing:
             rules.ahead * (self.stages - stage + (self.chunks - 1) * self.stages) for stage in range(self.stages)
         ]
         self.done = [
-            _Stage([virtual_stage(stage, chunk, self.stages, placement) for chunk in range(self.chunks)])
+            _StageSoFar([virtual_stage(stage, chunk, self.stages, placement) for chunk in range(self.chunks)])
             for stage in range(self.stages)
         ]
         # When the forwards, and the backwards or input gradients, of the microbatches of each virtual stage have ended.
@@ -155,11 +155,11 @@ class _Listing:
             _, stage = min(ready)
             choice = choices[stage]
             assert choice is not None
-            for other in {stage, self._run(stage, choice)}:
+            for other in (stage, self._run(stage, choice)):
                 choices[other] = self._next(other)
         return tuple(tuple(stage.row) for stage in self.done)
 
-    def _run(self, stage: int, choice: _Choice) -> int:
+    def _run(self, stage: int, choice: _NextAction) -> int:
         """Run an action -> the stage that may have waited for it."""
         kind, virtual, own, cost = choice.kind, choice.virtual, self.done[stage], self.costs[choice.virtual]
         own.clock = choice.start + cost.time(kind)
@@ -178,12 +178,12 @@ class _Listing:
             own.waiting += cost.waiting if self.late else 0.0
         return self.of[to] if 0 <= to < len(self.of) else stage
 
-    def _next(self, stage: int) -> _Choice | None:
+    def _next(self, stage: int) -> _NextAction | None:
         """Return what a stage runs next, as far as it knows."""
         own = self.done[stage]
         ready = [*self._forwards(stage), *self._backwards(stage)]
         late = [
-            _Choice(own.clock, "W", virtual, self.weights[virtual])
+            _NextAction(own.clock, "W", virtual, self.weights[virtual])
             for virtual in own.chunks
             if self.late and self.weights[virtual] < len(self.backwards[virtual])
         ]
@@ -199,7 +199,7 @@ class _Listing:
             default=None,
         )
 
-    def _forwards(self, stage: int) -> Iterator[_Choice]:
+    def _forwards(self, stage: int) -> Iterator[_NextAction]:
         own, room = self.done[stage], self.room[stage] - self.more[stage]
         oldest = min(len(self.forwards[virtual]) for virtual in own.chunks)
         begun = sum((len(self.forwards[virtual]) - oldest) * self.costs[virtual].kept for virtual in own.chunks)
@@ -213,9 +213,9 @@ class _Listing:
             enough = needed <= room and held <= room and held + own.waiting <= self.room[stage]
             if enough and (m == oldest or own.alive < self.most[stage]):
                 came = self._came(self.forwards, virtual - 1, m, stage) if virtual else 0.0
-                yield _Choice(max(own.clock, came), "F", virtual, m)
+                yield _NextAction(max(own.clock, came), "F", virtual, m)
 
-    def _backwards(self, stage: int) -> Iterator[_Choice]:
+    def _backwards(self, stage: int) -> Iterator[_NextAction]:
         own = self.done[stage]
         for virtual in own.chunks:
             m, cost, last = len(self.backwards[virtual]), self.costs[virtual], virtual == len(self.of) - 1
@@ -224,7 +224,7 @@ class _Listing:
             if self.late and own.kept + own.waiting - cost.kept + cost.waiting > self.room[stage]:
                 continue  # some weight gradients first
             came = 0.0 if last else self._came(self.backwards, virtual + 1, m, stage)
-            yield _Choice(max(own.clock, came), "I" if self.late else "B", virtual, m)
+            yield _NextAction(max(own.clock, came), "I" if self.late else "B", virtual, m)
 
     def _came(self, ended: Sequence[Sequence[float]], virtual: int, m: int, stage: int) -> float:
         """Return when a stage has what another virtual stage gave."""

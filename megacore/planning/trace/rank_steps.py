@@ -18,7 +18,7 @@ from megacore.data.batches import Batch, collate
 from megacore.data.samples import Sample
 from megacore.models.registry import configure
 from megacore.parallel.mesh import Mesh
-from megacore.pipeline_order import order_of
+from megacore.planning.pipeline_order import order_of
 from megacore.planning.trace.fake_cuda import DEVICE, DeviceWatch, Gpu, fake_cuda
 from megacore.store.io.direct import aligned_memory
 from megacore.training import build

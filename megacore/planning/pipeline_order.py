@@ -6,30 +6,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from megacore.config import Config
 from megacore.data.batches import filled_up
 from megacore.parallel.enum_errors import Placement
-from megacore.parallel.pipeline.schedules import SCHEDULES, Action, Schedule, ScheduleError, check_order
-from megacore.recipe import ConfigError
-from megacore.store.io.errors import StoreError
-from megacore.store.io.files import replacing
-from megacore.store.io.strict_json import read_json, short
+from megacore.parallel.pipeline.schedules import SCHEDULES, B, F, I, Schedule, ScheduleError, W, check_order
+from megacore.recipe import ConfigError, named_json
+from megacore.say import brief
 
 _ACTION = re.compile(r"([FBIW])\(([0-9]{1,6}),([0-9]{1,6})\)")
+_MADE = {"F": F, "B": B, "I": I, "W": W}
 _KEYS: Mapping[str, type] = {"schedule": str, "stages": int, "chunks": int, "microbatches": int, "rows": list}
 
 
-def write_order(path: Path, schedule: str, order: Schedule) -> None:
-    """Write the rows of a pipeline, each of which has the actions of the schedule with this name. Raises OSError,
-    StoreError: it cannot be written."""
+def order_text(schedule: str, order: Schedule) -> bytes:
+    """Return the file of an order, each of whose rows has the actions of the schedule with this name."""
     chunks, microbatches = (1 + max(getattr(each, name) for each in order[0]) for name in ("chunk", "microbatch"))
     rows = [" ".join(map(repr, row)) for row in order]
     data = dict(zip(_KEYS, (schedule, len(order), chunks, microbatches, rows), strict=True))
-    with replacing(path) as file:
-        file.write(json.dumps(data, indent=1).encode() + b"\n")
+    return json.dumps(data, indent=1).encode() + b"\n"
 
 
 def order_of(config: Config, world: int) -> Schedule | None:
@@ -44,12 +40,12 @@ def order_of(config: Config, world: int) -> Schedule | None:
     mesh, micro = config.mesh.shape(world), config.batch.micro_size
     microbatches = filled_up(config.batch.global_size, micro, mesh.data) // (micro * mesh.data)
     sizes = {"stages": mesh.pp, "chunks": section.chunks, "microbatches": microbatches}
+    data = named_json("pipeline.order", section.order)
+    wrong = [*_wrong(data)] or [*_unlike(data, {"schedule": section.schedule, **sizes})]
     try:
-        data = read_json(Path(section.order))
-        wrong = [*_wrong(data)] or [*_unlike(data, {"schedule": section.schedule, **sizes})]
         if not wrong:
             return _read(data, section.placement)
-    except (StoreError, ScheduleError) as error:
+    except ScheduleError as error:
         wrong = [str(error)]
     raise ConfigError([f"pipeline.order ({section.order}): {each}" for each in wrong])
 
@@ -61,9 +57,9 @@ def _wrong(data: Any) -> Iterator[str]:
         return
     for key, kind in _KEYS.items():
         if type(data.get(key)) is not kind:
-            yield f"{key} is {short(data.get(key))}, and is to be {_WORDS[kind]}"
+            yield f"{key} is {brief(data.get(key))}, and is to be {_WORDS[kind]}"
     if more := data.keys() - _KEYS.keys():
-        yield f"nothing is known of {', '.join(map(short, sorted(more)))}"
+        yield f"nothing is known of {', '.join(map(brief, sorted(more)))}"
 
 
 _WORDS = {str: "a text", int: "a whole number", list: "a list of texts"}
@@ -73,7 +69,7 @@ def _unlike(data: Mapping[str, Any], wanted: Mapping[str, object]) -> Iterator[s
     for key, value in wanted.items():
         if data[key] != value:
             yield (
-                f"it is for {key} {short(data[key])}, and the recipe has {value}: make one for it with `megacore "
+                f"it is for {key} {brief(data[key])}, and the recipe has {value}: make one for it with `megacore "
                 "schedule --search`, or set pipeline.order=null"
             )
 
@@ -90,9 +86,9 @@ def _read(data: Mapping[str, Any], placement: Placement) -> Schedule:
         for at, word, match in found:
             if match is None:
                 raise ScheduleError(
-                    f"stage {stage}, action {at}: {short(word)} is none of F, B, I, W (chunk,microbatch)"
+                    f"stage {stage}, action {at}: {brief(word)} is none of F, B, I, W (chunk,microbatch)"
                 )
-        rows.append(tuple(Action(match[1], int(match[2]), int(match[3])) for _, _, match in found if match))
+        rows.append(tuple(_MADE[match[1]](int(match[2]), int(match[3])) for _, _, match in found if match))
     own = SCHEDULES[data["schedule"]](data["stages"], data["chunks"], data["microbatches"])
     order = tuple(rows)
     check_order(order, own, placement)
