@@ -147,6 +147,9 @@ class PipelineConfig:
     """The order of forwards and backwards on each stage; `zb-` ones compute weight gradients where it would wait."""
     chunks: Annotated[Int, COUNTED] = 1
     """Virtual stages of each rank, for `interleaved` and `zb-interleaved` (and `gpipe`)."""
+    order: str | None = None
+    """The file of another order in which the actions of the schedule are run, for this recipe's sizes: `megacore
+    schedule --search` makes it of times and memory (docs/pipelines.md)."""
     layers_per_stage: Layers | None = None
     """A number of layers for each of the pp x chunks virtual stages, or a text with repetitions, as `0,1x126,0`; the
     first and the last one may have none, but the embedding or the head. null balances them."""

@@ -17,7 +17,7 @@ from megacore.config import SECTIONS, Config, CorpusConfig
 from megacore.parallel import limits
 from megacore.recipe_yaml import dotted, read_yaml
 from megacore.say import brief
-from megacore.store.io.strict_json import StoreError, read_file
+from megacore.store.io.strict_json import StoreError, read_file, read_json
 
 
 class ConfigError(ValueError):
@@ -37,6 +37,15 @@ Recipe = str | Path | Mapping[str, Any] | Config
 """A file, the name of one that comes along, the sections that would stand in it, or what was read of it."""
 
 # -- reading
+
+
+def named_json(key: str, path: str) -> Any:
+    """Return what is in a JSON file that a key of a recipe names. Raises ConfigError: it cannot be read."""
+    try:
+        return read_json(Path(path))
+    except StoreError as error:
+        raise ConfigError([f"{key} ({path}): {error}"]) from None
+
 
 RECIPES = Path(__file__).parent / "launch" / "recipes"
 """Those that come along."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megacore.models.config import ModelConfig, active_elements
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.enum_errors import Placement
@@ -32,6 +34,20 @@ def default_layers(config: ModelConfig, virtual_stages: int, bare_ends: bool = F
     head = (0 if config.labels else table) + config.mtp_layers * table + further
     uneven = [each / mean for each in work] if len({*work}) > 1 else None
     return balanced_layers(layers, virtual_stages, embedding=table / 4, head=head, work=uneven, bare_ends=bare_ends)
+
+
+def chooser_apart(config: ModelConfig, counts: Sequence[int]) -> tuple[int, int] | None:
+    """Return the first layer that looks at what the indexer of another one chooses which is in another virtual stage,
+    and that one; None where each virtual stage, of so many layers, has all that its layers look at."""
+    index = config.schema.by_name.get("layers.{layer}.attn.index.q.weight")
+    if index is None or index.layers is None:
+        return None  # there is none, or each layer has its own
+    parts = [part for part, count in enumerate(counts) for _ in range(count)]
+    for layer in range(min(config.sizes["layer"], len(parts))):
+        chooser = max(each for each in index.layers if each <= layer)
+        if parts[chooser] != parts[layer]:
+            return layer, chooser
+    return None
 
 
 def layout_of(

@@ -20,6 +20,7 @@ from megacore.recipe import ConfigError, load
 from megacore.say import brief, err, say
 from megacore.store.io.strict_json import StoreError
 from megacore.tools.options import command_parser
+from megacore.tools.scaling import RunScale, told
 from megacore.tools.tables import table
 from megacore.training import metrics
 from megacore.training.advice import LEAST, advise
@@ -171,7 +172,7 @@ def _against(run: TracedRun, other: TracedRun) -> Iterator[str]:
     and what they come to of it by the plan; the rest is more than that."""
     for each, before in ((run, ""), (other, "against ")):
         yield f"{before}{_name(each)}: {1e3 * each.found.seconds:,.1f} ms a step, MFU {_mfu(each)}"
-    yield _scaling(run, other)
+    yield told(*(RunScale(x.world, x.step_tokens, x.found.seconds) for x in (run, other)))
     own, theirs = ({each.name: each.seconds for each in x.found.parts} for x in (run, other))
     names = dict.fromkeys([*own, *theirs])
     reasons = {name: _reason(name, run, other) for name in names}
@@ -183,23 +184,6 @@ def _against(run: TracedRun, other: TracedRun) -> Iterator[str]:
         times = (f"{1e3 * each:,.1f}" for each in (*both, _expected(name, run, other)))
         rows.append((name, *times, f"{round(1e3 * rest[name], 1) + 0.0:+,.1f}", *shares, reasons[name]))
     yield table(("part", "ms", "against", "of itself", "rest", "share", "against", "what is other"), rows)
-
-
-def _scaling(run: TracedRun, other: TracedRun) -> str:
-    """Return how two runs differ in scale, and what became of the speed of a rank."""
-    ranks, batches = ([getattr(x, name) for x in (run, other)] for name in ("world", "step_tokens"))
-    speed = batches[0] / batches[1] * other.found.seconds / run.found.seconds * ranks[1] / ranks[0]
-    each = ((ranks, "ranks"), (batches, "tokens a step"))
-    of = "; ".join(f"{one:,} {what}" + f", not {two:,}" * (one != two) for (one, two), what in each)
-    if ranks[0] == ranks[1]:
-        kind = "The same number of ranks"
-    elif batches[0] == batches[1]:
-        kind = "Strong scaling, the same batch on other ranks"
-    elif batches[0] * ranks[1] == batches[1] * ranks[0]:
-        kind = "Weak scaling, the same batch of each rank"
-    else:
-        kind = "Neither strong nor weak scaling"
-    return f"{kind} ({of}): a rank does {speed:.1%} of the tokens per second"
 
 
 def _expected(part: str, run: TracedRun, other: TracedRun) -> float:

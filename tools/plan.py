@@ -22,13 +22,13 @@ from megacore.planning.overheads import COMMUNICATOR, Overheads
 from megacore.planning.packed_documents import with_documents
 from megacore.planning.peak_memory import TERMS
 from megacore.planning.recipe_setting import alone, overrides, setting_of
-from megacore.planning.run_plan import CPU, Plan, cluster_of
+from megacore.planning.run_plan import CPU, Plan, cluster_of, ranks_of
 from megacore.planning.step_time import Cluster
 from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
-from megacore.tools import folders, plan_goodput, plan_trace
-from megacore.tools.options import above_0, command_parser, count, from_1
+from megacore.tools import folders, plan_goodput, plan_trace, scaling
+from megacore.tools.options import above_0, command_parser, count, counts, from_1
 from megacore.tools.tables import table
 
 _SHORT = {"parameters": "weights", "gradients": "grads", "activations": "activ.", "working": "work"}
@@ -39,7 +39,14 @@ def main(argv: Sequence[str]) -> int:
     parser = command_parser("plan", __doc__)
     parser.add_argument("recipe", nargs="?", help="a recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--world", "--gpus", type=count, metavar="N", help="ranks; by default what the mesh needs")
+    parser.add_argument(
+        "--world",
+        "--gpus",
+        type=counts,
+        metavar="N",
+        help="ranks; by default what the mesh needs. Several (16,128) are put beside each other, with as much dp",
+    )
+    parser.add_argument("--weak", action="store_true", help="of several: the batch grows with the ranks")
     known = ", ".join([*DEVICES, CPU])
     parser.add_argument(
         "--gpu", default="h100-80", metavar="NAME", help=f"{known}, or a measured FILE.json (%(default)s)"
@@ -92,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = load(arguments.recipe, arguments.overrides)
+    config, (world, *others) = load(arguments.recipe, arguments.overrides), arguments.world or (None,)
     name = arguments.fit or arguments.gpu
     gb_per_s = {
         "memory": arguments.memory_gb,
@@ -103,12 +110,17 @@ def run(arguments: argparse.Namespace) -> int:
     changed = {"per_node": arguments.gpus_per_node, "reach": arguments.efficiency}
     changed |= {key: value and value * 1e9 for key, value in gb_per_s.items()}
     given = {key: value for key, value in changed.items() if value}
-    cluster = cluster_of(name, config.train.precision, arguments.peak_tflops, given)
+    cluster = cluster_of(name, config.train.precision, arguments.peak_tflops, given, world or ranks_of(config))
     if (idle := plan_goodput.given(arguments)) and not (arguments.goodput and not arguments.fit):
         raise ConfigError([f"{', '.join(idle)} belong to --goodput: give that, and no --fit, or leave them out"])
     plan_trace.check(arguments)
     if arguments.picture and (arguments.fit or arguments.trace):
         raise ConfigError(["--picture draws the memory of a plan, or its goodput: leave out --fit and --trace"])
+    if arguments.weak and not others:
+        raise ConfigError(["--weak is about several numbers of ranks: give --world 16,128, say"])
+    if others:
+        _scale(arguments, config, cluster, name)
+        return 0
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
         base = replace(
@@ -118,9 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         _show_fit(fit(base, world, cluster, arguments.best), config, world, name, cluster, arguments.json)
         return 0
     total, per_node = (each and each * 1e9 for each in (arguments.storage, arguments.storage_per_node))
-    plan = Plan.of(
-        config, cluster, name == CPU, arguments.world, (total, per_node), arguments.imbalance, arguments.documents
-    )
+    plan = Plan.of(config, cluster, name == CPU, world, (total, per_node), arguments.imbalance, arguments.documents)
     if arguments.trace:
         say(plan_trace.run(arguments, config, plan, name))
         return 0
@@ -136,6 +146,24 @@ def run(arguments: argparse.Namespace) -> int:
             draw(plan, name, arguments.picture)
         folders.drawn(arguments.picture)
     return 0
+
+
+def _scale(arguments: argparse.Namespace, config: Config, cluster: Cluster, name: str) -> None:
+    """Say what becomes of a step on several numbers of ranks."""
+    if arguments.fit or arguments.goodput or arguments.trace or arguments.picture:
+        raise ConfigError(
+            ["--world with several numbers shows plans alone: leave out --fit, --goodput, --trace, --picture"]
+        )
+    if name == CPU:
+        raise ConfigError(["--gpu cpu is this machine, whose memory each number of ranks shares: give one --world"])
+    plans = [
+        Plan.of(each, cluster, False, world, imbalance=arguments.imbalance, documents=arguments.documents)
+        for world, each in zip(arguments.world, scaling.on_each(config, arguments.world, arguments.weak), strict=True)
+    ]
+    if arguments.json:
+        say_data([each.as_data() for each in plans], indent=2)
+    else:
+        say(scaling.show(plans, name))
 
 
 def _fitted(text: str) -> str:

@@ -47,7 +47,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace, config: Config, plan: Plan, name: str) -> str:
     """Trace a step -> what is to be printed."""
-    found = trace(config, plan.cluster, arguments.world)
+    found = trace(config, plan.cluster, plan.setting.layout.mesh.world)
     if arguments.perfetto:
         replace_file(arguments.perfetto, json.dumps(chrome_trace(found.timeline)).encode())
     if arguments.json:

@@ -1,7 +1,8 @@
 """`megacore schedule`: what the stages of a pipeline do when: the bubble of each schedule, and what its stages hold.
 
 Times are counted in forwards of a whole stage, what is held in what such a forward of one microbatch leaves. Those of a
-recipe on a cluster are told by `megacore plan`; what became of them in a run, by --trace.
+recipe on a cluster are told by `megacore plan`; what became of them in a run, by --trace. With --search it makes an
+order for the times of a recipe's stages and the memory of its devices, and writes it for `pipeline.order`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megacore.parallel.virtual_stages import placement_of
 from megacore.pictures import FORMATS, pyplot, save
 from megacore.say import err, say
 from megacore.store.io.strict_json import StoreError
-from megacore.tools import folders
+from megacore.tools import folders, schedule_search
 from megacore.tools.options import command_parser, count, from_0
 from megacore.tools.tables import table
 from megacore.training.schedule_gaps import ComparedSchedule
@@ -48,15 +49,23 @@ def main(argv: Sequence[str]) -> int:
         metavar="FILE",
         help="a step that log.trace has recorded: its schedule, what became of it, and the five largest gaps",
     )
+    schedule_search.add_options(parser)
     parser.add_argument("--picture", type=_picture, metavar="FILE", help=f"draw it: {', '.join(FORMATS)}")
     try:
-        return _run(parser.parse_args(argv))
+        return _run(parser.parse_intermixed_args(argv))
     except (ValueError, OSError, StoreError) as error:
         err(error)
         return 2
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if (arguments.search is None) != (arguments.to is None):
+        raise ValueError("--search RECIPE and --to FILE go together: give both")
+    if arguments.search is not None:
+        if arguments.stages or arguments.microbatches or arguments.picture:
+            raise ValueError("--search has the sizes of its recipe: leave out --stages, --microbatches and --picture")
+        schedule_search.run(arguments)
+        return 0
     if arguments.trace is not None:
         return _compare(arguments)
     if arguments.stages is None or arguments.microbatches is None:

@@ -17,7 +17,7 @@ from megacore.checkpoints import AUTO
 from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, CorpusConfig, PreferenceConfig
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
-from megacore.models.stages import default_layers
+from megacore.models.stages import chooser_apart, default_layers
 from megacore.models.tuning import EVERYTHING
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
@@ -162,6 +162,20 @@ def _split_backward(facts: RuleContext) -> Iterator[str]:
             )
 
 
+def _order(facts: RuleContext) -> Iterator[str]:
+    pipeline, ramp = facts.config.pipeline, facts.config.batch.ramp
+    if pipeline.order is not None and ramp is not None:
+        yield (
+            f"batch.ramp {list(ramp)} changes the number of microbatches, and pipeline.order ({pipeline.order}) is for "
+            "one number of them: set one of both to null"
+        )
+    if pipeline.order is not None and pipeline.schedule == "gpipe":
+        yield (
+            f"pipeline.schedule gpipe runs all forwards before all backwards, and pipeline.order ({pipeline.order}) "
+            "has an order of its own: set pipeline.schedule=1f1b or interleaved, or pipeline.order=null"
+        )
+
+
 def _loss_chunk(facts: RuleContext) -> Iterator[str]:
     chunk, schedule = facts.config.memory.loss_chunk, facts.config.pipeline.schedule
     if chunk is not None and schedule == "gpipe":
@@ -252,21 +266,17 @@ def _indexers(facts: RuleContext) -> Iterator[str]:
 
 def _choices(facts: RuleContext) -> Iterator[str]:
     pipeline, pp = facts.config.pipeline, facts.config.mesh.pp
-    index = facts.model.schema.by_name.get("layers.{layer}.attn.index.q.weight")
-    given, virtual, layers = pipeline.layers_per_stage, pp * pipeline.chunks, facts.sizes["layer"]
-    if index is None or index.layers is None or (given is None and virtual > layers):
-        return  # each layer has its own, or it is said already
+    given, virtual = pipeline.layers_per_stage, pp * pipeline.chunks
+    if given is None and virtual > facts.sizes["layer"]:
+        return  # it is said already
     counts = given or default_layers(facts.model, virtual, bare_ends=pipeline.chunks > 1)
-    parts = [part for part, count in enumerate(counts) for _ in range(count)]
-    for layer in range(min(layers, len(parts))):
-        chooser = max(each for each in index.layers if each <= layer)
-        if parts[chooser] != parts[layer]:
-            yield (
-                f"mesh.pp ({pp}), pipeline.chunks ({pipeline.chunks}): layer {layer} looks at what the indexer of "
-                f"layer {chooser} chooses, which is in another part of the pipeline: keep both in one part with "
-                "pipeline.layers_per_stage, or set mesh.pp=1 and pipeline.chunks=1"
-            )
-            return
+    if (apart := chooser_apart(facts.model, counts)) is not None:
+        layer, chooser = apart
+        yield (
+            f"mesh.pp ({pp}), pipeline.chunks ({pipeline.chunks}): layer {layer} looks at what the indexer of "
+            f"layer {chooser} chooses, which is in another part of the pipeline: keep both in one part with "
+            "pipeline.layers_per_stage, or set mesh.pp=1 and pipeline.chunks=1"
+        )
 
 
 def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
@@ -711,10 +721,10 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _labels, _mtp, _indexers,
-    _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards,
-    _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances,
-    _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
+    _world, _parts, _stages, _chunks, _split_backward, _order, _loss_chunk, _own_loss, _preference, _labels, _mtp,
+    _indexers, _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys,
+    _shards, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning,
+    _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megacore.config import Config
+from megacore.devices import SMALL_CPU, Device
 from megacore.models.config import ModelConfig
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting
 from megacore.planning.state_bytes import Shares, StateBytes, state
 from megacore.resources import host_memory
+
+
+def cpu_of(ranks: int) -> Device:
+    """Return a CPU of this machine on paper: so many ranks share the memory that it, or this container, has."""
+    memory = host_memory()
+    return SMALL_CPU if memory is None else replace(SMALL_CPU, memory=memory / ranks)
 
 
 def capacity_problems(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from megacore.data.batches import filled_up
-from megacore.models.stages import layout_of
+from megacore.models.config import ModelConfig
+from megacore.models.stages import chooser_apart, default_layers, layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextBalance, ContextExchange, PipelineSchedule, Recompute, ZeroShard
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
@@ -117,7 +118,7 @@ def with_split_backward(setting: Setting, cluster: Cluster) -> Iterator[Setting]
     if layout.mesh.pp == 1:
         return
     ways: list[tuple[PipelineSchedule, Layout]] = [("zb-h1" if layout.chunks == 1 else "zb-interleaved", layout)]
-    if layout.chunks <= 2 and not [*layers_problems(layout.schema.sizes["layer"], layout.mesh.pp, 2, None)]:
+    if layout.chunks <= 2 and _divides(setting.model, layout.mesh.pp, 2):
         # Two chunks in a V hold what one of 1F1B does, so they may fit where interleaved ones did not.
         in_two = layout_of(setting.model, layout.mesh, 2, tuning=setting.tuning, split=layout.split, placement="v")
         ways.append(("zb-v", in_two))
@@ -188,21 +189,28 @@ class _Fastest:
 def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Iterator[Iterator[Layout]]]:
     """Yield, of more and more cp, layouts that differ in ep alone, the most ranks first: with fewer, a rank holds more
     experts."""
-    layers = base.layout.schema.sizes["layer"]
     for tp in _divisors(math.gcd(world, cluster.device.per_node)):
         for pp in _divisors(world // tp):
-            for chunks in _chunks(layers, pp):
+            for chunks in _chunks(base.model, pp):
                 yield _shorter(base, chunks, MeshShape(pp=pp, dp=world // tp // pp, tp=tp))
 
 
-def _chunks(layers: int, pp: int) -> Iterator[int]:
+def _chunks(model: ModelConfig, pp: int) -> Iterator[int]:
     """Yield numbers of chunks, of those with equally many layers in the longest one the least."""
+    layers = model.sizes["layer"]
     longest = layers + 1
     for chunks in range(1, _CHUNKS + 1 if pp > 1 else 2):
         each = -(-layers // (pp * chunks))
-        if each < longest and not [*layers_problems(layers, pp, chunks, None)]:
+        if each < longest and _divides(model, pp, chunks):
             yield chunks
             longest = each
+
+
+def _divides(model: ModelConfig, pp: int, chunks: int) -> bool:
+    """Return whether the layers of a model can be dealt to so many virtual stages."""
+    if [*layers_problems(model.sizes["layer"], pp, chunks, None)]:
+        return False
+    return chooser_apart(model, default_layers(model, pp * chunks, bare_ends=chunks > 1)) is None
 
 
 def _shorter(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Iterator[Layout]]:

@@ -11,19 +11,19 @@ from itertools import chain
 
 from megacore.checks.rules import problems
 from megacore.config import Config
-from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
+from megacore.devices import CPU_TFLOPS, DEVICES
 from megacore.models.config import ModelConfig
-from megacore.planning.capacity import capacity_problems
+from megacore.planning.capacity import capacity_problems, cpu_of
 from megacore.planning.fit import fit
 from megacore.planning.recipe_setting import alone, overrides, setting_of
 from megacore.planning.step_time import Cluster
 from megacore.recipe import ConfigError, changed
-from megacore.resources import gpus, host_memory, memory_of_gpus
+from megacore.resources import gpus, memory_of_gpus
 
 KEYS = (
     *(f"mesh.{dim}" for dim in ("pp", "dp", "cp", "ep", "tp", "etp")),
     *(f"context.{key}" for key in ("exchange", "balance", "heads")),
-    *(f"pipeline.{key}" for key in ("schedule", "chunks", "layers_per_stage")),
+    *(f"pipeline.{key}" for key in ("schedule", "order", "chunks", "layers_per_stage")),
     *("zero.shard", "zero.replicas", "batch.micro_size", "memory.recompute", "memory.mlp_chunk"),
 )
 """The keys of a recipe that a layout may change."""
@@ -62,7 +62,10 @@ def layout_on(config: Config, model: ModelConfig, world: int, processes: int) ->
     node has so many processes.
     """
     reasons = list[str]()
-    for each in chain(_replicas(config, world), _planned(config, model, world, processes)):
+    plain = replace(config, pipeline=replace(config.pipeline, order=None))
+    ways = [config] if config.pipeline.order is None else [config, plain]  # an order is for one number of microbatches
+    replicas = (each for way in ways for each in _replicas(way, world))
+    for each in chain(replicas, _planned(config, model, world, processes)):
         if not (wrong := _problems(each, model, world, processes)):
             return each
         reasons += wrong
@@ -89,12 +92,10 @@ def _planned(config: Config, model: ModelConfig, world: int, processes: int) -> 
     """Yield the layouts that the plan likes best, the fastest first."""
     there = gpus()
     kind = config.train.device_type(there)
-    device, tflops = SMALL_CPU, CPU_TFLOPS
+    device, tflops = cpu_of(processes), CPU_TFLOPS
     if kind == "cuda":
         device = replace(DEVICES["h100-80"], memory=memory_of_gpus())
         tflops = device.tflops(config.train.precision)
-    elif (memory := host_memory()) is not None:
-        device = replace(device, memory=memory / processes)
     cluster = Cluster(replace(device, per_node=processes), tflops)
     base = setting_of(alone(config), model, 1, kind)
     for each in fit(base, world, cluster):
@@ -107,7 +108,10 @@ def _problems(config: Config, model: ModelConfig, world: int, processes: int) ->
     if found:
         return found
     memory = memory_of_gpus() if config.train.device_type(there) == "cuda" else None
-    return list(capacity_problems(config, model, world, processes, memory))
+    try:
+        return list(capacity_problems(config, model, world, processes, memory))
+    except ConfigError as error:  # the order of the pipeline
+        return [*error.problems]
 
 
 def _value(config: Config, key: str) -> object:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from operator import ge
 from typing import NamedTuple
 
 from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
-from megacore.parallel.pipeline.schedules import SCHEDULES
+from megacore.parallel.pipeline.schedules import SCHEDULES, Schedule
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, cast_bytes, matrix_groups, sharing, state
@@ -92,11 +92,24 @@ class Crowd(NamedTuple):
         return self[:2] == other[:2] and self != other and all(map(ge, own, others))
 
 
+def _flying(setting: Setting) -> tuple[frozenset[Crowd], ...]:
+    """Return the crowds of each stage of a run."""
+    if setting.order is not None:
+        return crowds_of(setting.order)
+    return crowds(setting.schedule, setting.layout.mesh.pp, setting.layout.chunks, setting.microbatches)
+
+
 @cache
 def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[frozenset[Crowd], ...]:
     """Return the crowds of each stage, but for those of which another covers."""
-    found = []
-    for row in SCHEDULES[schedule](stages, chunks, microbatches):
+    return crowds_of(SCHEDULES[schedule](stages, chunks, microbatches))
+
+
+@lru_cache(maxsize=16)
+def crowds_of(schedule: Schedule) -> tuple[frozenset[Crowd], ...]:
+    """Return the crowds of each stage, as :func:`crowds`."""
+    found, chunks = [], 1 + max(action.chunk for action in schedule[0])
+    for row in schedule:
         alive, waiting, seen = [0] * chunks, [0] * chunks, set[Crowd]()
         for kind, chunk in ((action.kind, action.chunk) for action in row):
             if kind == "F":
@@ -121,6 +134,15 @@ def memory(setting: Setting) -> tuple[Memory, ...]:
     """Return the memory of every stage."""
     act = ActivationMemory.of(setting)
     return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(Shares.of(setting).stages))
+
+
+def held_bytes(setting: Setting) -> list[tuple[int, int]]:
+    """Return the bytes that each virtual stage holds of a microbatch for a backward to come, and for weight gradients
+    to come, on the device."""
+    act = ActivationMemory.of(setting)
+    held = [(_on_device(setting, act, virtual), waiting) for virtual, waiting in enumerate(act.waiting)]
+    kept, waiting = held[-1]
+    return [*held[:-1], (kept + act.head.kept, waiting + act.head.waiting)]
 
 
 def peaks(setting: Setting) -> Iterator[int]:
@@ -158,7 +180,7 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence
     moments = list(_moments(setting, act, stage, shares))
     worst = max(moments, key=lambda moment: moment.total(everything.gradients))
     kept = act.of_stage(stage, act.kept)
-    flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
+    flying = _flying(setting)[stage]
     if setting.offload_activations:
         host += max(sum(n * k for n, k in zip(crowd.alive, kept, strict=True)) for crowd in flying)
     last = stage == layout.last_stage
@@ -196,7 +218,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
     there = layout.virtual_stages(stage)
     kept = [_on_device(setting, act, virtual) for virtual in there]
     moments = []
-    flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
+    flying = _flying(setting)[stage]
     for weights, chunk, alive, waiting in flying:
         virtual = there[chunk]
         own = 0 if weights else kept[chunk]

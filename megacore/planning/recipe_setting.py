@@ -11,11 +11,13 @@ from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
 from megacore.planning.fit import Candidate
+from megacore.planning.pipeline_order import order_of
 from megacore.planning.setting import Setting, Widths
 
 
 def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
-    """Return the setting of a recipe on so many ranks; `megacore.checks.rules` has made sure that it fits them."""
+    """Return the setting of a recipe on so many ranks; `megacore.checks.rules` has made sure that it fits them. Raises
+    ConfigError: the order of its pipeline does not."""
     mesh, tuning, micro = config.mesh.shape(world), config.tuning, config.batch.micro_size
     computed = filled_up(config.batch.global_size, micro, mesh.data)
     return Setting(
@@ -40,6 +42,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         microbatches=computed // (micro * mesh.data),
         blank=computed - config.batch.global_size,
         schedule=config.pipeline.schedule,
+        order=order_of(config, world),
         shard=config.zero.shard,
         replicas=config.zero.replicas,
         compress=config.zero.compress,
@@ -66,13 +69,15 @@ def alone(config: Config) -> Config:
         zero=ZeroConfig(compress=config.zero.compress),
         context=ContextConfig(),
         mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
-        pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),
+        pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, order=None, layers_per_stage=None),
         batch=replace(config.batch, micro_size=1),
     )
 
 
 def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
-    """Return what makes a candidate of a recipe; one without cp takes back what the recipe says of its context."""
+    """Return what makes a candidate of a recipe; one without cp takes back what the recipe says of its context, and all
+    the order of its pipeline."""
     plain = ContextConfig()
     asked = {f"context.{key}": value for key, value in vars(plain).items()} if config.context != plain else {}
-    return {**asked, **each.overrides}
+    order = {} if config.pipeline.order is None else {"pipeline.order": "null"}
+    return {**asked, **order, **each.overrides}

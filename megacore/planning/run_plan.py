@@ -10,9 +10,10 @@ from typing import Any
 from megacore.checks.rules import problems
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
-from megacore.devices import CPU_TFLOPS, SMALL_CPU, device_of
+from megacore.devices import CPU_TFLOPS, device_of
 from megacore.models.config import ModelConfig, active_parameters
 from megacore.models.registry import configure
+from megacore.planning.capacity import cpu_of
 from megacore.planning.fit import MARGIN
 from megacore.planning.overheads import Overheads, Storage
 from megacore.planning.packed_documents import PackedMicrobatch, standing_out, with_documents
@@ -59,15 +60,22 @@ def plan(
         ModuleNotFoundError: there is no torch, which a block of the model is measured with.
     """
     config = load(recipe, overrides)
-    cluster = cluster_of(gpu, config.train.precision, tflops, device)
+    cluster = cluster_of(gpu, config.train.precision, tflops, device, world or ranks_of(config))
     return Plan.of(config, cluster, gpu == CPU, world, (storage, storage_per_node), imbalance, documents).as_data()
 
 
-def cluster_of(name: str, precision: str, tflops: float | None, changed: Mapping[str, float]) -> Cluster:
-    """Return devices of the table or of a file, or CPUs, some of whose fields are others. Raises ConfigError: there is
-    no such device."""
+def ranks_of(config: Config) -> int:
+    """Return the ranks that a mesh needs at the least."""
+    return config.mesh.model_ranks * (config.mesh.dp or 1)
+
+
+def cluster_of(
+    name: str, precision: str, tflops: float | None, changed: Mapping[str, float], world: int = 1
+) -> Cluster:
+    """Return devices of the table or of a file, or CPUs, some of whose fields are others. Nodes with CPUs have the
+    memory of this machine, which their ranks share. Raises ConfigError: there is no such device."""
     try:
-        device = SMALL_CPU if name == CPU else device_of(name)
+        device = cpu_of(min(world, int(changed.get("per_node", world)))) if name == CPU else device_of(name)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     peak = tflops or (CPU_TFLOPS if name == CPU else device.tflops(precision))
@@ -99,7 +107,7 @@ class Plan:
         documents: str | None = None,
     ) -> Plan:
         """Return the plan of a recipe; the other arguments, and the errors, are those of :func:`plan`."""
-        model, world = configure(config.model, config.scores), world or config.mesh.model_ranks * (config.mesh.dp or 1)
+        model, world = configure(config.model, config.scores), world or ranks_of(config)
         if found := problems_on_paper(config, world, model):
             raise ConfigError(found)
         setting = replace(setting_of(config, model, world, "cpu" if on_cpus else "cuda"), imbalance=imbalance)

@@ -21,6 +21,7 @@ from megacore.parallel.enum_errors import (
     Recompute,
     ZeroShard,
 )
+from megacore.parallel.pipeline.schedules import Schedule
 from megacore.parallel.weights.block_formats import bytes_of
 from megacore.parallel.weights.layout import Layout
 from megacore.parallel.weights.schema import Param
@@ -76,6 +77,7 @@ class Setting:
         compiled: Whether blocks are compiled.
         compress: The numbers that gradients are rounded to where they are sent.
         fp8: Whether linears multiply in fp8.
+        order: The actions of each stage, where that is not the schedule's own order of them.
         muon_steps: Steps of Newton and Schulz that update matrices as wholes; 0: none are.
     """
 
@@ -106,6 +108,7 @@ class Setting:
     muon_steps: int = 0
     compress: Compression = "none"
     fp8: bool = False
+    order: Schedule | None = None
 
     @property
     def sent_gradient(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, reduce
 
 import numpy as np
@@ -14,12 +14,12 @@ import numpy.typing as npt
 from megacore.devices import PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
-from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL, Collective, KeyExchange, LayerCost, MatMul
 from megacore.planning.exchange import ExchangeWork, Packing
+from megacore.planning.peak_memory import held_bytes
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, state, updated
 from megacore.planning.traffic import ALL_REDUCE, GATHERED, RETURNED, SEND, Traffic, traffic
@@ -257,13 +257,13 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     virtual = _virtual_times(setting, act, cluster)
     rows = [reduce(_Times.plus, act.of_stage(stage, virtual)) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.total)
-    hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0
+    hop = _hop(setting, cluster)
     busy = m * slowest.total
     if pp == 1:
         idle = 0.0
     elif simulated:
-        costs = [each.cost(hop) for each in virtual]
-        idle = _simulated(setting.schedule, m, [act.of_stage(stage, costs) for stage in range(pp)]) - busy
+        costs = [act.of_stage(stage, [each.cost(hop) for each in virtual]) for stage in range(pp)]
+        idle = _simulated(setting, costs) - busy
     else:
         waits = [max(0.0, row.total - 2 * row.products.late) for row in rows]
         idle = (sum(waits) - waits[rows.index(slowest)]) / chunks + 2 * (pp - 1) * hop
@@ -290,13 +290,32 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     )
 
 
-def _simulated(schedule: str, m: int, costs: Costs) -> float:
-    """Return the seconds of m microbatches in a pipeline; of many, those of few and what a group of others takes."""
+def _hop(setting: Setting, cluster: Cluster) -> float:
+    """Return the seconds of a message between stages."""
+    mesh = setting.layout.mesh
+    message = Traffic(SEND, "pp", "", mesh.pp, 1, setting.activation, True)
+    return cluster.seconds(mesh, [message]) if mesh.pp > 1 else 0.0
+
+
+def virtual_costs(setting: Setting, cluster: Cluster) -> Sequence[Cost]:
+    """Return what each virtual stage takes for a microbatch, and what it holds of it."""
+    times = _virtual_times(setting, ActivationMemory.of(setting), cluster)
+    hop, held = _hop(setting, cluster), held_bytes(setting)
+    return [
+        replace(each.cost(hop), kept=kept, waiting=waiting) for each, (kept, waiting) in zip(times, held, strict=True)
+    ]
+
+
+def _simulated(setting: Setting, costs: Costs) -> float:
+    """Return the seconds of all microbatches in a pipeline; of many, those of few and what a group of others takes."""
+    build, placement, m = SCHEDULES[setting.schedule], setting.layout.placement, setting.microbatches
+    stages, chunks = len(costs), len(costs[0])
 
     def seconds(m: int) -> float:
-        return simulate(SCHEDULES[schedule](stages, chunks, m), costs, placement_of(schedule)).total
+        return simulate(build(stages, chunks, m), costs, placement).total
 
-    stages, chunks = len(costs), len(costs[0])
+    if setting.order is not None:
+        return simulate(setting.order, costs, placement).total
     few = 5 * stages + m % stages
     if 2 * chunks * m <= PRECISE or m <= few:
         return seconds(m)

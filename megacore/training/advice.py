@@ -5,7 +5,7 @@ They are such as fit: no rule of recipes is against them, and by the plan there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Schedule, simu
 from megacore.parallel.virtual_stages import placement_of
 from megacore.training.diagnosis import EVALUATE, PRODUCTS, RECOMPUTATION, SAVE, WAITING, StepSplit, axes_of
 from megacore.training.planned_parts import StepPlan
-from megacore.training.schedule_gaps import ComparedSchedule
+from megacore.training.schedule_gaps import ComparedSchedule, pipelines
 from megacore.training.traces import TracedStep
 
 MOST = 3
@@ -67,37 +67,50 @@ def advise(
 
 
 def _of_pipelines(step: TracedStep, config: Config, found: StepSplit, plan: StepPlan | None) -> Iterator[Advice]:
-    """Yield what no recomputation, another schedule, smaller microbatches and other stages promise."""
-    compared = ComparedSchedule.last(step)
+    """Yield what no recomputation, another schedule, smaller microbatches and other stages promise: a step ends with
+    the slowest of all pipelines."""
+    all_of_them = [ComparedSchedule.of(step, ranks) for ranks in pipelines(step.mesh)]
+    own, now = all_of_them[0].schedule, max(each.planned.total for each in all_of_them)
     name, chunks, m = config.pipeline.schedule, config.pipeline.chunks, config.batch.micro_size
-    stages, microbatches = len(compared.ranks), 1 + max(action.microbatch for action in compared.schedule[0])
+    stages, microbatches = len(own), 1 + max(action.microbatch for action in own[0])
 
-    def gain(schedule: Schedule, costs: Sequence[Sequence[Cost]]) -> float:
-        return (compared.planned.total - simulate(schedule, costs, placement_of(name)).total) / found.seconds
+    def gain(schedule: Schedule, change: Callable[[int, Cost], Sequence[Cost]]) -> float:
+        """Return what is gained where each chunk of a stage becomes one or several others."""
+        then = max(
+            simulate(
+                schedule, [_changed(stage, row, change) for stage, row in enumerate(each.costs)], placement_of(name)
+            ).total
+            for each in all_of_them
+        )
+        return (now - then) / found.seconds
 
     if config.memory.recompute != "none":
         work = [sum(x.seconds for x in found.parts if x.name == name) for name in (RECOMPUTATION, PRODUCTS)]
         again = work[0] / (sum(work) or 1.0)
-        without = [[replace(x, inputs=x.inputs - again * _total(x)) for x in row] for row in compared.costs]
-        yield Advice("memory.recompute=none", gain(compared.schedule, without))
+        yield Advice("memory.recompute=none", gain(own, lambda _, x: [replace(x, inputs=x.inputs - again * _total(x))]))
     if stages == 1:
         return
     whole = config.lora is None and not config.train.compile and config.memory.recompute == "none"
     if name in ("1f1b", "gpipe") and chunks == 1 and whole:  # a weight gradient takes as long as an input gradient
-        halves = [[replace(x, inputs=x.inputs / 2, weights=x.inputs / 2) for x in row] for row in compared.costs]
-        yield Advice("pipeline.schedule=zb-h1", gain(SCHEDULES["zb-h1"](stages, 1, microbatches), halves))
+        split = SCHEDULES["zb-h1"](stages, 1, microbatches)
+        halves = gain(split, lambda _, x: [replace(x, inputs=x.inputs / 2, weights=x.inputs / 2)])
+        yield Advice("pipeline.schedule=zb-h1", halves)
     if name == "1f1b" and chunks == 1:
-        two = [[_scaled(row[0], 0.5)] * 2 for row in compared.costs]
-        schedule = SCHEDULES["interleaved"](stages, 2, microbatches)
-        yield Advice("pipeline.schedule=interleaved pipeline.chunks=2", gain(schedule, two))
+        two = gain(SCHEDULES["interleaved"](stages, 2, microbatches), lambda _, x: [_scaled(x, 0.5)] * 2)
+        yield Advice("pipeline.schedule=interleaved pipeline.chunks=2", two)
     if m % 2 == 0:
-        smaller = [[_scaled(cost, 0.5) for cost in row] for row in compared.costs]
-        yield Advice(f"batch.micro_size={m // 2}", gain(SCHEDULES[name](stages, chunks, 2 * microbatches), smaller))
+        smaller = gain(SCHEDULES[name](stages, chunks, 2 * microbatches), lambda _, x: [_scaled(x, 0.5)])
+        yield Advice(f"batch.micro_size={m // 2}", smaller)
     layers = [len(plan.setting.layout.chunk_layers(stage, 0)) for stage in range(stages)] if plan else []
     if chunks == 1 and layers and all(layers):
-        moved = _moved(layers, [row[0] for row in compared.costs])
-        costs = [[_scaled(row[0], new / old)] for row, new, old in zip(compared.costs, moved, layers, strict=True)]
-        yield Advice(f"pipeline.layers_per_stage={','.join(map(str, moved))}", gain(compared.schedule, costs))
+        slowest = [max((each.costs[stage][0] for each in all_of_them), key=_total) for stage in range(stages)]
+        moved = _moved(layers, slowest)
+        other = gain(own, lambda stage, x: [_scaled(x, moved[stage] / layers[stage])])
+        yield Advice(f"pipeline.layers_per_stage={','.join(map(str, moved))}", other)
+
+
+def _changed(stage: int, row: Sequence[Cost], change: Callable[[int, Cost], Sequence[Cost]]) -> list[Cost]:
+    return [new for cost in row for new in change(stage, cost)]
 
 
 def _moved(layers: Sequence[int], costs: Sequence[Cost]) -> list[int]:

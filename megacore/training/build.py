@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -89,7 +90,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     contents = _contents(setup, model, optimizer, offload, _adapters(config, start, control))
     loss = () if config.preference is None else (TOLD,)
     loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
-    pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule, gradients, loss)
+    dtype, schedule = DTYPES[config.train.precision], config.pipeline.schedule
+    pipeline = Pipeline(mesh, model.chunks, dtype, schedule, gradients, loss, setup.order)
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance, model.alignment)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
@@ -301,14 +303,16 @@ def _agree(control: Control, setup: Setup, chosen: str) -> None:
     messages."""
     start = setup.start
     source = None if start.source is None else start.source.name
-    found = control.gather([start.progress.step, source, setup.corpora.identities, chosen])
+    order = zlib.crc32(repr(setup.order).encode())
+    found = control.gather([start.progress.step, source, setup.corpora.identities, chosen, order])
     if problem := control.tell(_differs(found, setup.config) if found else None):
         raise ConfigError([problem])
 
 
-def _differs(found: Sequence[tuple[int, str | None, Sequence[str], str]], config: Config) -> str | None:
-    """Return what ranks have found differently, of (step, source, identities of the data, kernels) of each."""
-    steps, sources, data, kernels_of = zip(*found, strict=True)
+def _differs(found: Sequence[tuple[int, str | None, Sequence[str], str, int]], config: Config) -> str | None:
+    """Return what ranks have found differently, of (step, source, identities of the data, kernels, checksum of the
+    pipeline's order) of each."""
+    steps, sources, data, kernels_of, orders = zip(*found, strict=True)
     if len({*steps}) > 1:
         problem = f"ranks have found checkpoints to resume from of steps {min(steps)} to {max(steps)}"
         return f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"
@@ -318,6 +322,8 @@ def _differs(found: Sequence[tuple[int, str | None, Sequence[str], str]], config
     if others := [rank for rank, here in enumerate(data) if here != data[0]]:  # a sample is to be the same for all
         paths, who = ", ".join(corpus.path for corpus in config.data.train), ", ".join(map(str, others[:8]))
         return f"data.train: {paths} hold other tokens on ranks {who} than on rank 0: give all nodes the same files"
+    if len({*orders}) > 1:  # stages would wait for each other for ever
+        return f"pipeline.order: {config.pipeline.order} is not the same on all nodes: give all of them one file"
     if len({*kernels_of}) > 1:
         return f"ranks have chosen different kernels: make their machines alike ({'; '.join(sorted({*kernels_of}))})"
     return None

@@ -19,7 +19,9 @@ from megacore.data.text import InputError
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import own_family
 from megacore.parallel.import_path import ImportPathError, imported
+from megacore.parallel.pipeline.schedules import Schedule
 from megacore.planning.capacity import capacity_problems
+from megacore.planning.pipeline_order import order_of
 from megacore.recipe import ConfigError, Recipe, load
 from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName
@@ -31,14 +33,16 @@ from megacore.training.same_data import changed_data
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that has been checked: its config, its model, its data, where it starts, and {name: file} of what travels
-    with the model. A model and data of the hub are fetched, and the config names their commits."""
+    """A run that has been checked: its config, its model, its data, where it starts, {name: file} of what travels with
+    the model, and the order of its pipeline, if it has one of its own. A model and data of the hub are fetched, and the
+    config names their commits."""
 
     config: Config
     model: ModelConfig
     corpora: Corpora
     start: Start
     companions: Mapping[str, Companion] = field(default_factory=dict)
+    order: Schedule | None = None
 
     def held(self) -> Setup:
         """Return the run with the content of what travels with the model: whoever has a checkpoint that a run starts
@@ -123,6 +127,7 @@ def check(
         files = ModelFiles(travelling, raw_of(model, start.source), model.vocab_size)
     except (StoreError, InputError) as error:
         raise ConfigError([f"data: {error}"]) from error
+    order = order_of(config, world_size)
     device = memory_of_gpus() if config.train.device_type(there) == "cuda" else None
     no_room = list(capacity_problems(config, model, world_size, local_ranks, device))
     if no_room := [*no_room, *open_files.problems(files_of(config, world_size, local_ranks))]:
@@ -137,7 +142,7 @@ def check(
         changed += [*too_few_steps(config), *_steps_done(config, start)]
     if changed:
         raise ConfigError(changed)
-    return Setup(config, model, corpora, start, travelling)
+    return Setup(config, model, corpora, start, travelling, order)
 
 
 def _with_steps(config: Config, corpora: Corpora) -> Config:

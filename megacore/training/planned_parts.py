@@ -10,12 +10,14 @@ from megacore.config import Config
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU, Device, device_of
 from megacore.models.config import ModelConfig
 from megacore.models.registry import configure
+from megacore.planning.capacity import cpu_of
 from megacore.planning.fit import MARGIN, fit
 from megacore.planning.peak_memory import peaks
 from megacore.planning.recipe_setting import alone, overrides, setting_of
 from megacore.planning.run_plan import problems_on_paper
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster, Estimate, estimate
+from megacore.planning.traffic import SEND, traffic
 from megacore.recipe import ConfigError, load
 from megacore.recipe_yaml import flat
 from megacore.say import brief
@@ -29,14 +31,14 @@ ROUNDS = 8
 
 
 def name_of(part: str) -> str:
-    """Return what the plan calls a part of a traced step: it has messages by axis, those between stages in the bubble,
-    and all sums of gradients and parameters as those of dp."""
+    """Return what the plan calls a part of a traced step: it has messages by axis, those that stages send each other in
+    the bubble, and all sums of gradients and parameters over other ranks than those of a pipeline as those of dp."""
     axes = axes_of(part)
     if not axes:
         return part
     if axes == ["pp"] and part.startswith("send"):
         return BUBBLE
-    return f"messages of {axes[0] if axes in (['tp'], ['ep'], ['cp']) else 'dp'}"
+    return f"messages of {axes[0] if axes in (['tp'], ['ep'], ['cp'], ['pp']) else 'dp'}"
 
 
 def by_the_plan(found: StepSplit) -> Mapping[str, float]:
@@ -69,8 +71,9 @@ class StepPlan:
             ValueError: there are no such devices.
         """
         model, kind = configure(config.model), "cpu" if step.device == CPU else "cuda"
-        device = _device(step.device) if gpu is None else device_of(gpu)
-        device = replace(device, per_node=step.per_node or step.mesh.world)
+        per_node = step.per_node or step.mesh.world
+        device = _device(step.device, per_node) if gpu is None else device_of(gpu)
+        device = replace(device, per_node=per_node)
         peak = tflops or (CPU_TFLOPS if device.peak == SMALL_CPU.peak else device.tflops(config.train.precision))
         setting = setting_of(config, model, step.mesh.world, kind)  # type: ignore[arg-type]
         return cls(config, model, setting, Cluster(device, peak))
@@ -90,9 +93,20 @@ class StepPlan:
             "messages of tp": time.tensor,
             "messages of ep": time.experts,
             "messages of cp": time.context,
-            "messages of dp": time.data,
+            "messages of dp": max(0.0, time.data - self._summed),
+            "messages of pp": self._summed,
             OPTIMIZER: time.optimizer,
         }
+
+    @cached_property
+    def _summed(self) -> float:
+        """The seconds of sums over the stages of a pipeline: of a table at both ends. The plan has them among those of
+        dp."""
+        mesh = self.setting.layout.mesh
+        rows = (
+            [x for x in traffic(self.setting, stage) if x.axis == "pp" and x.kind != SEND] for stage in (0, mesh.pp - 1)
+        )
+        return min(self.time.data, max(self.cluster.seconds(mesh, row) for row in rows))
 
     def mfu(self, seconds: float) -> float:
         """Return the share of the peak that a step of so many seconds has of the model's own operations."""
@@ -127,8 +141,11 @@ class StepPlan:
         world = self.setting.layout.mesh.world
         if problems_on_paper(made, world, self.model):
             return False
-        room = self.cluster.device.memory * (1 - MARGIN)
-        return all(peak <= room for peak in peaks(setting_of(made, self.model, world, self.setting.device)))
+        try:
+            setting = setting_of(made, self.model, world, self.setting.device)
+        except ConfigError:  # the order of the pipeline is for other sizes
+            return False
+        return all(peak <= self.cluster.device.memory * (1 - MARGIN) for peak in peaks(setting))
 
     def best(self) -> tuple[str, float]:
         """Return the overrides of the layout that is fastest by this plan, and the share of a step that it saves."""
@@ -141,14 +158,14 @@ class StepPlan:
         return " ".join(f"{key}={value}" for key, value in wanted.items()), 1 - found[0].time.total / self.time.total
 
 
-def _device(name: str) -> Device:
-    """Return a device of the table by what its driver calls it.
+def _device(name: str, ranks: int) -> Device:
+    """Return a device of the table by what its driver calls it; so many ranks share the memory of CPUs.
 
     Raises:
         ValueError: the table has none that is called so.
     """
     if name == CPU:
-        return SMALL_CPU
+        return cpu_of(ranks)
     found = next((each for each in DEVICES.values() if each.peak in name), None)
     if found is None:
         raise ValueError(

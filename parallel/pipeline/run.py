@@ -29,6 +29,7 @@ from megacore.parallel.pipeline.schedules import (
     Request,
     Schedule,
     forward_only,
+    ordered,
     requests,
     sent_after,
 )
@@ -144,6 +145,7 @@ class Pipeline:
         schedule: A name from :data:`~parallel.pipeline.schedules.SCHEDULES`.
         gradients: Lets weight gradients wait; needed by schedules whose backward is split.
         loss: The shape of the loss.
+        order: The actions of each stage, in place of the schedule's own order of them.
 
     Raises:
         ValueError: there is no such schedule, or nobody to let weight gradients wait.
@@ -155,12 +157,14 @@ class Pipeline:
     schedule: str = "1f1b"
     gradients: WeightGradients | None = None
     loss: tuple[int, ...] = ()
+    order: Schedule | None = None
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
         if self.schedule in SPLIT_BACKWARD and self.gradients is None:
             raise ValueError(f"schedule {self.schedule} splits the backward: give the `gradients` that wait")
         self.placement = placement_of(self.schedule)
+        self._build = SCHEDULES[self.schedule] if self.order is None else ordered(self.order)
         self.on: Any = torch.get_device_module(self.mesh.device)
         self.receiving = self.on.Stream()
 
@@ -177,7 +181,7 @@ class Pipeline:
         Returns:
             This rank's part of the step's loss, a scalar or [n]; the loss is the sum over all ranks.
         """
-        return _Run(self, SCHEDULES[self.schedule], microbatches, scale).run(enter)
+        return _Run(self, self._build, microbatches, scale).run(enter)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicrobatchLike], scale: Tensor) -> Tensor:

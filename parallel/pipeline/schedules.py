@@ -157,6 +157,21 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 
 
+def ordered(order: Schedule) -> Callable[[int, int, int], Schedule]:
+    """Return what gives a schedule in place of one of ``SCHEDULES``, for its own sizes alone."""
+
+    def build(stages: int, chunks: int, microbatches: int) -> Schedule:
+        own = len(order), *(1 + max(getattr(each, name) for each in order[0]) for name in ("chunk", "microbatch"))
+        if own != (stages, chunks, microbatches):
+            raise ValueError(
+                f"the order is one of {own[0]} stages, {own[1]} chunks and {own[2]} microbatches, not of {stages}, "
+                f"{chunks} and {microbatches}"
+            )
+        return order
+
+    return build
+
+
 def _there_and_back(stages: int, stage: int, microbatches: int) -> tuple[Action, ...]:
     """Return the row of a stage in :func:`zb_v`. Of fewer microbatches than fill it, it is that of as many less what
     belongs to those that are not there."""
@@ -402,6 +417,32 @@ def _check_complete(schedule: Schedule) -> int:
             repeated = sorted({repr(action) for action in row if row.count(action) > 1})
             raise ScheduleError(f"stage {stage} runs {repeated} more than once: every action runs exactly once")
     return chunks
+
+
+def check_order(order: Schedule, like: Schedule, placement: Placement = "loop") -> None:
+    """Raise ScheduleError, which says what is wrong and where, unless each stage runs the actions of another schedule
+    in some order: the microbatches of each chunk ascend, so that gradients are summed as they always are, and it ends.
+    """
+    for stage, (row, known) in enumerate(zip(order, like, strict=True)):
+        counts, own = Counter(row), set(known)
+        for action in known:
+            if action not in counts:
+                raise ScheduleError(f"stage {stage} lacks {action!r}")
+        latest: dict[tuple[Kind, int], int] = {}
+        for at, action in enumerate(row):
+            what = f"stage {stage}, action {at}: {action!r}"
+            if action not in own:
+                raise ScheduleError(f"{what} is not one of the schedule")
+            if counts[action] > 1:
+                raise ScheduleError(f"{what} is there {counts[action]} times")
+            before = latest.get((action.kind, action.chunk), -1)
+            if before > action.microbatch:
+                raise ScheduleError(
+                    f"{what} comes after microbatch {before}: those of a chunk ascend, so that gradients are summed in "
+                    "one order"
+                )
+            latest[action.kind, action.chunk] = action.microbatch
+    simulate(order, placement=placement)
 
 
 def _held(row: tuple[Action, ...], costs: Sequence[Cost]) -> tuple[Bytes, ...]:

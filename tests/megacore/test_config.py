@@ -244,6 +244,11 @@ BAD = [
     bad("pipeline.layers_per_stage=8x,8", "pipeline.layers_per_stage: Value error, '8x' is no number of layers"),
     bad("pipeline.chunks=2", "1f1b", "pipeline.chunks=2", "pipeline.schedule=interleaved"),
     bad("pipeline.chunks=2 pipeline.schedule=zb-h1", "pipeline.chunks=2", "pipeline.schedule=zb-interleaved"),
+    bad("pipeline.order=x.json pipeline.schedule=gpipe", "pipeline.order (x.json) has an order of its own", "=1f1b or"),
+    bad(
+        "pipeline.order=x.json batch.ramp=[8,8,64] batch.global_size=64",
+        *("batch.ramp [8, 8, 64] changes the number of microbatches", "pipeline.order (x.json)", "one of both to null"),
+    ),
     bad("pipeline.schedule=zb-v", "two chunks per stage, there and back, not pipeline.chunks=1", "pipeline.chunks=2"),
     bad("pipeline.schedule=zb-h1 train.compile=true", "compiled blocks", "=false or pipeline.schedule=1f1b"),
     bad(

@@ -13,7 +13,6 @@ from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.models.registry import configure
 from megacore.planning import capacity
-from megacore.planning import layout_choice as layouts
 from megacore.planning.layout_choice import overrides_of_nodes
 from megacore.recipe import ConfigError, changed, load
 
@@ -74,8 +73,7 @@ def test_numbers_that_nothing_fits_are_named_with_the_way_out(recipe: str, monke
     config = load(recipe, ["mesh.tp=4"])
     model = configure(config.model)
     needed = 9776 * 32  # parameters in fp64: weights, gradients, two moments
-    for module in (capacity, layouts):
-        monkeypatch.setattr(module, "host_memory", lambda: needed // 2)
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed // 2)
     with pytest.raises(ConfigError) as error:
         overrides_of_nodes(config, model, 1, 4, 1)
     first, *others = error.value.problems

@@ -18,22 +18,24 @@ from operations import Flops
 import megacore
 from benchmarks.published_runs import PUBLISHED, PUBLISHED_LAYOUTS, PublishedLayout
 from megacore.checks.rules import problems
-from megacore.devices import DEVICES
+from megacore.devices import DEVICES, SMALL_CPU
 from megacore.models.config import flops_per_token
 from megacore.models.lora import Lora
 from megacore.models.registry import configure
-from megacore.models.stages import layout_of
+from megacore.models.stages import chooser_apart, default_layers, layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
 from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
+from megacore.planning import capacity
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
-from megacore.planning.fit import MARGIN, fit, with_split_backward
+from megacore.planning.fit import MARGIN, _chunks, fit, with_split_backward
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks
 from megacore.planning.recipe_setting import setting_of
+from megacore.planning.run_plan import cluster_of
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
 from megacore.planning.step_time import Cluster, MatMul, estimate
@@ -668,3 +670,25 @@ def test_experts_in_fp32_are_planned_on_cpus() -> None:
     found = megacore.plan("experts", ["train.precision=fp32"], gpu="cpu")
     half = megacore.plan("experts", ["train.precision=bf16"], gpu="cpu")
     assert found["memory"][0]["peak"] > half["memory"][0]["peak"] > 0
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_pipelines_that_part_layers_from_their_indexer_are_left_out(every: int) -> None:
+    """Those of a shared indexer, on every number of stages; rules refuse what is left out."""
+    model = configure({"preset": "glm_moe_dsa-tiny", "num_hidden_layers": 12, "index_topk_freq": every})
+    plain = configure({"preset": "glm_moe_dsa-tiny", "num_hidden_layers": 12, "index_topk_freq": 1})
+    for pp in (1, 2, 3, 4, 6, 12):
+        whole = [each for each in range(1, 11) if each == 1 or pp > 1]
+        counts = {each: default_layers(model, pp * each, each > 1) for each in whole if pp * each <= 12}
+        sound = {each for each, layers in counts.items() if chooser_apart(model, layers) is None}
+        assert {*_chunks(model, pp)} <= sound
+        assert bool([*_chunks(model, pp)]) == (1 in sound or bool(sound)) and 1 in {*_chunks(plain, pp)}
+    assert not [*_chunks(model, 12)] and [*_chunks(model, 1)] == [1]
+
+
+def test_cpus_have_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which its ranks share; where the system does not say, it is the table's."""
+    for there, ranks, each in ((64 * 10**9, 4, 16e9), (10**9, 1, 1e9), (None, 4, SMALL_CPU.memory)):
+        monkeypatch.setattr(capacity, "host_memory", lambda there=there: there)
+        assert cluster_of("cpu", "bf16", None, {}, ranks).device.memory == each
+        assert cluster_of("cpu", "bf16", None, {"memory": 5e9}, ranks).device.memory == 5e9

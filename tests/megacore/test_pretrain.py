@@ -251,7 +251,7 @@ def test_the_first_line_says_how_sequences_are_split(recipe: str, cp: int, overr
 def different_kernels() -> str:
     mesh = Mesh.create(MeshShape(dp=2))
     try:
-        setup: Any = SimpleNamespace(start=Start(), corpora=SimpleNamespace(identities=[]), config=None)
+        setup: Any = SimpleNamespace(start=Start(), corpora=SimpleNamespace(identities=[]), config=None, order=None)
         build._agree(Control.create(mesh), setup, f"Kernels: those of {mesh.rank}")
     except ConfigError as error:
         return str(error)

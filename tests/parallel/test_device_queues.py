@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from drawn_orders import drawn_order
 from in_flight import takes
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,7 +30,7 @@ from megacore.models.stages import layout_of
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.run import Pipeline, _Run
-from megacore.parallel.pipeline.schedules import SCHEDULES
+from megacore.parallel.pipeline.schedules import SCHEDULES, Schedule
 from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 
@@ -120,7 +121,9 @@ def _compute(program: Program) -> None:
     program.append(Call(COMPUTE))
 
 
-def programs(schedule: str, stages: int, chunks: int, microbatches: int, trains: bool = True) -> list[Program]:
+def programs(
+    schedule: str, stages: int, chunks: int, microbatches: int, trains: bool = True, order: Schedule | None = None
+) -> list[Program]:
     """What the executor has the host of each stage call."""
     found: list[Program] = []
     for stage in range(stages):
@@ -132,7 +135,7 @@ def programs(schedule: str, stages: int, chunks: int, microbatches: int, trains:
         launch, last = partial(_compute, program), chunks * stages - 1
         placed = (virtual_stage(stage, chunk, stages, placement_of(schedule)) for chunk in range(chunks))
         modules = [Chunk(launch, virtual == last) for virtual in placed]
-        pipeline = Pipeline(mesh, modules, torch.float32, schedule, Weights(launch))
+        pipeline = Pipeline(mesh, modules, torch.float32, schedule, Weights(launch), order=order)
         with recorded(program):
             (pipeline.train if trains else pipeline.evaluate)([Tokens()] * microbatches, torch.ones(()))
         found.append(program)
@@ -233,6 +236,16 @@ def test_hosts_may_wait_for_their_devices(schedule: str, stages: int, chunks: in
         assert stuck(hosts) == stuck(hosts, waits=False) == [], f"{microbatches} microbatches"
         anywhere = [[each for call in program for each in (call, Call(ALLOCATE))] for program in hosts]
         assert stuck(anywhere) == [], f"{microbatches} microbatches"
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(("schedule", "stages", "chunks"), [each for each in SIZES if each[0] != "gpipe"])
+def test_hosts_may_wait_in_orders_that_were_searched_for(schedule: str, stages: int, chunks: int) -> None:
+    for microbatches in (1, 2, 3, 5, 8):
+        for seed in (1, 2):
+            order = drawn_order(seed, schedule, stages, chunks, microbatches)
+            hosts = programs(schedule, stages, chunks, microbatches, order=order)
+            assert stuck(hosts) == stuck(hosts, waits=False) == [], f"{microbatches} microbatches, {seed}"
 
 
 def two_ahead(program: Program) -> Program:

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
 from connections import connecting_at_first_use
+from drawn_orders import drawn_order
 from in_flight import in_flight, takes
 from pool import Pool
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from megacore.parallel.mesh import BACKWARD, FORWARD, Mesh
 from megacore.parallel.pipeline import run
 from megacore.parallel.pipeline.run import Pipeline
-from megacore.parallel.pipeline.schedules import SCHEDULES, Message, arrivals
+from megacore.parallel.pipeline.schedules import SCHEDULES, Message, Schedule, arrivals, simulate
 from megacore.parallel.virtual_stages import placement_of, stage_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 
@@ -149,18 +151,19 @@ class Seen:
     sent: dict[str, list[Message]]
 
 
-def train(chunks: int, counts: Sequence[int], schedule: str) -> list[Seen]:
+def train(chunks: int, counts: Sequence[int], schedule: str, orders: Sequence[Schedule | None] = ()) -> list[Seen]:
     """As on NCCL: a first message waits for its receiver to ask for it, and a step has no first messages."""
     stages = torch.distributed.get_world_size()
     with connecting_at_first_use() as connected:
         mesh = Mesh.create(MeshShape(pp=stages))
         before = len(connected)
-        seen = [step(mesh, chunks, microbatches, schedule) for microbatches in counts]
+        each = zip_longest(counts, orders)
+        seen = [step(mesh, chunks, microbatches, schedule, order) for microbatches, order in each]
         assert len(connected) == before > 0, connected
     return seen
 
 
-def step(mesh: Mesh, chunks: int, microbatches: int, schedule: str) -> Seen:
+def step(mesh: Mesh, chunks: int, microbatches: int, schedule: str, order: Schedule | None = None) -> Seen:
     stages = mesh.shape.pp
     placed = (virtual_stage(mesh.place.pp, chunk, stages, placement_of(schedule)) for chunk in range(chunks))
     modules = [Chunk(virtual, chunks * stages) for virtual in placed]
@@ -174,7 +177,7 @@ def step(mesh: Mesh, chunks: int, microbatches: int, schedule: str) -> Seen:
     weights = Weights()
     for module in modules:
         module.observe, module.weights = observe, weights
-    pipeline = Pipeline(mesh, modules, torch.float64, schedule, weights)
+    pipeline = Pipeline(mesh, modules, torch.float64, schedule, weights, order=order)
     batch, scale = [Tokens(m) for m in range(microbatches)], torch.tensor(0.5, dtype=torch.float64)
     gc.disable()  # what is freed must go by itself
     try:
@@ -243,6 +246,32 @@ def test_any_number_of_microbatches(pool: Pool, stages: int, chunks: int, schedu
             assert found.left == 0
             assert tuple(found.sent[FORWARD]) == arrivals(plan, (stage + 1) % stages, placement)["forward"]
             assert tuple(found.sent[BACKWARD]) == arrivals(plan, (stage - 1) % stages, placement)["backward"]
+
+
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("stages", "chunks", "schedule"), [run for run in RUNS if run.values[2] != "gpipe"])
+def test_orders_that_were_searched_for(pool: Pool, stages: int, chunks: int, schedule: str, seed: int) -> None:
+    """They end, compute what one process computes, and hold what the simulator says."""
+    orders = [drawn_order(seed + 10 * m, schedule, stages, chunks, m) for m in COUNTS]
+    results = pool.run(stages, train, chunks, COUNTS, schedule, orders)
+    placement = placement_of(schedule)
+    for i, (microbatches, order) in enumerate(zip(COUNTS, orders, strict=True)):
+        loss, gradients = alone(chunks * stages, microbatches, 0.5)
+        assert sum(result[i].loss for result in results) == pytest.approx(loss, rel=1e-12)
+        for virtual, want in enumerate(gradients):
+            found = results[stage_of(virtual, stages, placement)][i]
+            torch.testing.assert_close(found.gradients[virtual // stages], want, rtol=1e-12, atol=0)
+        peaks = simulate(order, placement=placement).peaks
+        assert [result[i].most_kept for result in results] == [sum(held) for held in peaks]
+        assert not any(result[i].left for result in results)
+
+
+def test_an_order_is_for_one_number_of_microbatches() -> None:
+    order = drawn_order(1, "1f1b", 1, 1, 3)
+    pipeline = Pipeline(Mesh.single(), [Chunk(0, 1)], torch.float64, order=order)
+    with pytest.raises(ValueError, match="one of 1 stages, 1 chunks and 3 microbatches, not of 1, 1 and 2"):
+        pipeline.train([Tokens(0), Tokens(1)], torch.ones(()))
 
 
 @pytest.mark.quick

@@ -123,6 +123,14 @@ SPLIT = [
     Run(MeshShape(pp=3, dp=2), 3, "zb-interleaved", activations=Activations("selective", True), shard="parameters"),
     Run(MeshShape(pp=4, tp=2), schedule="zb-h1", activations=Activations("full")),
 ]
+# Orders that are searched for.
+ORDERS = [
+    Run(MeshShape(pp=4), drawn=1),
+    Run(MeshShape(pp=3, dp=2), 3, "interleaved", shard="gradients", drawn=2),
+    Run(MeshShape(pp=4), schedule="zb-h1", activations=Activations("full"), drawn=3),
+    Run(MeshShape(tp=2, pp=2), 2, "zb-v", drawn=4),
+    Run(MeshShape(pp=2, dp=2), 3, "zb-interleaved", shard="parameters", drawn=5),
+]
 # A case of each family everywhere; the other cases on layouts of each kind.
 EVERYWHERE = (UNTIED, TIED_ENDS)
 ELSEWHERE = ("tp2-pp2-dp2", "tp4-pp2-v2", "tp4", "tp2-pp4", "pp4-dp2-v2", "tp4-dp2")
@@ -449,6 +457,7 @@ def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
         exchange="heads" if within == mesh.cp > 1 else rng.choice(("ring", "gather")),
         balance=rng.choice(("rows", "documents", "auto")),
         heads=within,
+        drawn=None if schedule == "gpipe" or mesh.pp == 1 else rng.choice((None, None, rng.randrange(1000))),
     )
     # Two draws that differ in what is not there would have one name.
     return made if mesh.cp > 1 else replace(made, balance=Run(mesh).balance)
@@ -612,7 +621,7 @@ BARE_ENDS: list[Pair] = [
 def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     """Yield (one in how many has its turn, pairs)."""
     yield 36, [(case, run) for case in CASES for run in RUNS if case in EVERYWHERE or str(run) in ELSEWHERE]
-    yield 12, [(case, run) for case in (UNTIED, TIED) for run in SPLIT]
+    yield 12, [(case, run) for case in (UNTIED, TIED) for run in (*SPLIT, *ORDERS)]
     yield 160, [(cases[at % 2], run) for cases in DRAWN for at, run in enumerate(OF_FAMILIES)]
     yield 6, [(case, OF_FAMILIES[at]) for case in BUILT for at in (0, 5)]
     yield 24, [(case, replace(run, shard=shard)) for case, run in LADDER for shard in SHARDED]

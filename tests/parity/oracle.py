@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn_orders import drawn_order
 from extended_family import extended
 from pool import Pool
 from torch import Tensor
@@ -39,6 +40,7 @@ from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.pipeline.run import Pipeline
+from megacore.parallel.pipeline.schedules import Schedule
 from megacore.parallel.routing import Routing
 from megacore.parallel.virtual_stages import placement_of
 from megacore.parallel.weights.layout import Layout, MeshShape
@@ -132,6 +134,7 @@ class Run:
         offload_parameters: Whether slices of parameters live in host memory.
         etp: Whether tp splits the features of experts, not the experts.
         exchange, balance, heads: Of :class:`~parallel.context_split.ContextParallel`.
+        drawn: The seed of costs that another order of the schedule's actions is searched for; None: it has its own.
     """
 
     mesh: MeshShape = field(default_factory=MeshShape)
@@ -149,6 +152,7 @@ class Run:
     exchange: ContextExchange = "ring"
     balance: ContextBalance = "documents"
     heads: int = 1
+    drawn: int | None = None
 
     @property
     def context(self) -> ContextParallel:
@@ -158,6 +162,11 @@ class Run:
         split = EXPERT_TENSOR_PARALLEL if self.etp else SPLIT
         placement = placement_of(self.schedule)
         return layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning, split, placement)
+
+    def order(self, microbatches: int) -> Schedule | None:
+        if self.drawn is None:
+            return None
+        return drawn_order(self.drawn, self.schedule, self.mesh.pp, self.chunks, microbatches)
 
     def __str__(self) -> str:
         m = self.mesh
@@ -169,6 +178,7 @@ class Run:
             + (f"-{self.exchange}-{self.balance}-{self.heads}" if m.cp > 1 else "")
             + chunks
             + (f"-{self.schedule}" if self.schedule not in ("1f1b", "interleaved") else "")
+            + (f"-drawn{self.drawn}" if self.drawn is not None else "")
             + (("-uneven" if all(self.layers) else "-bare") if self.layers else "")
             + (f"-{self.activations.recompute}" if self.activations.recompute != "none" else "")
             + ("-offload" if self.activations.offload else "")
@@ -333,7 +343,8 @@ def measure(case: Case, run: Run) -> Measured:
     if run.schedule in SPLIT_BACKWARD:
         model.hand_weight_gradients(gradients.receive, late=True)
     optimizer = Recorded(gradients, lr=1e-2, clip=0.5, muon=case.muon, offload=run.offload)
-    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients, (2,) if case.mtp else ())
+    order = run.order(len(microbatches(case, run, 0, mesh)))
+    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients, (2,) if case.mtp else (), order)
     step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance, alignment=model.alignment)
     initial = snapshot(gradients)
     losses, norms, loads, buffers, apart = [], [], list[Loads](), [], list[Tensor]()

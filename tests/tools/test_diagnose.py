@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from traced import DATA_S, TAIL_S, lockstep, traced
 
 from megacore.config import Config
 from megacore.devices import Device
-from megacore.parallel.pipeline.schedules import Action, Cost, simulate
+from megacore.parallel.pipeline.schedules import SCHEDULES, Action, Cost, simulate
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.run_plan import plan as planned
 from megacore.recipe import load
 from megacore.tools.diagnose import main
+from megacore.training.advice import _of_pipelines
 from megacore.training.diagnosis import split
+from megacore.training.planned_parts import StepPlan, name_of
 from megacore.training.traces import TracedInterval, TracedStep, write_trace
 
 TAKES = {"F": 0.01, "B": 0.02, "I": 0.01, "W": 0.01}
@@ -345,3 +348,40 @@ def test_of_a_run_too(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not found or f"Advice: {CAUSES[cause].advice}" in said, said
     shares = [float(row[1].rstrip("%")) for row in table_of(said, "part ms").values()]
     assert sum(shares) == pytest.approx(100, abs=1)
+
+
+def test_what_other_stages_promise_is_that_of_all_pipelines() -> None:
+    """Of two, the stages of one are even and those of the other are not, which is the last to end: with what would be
+    right for that one, the first one ends later."""
+    even, uneven = made(2, 8), made(2, 8, lambda stage, _: 1.0 + 0.5 * stage)
+    rows = [row for pair in zip(even.ranks, uneven.ranks, strict=True) for row in pair]
+    step = replace(even, mesh=MeshShape(pp=2, dp=2), errors=(0.0,) * 4, ranks=tuple(rows))
+    found = split([step], Config())
+    layout = SimpleNamespace(chunk_layers=lambda stage, chunk: range(4))
+    plan: Any = SimpleNamespace(setting=SimpleNamespace(layout=layout))
+    advice = {each.overrides: each.gain for each in _of_pipelines(step, Config(), found, plan)}
+
+    def seconds(*times: float) -> float:
+        costs = [[Cost(0.01 * time, 0.02 * time, 0.0)] for time in times]
+        return simulate(SCHEDULES["1f1b"](2, 1, 8), costs).total
+
+    now, then = seconds(1, 1.5), max(seconds(5 / 4, 3 / 4), seconds(5 / 4, 1.5 * 3 / 4))
+    assert seconds(5 / 4, 3 / 4) < seconds(1, 1.5)
+    assert advice["pipeline.layers_per_stage=5,3"] == pytest.approx((now - then) / found.seconds)
+    # A slower first stage of the even pipeline counts too.
+    slow = made(2, 8, lambda stage, _: 1.45 - 0.45 * stage)
+    rows = [row for pair in zip(slow.ranks, uneven.ranks, strict=True) for row in pair]
+    step = replace(step, ranks=tuple(rows))
+    advice = {each.overrides: each.gain for each in _of_pipelines(step, Config(), split([step], Config()), plan)}
+    assert advice["pipeline.layers_per_stage=4,4"] == pytest.approx(0.0)
+
+
+def test_sums_over_stages_are_none_of_dp() -> None:
+    assert [name_of(each) for each in ("all_reduce pp", "send pp", "all_reduce dp", "all_reduce pp x dp")] == [
+        *("messages of pp", "bubble", "messages of dp", "messages of dp")
+    ]
+    config = load("llama-3.2-1b", ["mesh.pp=2", "mesh.dp=1", "batch.global_size=8"])
+    for tied in (True, False):
+        own = load(config, [f"model.tie_word_embeddings={str(tied).lower()}"])
+        parts = StepPlan.of(own, replace(made(2, 8), device="NVIDIA H100 80GB")).parts
+        assert (parts["messages of pp"] > 0) == tied and parts["messages of dp"] == 0

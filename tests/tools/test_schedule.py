@@ -6,6 +6,8 @@ import pytest
 from traced import DATA_S, traced
 
 from megacore.parallel.pipeline.schedules import SCHEDULES, B, Cost, F, draw, simulate
+from megacore.planning.run_plan import Plan, cluster_of
+from megacore.recipe import load
 from megacore.tools.schedule import main
 from megacore.training.schedule_gaps import ComparedSchedule
 from megacore.training.traces import write_trace
@@ -92,3 +94,43 @@ def test_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str], given: list[
 def test_what_is_neither_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2 and "takes --stages and --microbatches, or --trace of a run" in capsys.readouterr().err
     assert main(["--trace", str(tmp_path / "a")]) == 2 and "a is no trace of a step" in capsys.readouterr().err
+
+
+SEARCH = ["--to", "order.json", "--search", "llama-3.2-1b", "mesh.pp=4", "mesh.dp=1", "batch.global_size=16"]
+SEARCH += ["batch.micro_size=1", "train.compile=false", "data.sequence_length=2048", "pipeline.schedule=1f1b"]
+
+
+@pytest.mark.in_turn(3)
+def test_an_order_is_searched_for_within_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With room for a bit less than ZB-H1 holds it is faster than 1F1B, and the plan of a recipe that names the file
+    has the bytes and the seconds that are told."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*SEARCH, "--memory-gb", "13.3"]) == 0
+    said = capsys.readouterr().out
+    rows = {tuple(line[2:23].split(maxsplit=1)): line[23:].split() for line in said.splitlines()[2:6]}
+    own, found = float(rows["1f1b", "its own"][0]), float(rows["zb-h1", "searched"][0])
+    assert found < own and rows["zb-h1", "its own"][3] == "does"
+    name = said.splitlines()[-1].split("pipeline.schedule=")[1].split()[0]
+    config = load("llama-3.2-1b", [*SEARCH[4:], f"pipeline.schedule={name}", "pipeline.order=order.json"])
+    cluster = cluster_of("h100-80", "bf16", None, {"memory": 13.3e9})
+    plan = Plan.of(config, cluster, False, 4)
+    assert plan.fits and plan.fullest.peak / 1e9 == pytest.approx(float(rows[name, "searched"][2]), abs=5e-3)
+    time = plan.time
+    pipeline = time.total - time.data - time.offload - time.optimizer
+    assert 1e3 * pipeline == pytest.approx(float(rows[name, "searched"][0]), abs=0.1)
+    assert main([*SEARCH, "--memory-gb", "1"]) == 2 and "nothing fits: the least is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (SEARCH[2:], "--search RECIPE and --to FILE go together"),
+        ([*SEARCH, "--stages", "4"], "leave out --stages, --microbatches and --picture"),
+        ([*SEARCH, "mesh.pp=1"], "mesh.pp is 1: an order is one of the stages of a pipeline"),
+        ([*SEARCH, "mesh.tp=5"], "tp"),
+    ],
+)
+def test_what_cannot_be_searched(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2 and says in capsys.readouterr().err

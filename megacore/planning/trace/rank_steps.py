@@ -18,6 +18,7 @@ from megacore.data.batches import Batch, collate
 from megacore.data.samples import Sample
 from megacore.models.registry import configure
 from megacore.parallel.mesh import Mesh
+from megacore.planning.pipeline_order import order_of
 from megacore.planning.trace.fake_cuda import DEVICE, fake_cuda
 from megacore.planning.trace.simulated_gpu import SimulatedGpu
 from megacore.store.io.direct import aligned_memory
@@ -58,7 +59,9 @@ def run_steps(
 
 def _trainer(config: Config, mesh: Mesh) -> Trainer:
     corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], corpora=(), separate=False)
-    setup = Setup(config, configure(config.model, config.scores), corpora, Start())
+    setup = Setup(
+        config, configure(config.model, config.scores), corpora, Start(), order=order_of(config, mesh.shape.world)
+    )
     with (
         patch.object(build, "load_initial_state", lambda *arguments: None),
         patch.object(build, "Saver", lambda *arguments: Mock(news=lambda: (False, False))),
