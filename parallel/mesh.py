@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from megacore.parallel.rank_sets import Rounds, channel_kinds, of_mesh
+from megacore.parallel.rank_sets import Rounds, channel_kinds, of_mesh, parts_of_dp
 from megacore.parallel.recorder import IDLE, Recorder
 from megacore.parallel.weights.layout import Coordinates, MeshShape, split_axis
 
@@ -85,6 +85,8 @@ class Mesh:
     rank: int
     device: torch.device
     timeout: timedelta = TIMEOUT
+    members: tuple[int, ...] = ()
+    """The global ranks of a mesh that is a part of another one (:meth:`part`), ascending; none of the whole."""
     _rounds: Rounds = field(default_factory=Rounds, init=False)
     _groups: dict[tuple[int, ...], Group] = field(default_factory=dict, init=False)
     _channels: dict[tuple[str, int], Group] = field(default_factory=dict, init=False)
@@ -120,6 +122,28 @@ class Mesh:
             mesh.make_groups(sets)
         mesh._make_channels()
         return mesh
+
+    def part(self, replicas: int) -> Mesh:
+        """Return this rank's part of the mesh, one of so many successive parts of dp, as a mesh of its own: its ranks
+        count from 0, and its groups have ranks of it alone. Every rank of the world calls this.
+
+        Raises:
+            ValueError: the parts would not be alike.
+        """
+        if replicas == 1:
+            return self
+        own = next(ranks for ranks in parts_of_dp(self.shape, replicas) if self.rank in ranks)
+        shape = replace(self.shape, dp=self.shape.dp // replicas)
+        mesh = Mesh(shape, own.index(self.rank), self.device, self.timeout, own)
+        mesh.recorder = self.recorder
+        for sets in of_mesh(shape):
+            mesh.make_groups(sets)
+        mesh._make_channels()
+        return mesh
+
+    def global_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers that ranks of this mesh have in the world."""
+        return tuple(self.members[rank] for rank in ranks) if self.members else tuple(ranks)
 
     @property
     def place(self) -> Coordinates:
@@ -158,7 +182,7 @@ class Mesh:
     def group(self, ranks: tuple[int, ...]) -> Group:
         """Return the group of some ranks, which :meth:`make_groups` has made before (groups of one always exist)."""
         if ranks == (self.rank,):
-            return Group(ranks, 0, None)
+            return Group(self.global_ranks(ranks), 0, None)
         return self._groups[ranks]
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
@@ -170,7 +194,7 @@ class Mesh:
         for disjoint in self._rounds.new(rank_sets):
             group = self._make_own(disjoint)
             if group.size > 1:
-                self._groups[group.ranks] = group
+                self._groups[self._own(disjoint)] = group
                 made.append(group)
         # In the same order on all ranks, and after all are made: those that share no rank connect at the same time.
         for group in made:
@@ -186,8 +210,7 @@ class Mesh:
 
     def peer(self, stage: int) -> int:
         """Return the global rank of this place on another pipeline stage."""
-        place = self.place
-        return self.shape.rank(Coordinates(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
+        return self.global_ranks([self.shape.rank(replace(self.place, pp=stage % self.shape.pp))])[0]
 
     def host_group(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
         """Make groups for tensors in host memory, of sets that share no rank; every rank of the world calls this.
@@ -201,7 +224,8 @@ class Mesh:
     def _make_own(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
         """Make, of sets that share no rank, the one of this rank."""
         ranks = self._own(disjoint)
-        return self._of(ranks, dist.group.WORLD if len(ranks) == self.shape.world else self._new_group(ranks))
+        whole = len(ranks) == self.shape.world and not self.members
+        return self._of(ranks, dist.group.WORLD if whole else self._new_group(ranks))
 
     def _own(self, disjoint: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return next((each for each in disjoint if self.rank in each), (self.rank,))
@@ -215,12 +239,17 @@ class Mesh:
         nccl = backend is None and self.device.type == "cuda" and dist.get_backend() == "nccl"
         options = urgent(self.timeout) if nccl else None
         made: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=self.timeout, backend=backend, pg_options=options, use_local_synchronization=True
+            list(self.global_ranks(ranks)),
+            timeout=self.timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
         )
         return made
 
     def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Group:
-        return Group(ranks, ranks.index(self.rank), group, dist.get_backend(group) == "gloo", self.recorder)
+        pairwise = dist.get_backend(group) == "gloo"
+        return Group(self.global_ranks(ranks), ranks.index(self.rank), group, pairwise, self.recorder)
 
     def _make_channels(self) -> None:
         """Make the group of each direction of this rank's pipeline: in it, each pair has a queue of its own."""
@@ -241,6 +270,6 @@ class Mesh:
             self._channels[direction, source] = channel
             message = torch.zeros(1, device=self.device)
             if self.rank == sender:
-                dist.send(message, receiver, group=channel.process_group)
+                dist.send(message, self.peer(source + STEP[direction]), group=channel.process_group)
             else:
-                dist.recv(message, sender, group=channel.process_group)
+                dist.recv(message, self.peer(source), group=channel.process_group)
