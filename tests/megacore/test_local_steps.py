@@ -10,7 +10,7 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import RECIPE, trainer
+from engine import GPT2, RECIPE, trainer
 from pool import Pool
 from torch import Tensor
 
@@ -127,3 +127,32 @@ def test_replicas_are_those_of_a_simulation(
     engine.assert_near(engine.whole(path, "weights"), want.common, 1e-12)
     for replica, own in enumerate(want.own):
         engine.assert_near(engine.whole(path, f"local_of_{replica}"), own, 1e-12)
+
+
+ROUND = ["sync.every=4", "checkpoint.every=2", "evaluate.every=0", "recovery.compare_every=1"]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "files"),
+    [
+        pytest.param(2, ["train.precision=bf16"], 9, id="dp2-bf16"),
+        pytest.param(
+            4, ["sync.replicas=2", "zero.shard=gradients", "train.precision=fp32"], 8, id="dp4-gradients-fp32"
+        ),
+        pytest.param(4, ["mesh.tp=2", "zero.shard=optimizer", "optimizer.name=muon"], 16, id="tp2-dp2-muon"),
+    ],
+)
+def test_a_run_goes_on_within_a_round_bitwise(
+    pool: Pool, tmp_path: Path, world: int, overrides: list[str], files: int
+) -> None:
+    """With dropout, whose masks must be other ones in each replica, and go on too."""
+    recipe = engine.write_recipe(tmp_path, RECIPE | {"model": GPT2})
+    overrides = [*ROUND, "train.steps=10", *overrides]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    ten = pool.run(world, engine.train, recipe, [f"out={straight}", *overrides])
+    start = f"checkpoint.resume={engine.path_of(straight, 6)}"
+    rest = pool.run(world, engine.train, recipe, [f"out={resumed}", start, *overrides])
+    assert rest[0].values("loss") == ten[0].values("loss")[6:]
+    engine.assert_same_files(engine.path_of(straight, 10), engine.path_of(resumed, 10), files)
+    found, half = (engine.tensor_files(engine.path_of(straight, step)) for step in (10, 8))
+    assert all(data != half[name] for name, data in found.items() if "_of_" in name)  # in a round all else stands still
