@@ -85,8 +85,6 @@ class Mesh:
     rank: int
     device: torch.device
     timeout: timedelta = TIMEOUT
-    members: tuple[int, ...] = ()
-    """The global ranks of a mesh that is a part of another one (:meth:`part`), ascending; none of the whole."""
     _rounds: Rounds = field(default_factory=Rounds, init=False)
     _groups: dict[tuple[int, ...], Group] = field(default_factory=dict, init=False)
     _channels: dict[tuple[str, int], Group] = field(default_factory=dict, init=False)
@@ -125,25 +123,16 @@ class Mesh:
 
     def part(self, replicas: int) -> Mesh:
         """Return this rank's part of the mesh, one of so many successive parts of dp, as a mesh of its own: its ranks
-        count from 0, and its groups have ranks of it alone. Every rank of the world calls this.
+        count from 0. Every rank of the world calls this.
 
         Raises:
             ValueError: the parts would not be alike.
         """
-        if replicas == 1:
-            return self
-        own = next(ranks for ranks in parts_of_dp(self.shape, replicas) if self.rank in ranks)
-        shape = replace(self.shape, dp=self.shape.dp // replicas)
-        mesh = Mesh(shape, own.index(self.rank), self.device, self.timeout, own)
-        mesh.recorder = self.recorder
-        for sets in of_mesh(shape):
-            mesh.make_groups(sets)
-        mesh._make_channels()
-        return mesh
+        return self if replicas == 1 else MeshPart(self, replicas)
 
     def global_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the numbers that ranks of this mesh have in the world."""
-        return tuple(self.members[rank] for rank in ranks) if self.members else tuple(ranks)
+        return tuple(ranks)
 
     @property
     def place(self) -> Coordinates:
@@ -182,7 +171,7 @@ class Mesh:
     def group(self, ranks: tuple[int, ...]) -> Group:
         """Return the group of some ranks, which :meth:`make_groups` has made before (groups of one always exist)."""
         if ranks == (self.rank,):
-            return Group(self.global_ranks(ranks), 0, None)
+            return Group(ranks, 0, None)
         return self._groups[ranks]
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
@@ -194,7 +183,7 @@ class Mesh:
         for disjoint in self._rounds.new(rank_sets):
             group = self._make_own(disjoint)
             if group.size > 1:
-                self._groups[self._own(disjoint)] = group
+                self._groups[group.ranks] = group
                 made.append(group)
         # In the same order on all ranks, and after all are made: those that share no rank connect at the same time.
         for group in made:
@@ -210,7 +199,8 @@ class Mesh:
 
     def peer(self, stage: int) -> int:
         """Return the global rank of this place on another pipeline stage."""
-        return self.global_ranks([self.shape.rank(replace(self.place, pp=stage % self.shape.pp))])[0]
+        place = self.place
+        return self.shape.rank(Coordinates(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
 
     def host_group(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
         """Make groups for tensors in host memory, of sets that share no rank; every rank of the world calls this.
@@ -224,8 +214,7 @@ class Mesh:
     def _make_own(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
         """Make, of sets that share no rank, the one of this rank."""
         ranks = self._own(disjoint)
-        whole = len(ranks) == self.shape.world and not self.members
-        return self._of(ranks, dist.group.WORLD if whole else self._new_group(ranks))
+        return self._of(ranks, dist.group.WORLD if len(ranks) == self.shape.world else self._new_group(ranks))
 
     def _own(self, disjoint: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return next((each for each in disjoint if self.rank in each), (self.rank,))
@@ -239,17 +228,12 @@ class Mesh:
         nccl = backend is None and self.device.type == "cuda" and dist.get_backend() == "nccl"
         options = urgent(self.timeout) if nccl else None
         made: dist.ProcessGroup = dist.new_group(
-            list(self.global_ranks(ranks)),
-            timeout=self.timeout,
-            backend=backend,
-            pg_options=options,
-            use_local_synchronization=True,
+            list(ranks), timeout=self.timeout, backend=backend, pg_options=options, use_local_synchronization=True
         )
         return made
 
     def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Group:
-        pairwise = dist.get_backend(group) == "gloo"
-        return Group(self.global_ranks(ranks), ranks.index(self.rank), group, pairwise, self.recorder)
+        return Group(ranks, ranks.index(self.rank), group, dist.get_backend(group) == "gloo", self.recorder)
 
     def _make_channels(self) -> None:
         """Make the group of each direction of this rank's pipeline: in it, each pair has a queue of its own."""
@@ -270,6 +254,34 @@ class Mesh:
             self._channels[direction, source] = channel
             message = torch.zeros(1, device=self.device)
             if self.rank == sender:
-                dist.send(message, self.peer(source + STEP[direction]), group=channel.process_group)
+                dist.send(message, receiver, group=channel.process_group)
             else:
-                dist.recv(message, self.peer(source), group=channel.process_group)
+                dist.recv(message, sender, group=channel.process_group)
+
+
+class MeshPart(Mesh):
+    """A part of a mesh (:meth:`Mesh.part`), whose groups are some of the whole's: they know their global ranks."""
+
+    def __init__(self, whole: Mesh, replicas: int) -> None:
+        self._parts = parts_of_dp(whole.shape, replicas)
+        self._own = next(ranks for ranks in self._parts if whole.rank in ranks)
+        shape = replace(whole.shape, dp=whole.shape.dp // replicas)
+        super().__init__(shape, self._own.index(whole.rank), whole.device, whole.timeout)
+        self._whole, self.recorder = whole, whole.recorder
+        for sets in of_mesh(shape):
+            self.make_groups(sets)
+
+    def global_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self._own[rank] for rank in ranks)
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        return self._whole.group(self.global_ranks(ranks))
+
+    def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        self._whole.make_groups(tuple(part[rank] for rank in ranks) for ranks in rank_sets for part in self._parts)
+
+    def channel(self, direction: str, source: int) -> Group:
+        return self._whole.channel(direction, source)
+
+    def peer(self, stage: int) -> int:
+        return self._whole.peer(stage)

@@ -14,7 +14,9 @@ from engine import GPT2, RECIPE, trainer
 from pool import Pool
 from torch import Tensor
 
+from megacore.corruption import Corrupted
 from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.local_steps import LocalSteps
 from megacore.training.lr import learning_rate
 
 OUTER = ["sync.every=2", "sync.lr=0.6", "sync.momentum=0.8"]
@@ -156,3 +158,111 @@ def test_a_run_goes_on_within_a_round_bitwise(
     engine.assert_same_files(engine.path_of(straight, 10), engine.path_of(resumed, 10), files)
     found, half = (engine.tensor_files(engine.path_of(straight, step)) for step in (10, 8))
     assert all(data != half[name] for name, data in found.items() if "_of_" in name)  # in a round all else stands still
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of the first norm: the weights that it computes with, the common ones and its first moment."""
+
+    replica: int
+    own: np.ndarray
+    common: np.ndarray
+    moment: np.ndarray
+
+
+def held(recipe: str, overrides: list[str]) -> Held:
+    """What a rank begins with."""
+    made = trainer(recipe, overrides)
+    optimizer = made.train_step.optimizer
+    state = next(each for each in optimizer.states() if each in ("exp_avg", f"exp_avg_of_{optimizer.replica}"))
+    own = made.model.parameters[NORM].detach().clone()
+    common, moment = torch.empty_like(own), torch.empty_like(own)
+    optimizer.read_weight(NORM, common)
+    optimizer.read_into(state, NORM, moment)
+    return Held(optimizer.replica, own.numpy(), common.numpy(), moment.numpy())
+
+
+NORM = "layers.0.attn_norm.weight"
+
+
+def test_more_or_fewer_replicas_go_on_where_a_round_has_ended(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    """Each with the moments of one of those before; within a round as many on another layout."""
+    steps = [*ROUND, "train.steps=10"]
+    two = pool.run(2, engine.train, recipe, [f"out={tmp_path / 'two'}", *steps])[0]
+    within, ended = (f"checkpoint.resume={engine.path_of(tmp_path / 'two', step)}" for step in (6, 8))
+    run = [f"out={tmp_path / 'other'}", *steps]
+    other = [*run, "mesh.dp=2", "mesh.tp=2", "zero.shard=optimizer", within]
+    again = pool.run(4, engine.train, recipe, other)[0]
+    np.testing.assert_allclose(again.values("loss"), two.values("loss")[6:], rtol=1e-9)
+    for state in ("weights", "outer_momentum", "local_of_0", "local_of_1", "exp_avg_sq_of_1"):
+        one, two_of = (engine.whole(engine.path_of(tmp_path / name, 10), state) for name in ("other", "two"))
+        engine.assert_near(one, two_of, 1e-9)
+
+    run = [f"out={tmp_path / 'another'}", *steps]
+    (wrong,) = engine.problems(recipe, *run, within, world=4)
+    assert "step 6 is within a round of 4 steps (sync.every) that 2 replicas took alone, and there are 4 now" in wrong
+    (wrong,) = engine.problems(recipe, *run, within, "sync.every=null", world=2)
+    assert "there are 1 now: start 2" in wrong
+    states = {r: engine.whole(engine.path_of(tmp_path / "two", 8), f"exp_avg_of_{r}")[NORM] for r in (0, 1)}
+    assert not np.array_equal(*states.values())
+    for world, overrides in ((4, []), (2, ["sync.every=null"]), (4, ["sync.replicas=2"])):
+        for each in pool.run(world, held, recipe, [*run, ended, *overrides]):
+            np.testing.assert_array_equal(each.moment, states[each.replica % 2])
+            np.testing.assert_array_equal(each.own, each.common)
+    pool.run(2, engine.train, recipe, [f"out={tmp_path / 'plain'}", "train.steps=3", "checkpoint.every=2"])
+    start = f"checkpoint.resume={engine.path_of(tmp_path / 'plain', 2)}"
+    moment = engine.whole(engine.path_of(tmp_path / "plain", 2), "exp_avg")[NORM]
+    for each in pool.run(2, held, recipe, [*run, start]):
+        np.testing.assert_array_equal(each.moment, moment)
+        np.testing.assert_array_equal(each.common, each.own)
+
+
+def bad_once(recipe: str, overrides: list[str], rank: int) -> engine.Result:
+    """A run in which the third loss of a rank is infinite."""
+    made = trainer(recipe, overrides, log=True)
+    if made.mesh.rank == rank:
+        engine.scale_losses(made, {3: float("inf")})
+    return engine.result(made, made.fit())
+
+
+def test_what_one_replica_cannot_do_none_does(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    """The others leave the update out too, so that all count the same; and a round does not end while steps are to be
+    repeated that are known to be bad later."""
+    run = [*OUTER, "sync.every=4", "train.steps=8", "evaluate.every=0", "recovery.compare_every=1", "log.every=8"]
+    run = ["checkpoint.at_end=true", *run]
+    pool.run(2, engine.train, recipe, [f"out={tmp_path / 'good'}", *run])
+    pool.run(2, bad_once, recipe, [f"out={tmp_path / 'repeated'}", *run, "optimizer.non_finite=repeat"], 1)
+    engine.assert_same_files(engine.path_of(tmp_path / "repeated", 8), engine.path_of(tmp_path / "good", 8), 8)
+    left_out = pool.run(2, bad_once, recipe, [f"out={tmp_path / 'bad'}", *run, "optimizer.non_finite=skip"], 1)
+    assert left_out[0].values("skipped_steps") == [1]
+
+
+def streamed(recipe: str, overrides: list[str]) -> dict[str, np.ndarray]:
+    made = trainer(recipe, overrides)
+    made.fit()
+    return {name: tensor.numpy() for name, tensor in made.weights(everywhere=True)}
+
+
+def damaged(recipe: str, overrides: list[str]) -> str:
+    """What is said of a run in which the momentum of the outer step is another one on rank 1 from step 3 on."""
+    made = trainer(recipe, overrides)
+    optimizer = made.train_step.optimizer
+    assert isinstance(optimizer, LocalSteps)
+
+    def damage(step: int) -> None:
+        if step == 3 and made.mesh.rank == 1:
+            next(iter(optimizer._momenta.values())).view(-1)[0] += 1e-9
+
+    engine.in_steps(made, damage)
+    with pytest.raises(Corrupted) as error:
+        made.fit()
+    return str(error.value)
+
+
+def test_what_all_have_alike_is_streamed_and_compared(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    run = [*OUTER, "train.steps=3", "checkpoint.at_end=true", "recovery.compare_every=1"]
+    for found in pool.run(2, streamed, recipe, [f"out={tmp_path / 'sound'}", *run]):
+        want = engine.whole(engine.path_of(tmp_path / "sound", 3), "weights")[NORM]
+        np.testing.assert_array_equal(found["model.layers.0.input_layernorm.weight"], want)
+    for said in pool.run(2, damaged, recipe, [f"out={tmp_path / 'damaged'}", *run]):
+        assert "ranks 0-1 differ in the outer momentum of" in said and said.count("after step 3") == 1
