@@ -264,15 +264,15 @@ class MeshPart(Mesh):
 
     def __init__(self, whole: Mesh, replicas: int) -> None:
         self._parts = parts_of_dp(whole.shape, replicas)
-        self._own = next(ranks for ranks in self._parts if whole.rank in ranks)
+        self._members = next(ranks for ranks in self._parts if whole.rank in ranks)
         shape = replace(whole.shape, dp=whole.shape.dp // replicas)
-        super().__init__(shape, self._own.index(whole.rank), whole.device, whole.timeout)
+        super().__init__(shape, self._members.index(whole.rank), whole.device, whole.timeout)
         self._whole, self.recorder = whole, whole.recorder
         for sets in of_mesh(shape):
             self.make_groups(sets)
 
     def global_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self._own[rank] for rank in ranks)
+        return tuple(self._members[rank] for rank in ranks)
 
     def group(self, ranks: tuple[int, ...]) -> Group:
         return self._whole.group(self.global_ranks(ranks))

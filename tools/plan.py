@@ -114,6 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
     plan_trace.check(arguments)
     if arguments.picture and (arguments.fit or arguments.trace):
         raise ConfigError(["--picture draws the memory of a plan, or its goodput: leave out --fit and --trace"])
+    if arguments.fit and config.sync.every is not None:
+        raise ConfigError(
+            ["--fit looks for layouts whose gradients are summed in each step: leave it out, or set sync.every=null"]
+        )
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
         base = replace(
@@ -202,7 +206,8 @@ def _headline(plan: Plan, name: str) -> Iterator[str]:
         f"{s.tokens:,} tokens"
     )
     yield (
-        f"bytes of a parameter {w.parameter}, its gradient {w.gradient}, master {w.master}, moments {w.moments}; "
+        f"bytes of a parameter {w.parameter}, its gradient {w.gradient}, master {w.master}, moments {w.moments}"
+        f"{f', start and momentum of outer steps {w.outer}' if w.outer else ''}; "
         f"split over data parallel ranks: {s.shard}; recomputed: {s.recompute}"
     )
 

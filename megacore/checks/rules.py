@@ -461,7 +461,7 @@ def _sync(facts: RuleContext) -> Iterator[str]:
         ("recovery.recompute_every", config.recovery.recompute_every, "0"),
     ):
         if value:
-            yield f"{key} ({value:g}) is about weights that all replicas have alike, unlike with sync.every: set it to {off}"
+            yield f"{key} ({value:g}) is of weights that all replicas have alike, unlike those of sync.every: set {off}"
     if (where := config.memory.offload_optimizer) != "none":
         yield f"sync.every keeps states on the device, and memory.offload_optimizer is {where}: set that to none"
 
@@ -742,8 +742,8 @@ def _export(facts: RuleContext) -> Iterator[str]:
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _loss_chunk, _own_loss, _preference, _labels, _mtp, _indexers,
     _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys, _shards,
-    _sync, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances,
-    _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
+    _sync, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning,
+    _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

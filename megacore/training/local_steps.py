@@ -1,10 +1,10 @@
 """Local steps (DiLoCo, Douillard et al. 2023, arXiv 2311.08105): replicas take steps alone, and are brought together by
 an outer one.
 
-Each of ``sync.replicas`` parts of dp trains as if it were the whole mesh, on its share of each global batch: nothing of
-its gradients goes to another one. After every ``sync.every`` steps the way that each has come from their common start is
-averaged over all, and is the gradient of one step of SGD with Nesterov's momentum from there, which all go on from. The
-start and the momentum are split as the optimizer's own states are; moments stay with their replica.
+Each of ``sync.replicas`` parts of dp trains as if it were the whole mesh, on its share of each global batch, and sends
+nothing of its gradients to another one. After every ``sync.every`` steps the ways that they have come from their common
+start are averaged. That is the gradient of one step of SGD with Nesterov's momentum from there, from which all go on.
+The start and the momentum are split as the optimizer's own states are; moments stay with their replica.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LocalSteps(Optimizer):
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Begin anew, as of :meth:`~megacore.training.optimizer.Optimizer.forget`: there is no outer momentum either."""
+        """Begin anew, as of :meth:`~megacore.training.optimizer.Optimizer.forget`; the outer momentum is 0 too."""
         super().forget()
         for momentum in self._momenta.values():
             momentum.zero_()

@@ -228,7 +228,7 @@ def _going_on(checkpoint: Checkpoint) -> Start:
 
 
 def check_round(config: Config, found: Start, dp: int) -> None:
-    """Raise StoreError: the run goes on within a round of steps that replicas take alone, with more or fewer of them."""
+    """Raise StoreError: a run goes on within a round of steps that replicas take alone, with more or fewer of them."""
     folder, tree = found.adapters or found.source, found.trainer
     if folder is None or tree is None or not (were := replicas_of(folder.states)):
         return

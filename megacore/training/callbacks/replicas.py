@@ -1,8 +1,9 @@
 """Replicas compared: ranks that hold the same elements must have them to the bit, or memory or a unit is at fault.
 
 What is the same follows from the layout: replicas of dp hold the same matrices, ranks of tp and cp the same norms, the
-ends of a pipeline the same tied table. Replicas that take steps alone have the outer state alike, and nothing else. Of three or more the one that differs is known, of two it is not. Its gradients
-have been in the sums of all since, so all go back to the newest checkpoint, which was written when they still agreed.
+ends of a pipeline the same tied table. Replicas that take steps alone have the outer state alike, and nothing else. Of
+three or more the one that differs is known, of two it is not. Its gradients have been in the sums of all since, so all
+go back to the newest checkpoint, which was written when they still agreed.
 """
 
 from __future__ import annotations
