@@ -41,7 +41,7 @@ from megacore.parallel.weights.transfer import Stored, native
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster
 from megacore.store.tensor_files.shares import share_out, share_reads
-from megacore.store.weight_folders.index import EMA, LOCAL, MASTER, MOMENTS, OUTER, STATES, on_disk
+from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS, OUTER, ROUND_STATES, STATES, on_disk
 
 WEIGHTS = STATES[0]
 STORAGE_OF_A_DEVICE = 2e12 / 16384
@@ -202,7 +202,7 @@ def _states(setting: Setting) -> Mapping[str, int]:
     """Return {state of a checkpoint: bytes of an element}."""
     widths = setting.widths
     others = {MASTER: widths.master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS)), EMA: widths.average}
-    others |= dict.fromkeys((OUTER, LOCAL), widths.outer // 2)
+    others |= dict.fromkeys(ROUND_STATES, widths.outer // 2)
     return {WEIGHTS: widths.parameter, **{state: width for state, width in others.items() if width}}
 
 
@@ -211,7 +211,7 @@ def _lacking(setting: Setting) -> Mapping[str, frozenset[str]]:
     frozen = setting.frozen
     whole = frozenset(names.matrices(setting.model.schema)) if setting.muon_steps else frozenset[str]()
     _, second = MOMENTS
-    return {**dict.fromkeys(STATES, frozen), WEIGHTS: frozenset(), second: frozen | whole}
+    return {**dict.fromkeys((*STATES, *ROUND_STATES), frozen), WEIGHTS: frozenset(), second: frozen | whole}
 
 
 def _writes(state: str, replica: int) -> bool:
@@ -261,7 +261,7 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
         held = {state: [each for each in stored if each.name not in names] for state, names in lacking.items()}
         rest = [each for each in stored if each.name in lacking[MASTER]]
         before = by_rank.total()
-        later = [(state, held[state]) for state in STATES[2:] if state in states]
+        later = [(state, held[state]) for state in (*STATES[2:], *ROUND_STATES) if state in states]
         for state, tensors in ((first, held[MASTER]), (WEIGHTS, rest), *later):
             if _writes(state, replica):
                 size += states[state] * sum(_unpadded(each, sizes) for each in tensors)

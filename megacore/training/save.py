@@ -44,6 +44,7 @@ from megacore.store.weight_folders.checkpoint import COMPANIONS, TRAINER, Checkp
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.index import (
     INDEX,
+    ROUND_STATES,
     STATES,
     Adapters,
     Carried,
@@ -104,7 +105,7 @@ class Contents:
         """{state: {name: dtype}} of the tensors of this rank that are saved, here or by other replicas."""
         shards = self.layout.shards(self.parameters.mesh.place)
         there = {WEIGHTS: {each.name: self.parameters[each.name].dtype for each in shards}, **self.optimizer.states()}
-        order = sorted(there, key=lambda state: (STATES.index(kind_of(state)[0]), state))
+        order = sorted(there, key=lambda state: ((*STATES, *ROUND_STATES).index(kind_of(state)[0]), state))
         return {state: there[state] for state in order}
 
     def writes(self, state: str) -> bool:

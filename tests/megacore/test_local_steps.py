@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import engine
 import numpy as np
@@ -15,6 +17,14 @@ from pool import Pool
 from torch import Tensor
 
 from megacore.corruption import Corrupted
+from megacore.models.registry import configure
+from megacore.planning.costs import ALL_REDUCE
+from megacore.planning.overheads import Storage, save_of
+from megacore.planning.recipe_setting import setting_of
+from megacore.planning.state_bytes import Shares, state
+from megacore.planning.traffic import WAYS, traffic
+from megacore.recipe import load
+from megacore.training import local_steps
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.local_steps import LocalSteps
 from megacore.training.lr import learning_rate
@@ -106,6 +116,7 @@ def simulate(recipe: str, replicas: int, ranks: int) -> Simulated:
     return found
 
 
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(
     ("world", "replicas", "ranks", "overrides"),
     [
@@ -133,6 +144,7 @@ def test_replicas_are_those_of_a_simulation(
 ROUND = ["sync.every=4", "checkpoint.every=2", "evaluate.every=0", "recovery.compare_every=1"]
 
 
+@pytest.mark.in_turn(9)
 @pytest.mark.parametrize(
     ("world", "overrides", "files"),
     [
@@ -146,7 +158,7 @@ ROUND = ["sync.every=4", "checkpoint.every=2", "evaluate.every=0", "recovery.com
 def test_a_run_goes_on_within_a_round_bitwise(
     pool: Pool, tmp_path: Path, world: int, overrides: list[str], files: int
 ) -> None:
-    """With dropout, whose masks must be other ones in each replica, and go on too."""
+    """With dropout, whose masks must go on too."""
     recipe = engine.write_recipe(tmp_path, RECIPE | {"model": GPT2})
     overrides = [*ROUND, "train.steps=10", *overrides]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -173,17 +185,18 @@ def held(recipe: str, overrides: list[str]) -> Held:
     """What a rank begins with."""
     made = trainer(recipe, overrides)
     optimizer = made.train_step.optimizer
-    state = next(each for each in optimizer.states() if each in ("exp_avg", f"exp_avg_of_{optimizer.replica}"))
+    moments = next(each for each in optimizer.states() if each in ("exp_avg", f"exp_avg_of_{optimizer.replica}"))
     own = made.model.parameters[NORM].detach().clone()
     common, moment = torch.empty_like(own), torch.empty_like(own)
     optimizer.read_weight(NORM, common)
-    optimizer.read_into(state, NORM, moment)
+    optimizer.read_into(moments, NORM, moment)
     return Held(optimizer.replica, own.numpy(), common.numpy(), moment.numpy())
 
 
 NORM = "layers.0.attn_norm.weight"
 
 
+@pytest.mark.in_turn(12)
 def test_more_or_fewer_replicas_go_on_where_a_round_has_ended(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """Each with the moments of one of those before; within a round as many on another layout."""
     steps = [*ROUND, "train.steps=10"]
@@ -193,8 +206,8 @@ def test_more_or_fewer_replicas_go_on_where_a_round_has_ended(pool: Pool, recipe
     other = [*run, "mesh.dp=2", "mesh.tp=2", "zero.shard=optimizer", within]
     again = pool.run(4, engine.train, recipe, other)[0]
     np.testing.assert_allclose(again.values("loss"), two.values("loss")[6:], rtol=1e-9)
-    for state in ("weights", "outer_momentum", "local_of_0", "local_of_1", "exp_avg_sq_of_1"):
-        one, two_of = (engine.whole(engine.path_of(tmp_path / name, 10), state) for name in ("other", "two"))
+    for held_state in ("weights", "outer_momentum", "local_of_0", "local_of_1", "exp_avg_sq_of_1"):
+        one, two_of = (engine.whole(engine.path_of(tmp_path / name, 10), held_state) for name in ("other", "two"))
         engine.assert_near(one, two_of, 1e-9)
 
     run = [f"out={tmp_path / 'another'}", *steps]
@@ -224,6 +237,7 @@ def bad_once(recipe: str, overrides: list[str], rank: int) -> engine.Result:
     return engine.result(made, made.fit())
 
 
+@pytest.mark.in_turn(6)
 def test_what_one_replica_cannot_do_none_does(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """The others leave the update out too, so that all count the same; and a round does not end while steps are to be
     repeated that are known to be bad later."""
@@ -258,6 +272,7 @@ def damaged(recipe: str, overrides: list[str]) -> str:
     return str(error.value)
 
 
+@pytest.mark.in_turn(5)
 def test_what_all_have_alike_is_streamed_and_compared(pool: Pool, recipe: str, tmp_path: Path) -> None:
     run = [*OUTER, "train.steps=3", "checkpoint.at_end=true", "recovery.compare_every=1"]
     for found in pool.run(2, streamed, recipe, [f"out={tmp_path / 'sound'}", *run]):
@@ -265,3 +280,52 @@ def test_what_all_have_alike_is_streamed_and_compared(pool: Pool, recipe: str, t
         np.testing.assert_array_equal(found["model.layers.0.input_layernorm.weight"], want)
     for said in pool.run(2, damaged, recipe, [f"out={tmp_path / 'damaged'}", *run]):
         assert "ranks 0-1 differ in the outer momentum of" in said and said.count("after step 3") == 1
+
+
+def first_loss(recipe: str, overrides: list[str]) -> float:
+    made = trainer(recipe, overrides)
+    return made.train_step.backward(made.upload(made.batches.microbatches(0), 1)).loss.item()
+
+
+@pytest.mark.in_turn(5, 1)
+def test_replicas_drop_what_ranks_of_dp_drop(pool: Pool, tmp_path: Path) -> None:
+    """Before they have gone ways of their own all of the loss is that of one replica, to the masks."""
+    recipe = engine.write_recipe(tmp_path, RECIPE | {"model": GPT2})
+    (one, _), (other, _) = (pool.run(2, first_loss, recipe, given) for given in ([], OUTER))
+    assert one == pytest.approx(other, rel=1e-14)
+
+
+def sent_and_held(recipe: str, overrides: list[str]) -> tuple[int, int]:
+    """The bytes that this rank averages at the end of a round, and those of its part of the outer state."""
+    made = trainer(recipe, overrides)
+    made.fit()
+    optimizer, sent = made.train_step.optimizer, list[int]()
+    assert isinstance(optimizer, LocalSteps)
+
+    def note(x: Tensor, *_: Any) -> Tensor:
+        sent.append(x.nbytes)
+        return x
+
+    with mock.patch.object(local_steps, "all_reduce_", note):
+        optimizer.end_round()
+    return sum(sent), sum(each.nbytes for each in (*optimizer._start.values(), *optimizer._momenta.values()))
+
+
+@pytest.mark.in_turn(6, 3)
+def test_the_plan_counts_them(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    given = [f"out={tmp_path}", *OUTER, "sync.replicas=2", "zero.shard=gradients", "train.precision=bf16"]
+    given += ["train.steps=3", "checkpoint.at_end=true"]
+    sent, held = (sum(each) for each in zip(*pool.run(4, sent_and_held, recipe, given), strict=True))
+    config = load(recipe, given)
+    setting = setting_of(config, configure(config.model), 4, "cpu")
+    elements = sum(part.elements for part in Shares.of(setting).stages[0])
+    (ways,) = (each for each in traffic(setting, 0) if each.what == WAYS)
+    assert (ways.ranks, ways.kind) == (2, ALL_REDUCE)
+    assert 2 * 4 * elements == pytest.approx(4 * ways.size * 2, rel=1e-3) == pytest.approx(sent, rel=0.07)  # padding
+    without = replace(setting, widths=replace(setting.widths, outer=0))
+    (whole, less) = (state(Shares.of(setting).stages[0], each).total for each in (setting, without))
+    assert 4 * (whole - less) == pytest.approx(held, rel=0.07)
+    files = engine.tensor_files(engine.path_of(tmp_path, 3))
+    save = save_of(setting, 4, Storage(1e9, 1e9), None)
+    sizes = [int.from_bytes(data[:8], "little") + 8 for data in files.values()]  # of headers
+    assert (save.files, save.size) == (len(files), sum(map(len, files.values())) - sum(sizes))

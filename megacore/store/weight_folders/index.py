@@ -33,10 +33,12 @@ there may be experts; since version 3 tensors may be carried, since version 4 vi
 version 5 replicas have states of their own. Where nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 EMA = "ema"
-OUTER, LOCAL = "outer_momentum", "local"
-STATES = ("weights", MASTER, *MOMENTS, EMA, OUTER, LOCAL)
-"""Weights, their fp32 masters, AdamW's two moments, averages of weights, and of replicas that take steps alone the
-momentum of the outer step and the weights of one: each stored by the weights' own sentences and names."""
+STATES = ("weights", MASTER, *MOMENTS, EMA)
+"""Weights, their fp32 masters, AdamW's two moments, and averages of weights: each stored by the weights' own sentences
+and names."""
+OUTER, LOCAL = ROUND_STATES = "outer_momentum", "local"
+"""The states that replicas which take steps alone have beside them, stored alike: the momentum of the outer step, and
+each replica's own weights."""
 CARRIED = "carried/tensors.safetensors"
 """The file of a checkpoint that has the tensors of other parts of the model."""
 
@@ -55,7 +57,8 @@ def of_replica(state: str, replica: int) -> str:
 
 
 def kind_of(state: str) -> tuple[str, int | None]:
-    """Return the one of :data:`STATES` that a state is, and the replica that has it for itself; None: all have it."""
+    """Return the one of :data:`STATES` or :data:`ROUND_STATES` that a state is, and the replica that has it for itself;
+    None: all have it."""
     found = _OF_REPLICA.fullmatch(state)
     return (state, None) if found is None else (found[1], int(found[2]))
 
@@ -346,13 +349,10 @@ def read_index(path: Path) -> Index:
     records = {name: _record(files.child(name)) for name in files.tree}
     mesh = tree.child("mesh").numbers()
     states = tuple(tree.get("states", list))
-    layers = tree.get("layers_per_stage", list)
-    if (
-        any(not isinstance(state, str) or kind_of(state)[0] not in STATES for state in states)
-        or "weights" not in states
-        or len(set(states)) != len(states)
-    ):
-        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(STATES)} are known")
+    layers, known = tree.get("layers_per_stage", list), (*STATES, *ROUND_STATES)
+    strange = any(not isinstance(state, str) or kind_of(state)[0] not in known for state in states)
+    if strange or "weights" not in states or len(set(states)) != len(states):
+        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(known)} are known")
     if not all(type(n) is int and n >= least for n, least in zip(layers, least_layers(len(layers)), strict=True)):
         raise tree.error(f"has layers_per_stage={short(layers)}")
     ranks = math.prod(mesh.values())
