@@ -49,13 +49,14 @@ from megacore.training.callbacks.reference import ReferenceScores
 from megacore.training.callbacks.repeat_steps import RepeatSteps
 from megacore.training.callbacks.replicas import Replicas
 from megacore.training.callbacks.report import FinalReport
+from megacore.training.callbacks.rounds import EndRounds
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.spikes import TellSpikes
 from megacore.training.callbacks.trace import Trace
 from megacore.training.check import Setup
 from megacore.training.initial_state import load_initial_state
-from megacore.training.local_steps import LocalSteps, Rounds
+from megacore.training.local_steps import LocalSteps
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
@@ -128,7 +129,7 @@ def _callbacks(
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision], kernels.mm)
     made: list[Callback] = [Trace(), Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
     if config.sync.every is not None:
-        made.insert(0, Rounds(config.sync.every))
+        made.insert(0, EndRounds(config.sync.every))
     if config.preference is not None and config.preference.loss in WITH_REFERENCE:
         sources = [packed for side in (setup.corpora.train, held_out) if side for packed in packed_of(side)]
         made.append(ReferenceScores(sources, lambda source: _batches(setup, source, mesh, model)))

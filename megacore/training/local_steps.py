@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,6 @@ from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import Group
 from megacore.store.weight_folders.index import LOCAL, MASTER, OUTER, kind_of, of_replica
 from megacore.training.optimizer import Optimizer
-from megacore.training.trainer import Callback, Trainer
-
-if TYPE_CHECKING:
-    from megacore.training.step import Stats
 
 
 class LocalSteps(Optimizer):
@@ -164,16 +160,3 @@ def _buckets(starts: Mapping[OwnedShard, Tensor]) -> Iterator[list[OwnedShard]]:
         size += start.nbytes
     if filled:
         yield filled
-
-
-class Rounds(Callback):
-    """Ends a round after every so many steps, before anybody looks at the weights."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-
-    def on_step(self, run: Trainer, stats: Stats) -> None:
-        optimizer = run.train_step.optimizer
-        if run.step % self._every == 0 and isinstance(optimizer, LocalSteps):
-            optimizer.end_round(run.vetoed)
-            run.train_step.gradients.updated()
