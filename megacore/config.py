@@ -172,10 +172,33 @@ class ZeroConfig:
     shard: ZeroShard = "none"
     """The state of the `optimizer`, the `gradients` too, the `parameters` too (ZeRO 1, 2, 3), or `none` of it."""
     replicas: Annotated[Int, COUNTED] = 1
-    """Copies of what is shared out: it is split over groups of dp / replicas ranks (HSDP)."""
+    """Copies of what is shared out: it is split over groups of dp / replicas ranks (HSDP), of the dp of each replica
+    that takes steps alone, where some do (`sync`)."""
     compress: Compression = "none"
     """The numbers that gradients are rounded to where they are sent: `bf16` are half as many bytes, and layouts then
     agree to its rounding (see docs/precision.md)."""
+
+
+@dataclass(frozen=True, config=TYPED)
+class SyncConfig:
+    """Replicas that take steps alone and are brought together by an outer step (DiLoCo, Douillard et al. 2023, arXiv
+    2311.08105; docs/meshes.md)."""
+
+    every: Annotated[Int, AT_LEAST_1] | None = None
+    """Steps that each replica takes alone before all are brought together; null: gradients are summed over all of them
+    in every step."""
+    replicas: Annotated[Int, COUNTED] | None = None
+    """The replicas that do so, successive parts of dp, in each of which `zero` shares out; null: each rank of dp is
+    one."""
+    lr: Annotated[Float, ABOVE_0] = 0.7
+    """The learning rate of the outer step, SGD with Nesterov's momentum on the mean of the ways that replicas have
+    come; with 1, and no momentum, weights are averaged."""
+    momentum: Annotated[Float, BELOW_1] = 0.9
+    """The momentum of the outer step."""
+
+    def replicas_of(self, dp: int) -> int:
+        """Return the number of replicas that take steps alone on so many ranks of dp: 1 where none do."""
+        return 1 if self.every is None else self.replicas or dp
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -685,6 +708,7 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     zero: ZeroConfig = ZeroConfig()
+    sync: SyncConfig = SyncConfig()
     data: DataConfig = DataConfig()
     chat: ChatConfig = ChatConfig()
     batch: BatchConfig = BatchConfig()

@@ -499,7 +499,7 @@ class Decoder(nn.Module):
         if microbatch.split is None:
             return whole
         mesh, context = self._mesh, context or self.context_parallel
-        inner = mesh.group(inner_ranks(mesh.cp.ranks, mesh.cp.index, context.heads))
+        inner = mesh.group(inner_ranks(mesh.shape.along(mesh.rank, "cp"), mesh.cp.index, context.heads))
         return ContextAttention.of(microbatch.split, microbatch.sequence_length, context, mesh.cp, inner, whole)
 
     def _routed(self, microbatch: Microbatch) -> RoutedTokens:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from megacore.parallel.rank_sets import Rounds, channel_kinds, of_mesh
+from megacore.parallel.rank_sets import Rounds, channel_kinds, of_mesh, parts_of_dp
 from megacore.parallel.recorder import IDLE, Recorder
 from megacore.parallel.weights.layout import Coordinates, MeshShape, split_axis
 
@@ -120,6 +120,19 @@ class Mesh:
             mesh.make_groups(sets)
         mesh._make_channels()
         return mesh
+
+    def part(self, replicas: int) -> Mesh:
+        """Return this rank's part of the mesh, one of so many successive parts of dp, as a mesh of its own: its ranks
+        count from 0. Every rank of the world calls this.
+
+        Raises:
+            ValueError: the parts would not be alike.
+        """
+        return self if replicas == 1 else MeshPart(self, replicas)
+
+    def global_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers that ranks of this mesh have in the world."""
+        return tuple(ranks)
 
     @property
     def place(self) -> Coordinates:
@@ -244,3 +257,31 @@ class Mesh:
                 dist.send(message, receiver, group=channel.process_group)
             else:
                 dist.recv(message, sender, group=channel.process_group)
+
+
+class MeshPart(Mesh):
+    """A part of a mesh (:meth:`Mesh.part`), whose groups are some of the whole's: they know their global ranks."""
+
+    def __init__(self, whole: Mesh, replicas: int) -> None:
+        self._parts = parts_of_dp(whole.shape, replicas)
+        self._members = next(ranks for ranks in self._parts if whole.rank in ranks)
+        shape = replace(whole.shape, dp=whole.shape.dp // replicas)
+        super().__init__(shape, self._members.index(whole.rank), whole.device, whole.timeout)
+        self._whole, self.recorder = whole, whole.recorder
+        for sets in of_mesh(shape):
+            self.make_groups(sets)
+
+    def global_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self._members[rank] for rank in ranks)
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        return self._whole.group(self.global_ranks(ranks))
+
+    def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        self._whole.make_groups(tuple(part[rank] for rank in ranks) for ranks in rank_sets for part in self._parts)
+
+    def channel(self, direction: str, source: int) -> Group:
+        return self._whole.channel(direction, source)
+
+    def peer(self, stage: int) -> int:
+        return self._whole.peer(stage)

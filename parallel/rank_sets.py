@@ -28,6 +28,19 @@ def mesh_dims(shape: MeshShape, experts: bool = False) -> tuple[tuple[str, ...],
     return ("tp",), ("dp", "ep", "cp"), shape.DIMS, *spread, *([TOKENS] if experts else [])
 
 
+def parts_of_dp(shape: MeshShape, parts: int) -> list[RankSet]:
+    """Return the ranks of each of so many successive parts of dp, which take steps alone; those at one place of all
+    parts are :func:`across` them.
+
+    Raises:
+        ValueError: the parts would not be alike.
+    """
+    size, rest = divmod(shape.dp, parts)
+    if rest:
+        raise ValueError(f"cannot divide dp={shape.dp} into {parts} parts")
+    return [shape.ranks(dp=range(first, first + size)) for first in range(0, shape.dp, size)]
+
+
 def of_mesh(shape: MeshShape, experts: bool = False) -> Iterator[list[RankSet]]:
     """Yield the sets of all ranks along each of :func:`mesh_dims`."""
     for dims in mesh_dims(shape, experts):

@@ -121,6 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
     if others:
         _scale(arguments, config, cluster, name)
         return 0
+    if arguments.fit and config.sync.every is not None:
+        raise ConfigError(
+            ["--fit looks for layouts whose gradients are summed in each step: leave it out, or set sync.every=null"]
+        )
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
         base = replace(
@@ -218,7 +222,8 @@ def _headline(plan: Plan, name: str) -> Iterator[str]:
         f"{s.tokens:,} tokens"
     )
     yield (
-        f"bytes of a parameter {w.parameter}, its gradient {w.gradient}, master {w.master}, moments {w.moments}; "
+        f"bytes of a parameter {w.parameter}, its gradient {w.gradient}, master {w.master}, moments {w.moments}"
+        f"{f', start and momentum of outer steps {w.outer}' if w.outer else ''}; "
         f"split over data parallel ranks: {s.shard}; recomputed: {s.recompute}"
     )
 

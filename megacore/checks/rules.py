@@ -434,7 +434,9 @@ def _compression(facts: RuleContext) -> Iterator[str]:
 
 
 def _shards(facts: RuleContext) -> Iterator[str]:
-    dp, shard, replicas = facts.dp, facts.config.zero.shard, facts.config.zero.replicas
+    sync, shard, replicas = facts.config.sync, facts.config.zero.shard, facts.config.zero.replicas
+    alone = sync.replicas_of(facts.dp)
+    dp = 0 if not alone or facts.dp % alone else facts.dp // alone
     if replicas > 1 and shard == "none":
         yield (
             f"zero.replicas ({replicas}) groups share nothing out where zero.shard is none: set zero.shard=optimizer, "
@@ -442,9 +444,36 @@ def _shards(facts: RuleContext) -> Iterator[str]:
         )
     elif dp and dp % replicas:
         yield (
-            f"cannot divide dp={dp} data parallel ranks into zero.replicas={replicas} groups: "
-            f"choose from {_divisors(dp)}"
+            f"cannot divide dp={dp} data parallel ranks{' of a replica of sync' * (alone > 1)} into "
+            f"zero.replicas={replicas} groups: choose from {_divisors(dp)}"
         )
+
+
+def _sync(facts: RuleContext) -> Iterator[str]:
+    config, sync, dp = facts.config, facts.config.sync, facts.dp
+    if sync.every is None:
+        if sync.replicas is not None:
+            yield f"sync.replicas ({sync.replicas}) take steps alone, and sync.every is null: set it, or leave them out"
+        return
+    replicas = sync.replicas_of(dp)
+    if dp and dp % replicas:
+        yield f"cannot divide dp={dp} into sync.replicas={replicas}: choose from {_divisors(dp)}"
+    together, batch = config.batch.micro_size * dp * config.mesh.ep, config.batch
+    for key, size in [("batch.global_size", batch.global_size), *(("batch.ramp", n) for n in (batch.ramp or ())[:2])]:
+        if together and size % together:
+            yield (
+                f"{key} ({size}): replicas of sync are to have as many sequences each, and micro_size x dp x ep is "
+                f"{together}: choose {_multiples(size, together)}"
+            )
+    for key, value, off in (
+        ("ema.decay", config.ema.decay, "null"),
+        ("experts.bias_rate", config.experts.bias_rate, "0"),
+        ("recovery.recompute_every", config.recovery.recompute_every, "0"),
+    ):
+        if value:
+            yield f"{key} ({value:g}) is of weights that all replicas have alike, unlike those of sync.every: set {off}"
+    if (where := config.memory.offload_optimizer) != "none":
+        yield f"sync.every keeps states on the device, and memory.offload_optimizer is {where}: set that to none"
 
 
 def _lengths(facts: RuleContext) -> Iterator[str]:
@@ -723,7 +752,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _order, _loss_chunk, _own_loss, _preference, _labels, _mtp,
     _indexers, _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys,
-    _shards, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning,
+    _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning,
     _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 

@@ -24,13 +24,24 @@ from megacore.data.blend import Blend
 from megacore.data.indexed import IndexedDataset, Integers
 from megacore.data.samples import BLOCKS, Source, parts
 from megacore.models import names
-from megacore.parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_context, of_matrices, of_mesh
+from megacore.parallel.rank_sets import (
+    RankSet,
+    Rounds,
+    across,
+    channel_kinds,
+    divided,
+    of_context,
+    of_matrices,
+    of_mesh,
+    parts_of_dp,
+)
+from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.pattern import Sizes
 from megacore.parallel.weights.transfer import Stored, native
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster
 from megacore.store.tensor_files.shares import share_out, share_reads
-from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS, STATES, on_disk
+from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS, OUTER, ROUND_STATES, STATES, on_disk
 
 WEIGHTS = STATES[0]
 STORAGE_OF_A_DEVICE = 2e12 / 16384
@@ -191,6 +202,7 @@ def _states(setting: Setting) -> Mapping[str, int]:
     """Return {state of a checkpoint: bytes of an element}."""
     widths = setting.widths
     others = {MASTER: widths.master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS)), EMA: widths.average}
+    others |= dict.fromkeys(ROUND_STATES, widths.outer // 2)
     return {WEIGHTS: widths.parameter, **{state: width for state, width in others.items() if width}}
 
 
@@ -198,8 +210,13 @@ def _lacking(setting: Setting) -> Mapping[str, frozenset[str]]:
     """Return {state: the tensors that have none}."""
     frozen = setting.frozen
     whole = frozenset(names.matrices(setting.model.schema)) if setting.muon_steps else frozenset[str]()
-    first, second = MOMENTS
-    return {WEIGHTS: frozenset(), MASTER: frozen, first: frozen, second: frozen | whole, EMA: frozen}
+    _, second = MOMENTS
+    return {**dict.fromkeys((*STATES, *ROUND_STATES), frozen), WEIGHTS: frozenset(), second: frozen | whole}
+
+
+def _writes(state: str, replica: int) -> bool:
+    """Return whether a replica that takes steps alone has a state to write: the first has those of all too."""
+    return not replica or state not in (WEIGHTS, MASTER, OUTER)
 
 
 def _busiest(by_rank: Mapping[int, int], per_node: int) -> tuple[int, int, int, int]:
@@ -217,12 +234,13 @@ def save_of(setting: Setting, per_node: int, storage: Storage, interval: float |
     layout = replace(setting.layout, schema=setting.tuning.kept(setting.model.schema))
     disk, states, lacking = on_disk(layout), _states(setting), _lacking(setting)
     by_rank, files = Counter[int](), 0
-    for ranks in layout.mesh.all_along("dp", "cp"):
+    for replica, ranks in _together(setting):
         stored = list(native(disk, [disk.mesh.rank(replace(layout.mesh.place(ranks[0]), dp=0, cp=0))]))
         held = {
             state: own
             for state, width in states.items()
-            if (own := [(each, width) for each in stored if each.name not in lacking[state]])
+            if _writes(state, replica)
+            and (own := [(each, width) for each in stored if each.name not in lacking[state]])
         }
         for rank, share in zip(ranks, share_out(disk, held, len(ranks)), strict=True):
             files += len(share)
@@ -238,14 +256,15 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
     layout, states, lacking = setting.layout, _states(setting), _lacking(setting)
     by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes
     first = MASTER if MASTER in states else WEIGHTS
-    for ranks in layout.mesh.all_along("dp", "cp"):
+    for replica, ranks in _together(setting):
         stored = list(native(layout, [ranks[0]]))
         held = {state: [each for each in stored if each.name not in names] for state, names in lacking.items()}
         rest = [each for each in stored if each.name in lacking[MASTER]]
         before = by_rank.total()
-        later = [(state, held[state]) for state in (*MOMENTS, EMA) if state in states]
+        later = [(state, held[state]) for state in (*STATES[2:], *ROUND_STATES) if state in states]
         for state, tensors in ((first, held[MASTER]), (WEIGHTS, rest), *later):
-            size += states[state] * sum(_unpadded(each, sizes) for each in tensors)
+            if _writes(state, replica):
+                size += states[state] * sum(_unpadded(each, sizes) for each in tensors)
             for _, slices in share_reads(tensors, len(ranks)):
                 for part, reader in slices:
                     by_rank[ranks[reader]] += states[state] * _unpadded(part, sizes)
@@ -255,6 +274,19 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
     reading = storage.seconds(by_rank.total(), busiest_node)
     seconds = max(reading, received / cluster.bandwidth(layout.mesh, "dp x cp"))
     return Resume(size, by_rank.total(), busiest, busiest_node, received, seconds)
+
+
+def _together(setting: Setting) -> Iterator[tuple[int, RankSet]]:
+    """Yield (a replica, ranks of it) of ranks along dp and cp, which write and read together."""
+    mesh = setting.layout.mesh
+    for replica, part in enumerate(parts_of_dp(mesh, setting.alone)):
+        for ranks in _of_replica(mesh, setting.alone).all_along("dp", "cp"):
+            yield replica, tuple(part[rank] for rank in ranks)
+
+
+def _of_replica(mesh: MeshShape, alone: int) -> MeshShape:
+    """Return the mesh of one of the replicas that take steps alone."""
+    return replace(mesh, dp=mesh.dp // alone)
 
 
 def _unpadded(stored: Stored, sizes: Sizes) -> int:
@@ -271,11 +303,16 @@ def _unpadded(stored: Stored, sizes: Sizes) -> int:
 def _rounds(setting: Setting) -> list[list[RankSet]]:
     """Return the sets that get groups of the device's kind, in the calls that make them: of the mesh, of those that
     share gradients and state, and of those that read together."""
-    layout, rounds = setting.layout, Rounds()
-    shared = divided(layout, None if setting.shard == "none" else setting.replicas)
+    mesh, alone, rounds = setting.layout.mesh, setting.alone, Rounds()
+    layout = replace(setting.layout, mesh=_of_replica(mesh, alone))
+    shared = divided(layout, None if setting.shard == "none" else setting.replicas // alone)
     inner = of_context(layout.mesh, setting.context.heads)
     whole = of_matrices(layout) if setting.muon_steps else ()
     batches = [*of_mesh(layout.mesh, setting.has_experts), inner, shared, *whole, layout.mesh.all_along("dp", "cp")]
+    if alone > 1:
+        parts = parts_of_dp(mesh, alone)
+        batches = [[tuple(part[rank] for rank in ranks) for ranks in sets for part in parts] for sets in batches]
+        batches = [*of_mesh(mesh), *batches, across(parts)]
     return [each for sets in batches for each in rounds.new(sets)]
 
 

@@ -276,8 +276,8 @@ def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:
 def _lazy(shares: Sequence[ParameterShare], setting: Setting) -> bool:
     """Return whether gradients only come to be in the backward: nobody shares them, they need no wider type, and there
     is one microbatch (the next one finds those of the one before)."""
-    mesh, widths = setting.layout.mesh, setting.widths
-    shared = mesh.dp * mesh.cp > 1 or any(part.model_replicas > 1 for part in shares if part.trained)
+    widths = setting.widths
+    shared = setting.summing > 1 or any(part.model_replicas > 1 for part in shares if part.trained)
     one = setting.microbatches * setting.layout.chunks == 1
     return not shared and widths.gradient == widths.parameter and one
 
@@ -303,13 +303,13 @@ class _Sharing:
         """Return a bucket that fills, and those whose sums are under way; of parameters a unit and the next. What this
         rank alone holds is not sent, and never elsewhere than in its place."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
-        mesh, first, last = setting.layout.mesh, act.embedding, act.head
-        most, data = setting.bucket_bytes // widths.gradient, mesh.dp * mesh.cp
+        first, last = act.embedding, act.head
+        most, data = setting.bucket_bytes // widths.gradient, setting.summing
 
         def under_way(elements: int) -> int:
             """Return the bytes of a sum: what is sent, and on CPUs the shards that come from each of the others."""
             size = elements * setting.sent_gradient
-            return size + (size - size * setting.replicas // data) * (setting.device == "cpu")
+            return size + (size - size * setting.replicas // setting.alone // data) * (setting.device == "cpu")
 
         sent = setting.sent_gradient * (setting.compress != "none")  # a bucket is let go once it is rounded
         if rung < 2:

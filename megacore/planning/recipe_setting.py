@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from megacore.config import Config, ContextConfig, ZeroConfig
+from megacore.config import Config, ContextConfig, SyncConfig, ZeroConfig
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
@@ -36,6 +36,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
             config.optimizer.master_weights,
             config.optimizer.moments,
             config.ema.decay is not None,
+            config.sync.every is not None,
         ),
         sequence_length=config.data.sequence_length,
         micro_size=micro,
@@ -44,7 +45,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         schedule=config.pipeline.schedule,
         order=order_of(config, world),
         shard=config.zero.shard,
-        replicas=config.zero.replicas,
+        replicas=config.zero.replicas * config.sync.replicas_of(mesh.dp),
         compress=config.zero.compress,
         fp8=config.train.precision == "fp8",
         recompute=config.memory.recompute,
@@ -58,6 +59,8 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         context=config.context.over(mesh.cp, model.drops_attention),
         mlp_chunk=config.memory.mlp_chunk,
         compiled=config.train.compile,
+        alone=config.sync.replicas_of(mesh.dp),
+        round_steps=config.sync.every or 0,
         muon_steps=config.muon.steps if config.optimizer.name == "muon" else 0,
     )
 
@@ -67,6 +70,7 @@ def alone(config: Config) -> Config:
     return replace(
         config,
         zero=ZeroConfig(compress=config.zero.compress),
+        sync=SyncConfig(),
         context=ContextConfig(),
         mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
         pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, order=None, layers_per_stage=None),

@@ -35,17 +35,24 @@ PARAMETER: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64
 @dataclass(frozen=True)
 class Widths:
     """Bytes of one element of each part of the training state; ``moments`` is that of both together, ``average`` that
-    of an average of the weights, if there is one."""
+    of an average of the weights, and ``outer`` that of the start and the momentum of an outer step, if there are
+    some."""
 
     parameter: int
     gradient: int
     master: int
     moments: int
     average: int = 0
+    outer: int = 0
 
     @classmethod
     def of(
-        cls, precision: Precision, master_weights: bool = True, moments: Moments = "fp32", averages: bool = False
+        cls,
+        precision: Precision,
+        master_weights: bool = True,
+        moments: Moments = "fp32",
+        averages: bool = False,
+        outer: bool = False,
     ) -> Widths:
         """Return the widths that the engine has. Parameters narrower than fp32 have fp32 masters, and gradients are
         then accumulated in fp32: 2 + 4 + 4 + 8 = 18 bytes where the literature counts 2-byte gradients, and 16.
@@ -53,7 +60,8 @@ class Widths:
         parameter = PARAMETER[precision]
         mixed = master_weights and parameter < 4
         wide = 4 if mixed else parameter
-        return cls(parameter, wide, 4 if mixed else 0, 2 * (2 if moments == "bf16" else wide), wide * averages)
+        of_moments = 2 * (2 if moments == "bf16" else wide)
+        return cls(parameter, wide, 4 if mixed else 0, of_moments, wide * averages, 2 * wide * outer)
 
 
 ADAM_16 = Widths(parameter=2, gradient=2, master=4, moments=8)
@@ -75,9 +83,12 @@ class Setting:
         documents: The lengths of a microbatch's documents, which attention stays within; None: each row is one.
         blank: Sequences of a step that only fill the microbatches up, on all ranks.
         compiled: Whether blocks are compiled.
+        replicas: Groups of dp ranks that do not split with each other, of all replicas that take steps alone.
         compress: The numbers that gradients are rounded to where they are sent.
         fp8: Whether linears multiply in fp8.
         order: The actions of each stage, where that is not the schedule's own order of them.
+        alone: The replicas that take steps alone, parts of dp.
+        round_steps: The steps that these take before they are brought together; 0: there are none.
         muon_steps: Steps of Newton and Schulz that update matrices as wholes; 0: none are.
     """
 
@@ -109,6 +120,8 @@ class Setting:
     compress: Compression = "none"
     fp8: bool = False
     order: Schedule | None = None
+    alone: int = 1
+    round_steps: int = 0
 
     @property
     def sent_gradient(self) -> int:
@@ -145,6 +158,11 @@ class Setting:
         """Whether a schedule may have them do so (`megacore.checks.rules`)."""
         whole = self.loss_chunk is not None or self.mlp_chunk is not None
         return not self.compiled and not (whole and self.shard in SHARDS[2:])
+
+    @property
+    def summing(self) -> int:
+        """The ranks along dp and cp whose gradients are summed."""
+        return self.layout.mesh.dp * self.layout.mesh.cp // self.alone
 
     @property
     def has_experts(self) -> bool:

@@ -126,7 +126,8 @@ def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[ParameterShare]
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of the training state on one rank; averages of the weights count with the moments."""
+    """Bytes of the training state on one rank; averages of the weights, and what an outer step needs,
+    count with the moments."""
 
     parameters: int
     gradients: int
@@ -171,13 +172,13 @@ def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> Sta
         parameters * widths.parameter,
         gradients * widths.gradient,
         states * widths.master,
-        states * (widths.moments + widths.average),
+        states * (widths.moments + widths.average + widths.outer),
     )
 
 
 def sharing(part: ParameterShare, setting: Setting) -> int:
     """Return the number of ranks that the state of a part is split over where it is (`parallel.rank_sets.divide`): all
-    that hold copies, less HSDP's replicas, and less the other end of the pipeline."""
+    that hold copies, less HSDP's replicas and those that take steps alone, and less the other end of the pipeline."""
     mesh = setting.layout.mesh
     ends = 2 if "pp" in part.dims else 1
     return part.model_replicas // ends * mesh.dp * mesh.cp // setting.replicas

@@ -22,7 +22,7 @@ from megacore.planning.exchange import ExchangeWork, Packing
 from megacore.planning.peak_memory import held_bytes
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, state, updated
-from megacore.planning.traffic import ALL_REDUCE, GATHERED, RETURNED, SEND, Traffic, traffic
+from megacore.planning.traffic import ALL_REDUCE, GATHERED, RETURNED, SEND, WAYS, Traffic, traffic
 
 _Of = npt.NDArray[np.float64]
 PRECISE = 512
@@ -402,7 +402,7 @@ def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _T
     """Return the seconds that the sums of gradients and the gathering of parameters and matrices add to a step."""
     mesh, m, rung = setting.layout.mesh, setting.microbatches, SHARDS.index(setting.shard)
     gathers = [x for x in sent if x.what == "parameters"]
-    whole = cluster.seconds(mesh, [x for x in sent if x.what in (GATHERED, RETURNED)])
+    whole = cluster.seconds(mesh, [x for x in sent if x.what in (GATHERED, RETURNED, WAYS)])
     sums = [x for x in sent if "gradients" in x.what and x.kind != SEND]
     if rung == 3:
         return whole + cluster.shown(mesh, [*sums, *gathers], m * times.total)
@@ -417,7 +417,7 @@ def _optimizer(setting: Setting, cluster: Cluster, shares: Sequence[ParameterSha
     Offloaded, the host does it, window by window: gradients come and parameters go beside its work, each in a
     direction of its own, and states are read and written; the slowest of these shows.
     """
-    own = updated(shares, setting)
+    own = updated(shares, replace(setting, widths=replace(setting.widths, outer=0)))  # which few steps touch
     states, products = own.masters + own.moments, 0.0
     for group in matrix_groups(setting, shares):
         own_s = (count * cluster.multiplied_s(each, cluster.tflops) for each, count in group.products.items())

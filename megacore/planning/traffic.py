@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, Collective
 from megacore.planning.setting import SHARDS, Setting
-from megacore.planning.state_bytes import ParameterShare, Shares, cast, matrix_groups, sharing
+from megacore.planning.state_bytes import ParameterShare, Shares, cast, matrix_groups, sharing, updated
 
 TOKENS, HEADS, KEYS, GRADIENTS = "tokens", "tokens by heads", "keys and values", "gradients of keys and values"
 SPANS = "states of spans"
@@ -17,6 +17,8 @@ SPANS = "states of spans"
 document make of a state; each to ranks of its own, so a time is that of one of them."""
 GATHERED, RETURNED = "matrices, gathered", "matrices, returned"
 """The things that an update of whole matrices sends."""
+WAYS = "ways of replicas, over a round"
+"""The things that an outer step sends, of which each step of its round has a share."""
 
 
 def ring(kind: str, size: float, ranks: int) -> float:
@@ -55,6 +57,7 @@ def traffic(setting: Setting, stage: int) -> tuple[Traffic, ...]:
         *_pipeline(setting, stage),
         *_data(setting, act, Shares.of(setting).stages[stage], stage),
         *_matrices(setting, Shares.of(setting).stages[stage]),
+        *_ways(setting, Shares.of(setting).stages[stage]),
     ]
     return tuple(each for each in messages if each.ranks > 1 and each.count and each.size)
 
@@ -89,7 +92,7 @@ def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
 def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterShare], stage: int) -> Iterator[Traffic]:
     """Yield the messages of gradients, by who shares them, and of split parameters."""
     mesh, widths, rung = setting.layout.mesh, setting.widths, SHARDS.index(setting.shard)
-    data, units = mesh.dp * mesh.cp, act.blocks[stage].total() if rung == 3 else 0
+    data, units = setting.summing, act.blocks[stage].total() if rung == 3 else 0
 
     def buckets(kind: str, axis: str, what: str, ranks: int, held: int, times: int, sent: int | None = None) -> Traffic:
         """Return the messages of a tensor whose bytes are held so, and perhaps sent otherwise, ``times`` in a step;
@@ -101,7 +104,7 @@ def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterSha
     for part in shares:
         alike.setdefault((part.dims, part.model_replicas), []).append(part)
     for (dims, _), group in alike.items():
-        own = (*(("dp",) if mesh.dp > 1 else ()), *(("cp",) if mesh.cp > 1 else ()), *dims)
+        own = (*(("dp",) if mesh.dp > setting.alone else ()), *(("cp",) if mesh.cp > 1 else ()), *dims)
         numel = sum(part.trained for part in group)
         ranks, split = data * group[0].model_replicas, sharing(group[0], setting)
         axis, gradient, sent = " x ".join(own), numel * widths.gradient, numel * setting.sent_gradient
@@ -138,6 +141,14 @@ def _gathered(setting: Setting, act: ActivationMemory, stage: int, part: Paramet
     used = _used(act, stage, part)
     narrow = 0 if setting.offload_parameters else used * cast(part, setting, stage) // max(1, part.elements)
     return setting.bytes_of(part.param, used - narrow) + narrow
+
+
+def _ways(setting: Setting, shares: Sequence[ParameterShare]) -> Iterator[Traffic]:
+    """Yield the messages by which replicas that take steps alone are brought together, of one step."""
+    if setting.round_steps:
+        widths = replace(setting.widths, moments=0, average=0)
+        size = updated(shares, replace(setting, widths=widths)).moments // 2  # of the start, and not the momentum
+        yield Traffic(ALL_REDUCE, "dp", WAYS, setting.alone, 1, size // setting.round_steps, False)
 
 
 def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:

@@ -39,7 +39,7 @@ from megacore.store.tensor_files.tensors import free_bytes, os_errors
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import progress
 from megacore.training.check import Setup
-from megacore.training.resume import Start, go_on
+from megacore.training.resume import Start, check_round, go_on
 from megacore.training.save import SaveError, Saver
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
@@ -116,6 +116,7 @@ def _opened(config: Config, path: Path, held: Sequence[Mapping[str, TensorTypes]
     here = Checkpoint.open(path, checked=True)
     checkpoint = SpreadCheckpoint(here.path, here.index, here.files, held, machines, trainer=here.trainer)
     found = go_on(config, checkpoint, checked=True)
+    check_round(config, found, machines.control.mesh.shape.dp)
     return replace(found, progress=found.progress.without(config.recovery.skip_samples))
 
 

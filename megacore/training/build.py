@@ -28,6 +28,7 @@ from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.preference import TOLD, PairLoss, Preference
+from megacore.parallel.rank_sets import across, parts_of_dp
 from megacore.parallel.token_loss import loss_of
 from megacore.parallel.weights.layout import Layout
 from megacore.recipe import ConfigError
@@ -49,12 +50,14 @@ from megacore.training.callbacks.reference import ReferenceScores
 from megacore.training.callbacks.repeat_steps import RepeatSteps
 from megacore.training.callbacks.replicas import Replicas
 from megacore.training.callbacks.report import FinalReport
+from megacore.training.callbacks.rounds import EndRounds
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.spikes import TellSpikes
 from megacore.training.callbacks.trace import Trace
 from megacore.training.check import Setup
 from megacore.training.initial_state import load_initial_state
+from megacore.training.local_steps import LocalSteps
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
@@ -82,17 +85,19 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     _agree(control, setup, kernels.chosen(mesh.device, config.train.compile, DTYPES[config.train.precision]))
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
     split, placement = config.mesh.split, config.pipeline.placement
-    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, split, placement)
-    model = _model(setup, layout, mesh, control)
+    own = mesh.part(config.sync.replicas_of(mesh.shape.dp))  # what takes steps alone is a mesh of its own
+    layout = layout_of(setup.model, own.shape, chunks, layers, config.tuning, split, placement)
+    model = _model(setup, layout, own, control)
     gradients = _gradients(config, model)
     offload = _offload(config)
-    optimizer = _optimizer(config, gradients, offload, control)
+    optimizer = _optimizer(config, gradients, offload, mesh, control)
     contents = _contents(setup, model, optimizer, offload, _adapters(config, start, control))
     loss = () if config.preference is None else (TOLD,)
     loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
     dtype, schedule = DTYPES[config.train.precision], config.pipeline.schedule
-    pipeline = Pipeline(mesh, model.chunks, dtype, schedule, gradients, loss, setup.order)
-    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance, model.alignment)
+    pipeline = Pipeline(own, model.chunks, dtype, schedule, gradients, loss, setup.order)
+    parts = pipeline, gradients, optimizer, _scaling(config), model.balance, model.alignment
+    step = TrainStep(own, *parts, replicas=mesh if own is not mesh else None)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
     batches = _batches(setup, setup.corpora.train, mesh, model)
@@ -125,6 +130,8 @@ def _callbacks(
         bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision], kernels.mm)
     made: list[Callback] = [Trace(), Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
+    if config.sync.every is not None:
+        made.insert(0, EndRounds(config.sync.every))
     if config.preference is not None and config.preference.loss in WITH_REFERENCE:
         sources = [packed for side in (setup.corpora.train, held_out) if side for packed in packed_of(side)]
         made.append(ReferenceScores(sources, lambda source: _batches(setup, source, mesh, model)))
@@ -192,10 +199,18 @@ def _gradients(config: Config, model: Model) -> Gradients:
     return gradients
 
 
-def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, control: Control) -> Optimizer:
-    section = config.optimizer
+def _optimizer(
+    config: Config, gradients: Gradients, offload: Offload | None, mesh: Mesh, control: Control
+) -> Optimizer:
+    section, sync = config.optimizer, config.sync
+    kind: Callable[..., Optimizer] = Optimizer
+    if sync.every is not None:
+        same = across(parts_of_dp(mesh.shape, sync.replicas_of(mesh.shape.dp)))
+        mesh.make_groups(same)
+        group = mesh.group(next(ranks for ranks in same if mesh.rank in ranks))
+        kind = partial(LocalSteps, across=group, outer_lr=sync.lr, momentum=sync.momentum)
     make = partial(
-        Optimizer,
+        kind,
         gradients,
         lr=section.lr,
         betas=section.betas,

@@ -27,7 +27,17 @@ from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
-from megacore.training.resume import Start, as_begun, companions, data_as_begun, find, model_of, raw_of, with_init
+from megacore.training.resume import (
+    Start,
+    as_begun,
+    check_round,
+    companions,
+    data_as_begun,
+    find,
+    model_of,
+    raw_of,
+    with_init,
+)
 from megacore.training.same_data import changed_data
 
 
@@ -106,6 +116,11 @@ def check(
     found += known(model)
     if start is not None and config.train.epochs is None:
         found += _steps_done(config, start)
+    if start is not None:
+        try:
+            check_round(config, start, config.mesh.shape(world_size).dp)
+        except (StoreError, ValueError) as error:
+            found += [f"checkpoint: {error}"] * isinstance(error, StoreError)  # of a mesh, a rule says what is wrong
     if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
     is_elsewhere = any(each.hub_name is not None for each in config.data.train + config.data.validation)

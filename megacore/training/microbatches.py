@@ -54,6 +54,7 @@ class Uploader:
             blank=batch.blank,
             pairs=None if batch.pairs is None else self._pairs(batch.pairs),
             ahead=tuple(map(self._ahead, batch.ahead)),
+            replica=self.mesh.place.dp,
         )
 
     def _ahead(self, batch: BatchAhead) -> FurtherTokens:

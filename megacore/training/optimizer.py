@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class Optimizer:
         offload: Offload | None = None,
     ) -> None:
         self.clip = clip
+        self.replica = 0
+        """The number of the replica whose states are here, where replicas take steps alone."""
         self._gradients = gradients
         self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments, muon, ema)
         device, matrices = gradients.parameters.mesh.device, None if muon is None else Matrices(gradients)
@@ -76,6 +79,10 @@ class Optimizer:
     def _wait_for_copies(self) -> None:
         while self._after:
             self._after.pop().wait()
+
+    def outer_states(self, part: OwnedShard) -> Mapping[str, Tensor]:
+        """Return {name for people: tensor} of what replicas that take steps alone have alike of a part."""
+        return {}
 
     @property
     def is_split(self) -> bool:
@@ -155,16 +162,26 @@ class Optimizer:
         self._gradients.fill(name, host)
         if self._gradients.parameters[name].requires_grad:
             for state in [MASTER] * self.store.masters + [EMA] * (self._rule.ema is not None):
-                self._gradients.write(name, self._state(state), host)
+                self._gradients.write(name, partial(self.store.of, state=state), host)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Have the parameters be their averages in this block, on all ranks at once."""
+        with self._standing_in([self.store.of(part, EMA)[...] for part in self._gradients.parts]):
+            yield
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """Have the parameters be what is saved and evaluated in this block, which they are, but for replicas that take
+        steps alone."""
+        yield
+
+    @contextmanager
+    def _standing_in(self, values: Sequence[Tensor]) -> Iterator[None]:
         self._wait_for_copies()
-        parts = self._gradients.parts
         with torch.no_grad():
-            held = [part.data.clone() for part in parts]
-            self._fill_parts([self.store.of(part, EMA)[...] for part in parts])
+            held = [part.data.clone() for part in self._gradients.parts]
+            self._fill_parts(values)
         try:
             yield
         finally:
@@ -177,4 +194,4 @@ class Optimizer:
         self._gradients.updated()
 
     def _state(self, state: str) -> Callable[[OwnedShard], Elements]:
-        return lambda part: self.store.of(part, state)
+        return partial(self.store.of, state=state)

@@ -36,7 +36,7 @@ from megacore.store.tensor_files.companions import TEMPLATES, TEXT, Companion
 from megacore.store.tensor_files.companions import companions as beside
 from megacore.store.weight_folders.checkpoint import TRAINER, Checkpoint
 from megacore.store.weight_folders.folder import WeightFolder
-from megacore.store.weight_folders.index import EMA, INDEX, MOMENTS, VersionError
+from megacore.store.weight_folders.index import EMA, INDEX, MOMENTS, VersionError, kept_as, replicas_of
 from megacore.training.progress import DATA, Progress, recipe
 
 NOTED = "config.yaml"
@@ -218,13 +218,27 @@ def _other_adapters(lora: Lora, held: Lora, base: WeightFolder, checkpoint: Chec
 
 def _going_on(checkpoint: Checkpoint) -> Start:
     path = checkpoint.path
-    missing = [state for state in MOMENTS if state not in checkpoint.index.states]
+    missing = [state for state in MOMENTS if kept_as(state, checkpoint.index.states) is None]
     if checkpoint.trainer is None or missing:
         lacks = ", ".join([*missing, *([TRAINER] if checkpoint.trainer is None else [])])
         raise StoreError(f"{path} holds weights, but no training run (no {lacks}): start from it by checkpoint.init")
     progress = Progress.read(checkpoint.trainer, path / TRAINER)
     said = f"Resuming after step {progress.step:,} ({progress.tokens:,} tokens) from {path}."
     return Start(checkpoint, checkpoint.trainer, progress, (said,))
+
+
+def check_round(config: Config, found: Start, dp: int) -> None:
+    """Raise StoreError: a run goes on within a round of steps that replicas take alone, with more or fewer of them."""
+    folder, tree = found.adapters or found.source, found.trainer
+    if folder is None or tree is None or not (were := replicas_of(folder.states)):
+        return
+    every, replicas = (tree["recipe"].get("sync") or {}).get("every"), config.sync.replicas_of(dp)
+    if replicas != were and isinstance(every, int) and every > 0 and found.progress.step % every:
+        way_out = f"or go on from the checkpoint of a step that {every} divides, the old sync.every"
+        raise StoreError(
+            f"{folder.path}: step {found.progress.step} is within a round of {every} steps (sync.every) that {were} "
+            f"replicas took alone, and there are {replicas} now: start {were} (sync.replicas), {way_out}"
+        )
 
 
 def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
@@ -342,6 +356,12 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
                 f"  what is trained from here on only has moments of 0 and the bias correction of step "
                 f"{start.progress.updates:,}: its first steps are larger. Begin by checkpoint.init to count anew"
             )
+        were, are = (0 if source is None else replicas_of(source.states)), config.sync.replicas_of(mesh.dp)
+        if (config.sync.every is None and were) or (config.sync.every is not None and were != are):
+            yield (
+                f"  {max(were, 1)} replicas took steps alone (sync), and there are {are} now: the moments of the first "
+                "ones are dealt out to all"
+            )
         drops = any("drop" in each.name and getattr(model, each.name) for each in fields(model))
         if drops and any(key.startswith(_LAYOUT) for key in changed):
             yield "  the layout or microbatch has changed: dropout draws other masks than it would have drawn"
@@ -382,7 +402,7 @@ def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[An
 
 
 _TOLD = (
-    "data.", "batch.global_size", "batch.ramp", "loss.", "chat.", "experts.", "optimizer.", "muon.", "ema.",
+    "data.", "batch.global_size", "batch.ramp", "loss.", "chat.", "experts.", "optimizer.", "sync.", "muon.", "ema.",
     "schedule.", "lora.", "train.steps", "train.seed", "train.only", "train.freeze", "train.precision",
     "checkpoint.keep",
 )  # fmt: skip

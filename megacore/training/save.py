@@ -44,12 +44,14 @@ from megacore.store.weight_folders.checkpoint import COMPANIONS, TRAINER, Checkp
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.index import (
     INDEX,
+    ROUND_STATES,
     STATES,
     Adapters,
     Carried,
     FileRecord,
     Index,
     file_name,
+    kind_of,
     on_disk,
 )
 
@@ -96,10 +98,15 @@ class Contents:
 
     @cached_property
     def dtypes(self) -> Mapping[str, Mapping[str, torch.dtype]]:
-        """{state: {name: dtype}} of the tensors of this rank that are saved."""
+        """{state: {name: dtype}} of the tensors of this rank that are saved, here or by other replicas."""
         shards = self.layout.shards(self.parameters.mesh.place)
         there = {WEIGHTS: {each.name: self.parameters[each.name].dtype for each in shards}, **self.optimizer.states()}
-        return {state: there[state] for state in STATES if state in there}
+        order = sorted(there, key=lambda state: ((*STATES, *ROUND_STATES).index(kind_of(state)[0]), state))
+        return {state: there[state] for state in order}
+
+    def writes(self, state: str) -> bool:
+        """Return whether this rank's replica writes a state: its own, or those of all if it is the first."""
+        return (kind_of(state)[1] or 0) == self.optimizer.replica
 
 
 def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,8 +141,9 @@ class Snapshot:
         held = {
             name: found
             for name, dtypes in contents.dtypes.items()
+            if contents.writes(name)
             # None where nothing of this rank is trained, or all of it is another's to write.
-            if (found := [(stored, dtypes[stored.name].itemsize) for stored in kept if stored.name in dtypes])
+            and (found := [(stored, dtypes[stored.name].itemsize) for stored in kept if stored.name in dtypes])
         }
         replicas = mesh.shape.along(mesh.rank, "dp", "cp")
         self._device, on_device = mesh.device, mesh.device.type == "cuda"
@@ -173,6 +181,8 @@ class Snapshot:
             for tensor in each.file.tensors
         }
         for state, dtypes in self._contents.dtypes.items():
+            if not self._contents.writes(state):
+                continue
             read = optimizer.read_weight if state == WEIGHTS else partial(optimizer.read_into, state)
             for name in dtypes:
                 host, stored = wanted.get((state, name), (None, self._held[name]))

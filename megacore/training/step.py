@@ -43,6 +43,8 @@ class Stats:
         overflow: Whether the gradient alone is not finite, and a smaller scale may mend that in later steps.
         squares: This rank's part of the squares of the gradient, which is scaled, fp64.
         told: What else the loss says, means over the pairs: [n]; of no pairs, [0].
+        own_norm: The norm that this rank's replica clips by, where replicas take steps alone: loss, norm (of squares)
+            and what is told are then means over them.
     """
 
     loss: Tensor
@@ -53,6 +55,7 @@ class Stats:
     overflow: Tensor
     squares: Tensor
     told: Tensor
+    own_norm: Tensor | None = None
 
     @cached_property
     def finite(self) -> Tensor:
@@ -72,7 +75,8 @@ class TrainStep:
 
     They stay as they are where the loss or the gradient norm is not finite, or ``halted`` (a bool scalar) is true: both
     are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model, and
-    ``alignment`` what its indexers learn from.
+    ``alignment`` what its indexers learn from. ``replicas`` is the mesh of several that take steps alone, of which
+    ``mesh`` is one; all of them leave out an update that one does.
     """
 
     mesh: Mesh
@@ -82,6 +86,7 @@ class TrainStep:
     scaling: Scaling = UNSCALED
     balance: Balance | None = None
     alignment: Alignment | None = None
+    replicas: Mesh | None = None
     scaler: Scaler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +102,8 @@ class TrainStep:
         """Do the second half, on this rank alone where no matrices are updated as wholes; parameters that are split are
         to be gathered after it."""
         go = stats.finite if halted is None else stats.finite & ~halted
-        self.optimizer.update(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
+        norm = stats.grad_norm if stats.own_norm is None else stats.own_norm
+        self.optimizer.update(lr, norm, go, stats.scale if self.scaling.moves else None)
         if self.balance is not None:
             self.balance.move_biases(go)
         self.scaler.update(stats.loss, stats.grad_norm, halted)
@@ -117,8 +123,13 @@ class TrainStep:
         squares = self.gradients.squares()
         # The norm comes last: whoever has it knows that every rank has summed all of its gradients, and that each can
         # do the rest alone.
-        (loss, told), norm = _parts(total_loss(own, self.mesh)), self.gradients.norm(squares) / scale
-        return Stats(loss, norm, tokens, _parts(own)[0], scale, self.scaler.overflow(loss, norm), squares, told)
+        whole, norm = total_loss(own, self.mesh), self.gradients.norm(squares) / scale
+        own_norm = norm if self.replicas is not None else None
+        if self.replicas is not None:
+            whole, norm = _means(whole, norm, self.replicas)
+        loss, told = _parts(whole)
+        overflow = self.scaler.overflow(loss, norm)
+        return Stats(loss, norm, tokens, _parts(own)[0], scale, overflow, squares, told, own_norm)
 
     def loss(self, microbatches: Sequence[Microbatch], enter: Callable[[Phase], object]) -> tuple[Tensor, Tensor]:
         """Return this rank's part of the loss, and the number that divides it, after forwards and backwards."""
@@ -138,6 +149,14 @@ class TrainStep:
 def _parts(loss: Tensor) -> tuple[Tensor, Tensor]:
     """loss: a scalar or [n] -> the loss, a scalar, and what else it says."""
     return loss.flatten()[0], loss.flatten()[1:]
+
+
+def _means(loss: Tensor, norm: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return the means over all replicas of a mesh of what each has come to, of the norm the root of that of squares:
+    they are finite where those of all replicas are."""
+    here = torch.cat([loss.double().flatten(), norm.double().square().view(1)])
+    mean = all_reduce_(here, mesh.world) / mesh.shape.world
+    return mean[:-1].view_as(loss).to(loss.dtype), mean[-1].sqrt().to(norm.dtype)
 
 
 def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:

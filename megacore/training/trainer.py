@@ -153,7 +153,8 @@ class Trainer:
     """The step whose state a callback has kept elsewhere than on disk; a pause goes on from there."""
     failure: Exception | None = field(default=None, init=False)
     """The error that all ranks have found, which ends the run."""
-    _vetoed: Tensor | None = field(default=None, init=False)
+    vetoed: Tensor | None = field(default=None, init=False)
+    """Whether the update of this step is left out, a bool on the device; None: nobody has said so."""
     _back_to: tuple[int, Progress] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -206,10 +207,10 @@ class Trainer:
     def _commit(self, stats: Stats) -> None:
         """Do the second half of a step: no rank needs another for it, but for whole matrices, and to gather split
         parameters afterwards."""
-        self._vetoed = None
+        self.vetoed = None
         self.call("on_gradients", stats)
         self.enter("update")
-        self.train_step.update(stats, self.lr, self._vetoed)
+        self.train_step.update(stats, self.lr, self.vetoed)
         self.train_step.gradients.updated()
         self.call("on_step", stats)
 
@@ -239,7 +240,7 @@ class Trainer:
 
     def veto(self, flag: Tensor) -> None:
         """Leave the update of this step out where a bool on the device is true."""
-        self._vetoed = flag if self._vetoed is None else self._vetoed | flag
+        self.vetoed = flag if self.vetoed is None else self.vetoed | flag
 
     def rewind(self, step: int, start: Progress | None = None) -> None:
         """Go on after an earlier step, whose state is that of now; all ranks say so after the same step. ``start`` is

@@ -52,7 +52,7 @@ class WeightStream:
 
     def __init__(self, contents: Contents, merged: bool = False, everywhere: bool = False) -> None:
         self._parameters, self._optimizer = contents.parameters, contents.optimizer
-        self._gets = everywhere or self._parameters.mesh.rank == 0
+        self._gets = everywhere or self._parameters.mesh.rank == self._optimizer.replica == 0
         self._everywhere, layout = everywhere, self._parameters.layout
         self._lora = contents.adapters.lora if contents.adapters is not None and merged else None
         if self._lora is not None and self._lora.base_dtype is not None:

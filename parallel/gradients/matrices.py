@@ -23,9 +23,9 @@ from megacore.parallel.collectives import start_all_to_all
 from megacore.parallel.gradients.buckets import OwnedShard, Span
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.gradients.zero import SplitSpan
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import view
-from megacore.parallel.rank_sets import divide, matrix_dims, of_matrices
+from megacore.parallel.rank_sets import RankSet, divide, matrix_dims, of_matrices
 from megacore.parallel.weights.layout import Box, Layout, Shard
 from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.transfer import Stored, plan
@@ -251,8 +251,8 @@ Write = Callable[[OwnedShard, slice, Tensor, float], None]
 class _Exchange:
     """The messages of a round that go one way, those that a rank sends or gets."""
 
-    def __init__(self, messages: Sequence[MatrixMessage], group: Group, rank: int) -> None:
-        self._group = group
+    def __init__(self, messages: Sequence[MatrixMessage], ranks: RankSet, mesh: Mesh) -> None:
+        self._group, rank = mesh.group(ranks), mesh.rank
         self.sent = sorted((each for each in messages if each.source == rank), key=lambda each: each.target)
         self.got = sorted((each for each in messages if each.target == rank), key=lambda each: each.source)
         to, of = Counter[int](), Counter[int]()
@@ -260,7 +260,7 @@ class _Exchange:
             to[each.target] += each.numel
         for each in self.got:
             of[each.source] += each.numel
-        self._to, self._of = ([count[each] for each in group.ranks] for count in (to, of))
+        self._to, self._of = ([count[each] for each in ranks] for count in (to, of))
 
     def __call__(self, values: Iterable[Tensor], like: Tensor) -> Iterator[tuple[MatrixMessage, Tensor]]:
         """Send the values of each message -> each that comes, with its own."""
@@ -283,23 +283,23 @@ class Matrices:
         self._places = {each.span: [*each.overlaps()] for each in owned}
         flat = {each.span: (each.place.start, each.values.flat.numel) for each in owned if isinstance(each, SplitSpan)}
         owners = Owners(layout, flat, gradients.replicas)
-        spans, tasks = dict[str, list[Span]](), dict[Group, list[Task]]()
+        spans, tasks = dict[str, list[Span]](), dict[RankSet, list[Task]]()
         for sets in of_matrices(layout):
             mesh.make_groups(sets)
         for held in owned:
             spans.setdefault(held.span.name, []).append(held.span)
         for name, own in spans.items():
-            group = mesh.along(*matrix_dims(shards[name].param, layout.split))
-            tasks.setdefault(group, []).extend(owners.tasks(own, shards[name], mesh.rank))
+            ranks = mesh.shape.along(mesh.rank, *matrix_dims(shards[name].param, layout.split))
+            tasks.setdefault(ranks, []).extend(owners.tasks(own, shards[name], mesh.rank))
         splitting = mesh.shape.data * mesh.shape.cp // gradients.replicas if gradients.replicas else 1
         self._rounds = [
             (
                 [task for task, worker in each.tasks if worker == mesh.rank],
-                _Exchange(each.gathered(mesh.rank), group, mesh.rank),
-                _Exchange(each.returned(mesh.rank), group, mesh.rank),
+                _Exchange(each.gathered(mesh.rank), ranks, mesh),
+                _Exchange(each.returned(mesh.rank), ranks, mesh),
             )
-            for group, own_tasks in tasks.items()
-            for each in rounds_of(own_tasks, group.ranks, elements * splitting)
+            for ranks, own_tasks in tasks.items()
+            for each in rounds_of(own_tasks, ranks, elements * splitting)
         ]
 
     def update(self, dtype: torch.dtype, read: Read, make: Make, factor: Factor, write: Write) -> None:

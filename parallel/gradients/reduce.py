@@ -390,12 +390,13 @@ class Gradients:
             take: The part of it that goes there.
         """
         if host is not None:
-            host.copy_(take(self._collected(name, of)), non_blocking=True)
+            host.copy_(take(self.collected(name, of)), non_blocking=True)
         elif self.splits:
             for owned in self._owned[name]:
                 owned.collect(of)
 
-    def _collected(self, name: str, of: Callable[[OwnedShard], Elements]) -> Tensor:
+    def collected(self, name: str, of: Callable[[OwnedShard], Elements]) -> Tensor:
+        """Return what parts have for a parameter, in its shape; all ranks do so for all names in one order."""
         collected = [(owned.span, owned.collect(of)) for owned in self._owned[name]]
         span, whole = collected[0]
         if span.piece is not None:
@@ -423,7 +424,7 @@ class Gradients:
         """Return the parameter itself, in its shape, which shares its memory where all of it is here; all ranks that
         hold it do so for all names in one order."""
         if self._is_resharded(name):
-            return self._collected(name, lambda part: part.data)
+            return self.collected(name, lambda part: part.data)
         for each in self._values_of(name):
             each.wait()
         return self.parameters[name].detach()

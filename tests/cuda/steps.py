@@ -164,6 +164,7 @@ CASES: Mapping[str, Case] = {
     "hsdp, gradients": Case("mesh.dp=4 zero.replicas=2 zero.shard=gradients"),
     "hsdp, parameters": Case("mesh.dp=4 zero.replicas=2 zero.shard=parameters"),
     "hsdp, gradients, rounded": Case("mesh.dp=4 zero.replicas=2 zero.shard=gradients zero.compress=bf16"),
+    "replicas alone, gradients": Case("mesh.dp=4 sync.every=2 sync.replicas=2 zero.shard=gradients"),
     "tp": Case("mesh.tp=2"),
     "tp, shared kv heads": Case("mesh.tp=4"),
     "tp, fp8": Case("mesh.tp=2 train.precision=fp8", layers=2),

@@ -27,15 +27,18 @@ from megacore.parallel.weights.transfer import Cut, Stored, native
 from megacore.store.io.strict_json import StoreError, read_json, short
 
 INDEX = "index.json"
-FORMAT, VERSIONS = "megacore", (1, 2, 3, 4)
+FORMAT, VERSIONS = "megacore", (1, 2, 3, 4, 5)
 """Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
-there may be experts; since version 3 tensors may be carried, and since version 4 virtual stages be placed in a V. Where
-nothing of this is so, it is version 1."""
+there may be experts; since version 3 tensors may be carried, since version 4 virtual stages be placed in a V, and since
+version 5 replicas have states of their own. Where nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 STATES = ("weights", MASTER, *MOMENTS, EMA)
 """Weights, their fp32 masters, AdamW's two moments, and averages of weights: each stored by the weights' own sentences
 and names."""
+OUTER, LOCAL = ROUND_STATES = "outer_momentum", "local"
+"""The states that replicas which take steps alone have beside them, stored alike: the momentum of the outer step, and
+each replica's own weights."""
 CARRIED = "carried/tensors.safetensors"
 """The file of a checkpoint that has the tensors of other parts of the model."""
 
@@ -43,6 +46,35 @@ _LONGEST_SENTENCE, _MOST_SUMS, _MOST_PLACES = 200, 8, 1 << 16
 _LONGEST_NAME, _MOST_TARGETS = 200, 1000
 # What is in braces is an axis, or a word for each piece: no attribute, index or width of Python's format strings.
 _HUGGING_FACE = re.compile(r"(?:[\w.-]|\{\w+(?:,\w+)*\})*", re.ASCII)
+
+
+_OF_REPLICA = re.compile(r"(\w+)_of_(\d{1,6})", re.ASCII)
+
+
+def of_replica(state: str, replica: int) -> str:
+    """Return the name of a state that a replica has for itself: ``exp_avg_of_1``."""
+    return f"{state}_of_{replica}"
+
+
+def kind_of(state: str) -> tuple[str, int | None]:
+    """Return the one of :data:`STATES` or :data:`ROUND_STATES` that a state is, and the replica that has it for itself;
+    None: all have it."""
+    found = _OF_REPLICA.fullmatch(state)
+    return (state, None) if found is None else (found[1], int(found[2]))
+
+
+def replicas_of(states: Iterable[str]) -> int:
+    """Return the number of replicas that have states for themselves; 0: none have."""
+    return len({replica for _, replica in map(kind_of, states) if replica is not None})
+
+
+def kept_as(state: str, states: Sequence[str]) -> str | None:
+    """Return the one of some states that a run goes on from for one of its own, where it has the same, more or fewer
+    replicas: what was a replica's goes to those that are as many places further on, and what all had to all."""
+    kind, replica = kind_of(state)
+    replicas = replicas_of(states)
+    others = [state, *([of_replica(kind, (replica or 0) % replicas)] if replicas else []), kind]
+    return next((each for each in others if each in states), None)
 
 
 def holder(place: Coordinates, part: int | None = None) -> str:
@@ -148,7 +180,7 @@ class Index:
 
     def has(self, state: str, tensor: str) -> bool:
         """Return whether a tensor has a state."""
-        if state == MOMENTS[1] and self.muon and tensor in self._matrices:
+        if kind_of(state)[0] == MOMENTS[1] and self.muon and tensor in self._matrices:
             return False
         return state == STATES[0] or (tensor not in self.frozen and tensor not in self._buffers)
 
@@ -166,6 +198,8 @@ class Index:
         schema = self.layout.schema
         some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
+        if replicas_of(self.states):
+            return 5
         if self.layout.placement != "loop":
             return 4
         if self.carried is not None:
@@ -315,9 +349,10 @@ def read_index(path: Path) -> Index:
     records = {name: _record(files.child(name)) for name in files.tree}
     mesh = tree.child("mesh").numbers()
     states = tuple(tree.get("states", list))
-    layers = tree.get("layers_per_stage", list)
-    if any(state not in STATES for state in states) or "weights" not in states or len(set(states)) != len(states):
-        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(STATES)} are known")
+    layers, known = tree.get("layers_per_stage", list), (*STATES, *ROUND_STATES)
+    strange = any(not isinstance(state, str) or kind_of(state)[0] not in known for state in states)
+    if strange or "weights" not in states or len(set(states)) != len(states):
+        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(known)} are known")
     if not all(type(n) is int and n >= least for n, least in zip(layers, least_layers(len(layers)), strict=True)):
         raise tree.error(f"has layers_per_stage={short(layers)}")
     ranks = math.prod(mesh.values())

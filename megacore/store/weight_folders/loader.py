@@ -22,6 +22,7 @@ from torch import Tensor
 from megacore.control import Control
 from megacore.parallel.collectives import broadcast_
 from megacore.parallel.parameters import Parameters, view
+from megacore.parallel.rank_sets import parts_of_dp
 from megacore.parallel.weights.fingerprint import Logical, ReplicasDiffer, add_up, combined, spell
 from megacore.parallel.weights.transfer import Copy, Cut, Stored, native, plan
 from megacore.store.io.objects import place
@@ -175,10 +176,13 @@ class Loader:
 
         def compared() -> tuple[str | None, list[str]]:
             damaged, problems = None, list[str]()
+            mesh = self._control.mesh.shape
+            replicas = parts_of_dp(mesh, mesh.dp // self._parameters.mesh.shape.dp)  # each has read all that it holds
             for read, *of_ranks in zip(self._reads, *gathered, strict=True) if gathered else ():  # on rank 0
-                if (wrong := self._wrong(read, of_ranks)) and damaged is None:
-                    damaged, found = _located(read, wrong)
-                    problems += found
+                found = ([of_ranks[rank] for rank in ranks] for ranks in replicas)
+                if (wrong := {piece for each in found for piece in self._wrong(read, each)}) and damaged is None:
+                    damaged, said = _located(read, wrong)
+                    problems += said
             return damaged, problems
 
         damaged, problems = self._control.tell(self._control.attempt(compared))

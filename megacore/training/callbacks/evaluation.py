@@ -88,12 +88,13 @@ class Evaluation(Callback):
         pairs; the same on every rank."""
         run.model.train(False)
         losses, counts = [], []
-        for i in range(run.config.evaluate.batches):
-            run.enter("evaluate")
-            microbatches = run.upload(self._held_out.microbatches(i), 0)
-            loss, tokens = evaluate(run.mesh, run.train_step.pipeline, microbatches)
-            losses.append(loss * tokens)
-            counts.append(tokens)
+        with run.train_step.optimizer.common():
+            for i in range(run.config.evaluate.batches):
+                run.enter("evaluate")
+                microbatches = run.upload(self._held_out.microbatches(i), 0)
+                loss, tokens = evaluate(run.mesh, run.train_step.pipeline, microbatches)
+                losses.append(loss * tokens)
+                counts.append(tokens)
         run.model.train()
         mean = torch.stack(losses).sum(0) / torch.stack(counts).sum()
         return mean.reshape(-1).tolist()

@@ -1,8 +1,9 @@
 """Replicas compared: ranks that hold the same elements must have them to the bit, or memory or a unit is at fault.
 
 What is the same follows from the layout: replicas of dp hold the same matrices, ranks of tp and cp the same norms, the
-ends of a pipeline the same tied table. Of three or more the one that differs is known, of two it is not. Its gradients
-have been in the sums of all since, so all go back to the newest checkpoint, which was written when they still agreed.
+ends of a pipeline the same tied table. Replicas that take steps alone have the outer state alike, and nothing else. Of
+three or more the one that differs is known, of two it is not. Its gradients have been in the sums of all since, so all
+go back to the newest checkpoint, which was written when they still agreed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from megacore.control import Control
 from megacore.corruption import Corrupted, outvoted
 from megacore.parallel.gradients.buckets import Elements, WholeSpan, spans_of
-from megacore.parallel.rank_sets import RankSet, groups_of
+from megacore.parallel.rank_sets import RankSet, groups_of, parts_of_dp
 from megacore.places import listed
 from megacore.training.trainer import Callback, Trainer
 
@@ -71,23 +72,34 @@ def held_tensors(run: Trainer) -> Iterator[tuple[RankSet, str, Elements]]:
     """Yield (the ranks that hold the same, name for people, tensor) of all that this rank's part of a run consists of
     between two steps, of each set of ranks in one order on all of them; of split parameters a rank has its shard alone.
     The tensors share the memory of the run."""
-    step, shape, rank = run.train_step, run.mesh.shape, run.mesh.rank
-    store, gradients, split = step.optimizer.store, step.gradients, run.config.zero.replicas
+    step, mesh = run.train_step, run.model.parameters.mesh
+    store, gradients = step.optimizer.store, step.gradients
+    alone = parts_of_dp(run.mesh.shape, run.mesh.shape.dp // mesh.shape.dp)  # all of it where none take steps alone
+
+    def everywhere(ranks: RankSet) -> RankSet:
+        """Return the ranks of all replicas that take steps alone which are where these are in one."""
+        return tuple(sorted(part[rank] for part in alone for rank in ranks))
+
     trained, seen = set(gradients.parts), set[object]()
     for part, span, _, _ in gradients.owned():
         if part in seen:
             continue
         seen.add(part)
-        ranks = span.replicas if isinstance(part, WholeSpan) else groups_of(shape, span.replicas, split, rank)[1]
+        ranks = span.replicas
+        if not isinstance(part, WholeSpan):
+            ranks = groups_of(mesh.shape, ranks, gradients.replicas, mesh.rank)[1]
+        all_ranks, ranks = everywhere(ranks), mesh.global_ranks(ranks)
         yield ranks, span.name, part.data
         if part in trained:
             for state in store.states(part):
                 yield ranks, f"{state} of {span.name}", store.of(part, state)
+            for state, tensor in step.optimizer.outer_states(part).items():
+                yield all_ranks, f"{state} of {span.name}", tensor
     flat = {parameter for values in gradients.frozen for parameter in values.flat.parameters}
     for span in spans_of(run.model.parameters, trained=False):
         if span.parameter not in flat:
-            yield span.replicas, span.name, span.data
-    yield tuple(range(shape.world)), "the loss scale", _Scale(run)
+            yield everywhere(span.replicas), span.name, span.data
+    yield tuple(range(run.mesh.shape.world)), "the loss scale", _Scale(run)
 
 
 class _Scale:
