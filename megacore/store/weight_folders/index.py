@@ -338,9 +338,9 @@ def read_index(path: Path) -> Index:
     if tree.get("format", str) != FORMAT:
         raise tree.error(f"has format {short(tree.tree['format'])} instead of {FORMAT!r}")
     if (version := tree.get("version", int)) not in VERSIONS:
-        known = f"{', '.join(map(str, VERSIONS[:-1]))} and {VERSIONS[-1]}"
+        read = f"{', '.join(map(str, VERSIONS[:-1]))} and {VERSIONS[-1]}"
         raise VersionError(
-            f"{path}: format version {version}, and this release reads {known}: use the one that wrote it"
+            f"{path}: format version {version}, and this release reads {read}: use the one that wrote it"
         )
     raw, files, step = tree.get("config", dict), tree.child("files"), tree.get("step", int, type(None))
     tree.child("config").get("model_type", str)
