@@ -147,8 +147,8 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     if kind == "delta":
         assert weight is not None  # of each head's outputs
         of_head = RMSNorm.of(weight, anatomy.delta_norm_eps or anatomy.norm_eps, parameters.mesh)
-        how = ACTIVATIONS[anatomy.activation], anatomy.delta_gate, of_head, anatomy.delta_share
-        return GatedDeltaRule(parameters, name, *how)
+        activation, share = ACTIVATIONS[anatomy.activation], anatomy.delta_share
+        return GatedDeltaRule(parameters, name, activation, anatomy.delta_gate, of_head, share)
     if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
         of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)

@@ -46,8 +46,8 @@ class Mistral4Config(TemperedConfig, DeepseekConfig):
 
     @property
     def routing(self) -> Routing:
-        groups = {"groups": self.n_group, "kept_groups": self.topk_group, "group_score": "top2"}
-        return replace(super().routing, epsilon=1e-20, **groups)
+        plain, groups, kept = super().routing, self.n_group, self.topk_group
+        return replace(plain, epsilon=1e-20, groups=groups, kept_groups=kept, group_score="top2")
 
     def experts(self, t: Table) -> Rows:
         router = t.linear("mlp.router", "routes", "embed", "mlp.gate")

@@ -81,10 +81,8 @@ class OlmoHybridConfig(DeltaConfig):
         wanted = [keys, keys, own.linear_num_value_heads * own.linear_value_head_dim]
         found = [held.get(f"{each}_conv1d.weight", 0) for each in "qkv"]
         if found != wanted and sum(found) == sum(wanted):
-            problem = (
-                f"{{q,k,v}}_conv1d have {found} channels and not {wanted}, as transformers 5.23 cuts them when it saves"
-            )
-            raise ModelConfigError(cls.family, [f"{problem}: concatenate them and cut them anew, by these sizes"])
+            problem = f"{{q,k,v}}_conv1d have {found} channels, as transformers 5.23 cuts them when it saves"
+            raise ModelConfigError(cls.family, [f"{problem}: concatenate them and cut them into {wanted}"])
         published = any(name.endswith(f".{_PUBLISHED_NORM}.weight") for name in shapes)
         return made | ({"attended_norm": _PUBLISHED_NORM} if published else {}), told
 

@@ -22,6 +22,7 @@ from megacore.store.conversions.conversion import to_hugging_face
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.accounting import summary
 from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import convert
 
 Tensors = dict[str, torch.Tensor]
 
@@ -313,3 +314,33 @@ def test_summary() -> None:
     experts = ["h.{0..1}.e.{0..3}.w", "h.1.f.0.w", "h.{0..1}.f.1.w"]
     assert summary(names) == ["h.{0..2,5}.a.weight", "h.7.b.weight", "x", "h.01.a", "h.3.mlp.{4..5}.w", *experts]
     assert summary([]) == []
+
+
+def as_published(tensors: Tensors) -> None:
+    """Norms of layers that attend have another name, and convolutions end where queries, keys and values do."""
+    for name in [*tensors]:
+        layer = name.removesuffix("post_feedforward_layernorm.weight")
+        if layer != name:
+            tensors[f"{layer}post_attention_layernorm.weight"] = tensors.pop(f"{layer}feedforward_layer_norm.weight")
+        elif "q_conv1d" in name:
+            names = [name.replace("q_conv1d", f"{each}_conv1d") for each in "qkv"]
+            parts = torch.cat([tensors[each] for each in names]).split([64, 64, 96])
+            tensors |= dict(zip(names, parts, strict=True))
+
+
+def test_published_olmo_hybrid_goes_there_and_back(tmp_path: Path) -> None:
+    theirs, ours, back = (tmp_path / each for each in ("theirs", "ours", "back"))
+    made = model("olmo_hybrid", linear_value_head_dim=24)
+    made.save_pretrained(theirs)
+    with pytest.raises(
+        StoreError, match=r"conv1d have \[75, 75, 74\] channels, as transformers .* into \[64, 64, 96\]"
+    ):
+        HuggingFace.open(theirs)
+    edit(theirs, as_published)
+    assert convert.main([str(theirs), str(ours), "--tp", "2", "--pp", "2"]) == 0
+    assert convert.main([str(ours), str(back), "--to", "hf"]) == 0
+    written, tensors = load_file(back / SINGLE), load_file(theirs / SINGLE)
+    assert written.keys() == tensors.keys() and all(torch.equal(written[name], t) for name, t in tensors.items())
+    read, tokens = AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32), torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(read(tokens).logits, made.eval()(tokens).logits)
