@@ -125,7 +125,14 @@ def test_biases_go_on_with_the_run_in_fp32(pool: Pool, recipe: str, tmp_path: Pa
         assert values.any() and all(np.array_equal(each.weights[name], values) for each in (*straight, *resumed))
     assert read_loads(tmp_path / "same") == read_loads(tmp_path / "straight")[2:]
     if precision == "fp64":
-        more = [f"out={tmp_path / 'other'}", f"checkpoint.resume={half}", *one, "mesh.pp=2", "mesh.cp=2"]
+        more = [
+            f"out={tmp_path / 'other'}",
+            f"checkpoint.resume={half}",
+            *one,
+            "mesh.pp=2",
+            "mesh.cp=2",
+            "batch.micro_size=1",
+        ]
         other = pool.run(4, train, recipe, more)
         np.testing.assert_allclose(other[0].values("loss"), straight[0].values("loss")[2:], rtol=1e-9)
         assert read_loads(tmp_path / "other") == read_loads(tmp_path / "same")

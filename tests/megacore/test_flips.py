@@ -20,7 +20,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp3": (3, ["batch.global_size=6"]),
     "tp": (2, ["mesh.tp=2"]),
     "pp tied": (2, ["mesh.pp=2"]),
-    "cp": (2, ["mesh.cp=2"]),
+    "cp": (2, ["mesh.cp=2", "batch.micro_size=1"]),
     "tp pp": (4, ["mesh.tp=2", "mesh.pp=2"]),
     "zero 1": (2, ["zero.shard=optimizer"]),
     "zero 2": (2, ["zero.shard=gradients"]),

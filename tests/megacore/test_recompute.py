@@ -55,7 +55,7 @@ def run(recipe: str, overrides: list[str]) -> tuple[Result, int]:
         (2, DROPS, ["mesh.dp=2", "train.precision=bf16", "memory.recompute=full", "zero.shard=optimizer"]),
         (2, DROPS, ["mesh.dp=2", "zero.shard=gradients", "train.precision=fp16"]),
         (2, DROPS, ["mesh.dp=2", "zero.shard=parameters"]),
-        (4, None, ["mesh.tp=2", "mesh.cp=2"]),
+        (4, None, ["mesh.tp=2", "mesh.cp=2", "batch.micro_size=1"]),
         (4, None, ["mesh.dp=2", "mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"]),
         (2, None, ["mesh.pp=2", "pipeline.schedule=zb-h1"]),
         (4, None, ["mesh.dp=2", "mesh.pp=2", "pipeline.schedule=zb-h1", "zero.shard=parameters"]),

@@ -120,7 +120,7 @@ LAYOUTS = [
     pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=zb-v"], id="pp2-zb-v"),
     pytest.param(2, [], id="dp2"),
     pytest.param(3, ["zero.shard=gradients"], id="dp3-uneven"),
-    pytest.param(4, ["mesh.cp=2", "mesh.tp=2"], id="cp2-tp2"),
+    pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=1"], id="cp2-tp2"),
 ]
 
 

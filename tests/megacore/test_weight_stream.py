@@ -89,7 +89,12 @@ LAYOUTS = [
     pytest.param(LLAMA, 1, ["train.precision=bf16"], id="one"),
     pytest.param(LLAMA, 4, ["mesh.tp=2", "mesh.pp=2", "train.precision=bf16"], id="tp2-pp2"),
     pytest.param(LLAMA, 4, ["mesh.tp=4"], id="tp4"),  # kv heads shared, vocabulary padded
-    pytest.param(LLAMA, 4, ["mesh.cp=2", "zero.shard=parameters", "train.precision=fp32"], id="cp2-parameters"),
+    pytest.param(
+        LLAMA,
+        4,
+        ["mesh.cp=2", "zero.shard=parameters", "train.precision=fp32", "batch.micro_size=1"],
+        id="cp2-parameters",
+    ),
     pytest.param(LLAMA, 4, ["mesh.tp=4", "zero.shard=optimizer"], id="tp4-optimizer"),
     pytest.param(TIED, 4, ["mesh.pp=2", "zero.shard=gradients"], id="tied-pp2-gradients"),
     pytest.param(TIED, 4, ["mesh.pp=2", "zero.shard=parameters"], id="tied-pp2-parameters"),
