@@ -36,12 +36,16 @@ def default_layers(config: ModelConfig, virtual_stages: int, bare_ends: bool = F
     return balanced_layers(layers, virtual_stages, embedding=table / 4, head=head, work=uneven, bare_ends=bare_ends)
 
 
-def chooser_apart(config: ModelConfig, counts: Sequence[int]) -> tuple[int, int] | None:
+def chooser_apart(
+    config: ModelConfig, virtual_stages: int, bare_ends: bool, counts: Sequence[int] | None = None
+) -> tuple[int, int] | None:
     """Return the first layer that looks at what the indexer of another one chooses which is in another virtual stage,
-    and that one; None where each virtual stage, of so many layers, has all that its layers look at."""
+    and that one; None where each virtual stage has all that its layers look at. ``counts``: the layers of each, if that
+    is not the balanced split."""
     index = config.schema.by_name.get("layers.{layer}.attn.index.q.weight")
     if index is None or index.layers is None:
         return None  # there is none, or each layer has its own
+    counts = counts or default_layers(config, virtual_stages, bare_ends)
     parts = [part for part, count in enumerate(counts) for _ in range(count)]
     for layer in range(min(config.sizes["layer"], len(parts))):
         chooser = max(each for each in index.layers if each <= layer)

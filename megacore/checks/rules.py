@@ -17,7 +17,7 @@ from megacore.checkpoints import AUTO
 from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, CorpusConfig, PreferenceConfig
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
-from megacore.models.stages import chooser_apart, default_layers
+from megacore.models.stages import chooser_apart
 from megacore.models.tuning import EVERYTHING
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
@@ -269,8 +269,7 @@ def _choices(facts: RuleContext) -> Iterator[str]:
     given, virtual = pipeline.layers_per_stage, pp * pipeline.chunks
     if given is None and virtual > facts.sizes["layer"]:
         return  # it is said already
-    counts = given or default_layers(facts.model, virtual, bare_ends=pipeline.chunks > 1)
-    if (apart := chooser_apart(facts.model, counts)) is not None:
+    if (apart := chooser_apart(facts.model, virtual, pipeline.chunks > 1, given)) is not None:
         layer, chooser = apart
         yield (
             f"mesh.pp ({pp}), pipeline.chunks ({pipeline.chunks}): layer {layer} looks at what the indexer of "

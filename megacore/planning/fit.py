@@ -11,7 +11,7 @@ from itertools import islice
 
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
-from megacore.models.stages import chooser_apart, default_layers, layout_of
+from megacore.models.stages import chooser_apart, layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextBalance, ContextExchange, PipelineSchedule, Recompute, ZeroShard
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
@@ -210,7 +210,7 @@ def _divides(model: ModelConfig, pp: int, chunks: int) -> bool:
     """Return whether the layers of a model can be dealt to so many virtual stages."""
     if [*layers_problems(model.sizes["layer"], pp, chunks, None)]:
         return False
-    return chooser_apart(model, default_layers(model, pp * chunks, bare_ends=chunks > 1)) is None
+    return chooser_apart(model, pp * chunks, bare_ends=chunks > 1) is None
 
 
 def _shorter(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Iterator[Layout]]:

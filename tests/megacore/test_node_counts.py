@@ -12,8 +12,10 @@ from pool import Pool
 from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.models.registry import configure
+from megacore.parallel.pipeline.schedules import SCHEDULES
 from megacore.planning import capacity
 from megacore.planning.layout_choice import overrides_of_nodes
+from megacore.planning.pipeline_order import order_text
 from megacore.recipe import ConfigError, changed, load
 
 
@@ -104,3 +106,16 @@ def test_a_run_that_shrinks_and_grows_is_the_one_that_did_not(pool: Pool, tmp_pa
     for name, want in plain.weights.items():
         assert np.linalg.norm(end.weights[name] - want) <= 1e-9 * np.linalg.norm(want), name
     assert any(not np.array_equal(end.weights[name], want) for name, want in plain.weights.items())
+
+
+def test_an_order_of_a_pipeline_goes_where_it_does_not_fit(recipe: str, tmp_path: Path) -> None:
+    """It is for one number of microbatches: on other nodes the schedule has its own."""
+    file = tmp_path / "order.json"
+    file.write_bytes(order_text("1f1b", SCHEDULES["1f1b"](2, 1, 4)))
+    _, overrides = found(recipe, ["mesh.pp=2", "mesh.dp=2", f"pipeline.order={file}"], 1, 2, 2)
+    assert overrides == {
+        1: ["mesh.dp=1", "pipeline.order=null"],
+        2: ["mesh.dp=2", f"pipeline.order={file}"],
+    }
+    with pytest.raises(ConfigError, match=r"cannot read nowhere\.json"):
+        found(recipe, ["mesh.pp=2", "mesh.dp=2", "pipeline.order=nowhere.json"], 1, 2, 2)
