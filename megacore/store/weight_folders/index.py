@@ -371,9 +371,9 @@ def read_index(path: Path) -> Index:
         if "adapters" not in tree.tree:  # earlier releases left out layers that predict further tokens
             raw, _ = family(raw["model_type"]).config.as_held(raw, {param.hf: () for param in schema.params})
         placement, optimizer = tree.get("placement", str, default="loop"), tree.get("optimizer", str, default="muon")
-        if placement not in (known_placements := get_args(Placement)):
-            known = " or ".join(known_placements)
-            raise tree.error(f"has placement={short(placement)}, and virtual stages are placed as {known}")
+        if placement not in (placements := get_args(Placement)):
+            allowed = " or ".join(placements)
+            raise tree.error(f"has placement={short(placement)}, and virtual stages are placed as {allowed}")
         if optimizer != "muon":  # where none is named, it was AdamW, or there was none
             raise tree.error(f"has optimizer={short(optimizer)}, of which only muon is known")
         layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split, cast(Placement, placement))
