@@ -349,10 +349,10 @@ def read_index(path: Path) -> Index:
     records = {name: _record(files.child(name)) for name in files.tree}
     mesh = tree.child("mesh").numbers()
     states = tuple(tree.get("states", list))
-    layers, known = tree.get("layers_per_stage", list), (*STATES, *ROUND_STATES)
-    strange = any(not isinstance(state, str) or kind_of(state)[0] not in known for state in states)
+    layers, kinds = tree.get("layers_per_stage", list), (*STATES, *ROUND_STATES)
+    strange = any(not isinstance(state, str) or kind_of(state)[0] not in kinds for state in states)
     if strange or "weights" not in states or len(set(states)) != len(states):
-        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(known)} are known")
+        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(kinds)} are known")
     if not all(type(n) is int and n >= least for n, least in zip(layers, least_layers(len(layers)), strict=True)):
         raise tree.error(f"has layers_per_stage={short(layers)}")
     ranks = math.prod(mesh.values())
