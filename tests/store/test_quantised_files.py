@@ -112,7 +112,7 @@ def edit(path: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_folder_is_read_as_what_it_stands_for(case: str, tmp_path: Path) -> None:
+def test_weights_in_few_bits_are_read_as_what_they_stand_for(case: str, tmp_path: Path) -> None:
     """Through a layout that cuts rows, columns, gates from ups and experts, and back."""
     family, said, lie = CASES[case]
     mean = folder(tmp_path / "few", family, said, lie)
