@@ -94,7 +94,7 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     "Wait megacore/training/step.py:total_loss": ["parallel/gradients/reduce.py:norm_of"],
     # Successive messages of one communicator: who has waited for a later one knows of those before it.
     "Wait parallel/gradients/buckets.py:Bucket.take": [BEFORE],
-    "Wait parallel/collectives.py:Pending.wait": ["parallel/layers/product.py:gathered"],
+    "Wait parallel/collectives.py:Pending.wait": ["parallel/layers/product.py:Product.gather_input_gradient"],
     "Wait parallel/gradients/reduce.py:Gradients.finish": [BEFORE, "parallel/gradients/reduce.py:Gradients.finish"],
     "Wait parallel/gradients/zero.py:FlatParameters.wait": [
         BEFORE,
@@ -103,7 +103,9 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     ],
     "Wait parallel/layers/experts.py:Dispatch.start_back.<locals>.finish": ["parallel/collectives.py:Pending.wait"],
     "Wait parallel/layers/embedding.py:VocabParallelEmbedding.forward": ["parallel/layers/product.py:gathered"],
-    "Wait parallel/layers/product.py:Product.forward_scatter": ["parallel/layers/product.py:gathered"],
+    "Wait parallel/layers/product.py:Product.forward_scatter": [
+        "parallel/layers/product.py:Product.gather_input_gradient"
+    ],
     "Wait parallel/layers/linear.py:Column.backward": ["parallel/layers/linear.py:Column.backward"],
     "Wait parallel/layers/experts.py:Experts.forward": ["parallel/layers/experts.py:Dispatch.start"],
     # A pipeline's messages in one direction: several are let go, and have room made for them, at a time.
