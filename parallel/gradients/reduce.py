@@ -117,6 +117,7 @@ class Gradients:
         self._owned: dict[str, list[WholeSpan | SplitSpan]] = {}
         modules = list(chunks)
         across = [self._mesh.batch, self._mesh.tp] if self.splits else [self._mesh.tp]
+        self._cast_names = {parameter: name for name, parameter in parameters.items() if parameter in parameters.casts}
         self.narrow = NarrowWeights(parameters.casts, self._owned_parts, across)
         """Narrow numbers of the parameters that are multiplied by them."""
         self._uses = Counter(parameter for module in modules for parameter in module.parameters())
@@ -540,8 +541,7 @@ class Gradients:
 
     def _owned_parts(self, parameter: Tensor) -> Sequence[Tensor]:
         """Return what this rank owns of a parameter; all of it where nobody updates it."""
-        (name,) = (name for name, each in self.parameters.items() if each is parameter)
-        owned = self._owned.get(name)
+        owned = self._owned.get(self._cast_names[parameter])
         if owned is None:
             return [parameter]
         return [part.data[there] for each in owned for part, there, _ in each.overlaps()]
