@@ -6,6 +6,7 @@ For checking a checkpoint or a Hugging Face folder, not for serving: docs/genera
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,9 @@ from megacore.say import err, say_data, write_out
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.tools import folders, processes
-from megacore.tools.options import above_0, command_parser, count, share
+from megacore.tools.options import command_parser, count, number, share
+
+_temperature = number("a number above 0; leave it out for the most likely token", lambda value: 0 < value < math.inf)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say how a token is chosen."""
     group = parser.add_argument_group("sampling", "Without --temperature each token is the most likely one.")
-    group.add_argument("--temperature", type=above_0, metavar="T", help="1 samples by the model's probabilities")
+    group.add_argument("--temperature", type=_temperature, metavar="T", help="1 samples by the model's probabilities")
     group.add_argument("--top-k", type=count, metavar="K", help="among the K most likely tokens")
     group.add_argument("--top-p", type=share, metavar="P", help="among the likely tokens that make up P together")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (0)")

@@ -34,7 +34,6 @@ def number(words: str, holds: Callable[[float], bool]) -> Callable[[str], float]
 
 above_0 = number("a number above 0", lambda value: 0 < value < math.inf)
 from_0 = number("a number from 0 on", lambda value: 0 <= value < math.inf)
-from_1 = number("a number from 1 on", lambda value: 1 <= value < math.inf)
 share = number("a share, above 0 and up to 1", lambda value: 0 < value <= 1)
 
 

@@ -8,6 +8,7 @@ protection. With --trace it runs a rank of each stage on a simulated GPU, by sha
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
 from megacore.tools import folders, plan_goodput, plan_trace, scaling
-from megacore.tools.options import above_0, command_parser, count, counts, from_1
+from megacore.tools.options import above_0, command_parser, count, counts, number
 from megacore.tools.tables import table
 
 _SHORT = {"parameters": "weights", "gradients": "grads", "activations": "activ.", "working": "work"}
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--imbalance",
-        type=from_1,
+        type=number("from 1 on: the fullest rank has no less than the mean", lambda value: 1 <= value < math.inf),
         default=1.0,
         metavar="X",
         help="the rows that the experts of the fullest rank get, over the mean of all ranks (1)",

@@ -205,7 +205,8 @@ def test_a_dry_run_says_what_the_run_then_does(dry: Dry, tmp_path: Path) -> None
     kept = f"checkpoints {out / 'checkpoints'}, every 1,000 steps and at the end, {size:,} bytes of tensors each"
     told = ["ranks 1, all here", "steps 1 to 3", f"in a step, {tokens} in all", f"{tmp_path / 'hf'}, when", kept]
     assert [each for each in told if each not in re.sub(" +", " ", said)] == []
-    _, said = dry("train", recipe, f"out={out}", "train.steps=5", "checkpoint.resume=auto", "checkpoint.at_end=false")
+    more = ["train.steps=5", "checkpoint.resume=auto", "checkpoint.at_end=false"]
+    status, said = dry("train", recipe, f"out={out}", *more)
     assert status == 0 and "Resuming after step 3" in said and re.search("steps +4 to 5\n", said)
 
 

@@ -45,7 +45,7 @@ def finetune(recipe: str, real: Path, chats: Path, out: Path, processes: int, ov
     data = [f"data.train={chats / 'train.jsonl'}", f"data.validation={chats / 'validation.jsonl'}", *SHORT]
     ends = [f"checkpoint.init={real}", f"checkpoint.export={out / 'export'}", "checkpoint.every=0", f"out={out}"]
     done = subprocess.run(
-        [sys.executable, "-m", "megacore.tools.finetune", f"launch/recipes/{recipe}.yaml", *data, *ends, *overrides],
+        [sys.executable, "-m", "megacore", "finetune", f"launch/recipes/{recipe}.yaml", *data, *ends, *overrides],
         cwd=ROOT,
         env=os.environ | {"NPROC_PER_NODE": str(processes)},
         capture_output=True,

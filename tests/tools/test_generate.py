@@ -340,12 +340,18 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--temperature", "0"], ["--top-p", "1.5"], ["--top-k", "0"], ["--temperature", "hot"]]
+    ("arguments", "says"),
+    [
+        ("--temperature 0", "'0' is not a number above 0; leave it out for the most likely token"),
+        ("--temperature hot", "'hot' is not a number above 0"),
+        ("--top-p 1.5", "'1.5' is not a share"),
+        ("--top-k 0", "'0' is not a whole number"),
+    ],
 )
-def test_numbers_out_of_range(arguments: list[str], capsys: Capture) -> None:
+def test_numbers_out_of_range(arguments: str, says: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
-        command.main(["folder", *arguments])
-    assert arguments[0] in capsys.readouterr().err
+        command.main(["folder", *arguments.split()])
+    assert f"{arguments.partition(' ')[0]}: {says}" in capsys.readouterr().err
 
 
 @pytest.mark.in_turn(12, 5)

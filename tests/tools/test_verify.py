@@ -251,7 +251,7 @@ def test_torchrun(llama: Path, tmp_path: Path) -> None:
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [*launcher, "-m", "megacore.tools.verify", *map(str, arguments)]
+        command = [*launcher, "-m", "megacore", "verify", *map(str, arguments)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
     done = run(target, llama)

@@ -95,9 +95,9 @@ class SavedTensor:
 
 def read_saved(file: BinaryIO, where: object, start: int, length: int, any_names: bool = False) -> Any:
     """Return what an archive within a file describes: values, lists, tuples and dicts; tensors as :class:`SavedTensor`,
-    of which nothing is read yet. ``where``: what it is, in words; ``any_names``: whether it may name what it likes,
-    which stays a :class:`Name` or a :class:`Call`. Raises StoreError: it is no such archive, is damaged, or holds
-    something else."""
+    of which nothing is read yet. ``where``: what it is, in words; ``start, length``: in bytes of the file;
+    ``any_names``: whether it may name what it likes, which stays a :class:`Name` or a :class:`Call`. Raises StoreError:
+    it is no such archive, is damaged, or holds something else."""
     window = _FileWindow(file, start, length)
     try:
         with zipfile.ZipFile(window) as archive:
