@@ -117,7 +117,9 @@ class Gradients:
         self._owned: dict[str, list[WholeSpan | SplitSpan]] = {}
         modules = list(chunks)
         across = [self._mesh.batch, self._mesh.tp] if self.splits else [self._mesh.tp]
-        self._cast_names = {parameter: name for name, parameter in parameters.items() if parameter in parameters.casts}
+        self._cast_names: dict[Tensor, str] = {
+            parameter: name for name, parameter in parameters.items() if parameter in parameters.casts
+        }
         self.narrow = NarrowWeights(parameters.casts, self._owned_parts, across)
         """Narrow numbers of the parameters that are multiplied by them."""
         self._uses = Counter(parameter for module in modules for parameter in module.parameters())

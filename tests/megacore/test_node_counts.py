@@ -112,7 +112,7 @@ def test_an_order_of_a_pipeline_goes_where_it_does_not_fit(recipe: str, tmp_path
     """It is for one number of microbatches: on other nodes the schedule has its own."""
     file = tmp_path / "order.json"
     file.write_bytes(order_text("1f1b", SCHEDULES["1f1b"](2, 1, 4)))
-    _, overrides = found(recipe, ["mesh.pp=2", "mesh.dp=2", f"pipeline.order={file}"], 1, 2, 2)
+    _, overrides = found(recipe, ["mesh.pp=2", "mesh.dp=2", "batch.micro_size=1", f"pipeline.order={file}"], 1, 2, 2)
     assert overrides == {
         1: ["mesh.dp=1", "pipeline.order=null"],
         2: ["mesh.dp=2", f"pipeline.order={file}"],

@@ -41,7 +41,7 @@ def cases() -> list[Any]:
         for case in (UNTIED, TIED, ALL, STARVED):
             run = Run(mesh, chunks, schedule, activations=kept, shard=shard, drawn=drawn)
             if case.sequences % mesh.data == 0:
-                found.append(pytest.param(case, run, id=f"{case.name}-{run}", marks=pytest.mark.in_turn(5100)))
+                found.append(pytest.param(case, run, id=f"{case.name}-{run}", marks=pytest.mark.in_turn(3400)))
     return found
 
 

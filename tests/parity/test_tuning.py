@@ -102,7 +102,8 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
         if "qkvz" not in labels:
             rows = {"qkv": 2 * key + value, "z": value, "b": each, "a": each}
         if "q" in labels:
-            rows = {"q": key, "k": key, "v": value, "b": each}
+            gate = {"z": value} if "z" in labels else {}
+            rows = {"q": key, "k": key, "v": value, **gate, "b": each, "a": each}
         if "fades" in labels:
             rows = dict.fromkeys(("fades", "gates"), sizes["state_latent"])
     elif not {"up", "gate"}.isdisjoint(labels) and "q" not in labels:

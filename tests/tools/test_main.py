@@ -174,6 +174,13 @@ def test_a_command_that_is_interrupted_while_it_is_imported_says_so(
     assert (main(["convert", "here", "there"]), capsys.readouterr().err) == (130, "interrupted\n")
 
 
+def test_a_command_that_is_run_by_its_module_says_how_it_is_run() -> None:
+    """It would do nothing, and end with 0."""
+    command = [sys.executable, "-m", "megacore.tools.merge_tokens"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "run it as `python -m megacore merge-tokens`\n")
+
+
 def test_the_page_has_a_row_for_every_status() -> None:
     page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
     page = page.partition("## Exit statuses")[2].partition("##")[0]
