@@ -167,8 +167,9 @@ class Batches:
 
     A global batch is `global_batch` successive samples of the source, or as many as `sizes` says of its position. Its
     microbatch m on rank d is the `micro_batch` samples from (m data_size + d) micro_batch on: under any data_size and
-    micro_batch a step is of the same samples. Where `replicas` take steps alone, each has one of as many
-    successive parts of it, shared out so among its own ranks: its samples too are the same under any of them. Those that are `skipped` are cut from the source's order, and the next ones take their place.
+    micro_batch a step is of the same samples. Where `replicas` take steps alone, each has one of as many successive
+    parts of it, shared out so among its own ranks: its samples too are the same under any of them. Those that are
+    `skipped` are cut from the source's order, and the next ones take their place.
     All ranks have as many microbatches, and all of these one shape, for messages between ranks want it so: where the
     global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
     where `context` shares it out, and what is up to `ahead` tokens further on. With `scores` the last token of each
