@@ -211,11 +211,9 @@ class Batches:
         """Return this rank's microbatches of the global batch that begins at `position` of the run's order."""
         size = self._size(position)
         end = position + size
-        share, ranks = (
-            filled_up(size, self.micro_batch, self.data_size) // self.replicas,
-            self.data_size // self.replicas,
-        )
+        ranks = self.data_size // self.replicas
         replica, rank = divmod(self.data_rank, ranks)
+        share = filled_up(size, self.micro_batch, self.data_size) // self.replicas
         start = position + replica * share
         first = range(start + rank * self.micro_batch, start + share, ranks * self.micro_batch)
         how = self.separate_documents, self.scores
