@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: the recipe is wrong, has no pipeline, or nothing fits.
         OSError, StoreError: the file cannot be written, or the trace not be read.
     """
+    if arguments.to.is_dir() or not arguments.to.parent.is_dir():
+        raise ConfigError([f"--to {arguments.to}: give the name of a file in a folder that is there"])
     config = load(arguments.search, [*arguments.names, "pipeline.order=null"])
     given = {} if arguments.memory_gb is None else {"memory": arguments.memory_gb * 1e9}
     model, world = configure(config.model, config.scores), arguments.world or ranks_of(config)

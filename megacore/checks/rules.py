@@ -483,9 +483,14 @@ def _lengths(facts: RuleContext) -> Iterator[str]:
 
 
 def too_few_steps(config: Config) -> Iterator[str]:
-    """Yield what of the learning rate's schedule does not fit into the steps of a run."""
-    schedule, steps = config.schedule, config.train.steps
+    """Yield what of the learning rate's schedule, or of rounds, does not fit into the steps of a run."""
+    schedule, steps, every = config.schedule, config.train.steps, config.sync.every
     warmup = schedule.warmup_steps
+    if every is not None and every > steps:
+        yield (
+            f"sync.every ({every}) is above train.steps ({steps}): no round would end, and what is saved stay the "
+            f"weights of the start: choose at most {steps}"
+        )
     if warmup >= steps:
         yield f"schedule.warmup_steps ({warmup}) must be below train.steps ({steps}): choose at most {steps - 1}"
     elif schedule.name == "wsd" and warmup + schedule.length_of_decay(steps) > steps:

@@ -167,8 +167,9 @@ class Batches:
 
     A global batch is `global_batch` successive samples of the source, or as many as `sizes` says of its position. Its
     microbatch m on rank d is the `micro_batch` samples from (m data_size + d) micro_batch on: under any data_size and
-    micro_batch a step is of the same samples. Those that are `skipped` are cut from the source's order, and the next
-    ones take their place.
+    micro_batch a step is of the same samples. Where `replicas` take steps alone, each has one of as many successive
+    parts of it, shared out so among its own ranks: its samples too are the same under any of them. Those that are
+    `skipped` are cut from the source's order, and the next ones take their place.
     All ranks have as many microbatches, and all of these one shape, for messages between ranks want it so: where the
     global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
     where `context` shares it out, and what is up to `ahead` tokens further on. With `scores` the last token of each
@@ -189,6 +190,7 @@ class Batches:
     sizes: BatchSizes | None = None
     ahead: int = 0
     scores: bool = False
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if min(self.global_batch, self.micro_batch) < 1:
@@ -197,6 +199,8 @@ class Batches:
             )
         if not 0 <= self.data_rank < self.data_size:
             raise ValueError(f"data rank {self.data_rank} is not among the {self.data_size} data-parallel ranks")
+        if self.data_size % self.replicas:
+            raise ValueError(f"cannot divide {self.data_size} data-parallel ranks into {self.replicas} replicas")
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
@@ -207,8 +211,11 @@ class Batches:
         """Return this rank's microbatches of the global batch that begins at `position` of the run's order."""
         size = self._size(position)
         end = position + size
-        filled = position + filled_up(size, self.micro_batch, self.data_size)
-        first = range(position + self.data_rank * self.micro_batch, filled, self.data_size * self.micro_batch)
+        ranks = self.data_size // self.replicas
+        replica, rank = divmod(self.data_rank, ranks)
+        share = filled_up(size, self.micro_batch, self.data_size) // self.replicas
+        start = position + replica * share
+        first = range(start + rank * self.micro_batch, start + share, ranks * self.micro_batch)
         how = self.separate_documents, self.scores
         whole = (collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], *how) for begin in first)
         return [batch.looking(self.ahead).of_rank(self.context, self.context_rank) for batch in whole]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -96,8 +96,19 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
     if config.train.epochs is not None:
         steps = f"{config.train.steps:,} steps of {config.batch.sizes} samples"
         said = [f"train.epochs={config.train.epochs:g}: {steps}", *said]
-    say("\n".join([*said, *setup.corpora.remarks, *uneven]))
+    say("\n".join([*said, *setup.corpora.remarks, *uneven, *in_no_round(config)]))
     return setup.held()
+
+
+def in_no_round(config: Config) -> Iterator[str]:
+    """Yield the last steps of a run that replicas take alone and that no outer one follows."""
+    steps, every = config.train.steps, config.sync.every
+    if every is not None and (left := steps % every):
+        yield (
+            f"sync.every={every}: no round ends with the last {left} of {steps:,} steps, so the common weights, which "
+            f"are evaluated and exported, stay those of step {steps - left:,}; with train.steps={steps - left + every} "
+            "one does"
+        )
 
 
 def headline(config: Config, model: ModelConfig, shape: MeshShape, kind: str) -> str:

@@ -55,6 +55,19 @@ def test_a_microbatch_is_where_the_formula_says(micro, size, whole, step, separa
             assert batch.padding is None or (batch.padding == ~counts[:, None]).all()
 
 
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5))
+def test_a_replica_has_a_successive_part_whatever_its_ranks(micro, ranks, replicas, times, step):
+    whole = micro * ranks * replicas * times
+    for replica in range(replicas):
+        of_all = [
+            Batches(Numbered(), whole, micro, rank, ranks * replicas, replicas=replicas).microbatches(step)
+            for rank in range(replica * ranks, (replica + 1) * ranks)
+        ]
+        first, share = step * whole + replica * whole // replicas, whole // replicas
+        together = [i for batches in zip(*of_all, strict=True) for batch in batches for i in indices(batch)]
+        assert together == list(range(first, first + share))
+
+
 phases = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3)), max_size=4)
 
 

@@ -265,6 +265,7 @@ BAD = [
     bad("mesh.pp=1 zero.shard=optimizer zero.replicas=3", "dp=4 data", "zero.replicas=3 groups: choose from 1, 2, 4"),
     bad("zero.replicas=2", "zero.replicas (2) groups share nothing out where zero.shard is none"),
     bad("sync.replicas=2", "sync.replicas (2) take steps alone, and sync.every is null: set it"),
+    bad("sync.every=200 train.steps=150 mesh.pp=1", "sync.every (200) is above train.steps (150): no round would end"),
     bad("sync.every=8 sync.replicas=3 mesh.pp=1", "cannot divide dp=4 into sync.replicas=3: choose from 1, 2, 4"),
     bad(
         "sync.every=8 batch.global_size=6 mesh.pp=1",

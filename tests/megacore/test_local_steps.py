@@ -16,6 +16,7 @@ from engine import GPT2, RECIPE, trainer
 from pool import Pool
 from torch import Tensor
 
+from megacore.batch_sizes import BatchSizes
 from megacore.corruption import Corrupted
 from megacore.models.registry import configure
 from megacore.planning.costs import ALL_REDUCE
@@ -28,6 +29,7 @@ from megacore.training import local_steps
 from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.local_steps import LocalSteps
 from megacore.training.lr import learning_rate
+from megacore.training.start import in_no_round
 
 OUTER = ["sync.every=2", "sync.lr=0.6", "sync.momentum=0.8"]
 CLIP = 0.5
@@ -51,9 +53,9 @@ class Simulated:
     own: list[dict[str, np.ndarray]]
 
 
-def simulate(recipe: str, replicas: int, ranks: int) -> Simulated:
-    """All replicas one after the other, each with the batches of so many ranks: gradients are those of one process,
-    AdamW, clipping and the outer step are torch's."""
+def simulate(recipe: str, replicas: int) -> Simulated:
+    """All replicas one after the other, each with a successive part of the global batch: gradients are those of one
+    process, AdamW, clipping and the outer step are torch's."""
     run = trainer(recipe, ON)
     config, optimizer = run.config, run.train_step.optimizer
     parameters = run.model.parameters
@@ -83,11 +85,8 @@ def simulate(recipe: str, replicas: int, ranks: int) -> Simulated:
         losses, norms = [], []
         for replica, (weights, adamw) in enumerate(zip(own, inner, strict=True)):
             fill(weights)
-            given = [
-                batch
-                for rank in range(replica * ranks, (replica + 1) * ranks)
-                for batch in replace(run.batches, data_rank=rank, data_size=replicas * ranks).microbatches(step - 1)
-            ]
+            share = replace(run.batches, sizes=BatchSizes(config.batch.global_size // replicas))
+            given = share.microbatches_from((step - 1) * config.batch.global_size + replica * share._size(0))
             stats = run.train_step.backward(run.upload(given, step))
             losses.append(stats.loss.item())
             gradients = {span.name: part.gradient for part, span, _, _ in run.train_step.gradients.owned()}
@@ -118,18 +117,18 @@ def simulate(recipe: str, replicas: int, ranks: int) -> Simulated:
 
 @pytest.mark.in_turn(8)
 @pytest.mark.parametrize(
-    ("world", "replicas", "ranks", "overrides"),
+    ("world", "overrides"),
     [
-        pytest.param(2, 2, 1, [], id="dp2"),
-        pytest.param(4, 2, 2, ["sync.replicas=2", "zero.shard=parameters"], id="dp4-parameters"),
-        pytest.param(4, 2, 1, ["mesh.pp=2", "zero.shard=optimizer"], id="pp2-dp2"),
-        pytest.param(8, 2, 1, ["mesh.pp=2", "mesh.tp=2"], id="pp2-tp2-dp2"),
+        pytest.param(2, ["batch.micro_size=1"], id="dp2"),
+        pytest.param(4, ["sync.replicas=2", "zero.shard=parameters"], id="dp4-parameters"),
+        pytest.param(4, ["mesh.pp=2", "zero.shard=optimizer"], id="pp2-dp2"),
+        pytest.param(8, ["mesh.pp=2", "mesh.tp=2"], id="pp2-tp2-dp2"),
     ],
 )
 def test_replicas_are_those_of_a_simulation(
-    pool: Pool, recipe: str, tmp_path: Path, world: int, replicas: int, ranks: int, overrides: list[str]
+    pool: Pool, recipe: str, tmp_path: Path, world: int, overrides: list[str]
 ) -> None:
-    want = simulate(recipe, replicas, ranks)
+    want = simulate(recipe, replicas=2)
     overrides = [f"out={tmp_path}", *ON, "checkpoint.at_end=true", *overrides]
     first = pool.run(world, engine.train, recipe, overrides)[0]
     np.testing.assert_allclose(first.values("loss"), want.losses, rtol=1e-12)
@@ -250,6 +249,12 @@ def test_what_one_replica_cannot_do_none_does(pool: Pool, recipe: str, tmp_path:
     assert left_out[0].values("skipped_steps") == [1]
 
 
+def test_last_steps_that_no_round_ends_with_are_told(recipe: str) -> None:
+    (said,) = in_no_round(load(recipe, ["sync.every=4", "train.steps=10"]))
+    assert "the last 2 of 10 steps" in said and "those of step 8; with train.steps=12 one does" in said
+    assert not [*in_no_round(load(recipe, ["sync.every=5", "train.steps=10"])), *in_no_round(load(recipe))]
+
+
 def streamed(recipe: str, overrides: list[str]) -> dict[str, np.ndarray]:
     made = trainer(recipe, overrides)
     made.fit()
@@ -291,7 +296,8 @@ def first_loss(recipe: str, overrides: list[str]) -> float:
 def test_replicas_drop_what_ranks_of_dp_drop(pool: Pool, tmp_path: Path) -> None:
     """Before they have gone ways of their own all of the loss is that of one replica, to the masks."""
     recipe = engine.write_recipe(tmp_path, RECIPE | {"model": GPT2})
-    (one, _), (other, _) = (pool.run(2, first_loss, recipe, given) for given in ([], OUTER))
+    one_each = ["batch.micro_size=4"]  # of one microbatch replicas have the samples that ranks of dp have
+    (one, _), (other, _) = (pool.run(2, first_loss, recipe, [*one_each, *given]) for given in ([], OUTER))
     assert one == pytest.approx(other, rel=1e-14)
 
 

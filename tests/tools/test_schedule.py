@@ -127,6 +127,8 @@ def test_an_order_is_searched_for_within_the_memory(
     ("arguments", "says"),
     [
         (SEARCH[2:], "--search RECIPE and --to FILE go together"),
+        ([*SEARCH, "--to", "."], "--to .: give the name of a file in a folder that is there"),
+        ([*SEARCH, "--to", "nowhere/order.json"], "--to nowhere/order.json: give the name"),
         ([*SEARCH, "--stages", "4"], "leave out --stages, --microbatches and --picture"),
         ([*SEARCH, "mesh.pp=1"], "mesh.pp is 1: an order is one of the stages of a pipeline"),
         ([*SEARCH, "mesh.tp=5"], "tp"),

@@ -115,7 +115,10 @@ class _In4Bits(QuantisedWeight):
         import torch
 
         data = self.stored.bits.reshape(-1).view(np.uint8)
-        pairs = halves(_floats(self.parts["quant_map"].bits), higher_first=True)
+        numbers = _floats(self.parts["quant_map"].bits)
+        if not np.isfinite(numbers).all():
+            raise StoreError(f"{self.parts['quant_map']}: one is no number: it is damaged")
+        pairs = halves(numbers, higher_first=True)
         step = max(1, AT_ONCE // (2 * self.block)) * 2 * self.block  # of whole blocks, and of whole bytes
         for start in range(first // (2 * self.block) * 2 * self.block, last, step):
             stop = min(start + step, last)

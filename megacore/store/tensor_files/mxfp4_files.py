@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megacore.models.quantization import Mxfp4
+from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.accounting import TensorInFile, alike, tensors_of
 from megacore.store.tensor_files.dtypes import dtype_named
 from megacore.store.tensor_files.quantised_files import Box, QuantisedWeight, halves, shown
@@ -27,6 +28,8 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = np.array([*_MAGNITUDES, *(-number for number in _MAGNITUDES)], np.float32)
 _FACTORS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 """What an exponent multiplies by; the last one stands for no number."""
+_LARGEST = 252
+"""The largest exponent, plus 127, with which each number in e2m1 is one of fp32."""
 _COLUMNS = 64
 """Of a matrix as it is shown, which are computed at once: whole lines of a cache are written."""
 
@@ -39,6 +42,9 @@ def decoded(files: Sequence[TensorFile], how: Mxfp4) -> tuple[tuple[TensorFile, 
         blocks, scales = tensors.get(name + _BLOCKS), tensors.get(name + _SCALES)
         if blocks is None or scales is None:
             problems.append((f"there are {_BLOCKS} or {_SCALES} alone", name))
+            continue
+        if name in tensors:
+            problems.append((f"it is there by itself, and as {_BLOCKS} and {_SCALES} too", name))
             continue
         shape, said = blocks.entry.shape, (blocks.entry.dtype, scales.entry.dtype)
         if said != ("U8", "U8") or len(shape) != 4 or shape[3] != _BLOCK // 2 or scales.entry.shape != shape[:3]:
@@ -66,6 +72,10 @@ class _StackedExperts(QuantisedWeight):
             for start in range(left, right, _COLUMNS):
                 columns = slice(start, min(start + _COLUMNS, right))
                 values = pairs.take(blocks[expert, columns, first:last]).view(np.float32)
-                values *= _FACTORS[exponents[expert, columns, first:last], None]
+                scales = exponents[expert, columns, first:last]
+                with np.errstate(over="ignore"):
+                    values *= _FACTORS[scales, None]
+                if scales.max(initial=0) > _LARGEST and not np.isfinite(values).all():
+                    raise StoreError(f"{self.scales}: a scale is no number, or one of numbers too large: it is damaged")
                 rows = torch.from_numpy(values.reshape(len(values), -1)).to(floats.dtype)
                 floats[expert, first * _BLOCK : last * _BLOCK, columns] = rows.t()
