@@ -70,6 +70,10 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
         """Heads of keys and values in layers with windows."""
         return 2 * self.num_key_value_heads
 
+    @property
+    def mtp_layers(self) -> int:
+        return 0  # those of published folders have a network of their own, and are left out
+
     def slides(self, layer: int) -> bool:
         return layer > 0 and super().slides(layer)
 

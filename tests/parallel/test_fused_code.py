@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 BF16 = torch.bfloat16
 NAMES = {BF16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-NAMES |= {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
+NAMES |= {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5", torch.uint8: "*u8"}
 NARROW = {9: "e4m3x2", 16: "e5m2x2"}
 """{power of two above the largest number of fp8: the instruction that rounds to that fp8}."""
 
