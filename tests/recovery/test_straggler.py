@@ -230,7 +230,7 @@ def test_others_on_its_core_make_no_straggler(tmp_path: Path) -> None:
         computed = time.thread_time() - computed
         beat.enter("forward")
         reading = read(tmp_path / "beat")
-        assert reading is not None and reading.busy["data"] < computed + 0.05 and not reading.queued
+        assert reading is not None and reading.busy["data"] < computed + 0.05 and reading.queued < 0.05
         assert time.monotonic() - began > computed + 0.1
         waited = queued_s()
         while queued_s() < waited + 0.1:
