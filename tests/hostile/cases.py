@@ -456,7 +456,10 @@ RECIPES: Mapping[str, tuple[str, str]] = {
         "a0: &a0 {x: 1}\n" + "\n".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)),
         "<< takes one mapping",
     ),
-    "alias-chain": ("a0: &a0 [1]\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 3000)), "nested more"),
+    "alias-chain": (
+        "a0: &a0 [1]\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 3000)),
+        "nested more than 32",
+    ),
     "deep": ("model: " + "[" * 100_000, "nested more than 32"),
     "deep-dotted": ("model: {a: 1}\nout: " + "{a: " * 100 + "1" + "}" * 100, "nested more than 32"),
     "large": ("a: 1\n" * 2**18, "more than 1,048,576 bytes"),

@@ -214,7 +214,11 @@ THOUGHT = ROWS["two-thoughts"]["messages"]
         ("phi-4", CALLLESS, "the example has tools, and the chat template writes nothing of them: set chat.template"),
         ("phi-4", {**ROWS["calls"], "tools": None}, "message 2 has tool_calls, and the chat template writes nothing"),
         ("phi-4", {"messages": THOUGHT[:2]}, "message 2 has reasoning_content, and the chat template writes nothing"),
-        ("marked-thoughts", {"messages": [*THOUGHT[:2], THOUGHT[3]]}, "message 3: the chat template marks the turns b"),
+        (
+            "marked-thoughts",
+            {"messages": [*THOUGHT[:2], THOUGHT[3]]},
+            "message 3: the chat template marks the turns before it otherwise",
+        ),
         *(
             (family, {"messages": [*messages, *chat("and?", "so")]}, f"the chat template fails: {words}")
             for family, made in FAMILIES.items()

@@ -365,13 +365,21 @@ BAD = [
     bad("train.device=auto train.precision=fp64", "fp64", "train.device=cpu", gpus=8),
     # precision
     bad("optimizer.moments=bf16 optimizer.betas=[0.9,0.999]", "optimizer.betas [0.9, 0.999]", "below 0.996", "fp32"),
-    bad("optimizer.name=muon memory.offload_optimizer=host", "offload_optimizer (host) has the CPU", "set it to none"),
+    bad(
+        "optimizer.name=muon memory.offload_optimizer=host",
+        "memory.offload_optimizer (host) has the CPU",
+        "set it to none",
+    ),
     bad("optimizer.name=muon lora.rank=2 checkpoint.init=x", "lora trains none of them", "set it to adamw"),
     bad(
         "optimizer.name=muon optimizer.moments=bf16 muon.momentum=0.999",
         *("muon.momentum (0.999)", "below 0.996", "optimizer.moments=fp32"),
     ),
-    bad("batch.global_size=64 batch.ramp=[8,10,1000]", "not come from 8 to batch.global_size (64)", "increments of 10"),
+    bad(
+        "batch.global_size=64 batch.ramp=[8,10,1000]",
+        "does not come from 8 to batch.global_size (64)",
+        "increments of 10",
+    ),
     bad("batch.global_size=64 batch.ramp=[8,8,6]", "more sizes than samples", "give it 64"),
     bad("batch.ramp=[0,8,100]", "batch.ramp ([0, 8, 100]): each number must be at least 1"),
     bad("ema.evaluate=true evaluate.every=10", "ema.evaluate is about averages", "ema.decay is null"),

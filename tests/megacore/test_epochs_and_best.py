@@ -128,7 +128,10 @@ def test_patience_ends_a_run_that_is_done(tmp_path: Path, capsys: pytest.Capture
     given = [recipe, f"out={out}", *KEEP_BEST, "evaluate.patience=2", f"checkpoint.export={made}"]
     with losses(5, 3, 4, 3.5, 1, 1):
         assert main.main(given) == 0
-        assert "No validation loss below 3.0000, of step 4, in 2 evaluations (" in capsys.readouterr().err
+        assert (
+            "No validation loss below 3.0000, of step 4, in 2 evaluations (evaluate.patience)"
+            in capsys.readouterr().err
+        )
         state = RunState.of(out)
         assert state.is_done and state.training is not None and state.training["step"] == 8
         assert list(checkpoints.complete(checkpoints.folder_of(out))) == [4, 8] and made.is_dir()

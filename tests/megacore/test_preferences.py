@@ -302,7 +302,9 @@ def test_a_run_that_goes_on_reads_its_reference(
     with pytest.raises(StoreError, match="is damaged, or of other pairs"):
         train(str(folder / "recipe.yaml"), [f"out={tmp_path / 'damaged'}", *from_there])
     kept.unlink()
-    with pytest.raises(StoreError, match="is not there, or is of other pairs, and the weights that the run started"):
+    with pytest.raises(
+        StoreError, match="is not there, or is of other pairs, and the weights that the run started from"
+    ):
         train(str(folder / "recipe.yaml"), [f"out={tmp_path / 'gone'}", *from_there])
 
 
@@ -340,7 +342,10 @@ PROBLEMS = {
     "smoothed": ("preference.loss=ipo preference.label_smoothing=0.1", "is for preference.loss=dpo or simpo, not ipo"),
     "half": ("preference.label_smoothing=0.5", r"preference.label_smoothing \(0.5\): must be at least 0 and below 0.5"),
     "other": ("preference.loss=kto", r"preference.loss.*kto"),
-    "none": ("preference=null", "pairs.jsonl, line 1: has 'chosen' and 'rejected', which are preferences: learn"),
+    "none": (
+        "preference=null",
+        "pairs.jsonl, line 1: has 'chosen' and 'rejected', which are preferences: learn from both by",
+    ),
     "tokens": ("data.train=corpus", "learns from files of pairs, 'chosen' and 'rejected', and corpus is none"),
     "long": ("data.sequence_length=12 chat.too_long=drop", "has no examples to train on: 0 bad lines, 12 dropped"),
 }
@@ -364,10 +369,22 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
     "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, "the rejected answer is empty"),
     "no prompt": ({"chosen": said("a", "b"), "rejected": said("c", "d")}, "has no prompt: give 'prompt', or begin"),
     "text": ({"chosen": said("a", "b"), "rejected": "c"}, "rejected is a str, not a list"),
-    "user": ({"prompt": said("a"), "chosen": said("b"), "rejected": said("c", "d")}, "chosen ends with the user, not"),
-    "prompt": ({"prompt": "b", "chosen": said("a", "b"), "rejected": said("a", "d")}, "prompt is a str, not a list"),
-    "system": ({"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "has 'system' beside 'chosen', which"),
-    "question": ({"question": "a", "chosen": "The b", "rejected": "The c"}, "not read: name it by data.map={prompt:"),
+    "user": (
+        {"prompt": said("a"), "chosen": said("b"), "rejected": said("c", "d")},
+        "chosen ends with the user, not with",
+    ),
+    "prompt": (
+        {"prompt": "b", "chosen": said("a", "b"), "rejected": said("a", "d")},
+        "the prompt is a str, not a list",
+    ),
+    "system": (
+        {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"},
+        "has 'system' beside 'chosen', which is",
+    ),
+    "question": (
+        {"question": "a", "chosen": "The b", "rejected": "The c"},
+        "not read: name it by data.map={prompt: quest",
+    ),
     "kwargs": ({"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": {"a": 1}}, "which is not read"),
 }
 

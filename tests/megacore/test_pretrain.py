@@ -322,7 +322,10 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
     assert "step 1 of 5: loss nan" in shown.err and "skipped 1\n" in shown.err
     assert main.main([*arguments, f"out={tmp_path / 'other'}", "optimizer.max_skipped=3"]) == 1
     shown = capsys.readouterr()
-    assert "step 4, samples 24 to 31" in shown.err and "max_skipped (3): with this one 4 of the last" in shown.err
+    assert (
+        "step 4, samples 24 to 31" in shown.err
+        and "raise optimizer.max_skipped (3): with this one 4 of the last" in shown.err
+    )
     assert "Done" not in shown.out
 
 

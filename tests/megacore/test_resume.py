@@ -412,7 +412,11 @@ def test_without_a_model_the_checkpoint_s_is_taken(six: Path, tmp_path: Path) ->
 
 REFUSED = [
     ("checkpoint.init={three} checkpoint.resume={three}", "both say where to start"),
-    ("checkpoint.init=megacore/nowhere", "nowhere is not a folder, and megacore is one here", "megacore/nowhere@main"),
+    (
+        "checkpoint.init=megacore/nowhere",
+        "megacore/nowhere is not a folder, and megacore is one here",
+        "megacore/nowhere@main",
+    ),
     ("checkpoint.init={new}/nowhere", "checkpoint: ", "nowhere"),
     ("checkpoint.resume={new}", "checkpoint: ", "index.json"),
     (f"checkpoint.init={{six}} model.vocab_size={VOCAB + 1}", f"is {VOCAB + 1} in the recipe and {VOCAB} in the check"),

@@ -183,7 +183,8 @@ def test_an_export_is_uploaded_with_its_card(hub: Hub, tmp_path: Path, capfd: py
     assert main.main(given) == 1
     said = "".join(capfd.readouterr())
     assert (
-        f"{made} is whole, and was not uploaded to own/new (the hub answers 507): `hf upload own/new {made} --" in said
+        f"{made} is whole, and was not uploaded to own/new (the hub answers 507): `hf upload own/new {made} --private`"
+        in said
     )
     hub.full = False
     assert main.main([*given, "checkpoint.resume=auto"]) == 0  # as who starts it again does

@@ -487,7 +487,9 @@ def test_what_lies_where_checkpoints_will_is_said_when_the_run_starts(
     checkpoints.clean(tmp_path)
     assert saved_names(tmp_path) == []
     make(tmp_path / ".step-00000001.partial")
-    with pytest.raises(StoreError, match=r"\.step-00000001\.partial was not made by this user, or is still being w"):
+    with pytest.raises(
+        StoreError, match=r"\.step-00000001\.partial was not made by this user, or is still being written"
+    ):
         checkpoints.clean(tmp_path)
     make(tmp_path / "checkpoints")
     if not (tmp_path / "checkpoints").is_dir():

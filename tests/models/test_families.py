@@ -377,7 +377,11 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True would change the maths"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not one of greedy, group_limited_greedy"),
     ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": None}, "n_group is missing"),
-    ("bamba", {"mamba_d_head": 3}, "mamba_n_heads (8) times mamba_d_head (3) is not 32: mamba_expand (2) times"),
+    (
+        "bamba",
+        {"mamba_d_head": 3},
+        "mamba_n_heads (8) times mamba_d_head (3) is not 32: mamba_expand (2) times hidden_size",
+    ),
     ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads (8) is not a multiple of mamba_n_groups (3)"),
     ("bamba", {"time_step_limit": [0.5]}, "time_step_limit is [0.5]: it must be two numbers, the lower one first"),
     ("bamba", {"time_step_limit": [1.0, 0.1]}, "time_step_limit is [1.0, 0.1]"),
@@ -389,7 +393,11 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX*"}, "hybrid_override_pattern has X"),
     ("nemotron_h", {"mamba_hidden_act": "tanh"}, "mamba_hidden_act 'tanh' is not one of"),
     ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "linear_attn_config is {'gate_lower_bound'"),
-    ("kimi_linear", {"linear_attn_config": {"num_heads": 8}}, "linear_num_heads is 4, and linear_attn_config.num"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"num_heads": 8}},
+        "linear_num_heads is 4, and linear_attn_config.num_heads",
+    ),
     (
         "kimi_linear",
         {"layer_types": None, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]}},
@@ -398,7 +406,11 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("mimo_v2_flash", {"num_key_value_heads": 4}, "num_attention_heads (4) is not a multiple of 8, twice"),
     ("mimo_v2_flash", {"v_head_dim": 5}, "v_head_dim is 5: it may be up to head_dim (4)"),
     ("mimo_v2_flash", {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads is 2: MiMoV2FlashForCausalLM takes 4"),
-    ("mimo_v2_flash", {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias=True would change the"),
+    (
+        "mimo_v2_flash",
+        {"add_full_attention_sink_bias": True},
+        "add_full_attention_sink_bias=True would change the maths",
+    ),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False would change the maths"),
     ("kimi_linear", {"qk_rope_head_dim": 5, "qk_head_dim": 11}, "qk_rope_head_dim is 5: it must be even"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "so it must be num_attention_heads (4)"),
@@ -444,8 +456,16 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only 'vision'"),
     ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "only the layers of full_attention may have another"),
     ("gemma4_text", {"per_layer_config": {"2": {"sliding_window": 8}}}, "only the layers of full_attention may have"),
-    ("gemma4_text", {"enable_moe_block": True, "top_k_experts": 2, "num_experts": None}, "num_experts is 0: it must"),
-    ("gemma4_text", {"attention_k_eq_v": True, "per_layer_config": {"2": {"num_key_value_heads": 3}}}, "4 heads are"),
+    (
+        "gemma4_text",
+        {"enable_moe_block": True, "top_k_experts": 2, "num_experts": None},
+        "num_experts is 0: it must be",
+    ),
+    (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "per_layer_config": {"2": {"num_key_value_heads": 3}}},
+        "4 heads are no m",
+    ),
     *(
         ("gemma3_text", {"sliding_window_pattern": pattern}, f"sliding_window_pattern is {pattern!r}: it must be a")
         for pattern in (0, 2.5, "6")

@@ -512,7 +512,10 @@ def test_a_device_that_stands_is_named_though_all_hosts_are_far_ahead(
     )
     (path,) = (scene.out / "hangs").glob("2*.txt")
     report = path.read_text()
-    assert "rank 0, dp (ranks 0-1): all_reduce 829; not ended: all_reduce 812 of 6 BFloat16, which its GPU" in report
+    assert (
+        "rank 0, dp (ranks 0-1): all_reduce 829; not ended: all_reduce 812 of 6 BFloat16, which its GPU has begun, "
+        in report
+    )
     assert re.search(r"rank 1 \(dp=1\) +5  log +2 .*; its GPU is in `forward` of step 3\n", report)
 
 

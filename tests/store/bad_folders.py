@@ -726,7 +726,11 @@ asked(
         "pp-more-than-layers": ("--pp 6", "6", "5 layers"),
         "ep-without-experts": ("--ep 2", "ep=2", "no experts", "set ep=1"),
         "etp-without-experts": ("--tp 2 --etp 2", "etp=2", "no experts", "set etp=1"),
-        "stages-too-few": ("--pp 2 --layers-per-stage 5", "--layers-per-stage (5) has 1", "--pp x --chunks = 2 x 1 ="),
+        "stages-too-few": (
+            "--pp 2 --layers-per-stage 5",
+            "--layers-per-stage (5) has 1",
+            "--pp x --chunks = 2 x 1 = 2",
+        ),
         "stages-too-many": ("--pp 2 --layers-per-stage 1,1,3", "3 numbers"),
         "stages-sum": ("--pp 2 --layers-per-stage 2,2", "adds up to 4", "5 layers"),
         "stages-zero": ("--pp 2 --chunks 2 --layers-per-stage 0,0,5,0", "--layers-per-stage", "is 0,1,4,0"),

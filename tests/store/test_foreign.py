@@ -447,7 +447,9 @@ def test_megatron_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: 
     assert folder.index.step == 5 and folder.states == ("weights", "master", *_KINDS)
     for state, tensors in zip(folder.states, held, strict=True):
         _assert_bits(folder, state, tensors)
-    assert "word_embeddings.weight' is filled up to 64 tokens: those beyond 61 are left" in "\n".join(folder.remarks)
+    assert "word_embeddings.weight' is filled up to 64 tokens: those beyond 61 are left out" in "\n".join(
+        folder.remarks
+    )
     assert not (tmp_path / "ran").exists()
 
 
@@ -486,7 +488,9 @@ def test_moments_in_buckets_are_told(tmp_path: Path) -> None:
     assert "--dist-ckpt-optim-fully-reshardable" in "\n".join(opened.remarks)
     _assert_bits(opened, "weights", _tensors())
     _config(folder, num_hidden_layers=3, intermediate_size=20)
-    with pytest.raises(StoreError, match=r"shape \[4, 16, 24\] instead of \[3, 16, 20\]: decoder.layers.mlp"):
+    with pytest.raises(
+        StoreError, match=r"shape \[4, 16, 24\] instead of \[3, 16, 20\]: decoder.layers.mlp.linear_fc2"
+    ):
         open_folder(folder)
 
 
@@ -598,7 +602,10 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})),
         "does not describe a checkpoint of torch.distributed.checkpoint",
     ),
-    "no file": (lambda folder: (folder / "__0_0.distcp").unlink(), "all files of all ranks:\n- '__0_0.distcp': No"),
+    "no file": (
+        lambda folder: (folder / "__0_0.distcp").unlink(),
+        "copy all files of all ranks:\n- '__0_0.distcp': No",
+    ),
     "a file that ends": (
         lambda folder: os.truncate(folder / "__0_0.distcp", 20_000),
         "'__0_0.distcp' has 20000 bytes, and its last part ends at",
@@ -629,7 +636,10 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: _replace(folder, lambda tensors: tensors | {"model.layers.0.x": torch.ones(1)}),
         "1 tensors are not of this model: model.layers.0.x",
     ),
-    "some moments": (lambda folder: _replace(folder, _some_moments), "layers.0.self_attn.k_proj.weight has no exp_avg"),
+    "some moments": (
+        lambda folder: _replace(folder, _some_moments),
+        "model.layers.0.self_attn.k_proj.weight has no exp_avg",
+    ),
 }
 """{what is wrong: (what makes it so, a part of what is said)}."""
 

@@ -223,7 +223,10 @@ SCALE, OTHER, NORM = f"{WEIGHT}_scale_inv", WEIGHT.replace("0", "1"), "model.nor
         (put(SCALE, torch.ones(6, 4).to(torch.float8_e8m0fnu)), rf"scales have dtype F8_E8M0, which is .*: {SCALE}$"),
         (put(SCALE, torch.full((6, 4), torch.nan)), rf"{SCALE} .*must be finite and above 0, .* it is damaged$"),
         (put(SCALE, torch.zeros(6, 4)), rf"{SCALE} .*must be finite and above 0"),
-        (put(WEIGHT, torch.zeros(16, 4, 4).to(FP8)), rf"weight has shape \[16, 4, 4\], and only matrices.*{WEIGHT}"),
+        (
+            put(WEIGHT, torch.zeros(16, 4, 4).to(FP8)),
+            rf"an fp8 weight has shape \[16, 4, 4\], and only matrices.*{WEIGHT}",
+        ),
         (put(WEIGHT, torch.zeros(16, 15).to(FP8)), r"shape \[16, 15\] instead of \[16, 16\]"),
         (put(NORM, torch.zeros(16).to(torch.float8_e5m2)), r"dtype F8_E5M2 is not one of F64"),
     ],

@@ -109,7 +109,11 @@ def test_a_config_that_counts_none_leaves_them_out(tmp_path: Path) -> None:
         ({"model.layers.4.eh_proj.weight": torch.zeros(2)}, {}, "1 tensors are not of this model: model.layers.4.eh_"),
         ({}, {FIELD: 2}, "model.layers.4.eh_proj.weight"),
         ({}, {FIELD: -1}, f"{FIELD} is -1: it must be from 0 to 16"),
-        ({f"{AT}shared_head.head.weight": torch.zeros(13, 1).to(torch.bfloat16)}, {}, "have the model's own: to"),
+        (
+            {f"{AT}shared_head.head.weight": torch.zeros(13, 1).to(torch.bfloat16)},
+            {},
+            "have the model's own: to read it",
+        ),
     ],
     ids=["missing", "too many", "fewer than said", "below 0", "another head"],
 )

@@ -292,7 +292,10 @@ def test_a_full_disk(tmp_path, monkeypatch, code):
         TensorWriter.create(tmp_path / "f", declared)
     assert not (tmp_path / "f").exists()
     # Where nobody knows what is needed:
-    with pytest.raises(StoreError, match=rf": \d+ bytes are free in {tmp_path}$"), os_errors(tmp_path / "f"):
+    with (
+        pytest.raises(StoreError, match=rf"{os.strerror(code)}: \d+ bytes are free in {tmp_path}$"),
+        os_errors(tmp_path / "f"),
+    ):
         refuse(code)()
 
 

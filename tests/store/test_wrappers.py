@@ -310,7 +310,10 @@ def test_damage_of_what_is_carried_is_found(
         ({"naming": ["{0.__class__}", ""]}, "which are no two beginnings of names"),
         ({"files": {}}, f"names the files [] instead of {CARRIED}"),
         ({"config": {"model_type": "llama"}}, "of which no part is a gemma3_text"),
-        ({"config": {"model_type": "llava", "text_config": {"model_type": "llama"}}}, "no part is a gemma3_text"),
+        (
+            {"config": {"model_type": "llava", "text_config": {"model_type": "llama"}}},
+            "of which no part is a gemma3_text",
+        ),
         ({"config": {"model_type": "gemma3"}}, "text_config is None"),
     ],
 )

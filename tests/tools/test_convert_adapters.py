@@ -251,7 +251,10 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, not_durable: None, capsys: 
 
 
 WRONG = {
-    "deepseek_v3": ("mlp.shared.down", "those of mlp.shared_experts.down_proj for those of deepseek_v3's experts"),
+    "deepseek_v3": (
+        "mlp.shared.down",
+        "peft takes those of mlp.shared_experts.down_proj for those of deepseek_v3's experts",
+    ),
     "afmoe": ("attn.qkv", "peft takes those of self_attn.gate_proj for those of afmoe's experts"),
     "falcon_h1": ("ssm.out", "peft refuses adapters of out_proj of falcon_h1"),
 }

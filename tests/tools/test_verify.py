@@ -297,7 +297,11 @@ def test_what_cannot_be_compared(llama: Path, tmp_path: Path, capsys: Capture, m
         ((target, target), None, "inspect --diff"),
         ((target, wide), None, "intermediate_size is 24 and 32"),
         ((target, other), None, "different models"),
-        ((target, llama, "--cp", 2), None, "lies on pp=1 x ep=1 x cp=2 x tp=1, and 1 processes cannot form that:"),
+        (
+            (target, llama, "--cp", 2),
+            None,
+            "lies on pp=1 x ep=1 x cp=2 x tp=1, and 1 processes cannot form that: start",
+        ),
         ((target, llama, "--exchange", "ring"), None, "--exchange ring: --cp is 1, and no text is split: leave it out"),
         ((target, llama, "--prompt", "sea"), None, "has no tokenizer"),
         ((target, llama, "--prompt", " "), one, "has no tokens"),
