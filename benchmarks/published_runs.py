@@ -25,7 +25,7 @@ from megacore.models.stages import layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import Precision, Recompute, ZeroShard
 from megacore.parallel.weights.layout import MeshShape
-from megacore.planning.fit import MARGIN, fit
+from megacore.planning.fit import fit
 from megacore.planning.peak_memory import peaks
 from megacore.planning.setting import ADAM_16, Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
@@ -232,7 +232,7 @@ class PublishedLayout:
         for micro, recompute in itertools.product((1, 2, 4, 8, 16), get_args(Recompute)):
             microbatches = self.sequences // (micro * mesh.data)
             made = replace(setting, micro_size=micro, microbatches=microbatches, recompute=recompute)
-            if made.sequences == self.sequences and max(peaks(made)) <= cluster.device.memory * (1 - MARGIN):
+            if made.sequences == self.sequences and max(peaks(made)) <= cluster.room:
                 found.append(estimate(made, cluster).total)
         return min(found, default=None)
 

@@ -18,13 +18,13 @@ from megacore.devices import DEVICES
 from megacore.models.config import ModelConfigError, parameters_in_words
 from megacore.models.registry import configure
 from megacore.pictures import pyplot, save
-from megacore.planning.fit import MARGIN, Candidate, fit
+from megacore.planning.fit import Candidate, fit
 from megacore.planning.overheads import COMMUNICATOR, Overheads
 from megacore.planning.packed_documents import with_documents
 from megacore.planning.peak_memory import TERMS
 from megacore.planning.recipe_setting import alone, overrides, setting_of
 from megacore.planning.run_plan import CPU, Plan, cluster_of, ranks_of
-from megacore.planning.step_time import Cluster
+from megacore.planning.step_time import MARGIN, Cluster
 from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
@@ -206,7 +206,7 @@ def draw(plan: Plan, name: str, picture: Path) -> None:
             axes.barh(stages, sizes, left=before, label=term)
             before = [a + b for a, b in zip(before, sizes, strict=True)]
     axes.axvline(plan.cluster.device.memory / 1e9, color="black", label=name)
-    axes.axvline(plan.room / 1e9, color="black", linestyle="--", label=f"less {MARGIN:.0%}")
+    axes.axvline(plan.cluster.room / 1e9, color="black", linestyle="--", label=f"less {MARGIN:.0%}")
     axes.invert_yaxis()
     axes.set(xlabel="GB of a rank at the peak of a step")
     figure.legend(loc="outside upper center", ncols=4, fontsize=8)
@@ -276,7 +276,7 @@ def _loads(plan: Plan) -> Iterator[str]:
         rows = [
             (
                 f"{each.times:g}" + (", all there are" if each.times == worst else ""),
-                *(each.rows, each.peak / 1e9, "fits" if each.peak <= plan.room else "does not fit"),
+                *(each.rows, each.peak / 1e9, "fits" if each.peak <= plan.cluster.room else "does not fit"),
             )
             for each in plan.loads
         ]

@@ -11,7 +11,6 @@ from megacore.devices import DEVICES
 from megacore.models.registry import configure
 from megacore.parallel.pipeline.schedules import Cost
 from megacore.parallel.virtual_stages import stage_of
-from megacore.planning.fit import MARGIN
 from megacore.planning.order_search import OrderedPipeline, pipelines
 from megacore.planning.pipeline_order import order_text
 from megacore.planning.recipe_setting import setting_of
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
     names = [name for name, problems in possible.items() if not problems]
     if not names:
         raise ConfigError([each for problems in possible.values() for each in problems])
-    room = cluster.device.memory * (1 - MARGIN)
+    room = cluster.room
     measured = None if arguments.trace is None else _measured(arguments.trace, config)
     ways = [*pipelines(setting, names, cluster, room, measured)]
     fitting = [each for each in ways if each.fits(room)]

@@ -22,9 +22,6 @@ from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import Shares, state
 from megacore.planning.step_time import Cluster, Estimate, estimate
 
-MARGIN = 0.1
-"""The share of a device's memory that is left to its driver, the libraries' workspaces, fragments, and what this
-arithmetic misses."""
 BEHIND = 2.0
 """A candidate that takes so many times as long as the fastest is not looked at any closer."""
 CHUNK = 4096
@@ -114,7 +111,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
 
 def with_split_backward(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
     """Yield the settings whose weight gradients come later, where it has a pipeline and they fit."""
-    layout, room = setting.layout, cluster.device.memory * (1 - MARGIN)
+    layout, room = setting.layout, cluster.room
     if layout.mesh.pp == 1:
         return
     ways: list[tuple[PipelineSchedule, Layout]] = [("zb-h1" if layout.chunks == 1 else "zb-interleaved", layout)]
@@ -130,7 +127,7 @@ def with_split_backward(setting: Setting, cluster: Cluster) -> Iterator[Setting]
 
 def _candidates(base: Setting, world: int, cluster: Cluster) -> Iterator[Candidate]:
     """Yield the settings that fit and that others do not leave far behind."""
-    room = cluster.device.memory * (1 - MARGIN)
+    room = cluster.room
     fastest = _Fastest()
     for shorter in _layouts(base, world, cluster):
         for alike in shorter:

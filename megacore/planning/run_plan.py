@@ -14,13 +14,12 @@ from megacore.devices import CPU_TFLOPS, device_of
 from megacore.models.config import ModelConfig, active_parameters
 from megacore.models.registry import configure
 from megacore.planning.capacity import cpu_of
-from megacore.planning.fit import MARGIN
 from megacore.planning.overheads import Overheads, Storage
 from megacore.planning.packed_documents import PackedMicrobatch, standing_out, with_documents
 from megacore.planning.peak_memory import Load, Memory, loads, memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting
-from megacore.planning.step_time import Cluster, Estimate, estimate
+from megacore.planning.step_time import MARGIN, Cluster, Estimate, estimate
 from megacore.planning.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, Recipe, load
 
@@ -129,12 +128,8 @@ class Plan:
         return max(self.memory, key=lambda each: each.peak)
 
     @property
-    def room(self) -> float:
-        return self.cluster.device.memory * (1 - MARGIN)
-
-    @property
     def fits(self) -> bool:
-        return self.fullest.peak <= self.room
+        return self.fullest.peak <= self.cluster.room
 
     def warnings(self) -> Iterator[str]:
         if not self.fits:
@@ -144,7 +139,7 @@ class Plan:
             )
         yield from in_vain(self.setting.sequences, self.setting.micro_size, self.setting.layout.mesh.data)
         for each in self.packed:
-            if each.peak > self.room:
+            if each.peak > self.cluster.room:
                 yield (
                     f"documents: the microbatch with {each.which} takes {each.peak / 1e9:,.2f} GB, which do not fit: "
                     "choose context.balance=auto, or more mesh.cp"

@@ -29,6 +29,11 @@ PRECISE = 512
 """Actions of a stage up to which all of a schedule is simulated."""
 
 
+MARGIN = 0.1
+"""The share of a device's memory that is left to its driver, the libraries' workspaces, fragments, and what this
+arithmetic misses."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Devices in nodes, and what is assumed of them.
@@ -43,6 +48,11 @@ class Cluster:
     tflops: float
     overlap: float = 0.9
     overlap_between: float = 0.7
+
+    @property
+    def room(self) -> float:
+        """The bytes of a device that a run may take."""
+        return self.device.memory * (1 - MARGIN)
 
     @property
     def wide_tflops(self) -> float:

@@ -11,7 +11,7 @@ from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU, Device, device_of
 from megacore.models.config import ModelConfig
 from megacore.models.registry import configure
 from megacore.planning.capacity import cpu_of
-from megacore.planning.fit import MARGIN, fit
+from megacore.planning.fit import fit
 from megacore.planning.peak_memory import peaks
 from megacore.planning.recipe_setting import alone, overrides, setting_of
 from megacore.planning.run_plan import problems_on_paper
@@ -145,7 +145,7 @@ class StepPlan:
             setting = setting_of(made, self.model, world, self.setting.device)
         except ConfigError:  # the order of the pipeline is for other sizes
             return False
-        return all(peak <= self.cluster.device.memory * (1 - MARGIN) for peak in peaks(setting))
+        return all(peak <= self.cluster.room for peak in peaks(setting))
 
     def best(self) -> tuple[str, float]:
         """Return the overrides of the layout that is fastest by this plan, and the share of a step that it saves."""

@@ -32,13 +32,13 @@ from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, spli
 from megacore.planning import capacity
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
-from megacore.planning.fit import MARGIN, _chunks, fit, with_split_backward
+from megacore.planning.fit import _chunks, fit, with_split_backward
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
-from megacore.planning.step_time import Cluster, MatMul, estimate
+from megacore.planning.step_time import MARGIN, Cluster, MatMul, estimate
 from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import ConfigError, load
 from megacore.tools.main import main

@@ -21,12 +21,12 @@ from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import KeyExchange
 from megacore.planning.efficiency import LINKS, ring_s
 from megacore.planning.exchange import WHOLE, Packing
-from megacore.planning.fit import CHUNK, MARGIN, fit
+from megacore.planning.fit import CHUNK, fit
 from megacore.planning.packed_documents import drawn
 from megacore.planning.peak_memory import memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting, Widths
-from megacore.planning.step_time import Cluster, estimate
+from megacore.planning.step_time import MARGIN, Cluster, estimate
 from megacore.recipe import load
 from megacore.tools.main import main
 from megacore.tools.plan import overrides
