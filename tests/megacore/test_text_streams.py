@@ -29,7 +29,7 @@ from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.samples import Sample, Samples
 from megacore.data.text import FileRange, InputError
-from megacore.data.text_streams import Chunk, Place, StreamedTexts, TextFiles
+from megacore.data.text_streams import AHEAD, CHUNK, Chunk, Place, StreamedTexts, TextFiles
 from megacore.store.tensor_files.companions import TEXT, companions
 from megacore.tools.tokenize import main
 
@@ -285,7 +285,7 @@ def test_a_slow_process_is_waited_for_and_one_that_dies_is_told(folder: Path, tm
         damaged.sample(0)
     os.kill(worker._process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"tokenizes texts has ended by SIGKILL, likely for memory: give the node"):
-        source.sample(20_000)
+        source.sample(3_000 + 2 * AHEAD * CHUNK // LENGTH)  # beyond what it may have tokenized before
 
 
 def test_an_answer_that_cannot_be_received_is_told() -> None:
