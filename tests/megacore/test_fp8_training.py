@@ -17,6 +17,7 @@ from megacore.parallel.layers.product import DENSE
 FP8 = ["train.precision=fp8", "train.steps=30", "evaluate.every=0", "batch.micro_size=2"]
 # Of 30 losses, relative, at most; seen: 0.8 % (0.3 % in the mean) and 0.6 % (0.15 %). bf16 is 0.12 % from fp32.
 FROM_BF16, BETWEEN_LAYOUTS = 0.02, 0.015
+KEY = "validation_loss"
 FIRST = ["train.steps=1", "schedule.warmup_steps=0"]
 
 
@@ -123,3 +124,20 @@ def test_weights_and_masters_are_those_of_bf16_and_a_run_resumes(recipe: str, tm
     rest = engine.result(made, made.fit())
     assert rest.values("loss") == whole.values("loss")[2:]
     assert engine.same(rest.weights, whole.weights)
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("overrides", [[], ["mesh.dp=2", "zero.shard=parameters"]], ids=["one", "zero3"])
+def test_averages_are_cast_to_be_evaluated_and_weights_after(
+    pool: Pool, recipe: str, tmp_path: Path, overrides: list[str]
+) -> None:
+    """An average that takes nothing more has the loss of what it began with, and training goes on as without it."""
+    every = [*FP8, *overrides, "train.steps=3", "evaluate.every=1"]
+    plain, averaged = (
+        pool.run(1 + bool(overrides), train, recipe, [f"out={tmp_path / name}", *every, *more])[0]
+        for name, more in (("plain", []), ("averaged", ["ema.decay=0.999999999999", "ema.evaluate=true"]))
+    )
+    losses, own = ([each[key] for each in averaged.records if key in each] for key in ("ema_validation_loss", KEY))
+    assert own == [each[KEY] for each in plain.records if KEY in each] and len({*own}) == 3
+    assert losses == own[:1] * 3
+    assert averaged.values("loss") == plain.values("loss")
