@@ -181,6 +181,12 @@ SCALES, EXPERTS = WEIGHT.replace("weight", "SCB"), "model.layers.0.mlp.experts.d
         ),
         ("nf4, scales in 8 bits", put(WEIGHT, torch.zeros(137, 1).byte()), r"it has 137 bytes"),
         ("nf4, scales in 8 bits", put(WEIGHT, torch.zeros(1, 128).byte()), r"its bytes lie as \[1, 128\]"),
+        (
+            "nf4, scales in 8 bits",
+            put(WEIGHT, torch.zeros(128, 1).bool()),
+            "its bytes are in BOOL: only those in U8, I8, BF16",
+        ),
+        ("fp4", put(STATE, torch.zeros(2).byte()), f"it has two quant_states, of nf4 and of fp4: {WEIGHT}"),
         ("nf4, scales in 8 bits", put(STATE, None), r"shape \[128, 1\] instead of \[16, 16\]"),
         ("fp4", put(f"{WEIGHT}.absmax", torch.full((26,), torch.nan)), "a scale is no number: it is damaged"),
         ("fp4", put(f"{WEIGHT}.quant_map", torch.full((16,), torch.inf)), "quant_map .*: one is no number"),

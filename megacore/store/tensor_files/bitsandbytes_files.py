@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _STATE = re.compile(r"(.+)\.quant_state\.bitsandbytes__(?:nf4|fp4)")
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_STORAGE = ("U8", "I8", "BF16", "F16", "F32", "F64")
+"""What `bnb_4bit_quant_storage` lets the bytes be kept as."""
 _SCALES, _FORMAT = ".SCB", "_format"
 _PER_ROW = 1 / 127
 Parts = Mapping[str, TensorInFile]
@@ -47,6 +49,8 @@ def decoded(files: Sequence[TensorFile], how: Bitsandbytes) -> tuple[tuple[Tenso
         try:
             if how.bits == 4 and (found := _STATE.fullmatch(name)):
                 weight = found[1]
+                if weight in quantised:
+                    raise StoreError("it has two quant_states, of nf4 and of fp4")
                 quantised[weight] = _in_4_bits(weight, tensor, tensors)
             elif how.bits == 8 and name.endswith(_SCALES):
                 weight = f"{name.removesuffix(_SCALES)}.weight"
@@ -89,6 +93,8 @@ def _in_4_bits(name: str, state: TensorInFile, tensors: Parts) -> QuantisedWeigh
             given = f"{math.prod(entry.shape)} numbers in {entry.dtype}"
             raise StoreError(f"its {part} has {given}, and {shape} of them take {count} in {kind}")
     entry = tensors[name].entry
+    if entry.dtype not in _STORAGE:
+        raise StoreError(f"its bytes are in {entry.dtype}: only those in {', '.join(_STORAGE)} are read")
     width = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
     if width < (least := -(-math.prod(shape) // 2)) or width > least + 8:
         raise StoreError(f"it has {width} bytes, and {shape} in 4 bits take {least}")
