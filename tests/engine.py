@@ -184,12 +184,13 @@ def path_of(out: Path | str, step: int) -> Path:
 
 
 def whole(path: Path, state: str) -> dict[str, np.ndarray]:
-    """A state of a checkpoint as one process would hold it."""
+    """A state of a checkpoint as one process would hold it, of what is trained."""
     checkpoint = Checkpoint.open(path)
     kind = {"F64": np.float64, "F32": np.float32}
-    target = native(layout_of(checkpoint.config, MeshShape()), [0])
+    held = {each.name for each in checkpoint.stored(state)}
+    target = [each for each in native(layout_of(checkpoint.config, MeshShape()), [0]) if each.name in held]
     made, read = {}, checkpoint.read(state)
-    for stored, copies in plan(checkpoint.config.schema, checkpoint.stored(), target):
+    for stored, copies in plan(checkpoint.config.schema, checkpoint.stored(state), target):
         made[stored.name] = np.zeros(stored.shape)
         for copy in copies:
             dtype, bits = read(copy.source)
