@@ -177,6 +177,11 @@ class Table:
             *self.linear(f"{name}.out", "embed", heads, out, bias=out_bias, ends=True),
         )
 
+    def sinks(self, hf: str = "self_attn.sinks", held: str = "", name: str = "attn") -> Rows:
+        """Return a logit of each head that stands for no token; ``held`` where its name in memory is another."""
+        theirs = held and f"{self.layer}.{held}"
+        return (Param(f"layers.{{layer}}.{name}.sinks", "heads", f"{self.layer}.{hf}", "", theirs, std=self.std),)
+
     def gated_attention(self, *, bias: bool = False) -> Rows:
         """Queries and gates, head by head, keys, values and what comes out, as Qwen3-Next's ``self_attn`` has them."""
         here = "(q: (own: heads head + gate: heads head) + k: kv head + v: kv head)"

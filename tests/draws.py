@@ -154,6 +154,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "lm_head_multiplier": (1.0, 0.3, 1.7),
         "key_multiplier": (1.0, 0.3, 1.7),
     },
+    "FlintConfig": {"shared_expert_intermediate_size": (10, 13)},
     "GemmaConfig": {"hidden_act": ("gelu", TANH, "relu")},
     "Gemma2Config": {
         "hidden_activation": (TANH, "relu"),
@@ -183,6 +184,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "position_embedding_type": (None, "nope", "rope"),
     },
     "GraniteMoeSharedConfig": {"shared_intermediate_size": (0, 10, 13)},
+    "HyperCLOVAXConfig": {"attention_multiplier": (None, 0.3)},
     "KimiLinearConfig": {"linear_head_dim": (4, 6), "linear_conv_kernel_dim": (2, 4)},
     "ShortConvolutionConfig": {"conv_L_cache": (2, 3)},
     "Lfm2Config": {"block_multiple_of": (1, 8), "block_ffn_dim_multiplier": (1.0, 1.3)},
@@ -193,6 +195,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "interleave_moe_layer_step": (1, 2),
         "floor_scale": (2, 3, 8192),
     },
+    "MellumConfig": {"moe_intermediate_size": (6, 11)},
     "MiniCPM3Config": {"scale_emb": (1, 12.0), "scale_depth": (None, 1.4), "dim_model_base": (None, 7)},
     "NemotronHConfig": {
         "mamba_d_head": (4, 6),
@@ -465,8 +468,9 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "SparseConfig": sparse,
     "StateSpaceConfig": state_space,
     "TemperedConfig": tempered,
-    "TypedLayersConfig": lambda d: {"mlp_layer_types": d.one(None, d.of_layers("dense", "sparse"))},
+    "NamedLayersConfig": lambda d: {"mlp_layer_types": d.one(None, d.of_layers("dense", "sparse"))},
     "WindowedConfig": windowed,
+    "AXK1Config": lambda d: {"q_lora_rank": d.one(6, 9)},
     "ApertusConfig": lambda d: {"hidden_act": d.one("xielu", "xielu", d["hidden_act"])},
     "BambaConfig": lambda d: {
         "attn_layer_indices": [layer for layer, kind in enumerate(d["layer_types"]) if kind == FULL],
@@ -482,6 +486,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "ExaoneMoeConfig": lambda d: {"sliding_window": d.window},  # the class cannot do without
     "FalconConfig": falcon,
     "FalconH1Config": falcon_h1,
+    "FlintConfig": lambda d: {"sliding_window": d.window},
     "Gemma4Config": lambda d: {"hidden_size_per_layer_input": 0, "num_experts": d.experts},
     "Gpt2Config": gpt2,
     "GptBigCodeConfig": lambda d: {"multi_query": d.may(0.7)},
@@ -506,5 +511,6 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "Qwen2Config": lambda d: used(0.7)(d) | {"max_window_layers": d.rng.randint(0, d.layers)},
     "Qwen3MoeConfig": lambda d: {"sliding_window": d.window},
     "SmolLM3Config": used(0.5),
+    "SwashConfig": lambda d: {"layer_rope_theta": d.one(None, d.of_layers(0, 10.0, 1e4))},
 }
 """{a class of configs: what it draws beside its bases}"""
