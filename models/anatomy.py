@@ -130,7 +130,7 @@ class Anatomy:
         round_embedding_scale: Whether that is rounded to the model's dtype first.
         branch_scale: Factor of what each branch adds to the residual stream.
         logit_scale: Factor of the logits.
-        factors: Those of ``attn``, ``ssm`` and ``mlp``, where there are some.
+        factors: Those of ``attn``, ``ssm``, ``mlp`` and, in its place, ``experts``, where there are some.
         attention_dropout: Probability of dropping an attention weight.
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.

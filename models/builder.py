@@ -47,10 +47,11 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         # Every branch has a linear that ends it.
         mixers = [each for each in MIXERS if f"{name}.{each}.out.weight" in p]
         mixing = [scaled(anatomy, each, mix(anatomy, p, layer, f"{name}.{each}")) for each in mixers]
-        feeds = any(f"{name}.mlp.{last}.weight" in p for last in ("down", "experts.down"))
+        experts = f"{name}.mlp.experts.down.weight" in p
+        feeds = experts or f"{name}.mlp.down.weight" in p
         branches = (
             SideBySide(mixing) if len(mixing) > 1 else mixing[0] if mixing else None,
-            scaled(anatomy, "mlp", feed(anatomy, p, layer, name)) if feeds else None,
+            scaled(anatomy, "experts" if experts else "mlp", feed(anatomy, p, layer, name)) if feeds else None,
         )
         scale, factor = anatomy.branch_scale, p.get(f"{name}.factor")
         return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor)

@@ -138,8 +138,10 @@ _SMOL = Wrapper(
 )
 
 WRAPPERS: Mapping[str, Wrapper] = {
+    "aria": Wrapper(("aria_text",)),
     "gemma3": Wrapper(("gemma3_text",)),
     "gemma4": Wrapper(("gemma4_text",), others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")),
+    "gemma4_unified": Wrapper(("gemma4_unified_text",), others=("vision_embedder.", "embed_vision.", "embed_audio.")),
     "glm4v": Wrapper(
         ("glm4",),
         "glm4v_text",
