@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any
 
-from megacore.models.anatomy import ACTIVATIONS, CHUNKED, FULL, LINEAR, SLIDING
+from megacore.models.anatomy import ACTIVATIONS, CHUNKED, CONVOLUTION, FULL, LINEAR, SLIDING
 from megacore.models.config import ModelConfig
 from megacore.models.rope_config import PLAIN, ROPE_TYPES, Convention, Kinds, partial_rotary_factor
 
@@ -184,6 +184,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "GptNeoxJapaneseConfig": {"intermediate_multiple_size": (2, 4)},
     "GptNeoConfig": {"intermediate_size": (None, 14, 31)},
+    "ModernBertDecoderConfig": {"classifier_activation": ACTIVATED, "pad_token_id": (5, -1)},
     "Multipliers": {
         "embedding_multiplier": (1.0, 12.0),
         "attention_multiplier": (1.0, 0.3),
@@ -200,6 +201,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "KimiLinearConfig": {"linear_head_dim": (4, 6), "linear_conv_kernel_dim": (2, 4)},
     "ShortConvolutionConfig": {"conv_L_cache": (2, 3)},
     "Kolibri1Config": {"moe_intermediate_size": (6, 11), "shared_expert_intermediate_size": (10, 13)},
+    "Lfm3Config": {"conv_L_cache": (2, 3)},
     "Lfm2Config": {"block_multiple_of": (1, 8), "block_ffn_dim_multiplier": (1.0, 1.3)},
     "Lfm2MoeConfig": {"moe_intermediate_size": (6, 11), "routed_scaling_factor": (1.0, 2.5)},
     "Llama4Config": {
@@ -402,6 +404,12 @@ def kimi_linear(d: Draw) -> Fields:
     return own | dict.fromkeys(d.config.derived, ABSENT)
 
 
+def lfm3(d: Draw) -> Fields:
+    kinds = d.of_layers(CONVOLUTION, FULL, SLIDING)
+    kinds[d.rng.randrange(d.layers)] = FULL  # whose cache tells how many tokens there are
+    return {"layer_types": kinds}
+
+
 def llama4(d: Draw) -> Fields:
     sparse = [layer for layer in range(d.layers) if d.may()]
     return {
@@ -513,9 +521,11 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "KimiLinearConfig": kimi_linear,
     "Kolibri1Config": lambda d: {"sliding_window": d.window} if d["sliding_window"] is None else {},
     "Lfm2MoeConfig": lambda d: {"num_dense_layers": d.one(0, 1) * (d.layers > 1)},
+    "Lfm3Config": lfm3,
     "Llama4Config": llama4,
     "MimoV2FlashConfig": mimo_v2_flash,
     "Mistral4Config": groups,
+    "ModernBertDecoderConfig": lambda d: {"local_attention": 2 * d.window, "sliding_window": ABSENT},
     "MptConfig": lambda d: {"attn_config": {"clip_qkv": d.one(None, 0.3), "softmax_scale": d.one(None, 0.2)}},
     "NemotronHConfig": nemotron_h,
     "OlmoHybridConfig": olmo_hybrid,
