@@ -17,6 +17,7 @@ class Gemma4UnifiedConfig(Gemma4Config):
     family: ClassVar[str] = "gemma4_unified_text"
     architecture: ClassVar[str] = "Gemma4UnifiedForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"num_kv_shared_layers": 0}
+    defaults: ClassVar[Mapping[str, Any]] = {**Gemma4Config.defaults, "max_position_embeddings": 262144}
     derived: ClassVar[frozenset[str]] = frozenset(_NO_EXPERTS)
 
     sliding_window: int | None = 1024

@@ -28,8 +28,8 @@ class Lfm3Config(LocalRopeConfig):
     eps: ClassVar[str] = "norm_eps"
     axes: ClassVar[Mapping[str, str]] = ShortConvolutionConfig.axes
     rope_kinds: ClassVar[Kinds] = {
-        FULL: Convention(parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6}),
         SLIDING: Convention(scaled=False),
+        FULL: Convention(parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6}),
     }
     last_norm: ClassVar[str] = ShortConvolutionConfig.last_norm
     parts: ClassVar[Mapping[str, str]] = around("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm")

@@ -32,7 +32,7 @@ class MellumConfig(NamedLayersConfig, LocalRopeConfig):
         "experts": "num_local_experts",
         "expert_mlp": "moe_intermediate_size",
     }
-    rope_kinds: ClassVar[Kinds] = {FULL: Convention(rope_theta=500000.0), SLIDING: Convention(scaled=False)}
+    rope_kinds: ClassVar[Kinds] = {SLIDING: Convention(scaled=False), FULL: Convention(rope_theta=500000.0)}
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False

@@ -80,6 +80,10 @@ class ModernBertDecoderConfig(LocalRopeConfig):
         wrong = f"classifier_activation {self.classifier_activation!r} is not one of {', '.join(ACTIVATIONS)}"
         return super().problems() + ([] if known else [wrong])
 
+    def to_hugging_face(self) -> dict[str, Any]:
+        # The class takes no null for a token.
+        return {name: value for name, value in super().to_hugging_face().items() if value is not None}
+
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
         window = values.get("local_attention", cls.local_attention)
@@ -95,4 +99,4 @@ class ModernBertDecoderConfig(LocalRopeConfig):
         return values, problems
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"modernbert-decoder-tiny": tiny(96, pad_token_id=511)}
+PRESETS: Mapping[str, Mapping[str, Any]] = {"modernbert-decoder-tiny": tiny(96, num_key_value_heads=4, pad_token_id=511)}
