@@ -173,8 +173,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
 """{Hugging Face's ``model_type``: which part of it is read}."""
 
 
-SAME: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""{a ``model_type`` that transformers does not know: the family whose class its makers name}."""
+SAME: Mapping[str, str] = {"gpt-sw3": "gpt2", "kimi_k2": "deepseek_v3"}
+"""{a ``model_type`` that has no class of its own: the family whose class its makers name}."""
 
 
 def unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None]:

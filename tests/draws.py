@@ -525,7 +525,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "Llama4Config": llama4,
     "MimoV2FlashConfig": mimo_v2_flash,
     "Mistral4Config": groups,
-    "ModernBertDecoderConfig": lambda d: {"local_attention": 2 * d.window, "sliding_window": ABSENT},
+    "ModernBertDecoderConfig": lambda d: {"local_attention": d.one(4, 7)} | d.one({}, {"sliding_window": ABSENT}),
     "MptConfig": lambda d: {"attn_config": {"clip_qkv": d.one(None, 0.3), "softmax_scale": d.one(None, 0.2)}},
     "NemotronHConfig": nemotron_h,
     "OlmoHybridConfig": olmo_hybrid,

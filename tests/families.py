@@ -151,9 +151,9 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     ):
         if field in known and known.isdisjoint(("attn_layer_indices", "mamba_d_ssm")):
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
+    own |= {"pad_token_id": 5} if name in ALWAYS_PADDED else {}
     # Of which transformers saves the convolutions in three equal parts.
     own |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16} if name == "olmo_hybrid" else {}
-    known -= {"pad_token_id"} if name in ALWAYS_PADDED else set()
     known -= {"head_dim"} if "kv_lora_rank" in known else set()  # which follows
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 

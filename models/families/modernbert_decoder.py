@@ -21,7 +21,7 @@ class ModernBertDecoderConfig(LocalRopeConfig):
     reads: ClassVar[frozenset[str]] = frozenset({"global_attn_every_n_layers"})
     harmless: ClassVar[frozenset[str]] = frozenset({"classifier_dropout", "cls_token_id", "initializer_cutoff_factor"})
     fixed: ClassVar[Mapping[str, Any]] = dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"), 0.0)
-    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads", "sliding_window"})
+    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads"})
     saved: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation", "norms_have_bias": "norm_bias"}
     eps: ClassVar[str] = "norm_eps"
     tied: ClassVar[tuple[str, str]] = ("model.embeddings.tok_embeddings.weight", "decoder.weight")
@@ -46,8 +46,9 @@ class ModernBertDecoderConfig(LocalRopeConfig):
     classifier_bias: bool = False
     classifier_activation: str = "gelu"
     tie_word_embeddings: bool = True
-    # Twice the window.
+    # Twice the window, where a file does not say it.
     local_attention: int = 128
+    sliding_window: int | None = None
 
     def slides(self, layer: int) -> bool:
         return layer % 3 > 0
@@ -87,7 +88,8 @@ class ModernBertDecoderConfig(LocalRopeConfig):
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
         window = values.get("local_attention", cls.local_attention)
-        values |= {"sliding_window": window // 2} if isinstance(window, int) else {}
+        if values.get("sliding_window") is None and isinstance(window, int):
+            values["sliding_window"] = window // 2
         return super()._derive(values)
 
     @classmethod
@@ -99,4 +101,6 @@ class ModernBertDecoderConfig(LocalRopeConfig):
         return values, problems
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {"modernbert-decoder-tiny": tiny(96, num_key_value_heads=4, pad_token_id=511)}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "modernbert-decoder-tiny": tiny(96, num_key_value_heads=4, pad_token_id=511)
+}
