@@ -187,5 +187,6 @@ def by_kind(
         window: The tokens that a sliding layer sees.
         ropes: {kind: the name of its rope, or None}; all have the model's one where nothing is said.
     """
-    turns = {FULL: ROPE, SLIDING: ROPE} if ropes is None else ropes
-    return tuple(LayerAttention(turns.get(kind), window if kind == SLIDING else None) for kind in kinds)
+    windows = {FULL: None, SLIDING: window}
+    turns = dict.fromkeys(windows, ROPE) if ropes is None else ropes
+    return tuple(LayerAttention(turns.get(kind), windows.get(kind)) for kind in kinds)

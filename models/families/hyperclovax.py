@@ -21,14 +21,7 @@ class HyperCLOVAXConfig(GraniteConfig):
         "input_layernorm", "post_attention_layernorm", "post_norm1", "post_norm2"
     )
 
-    # None becomes 1 / sqrt(head_dim).
-    attention_multiplier: float | None = None
     use_post_norm: bool = True
-
-    def __post_init__(self) -> None:
-        if self.attention_multiplier is None and self.head_dim > 0:
-            object.__setattr__(self, "attention_multiplier", self.head_dim**-0.5)
-        super().__post_init__()
 
     def params(self) -> tuple[Param, ...]:
         return tuple(row for row in super().params() if self.use_post_norm or "_out_norm." not in row.name)
@@ -36,6 +29,13 @@ class HyperCLOVAXConfig(GraniteConfig):
     def anatomy_of(self, **own: Any) -> Anatomy:
         # By which the logits are multiplied here.
         return super().anatomy_of(**({"logit_scale": self.logits_scaling} | own))
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        found, head = super()._derive(values), values.get("head_dim")
+        if values.get("attention_multiplier") is None and isinstance(head, int) and head > 0:
+            values["attention_multiplier"] = head**-0.5
+        return found
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"hyperclovax-tiny": tiny(logits_scaling=0.125)}
