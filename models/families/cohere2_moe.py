@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import ROPE, SLIDING, Anatomy, Factors, LayerAttention
@@ -42,7 +42,7 @@ class Cohere2MoeConfig(NamedLayersConfig, CommandConfig, WindowedConfig):
     shared_expert_combination_strategy: str = "average"
     expert_selection_fn: str = "softmax"
     # Of the first layers, which have no experts, and whose windows are counted by themselves.
-    first_k_dense_replace: int = 0
+    first_k_dense_replace: int = field(default=0, compare=False)
     prefix_dense_intermediate_size: int | None = None
     prefix_dense_sliding_window_pattern: int = 1
     sliding_window_pattern: int = 4
