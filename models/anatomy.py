@@ -116,6 +116,7 @@ class Anatomy:
         plain_norms: Those norms without weights that there are, by the names that their weights would have.
         activation: That of the feed-forward network, by Hugging Face's name; of a gated one also another of
             :data:`GATES`.
+        head_activation: That of a dense layer between the final norm and the head, where there is one.
         mixer_activation: That of the convolutions of state space layers; None: the same.
         delta_gate: The function of the gates that weigh what the gated delta rule gives.
         delta_share: The largest share of a value that it writes: above 1 states may change their sign.
@@ -130,7 +131,7 @@ class Anatomy:
         round_embedding_scale: Whether that is rounded to the model's dtype first.
         branch_scale: Factor of what each branch adds to the residual stream.
         logit_scale: Factor of the logits.
-        factors: Those of ``attn``, ``ssm`` and ``mlp``, where there are some.
+        factors: Those of ``attn``, ``ssm``, ``mlp`` and, in its place, ``experts``, where there are some.
         attention_dropout: Probability of dropping an attention weight.
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.
@@ -151,6 +152,7 @@ class Anatomy:
     norms_after_rope: bool = False
     plain_norms: frozenset[str] = frozenset()
     activation: str = "silu"
+    head_activation: str = "gelu"
     mixer_activation: str | None = None
     delta_gate: Literal["silu", "sigmoid"] = "silu"
     delta_share: float = 1.0
@@ -181,9 +183,10 @@ def by_kind(
     """Return how each of the layers treats positions, by its kind.
 
     Args:
-        kinds: The kind of each layer, :data:`FULL` or :data:`SLIDING`.
+        kinds: The kind of each layer, :data:`FULL` or :data:`SLIDING`, or of one that does not attend.
         window: The tokens that a sliding layer sees.
         ropes: {kind: the name of its rope, or None}; all have the model's one where nothing is said.
     """
     windows = {FULL: None, SLIDING: window}
-    return tuple(LayerAttention(ROPE if ropes is None else ropes[kind], windows[kind]) for kind in kinds)
+    turns = dict.fromkeys(windows, ROPE) if ropes is None else ropes
+    return tuple(LayerAttention(turns.get(kind), windows.get(kind)) for kind in kinds)

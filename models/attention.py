@@ -79,7 +79,8 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
         """x: [tokens/tp, embed] -> q: [tokens, heads, head], k: [tokens, kv, head], v: [tokens, kv, value]; the logits
-        of what the outputs are weighed by, [tokens, heads, value], where they are; and what an indexer chooses by."""
+        of what the outputs are weighed by, [tokens, heads, value] or [tokens, heads, 1], where they are; and what an
+        indexer chooses by."""
         raise NotImplementedError
 
 
@@ -97,7 +98,8 @@ class MultiHeadAttention(Attention):
         norms_after_rope: Whether those norms are of heads that have rotated.
         encoding: That of :class:`Attention`.
 
-    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids.
+    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids: each
+    of its own, or all of a head by one.
     Where it has none ``v``, the keys before their norm are the values, too.
     """
 
@@ -118,12 +120,13 @@ class MultiHeadAttention(Attention):
         rows, head = shard.shape[0], shard.sizes["local_head" if "local_head" in sentence.axes else "head"]
         value = shard.sizes["value"] if "value" in shard.piece(of_values).axes else head
         kv, own = shard.piece(of_values).numel // shard.sizes["embed"] // value, of_values == "v"
-        gated = not {"q.gate", "gate"}.isdisjoint(sentence.labels)
-        heads = (rows - kv * (head + value * own)) // head // (1 + gated)
+        gate = next((shard.piece(each) for each in ("q.gate", "gate") if each in sentence.labels), None)
+        wide = 0 if gate is None else head if {"head", "local_head"} & {*gate.axes} else 1  # or one of all of a head
+        heads = (rows - kv * (head + value * own)) // (head + wide)
         sizes = {"heads": heads, "kv": kv, "head": head, "value": value}
         super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding)
-        self.gated, self.own_values = gated, own
-        self.pieces = ((heads, head), (heads * gated, head), (kv, head), (kv * own, value))
+        self.gated, self.own_values = gate is not None, own
+        self.pieces = ((heads, head), (heads * self.gated, wide), (kv, head), (kv * own, value))
         self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")
         self.norms = None if norms is None else nn.ModuleList(norms)

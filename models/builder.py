@@ -31,7 +31,15 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         chunk: The number of the chunk on this rank.
     """
     from megacore.models.blocks import Block, ParallelBlock, SideBySide, replicated
-    from megacore.models.decoder import Decoder, Head, NormedEmbedding, PositionEmbedding, Prediction, TokenEmbedding
+    from megacore.models.decoder import (
+        Decoder,
+        DenseHead,
+        Head,
+        NormedEmbedding,
+        PositionEmbedding,
+        Prediction,
+        TokenEmbedding,
+    )
     from megacore.models.rope import Rotary
 
     p, vocab = parameters, sizes["vocab"]
@@ -47,10 +55,11 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         # Every branch has a linear that ends it.
         mixers = [each for each in MIXERS if f"{name}.{each}.out.weight" in p]
         mixing = [scaled(anatomy, each, mix(anatomy, p, layer, f"{name}.{each}")) for each in mixers]
-        feeds = any(f"{name}.mlp.{last}.weight" in p for last in ("down", "experts.down"))
+        experts = f"{name}.mlp.experts.down.weight" in p
+        feeds = experts or f"{name}.mlp.down.weight" in p
         branches = (
             SideBySide(mixing) if len(mixing) > 1 else mixing[0] if mixing else None,
-            scaled(anatomy, "mlp", feed(anatomy, p, layer, name)) if feeds else None,
+            scaled(anatomy, "experts" if experts else "mlp", feed(anatomy, p, layer, name)) if feeds else None,
         )
         scale, factor = anatomy.branch_scale, p.get(f"{name}.factor")
         return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor)
@@ -72,6 +81,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
                 anatomy.padding_idx,
                 anatomy.position_offset,
                 anatomy.embedding_dropout,
+                anatomy.embedding_scale,
             )
         return TokenEmbedding(
             p,
@@ -91,11 +101,18 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             yield Prediction(embedding(), replicated(p, f"{name}.proj"), block(layers + depth, name), *norms)
             depth += 1
 
+    def before_head() -> nn.Module:
+        last = norm(anatomy, p, "norm")
+        if "dense_head.weight" not in p:
+            return last
+        activation = ACTIVATIONS[anatomy.head_activation]
+        return DenseHead(last, replicated(p, "dense_head"), activation, norm(anatomy, p, "dense_head_norm"))
+
     def head() -> Head:
         if scores.WEIGHT in p:
-            return Head(norm(anatomy, p, "norm"), p[scores.WEIGHT], p.layout.schema.sizes[scores.AXIS], p.mesh.tp)
+            return Head(before_head(), p[scores.WEIGHT], p.layout.schema.sizes[scores.AXIS], p.mesh.tp)
         return Head(
-            norm(anatomy, p, "norm"),
+            before_head(),
             p["head.weight" if "head.weight" in p else "embed.weight"],
             vocab,
             p.mesh.tp,

@@ -305,6 +305,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "tuple[int, ...]": (tuple,),
     "tuple[int, ...] | None": (tuple, type(None)),
     "tuple[float, ...]": (tuple,),
+    "tuple[float, ...] | None": (tuple, type(None)),
 }
 
 

@@ -17,6 +17,7 @@ from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.context_split import ContextParallel, ContextSplit
 from megacore.parallel.enum_errors import Score
+from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.labels import IGNORE
@@ -167,6 +168,7 @@ class PositionEmbedding(nn.Module):
         padding_idx: The token whose embedding gets no gradient from being looked up.
         offset: The row of the positions where a sequence begins.
         dropout: Probability of dropping an element of the sum.
+        scale: Factor of the tokens.
     """
 
     def __init__(
@@ -178,17 +180,20 @@ class PositionEmbedding(nn.Module):
         padding_idx: int | None,
         offset: int,
         dropout: float,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.tokens = VocabParallelEmbedding.of(parameters[tokens], vocab, parameters.mesh, padding_idx)
-        self.positions, self.offset = parameters[positions], offset
+        self.positions, self.offset, self.scale = parameters[positions], offset, scale
         self.dropout = nn.Dropout(dropout)
         self.group = parameters.mesh.tp
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         own = microbatch.positions.chunk(self.group.size)[self.group.index]
         own = own + self.offset if self.offset else own
-        return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own, self.positions))
+        tokens = self.tokens(microbatch.tokens)
+        tokens = tokens if self.scale == 1 else tokens * self.scale
+        return self.dropout(tokens + F.embedding(own, self.positions))
 
 
 class NormedEmbedding(nn.Module):
@@ -200,6 +205,24 @@ class NormedEmbedding(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         y: Tensor = self.norm(self.embedding(microbatch))
+        return y
+
+
+class DenseHead(nn.Module):
+    """The final norm, and behind it a linear, an activation and another norm. x: [tokens/tp, embed] -> same.
+
+    Args:
+        norm, last_norm: The norms.
+        linear: The linear between.
+        activation: The name of a function of :data:`parallel.kernels.activation.FUNCTIONS`.
+    """
+
+    def __init__(self, norm: nn.Module, linear: nn.Module, activation: str, last_norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear, self.activation, self.last_norm = norm, linear, FUNCTIONS[activation].of, last_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last_norm(self.activation(self.linear(self.norm(x))))
         return y
 
 

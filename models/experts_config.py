@@ -111,6 +111,36 @@ class SparseConfig(MoEConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NamedLayersConfig(MoEConfig):
+    """Which layers have experts, ``mlp_layer_types`` may say: ``dense`` or ``sparse`` for each."""
+
+    # None becomes `leading` layers without experts, and experts in all others.
+    mlp_layer_types: tuple[str, ...] | None = None
+
+    @property
+    def leading(self) -> int:
+        """How many of the first layers have no experts, where ``mlp_layer_types`` is null."""
+        return 0
+
+    def __post_init__(self) -> None:
+        if self.mlp_layer_types is None and self.num_hidden_layers <= limits.LAYERS:
+            kinds = ("dense" if layer < self.leading else "sparse" for layer in range(self.num_hidden_layers))
+            object.__setattr__(self, "mlp_layer_types", tuple(kinds))
+        super().__post_init__()
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        return [layer for layer, kind in enumerate(self.mlp_layer_types or ()) if kind == "sparse"]
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.mlp_layer_types is None:  # there are too many layers
+            return found
+        known = "dense", "sparse"
+        return found + kind_problems("mlp_layer_types", self.mlp_layer_types, self.num_hidden_layers, known)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SharedExpertConfig(MoEConfig):
     """Experts behind some layers without, beside one that every token goes to, as DeepSeek has them."""
 
@@ -183,27 +213,9 @@ def grouped_sigmoids(config: Any) -> Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TypedLayersConfig(SigmoidConfig):
-    """Which layers have experts, ``mlp_layer_types`` may say: ``dense`` or ``sparse`` for each."""
-
-    # None becomes what first_k_dense_replace says.
-    mlp_layer_types: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.mlp_layer_types is None and self.num_hidden_layers <= limits.LAYERS:
-            kinds = (
-                "dense" if layer < self.first_k_dense_replace else "sparse" for layer in range(self.num_hidden_layers)
-            )
-            object.__setattr__(self, "mlp_layer_types", tuple(kinds))
-        super().__post_init__()
+class TypedLayersConfig(NamedLayersConfig, SigmoidConfig):
+    """The same where ``first_k_dense_replace`` says it of a file without."""
 
     @property
-    def sparse_layers(self) -> list[int]:
-        return [layer for layer, kind in enumerate(self.mlp_layer_types or ()) if kind == "sparse"]
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.mlp_layer_types is None:  # there are too many layers
-            return found
-        known = "dense", "sparse"
-        return found + kind_problems("mlp_layer_types", self.mlp_layer_types, self.num_hidden_layers, known)
+    def leading(self) -> int:
+        return self.first_k_dense_replace

@@ -43,6 +43,7 @@ _NESTED = ".base_layer"
 MISTAKEN_IN = frozenset(
     {
         "afmoe",
+        "cohere2_moe",
         "deepseek_v2",
         "deepseek_v3",
         "deepseek_v32",
@@ -53,12 +54,13 @@ MISTAKEN_IN = frozenset(
         "glm4_moe_lite",
         "glm_moe_dsa",
         "hunyuan_v1_moe",
+        "mellum",
         "qwen3_moe",
         "qwen3_next",
         "solar_open",
     }
 )
-UNKNOWN_TO_PEFT = frozenset({"kimi_linear", "nemotron_h"})
+UNKNOWN_TO_PEFT = frozenset({"hy_v3", "kimi_linear", "lfm3", "nemotron_h"})
 """Families some of whose modules have other names in memory than in their files, where the peft library finds none."""
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
 REFUSED_BY_PEFT = {"falcon_h1": "out_proj"}

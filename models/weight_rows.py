@@ -109,6 +109,16 @@ class Table:
         bias = Param("embed_norm.bias", "embed", f"{hf}.bias", at="first", vector=True)
         return (weight, bias) if self.norm_bias else (weight,)
 
+    def dense_head(self, hf: str = "lm_head", *, bias: bool = False) -> Rows:
+        """Return a linear and a norm between the final norm and the head, of this name, as ModernBERT has them."""
+        dense = Param("dense_head.weight", "embed turned", f"{hf}.dense.weight", at="last", std=self.out_std)
+        norm = Param(
+            "dense_head_norm.weight", "embed", f"{hf}.norm.weight", at="last", mean=self.norm_mean, vector=True
+        )
+        of_norm = Param("dense_head_norm.bias", "embed", f"{hf}.norm.bias", at="last", vector=True)
+        of_dense = Param("dense_head.bias", "embed", f"{hf}.dense.bias", at="last")
+        return (dense, *([of_dense] if bias else []), norm, *([of_norm] if self.norm_bias else []))
+
     def linear(
         self,
         name: str,
@@ -176,6 +186,11 @@ class Table:
             *self.linear(f"{name}.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
             *self.linear(f"{name}.out", "embed", heads, out, bias=out_bias, ends=True),
         )
+
+    def sinks(self, hf: str = "self_attn.sinks", held: str = "", name: str = "attn") -> Rows:
+        """Return a logit of each head that stands for no token; ``held`` where its name in memory is another."""
+        theirs = held and f"{self.layer}.{held}"
+        return (Param(f"layers.{{layer}}.{name}.sinks", "heads", f"{self.layer}.{hf}", "", theirs, std=self.std),)
 
     def gated_attention(self, *, bias: bool = False) -> Rows:
         """Queries and gates, head by head, keys, values and what comes out, as Qwen3-Next's ``self_attn`` has them."""

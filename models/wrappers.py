@@ -138,8 +138,10 @@ _SMOL = Wrapper(
 )
 
 WRAPPERS: Mapping[str, Wrapper] = {
+    "aria": Wrapper(("aria_text",)),
     "gemma3": Wrapper(("gemma3_text",)),
     "gemma4": Wrapper(("gemma4_text",), others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")),
+    "gemma4_unified": Wrapper(("gemma4_unified_text",), others=("vision_embedder.", "embed_vision.", "embed_audio.")),
     "glm4v": Wrapper(
         ("glm4",),
         "glm4v_text",
@@ -171,8 +173,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
 """{Hugging Face's ``model_type``: which part of it is read}."""
 
 
-SAME: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""{a ``model_type`` that transformers does not know: the family whose class its makers name}."""
+SAME: Mapping[str, str] = {"gpt-sw3": "gpt2", "kimi_k2": "deepseek_v3"}
+"""{a ``model_type`` that has no class of its own: the family whose class its makers name}."""
 
 
 def unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None]:

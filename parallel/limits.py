@@ -48,8 +48,8 @@ PATIENCE = 600
 MEMORY = 3 << 30
 """Bytes for a tokenizer and what it does: a MiB of text takes a hundred, and the largest vocabularies a GiB."""
 
-MESSAGE_LINES, MESSAGE_LINE = 100, 2000
-"""Lines of an error, and characters of each. Names that files give to things stand in them."""
+MESSAGE_LINES, MESSAGE_LINE = 100, 3000
+"""Lines of an error, and characters of each. Names that files give to things stand in them, and all families."""
 
 
 def cut(text: str) -> str:

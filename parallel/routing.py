@@ -18,6 +18,7 @@ class Routing:
         top_k: The number of them that a token is sent to.
         logit_factor: The factor of the logits.
         score: The function that makes scores of logits, over all experts.
+        choose: Whether experts are chosen by their scores or by their logits, which a correction changes otherwise.
         weigh: Whether weights are the scores of ``all`` experts at those that are chosen, or the softmax of the logits
             of the ``chosen`` ones alone, or of each one among those not chosen before it that are ``close`` to it (Liu
             et al. 2024, arXiv 2409.12136); then logits choose, too.
@@ -35,6 +36,7 @@ class Routing:
     top_k: int
     logit_factor: float = 1.0
     score: Literal["softmax", "sigmoid"] = "softmax"
+    choose: Literal["scores", "logits"] = "scores"
     weigh: Literal["all", "chosen", "close"] = "all"
     reach: float = 0.0
     normalised: bool = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any
 
-from megacore.models.anatomy import ACTIVATIONS, CHUNKED, FULL, LINEAR, SLIDING
+from megacore.models.anatomy import ACTIVATIONS, CHUNKED, CONVOLUTION, FULL, LINEAR, SLIDING
 from megacore.models.config import ModelConfig
 from megacore.models.rope_config import PLAIN, ROPE_TYPES, Convention, Kinds, partial_rotary_factor
 
@@ -133,6 +133,17 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "RotatingConfig": {"no_rope_layer_interval": (1, 2, 4)},
     "StateSpaceConfig": {"mamba_d_head": ("auto",), "mamba_d_state": (3, 5), "mamba_d_conv": (2, 4)},
+    "AriaTextConfig": {"moe_num_shared_experts": (1, 2)},
+    "Cohere2MoeConfig": {
+        "rms_norm_eps": (None, 1e-6, 1e-2),
+        "expert_selection_fn": ("softmax", "sigmoid"),
+        "shared_expert_combination_strategy": ("average", "sum"),
+        "num_shared_experts": (0, 1, 2),
+        "prefix_dense_intermediate_size": (None, 10, 13),
+        "prefix_dense_sliding_window_pattern": (1, 2),
+        "first_k_dense_replace": (0, 1),
+        "sliding_window_pattern": (2, 4),
+    },
     "CommandConfig": {"logit_scale": (0.0625, 1.3)},
     # Of few heads all are often 0, and transformers says nothing of equal scores.
     "DeepseekV32Config": {"index_n_heads": (14, 16), "index_topk": (2, 5, 40)},
@@ -154,6 +165,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "lm_head_multiplier": (1.0, 0.3, 1.7),
         "key_multiplier": (1.0, 0.3, 1.7),
     },
+    "FlintConfig": {"shared_expert_intermediate_size": (10, 13)},
     "GemmaConfig": {"hidden_act": ("gelu", TANH, "relu")},
     "Gemma2Config": {
         "hidden_activation": (TANH, "relu"),
@@ -170,7 +182,9 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "top_k_experts": (2, 3),
         "moe_intermediate_size": (6, 11),
     },
+    "GptNeoxJapaneseConfig": {"intermediate_multiple_size": (2, 4)},
     "GptNeoConfig": {"intermediate_size": (None, 14, 31)},
+    "ModernBertDecoderConfig": {"classifier_activation": ACTIVATED, "pad_token_id": (5, -1)},
     "Multipliers": {
         "embedding_multiplier": (1.0, 12.0),
         "attention_multiplier": (1.0, 0.3),
@@ -183,8 +197,11 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "position_embedding_type": (None, "nope", "rope"),
     },
     "GraniteMoeSharedConfig": {"shared_intermediate_size": (0, 10, 13)},
+    "HyperCLOVAXConfig": {"attention_multiplier": (None, 0.3)},
     "KimiLinearConfig": {"linear_head_dim": (4, 6), "linear_conv_kernel_dim": (2, 4)},
     "ShortConvolutionConfig": {"conv_L_cache": (2, 3)},
+    "Kolibri1Config": {"moe_intermediate_size": (6, 11), "shared_expert_intermediate_size": (10, 13)},
+    "Lfm3Config": {"conv_L_cache": (2, 3)},
     "Lfm2Config": {"block_multiple_of": (1, 8), "block_ffn_dim_multiplier": (1.0, 1.3)},
     "Lfm2MoeConfig": {"moe_intermediate_size": (6, 11), "routed_scaling_factor": (1.0, 2.5)},
     "Llama4Config": {
@@ -193,6 +210,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "interleave_moe_layer_step": (1, 2),
         "floor_scale": (2, 3, 8192),
     },
+    "MellumConfig": {"moe_intermediate_size": (6, 11)},
     "MiniCPM3Config": {"scale_emb": (1, 12.0), "scale_depth": (None, 1.4), "dim_model_base": (None, 7)},
     "NemotronHConfig": {
         "mamba_d_head": (4, 6),
@@ -386,6 +404,12 @@ def kimi_linear(d: Draw) -> Fields:
     return own | dict.fromkeys(d.config.derived, ABSENT)
 
 
+def lfm3(d: Draw) -> Fields:
+    kinds = d.of_layers(CONVOLUTION, FULL, SLIDING)
+    kinds[d.rng.randrange(d.layers)] = FULL  # whose cache tells how many tokens there are
+    return {"layer_types": kinds}
+
+
 def llama4(d: Draw) -> Fields:
     sparse = [layer for layer in range(d.layers) if d.may()]
     return {
@@ -465,8 +489,9 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "SparseConfig": sparse,
     "StateSpaceConfig": state_space,
     "TemperedConfig": tempered,
-    "TypedLayersConfig": lambda d: {"mlp_layer_types": d.one(None, d.of_layers("dense", "sparse"))},
+    "NamedLayersConfig": lambda d: {"mlp_layer_types": d.one(None, d.of_layers("dense", "sparse"))},
     "WindowedConfig": windowed,
+    "AXK1Config": lambda d: {"q_lora_rank": d.one(6, 9)},
     "ApertusConfig": lambda d: {"hidden_act": d.one("xielu", "xielu", d["hidden_act"])},
     "BambaConfig": lambda d: {
         "attn_layer_indices": [layer for layer, kind in enumerate(d["layer_types"]) if kind == FULL],
@@ -482,7 +507,9 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "ExaoneMoeConfig": lambda d: {"sliding_window": d.window},  # the class cannot do without
     "FalconConfig": falcon,
     "FalconH1Config": falcon_h1,
+    "FlintConfig": lambda d: {"sliding_window": d.window},
     "Gemma4Config": lambda d: {"hidden_size_per_layer_input": 0, "num_experts": d.experts},
+    "Gemma4UnifiedConfig": lambda d: dict.fromkeys((*d.config.derived, "hidden_size_per_layer_input"), ABSENT),
     "Gpt2Config": gpt2,
     "GptBigCodeConfig": lambda d: {"multi_query": d.may(0.7)},
     "GptNeoConfig": gpt_neo,
@@ -492,10 +519,13 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "HunYuanDenseV1Config": hunyuan,
     "InternLM3Config": lambda d: {"mlp_bias": d["attention_bias"]},
     "KimiLinearConfig": kimi_linear,
+    "Kolibri1Config": lambda d: {"sliding_window": d.window} if d["sliding_window"] is None else {},
     "Lfm2MoeConfig": lambda d: {"num_dense_layers": d.one(0, 1) * (d.layers > 1)},
+    "Lfm3Config": lfm3,
     "Llama4Config": llama4,
     "MimoV2FlashConfig": mimo_v2_flash,
     "Mistral4Config": groups,
+    "ModernBertDecoderConfig": lambda d: {"local_attention": d.one(4, 7)} | d.one({}, {"sliding_window": ABSENT}),
     "MptConfig": lambda d: {"attn_config": {"clip_qkv": d.one(None, 0.3), "softmax_scale": d.one(None, 0.2)}},
     "NemotronHConfig": nemotron_h,
     "OlmoHybridConfig": olmo_hybrid,
@@ -506,5 +536,6 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "Qwen2Config": lambda d: used(0.7)(d) | {"max_window_layers": d.rng.randint(0, d.layers)},
     "Qwen3MoeConfig": lambda d: {"sliding_window": d.window},
     "SmolLM3Config": used(0.5),
+    "SwashConfig": lambda d: {"layer_rope_theta": d.one(None, d.of_layers(0, 10.0, 1e4))},
 }
 """{a class of configs: what it draws beside its bases}"""

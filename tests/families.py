@@ -83,6 +83,8 @@ SMALL: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 12,
 }
 
+ALWAYS_PADDED = ("modernbert-decoder",)
+"""Whose class of transformers takes no null for a token."""
 NEVER_TIED = ("kimi_linear", "nemotron_h")
 """Whose class of transformers ties nothing, whatever a file says."""
 
@@ -113,7 +115,8 @@ def drawn(
 ) -> dict[str, Any]:
     """A recipe's section of a random model of the family, but for these fields."""
     sizes = {"layers": layers, "vocab": vocab, "positions": positions, "tp": tp}
-    return {"family": name, **draw(family(name).config, Random(seed), **sizes), **fields}
+    made = {"family": name, **draw(family(name).config, Random(seed), **sizes), **fields}
+    return made | ({"pad_token_id": 5} if name in ALWAYS_PADDED and made["pad_token_id"] is None else {})
 
 
 def of_transformers(section: dict[str, Any]) -> PretrainedConfig:
@@ -148,6 +151,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     ):
         if field in known and known.isdisjoint(("attn_layer_indices", "mamba_d_ssm")):
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
+    own |= {"pad_token_id": 5} if name in ALWAYS_PADDED else {}
     # Of which transformers saves the convolutions in three equal parts.
     own |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16} if name == "olmo_hybrid" else {}
     known -= {"head_dim"} if "kv_lora_rank" in known else set()  # which follows

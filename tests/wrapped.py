@@ -125,21 +125,36 @@ _LLAMA_TOWER = ("vision_output_dim", "projector_input_dim", "projector_output_di
 _CLIP = {**VIT, "model_type": "clip_vision_model"}
 _FIVE = {**_INDEX, "image_grid_pinpoints": [[32, 32]]}
 
+_GEMMA4 = {
+    "sliding_window": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "pad_token_id": 0,
+}
+
 SEEING: Mapping[str, Seeing] = {
+    "aria": Seeing(
+        {"moe_num_experts": 4, "intermediate_size": 16},
+        VIT,
+        2,
+        _square,
+        {**_INDEX, "projector_patch_to_query_dict": {4: 2}},
+    ),
     "gemma3": Seeing({"sliding_window": 8}, VIT, 1, _square, {**_INDEX, "mm_tokens_per_image": 1}),
     "gemma4": Seeing(
-        {
-            "sliding_window": 8,
-            "global_head_dim": 16,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 0,
-            "pad_token_id": 0,
-        },
+        {**_GEMMA4, "hidden_size_per_layer_input": 0},
         {**VIT, "patch_size": 4, "head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2},
         4,
         _places,
         {"image_token_id": 70},  # beyond the text's: transformers takes another embedding for it in any prompt
+    ),
+    "gemma4_unified": Seeing(
+        _GEMMA4,
+        {"patch_size": 4, "pooling_kernel_size": 1, "mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 16},
+        16,
+        _places,
+        {"image_token_id": 70},
     ),
     "glm4v": Seeing({"rope_parameters": SECTIONS}, {**QWEN_VIT, "image_size": 16}, 4, _patches, _GLM),
     "glm4v_moe": Seeing(

@@ -139,7 +139,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read(config)
-        if (name := "hidden_size_per_layer_input") not in config:
+        if (name := "hidden_size_per_layer_input") in cls.fixed and name not in config:
             problems.append(f"field {name!r} is missing, which stands for 256: only 0 is supported")
         layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
         if kinds is None and isinstance(layers, int) and layers <= limits.LAYERS:

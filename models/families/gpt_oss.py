@@ -11,7 +11,6 @@ from megacore.models.layer_types import WindowedConfig
 from megacore.models.presets import shape, yarn
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import Rows, Table
-from megacore.parallel.weights.schema import Param
 
 _YARN = yarn(32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
 
@@ -42,7 +41,7 @@ class GptOssConfig(MoEConfig, WindowedConfig):
         return layer % 2 == 0
 
     def mixer(self, t: Table) -> Rows:
-        return *super().mixer(t), Param("layers.{layer}.attn.sinks", "heads", f"{t.layer}.self_attn.sinks", std=t.std)
+        return super().mixer(t) + t.sinks()
 
     def experts(self, t: Table) -> Rows:
         router = t.linear("mlp.router", "routes", "embed", "mlp.router", bias=True)

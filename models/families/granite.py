@@ -27,7 +27,7 @@ class Multipliers(DecoderConfig):
     logits_scaling: float = 1.0
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(logit_scale=1 / self.logits_scaling, **own)
+        return super().anatomy_of(**({"logit_scale": 1 / self.logits_scaling} | own))
 
     def problems(self) -> list[str]:
         found = ["logits_scaling is 0: the logits are divided by it"] if self.logits_scaling == 0 else []

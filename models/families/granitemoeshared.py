@@ -26,7 +26,11 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
         }
 
     def experts(self, t: Table) -> Rows:
-        return super().experts(t) + (t.shared_expert(**SHARED) if self.shared_intermediate_size else ())
+        return super().experts(t) + self.shared(t)
+
+    def shared(self, t: Table) -> Rows:
+        """Return the rows of the expert that every token goes to, where there is one."""
+        return t.shared_expert(**SHARED) if self.shared_intermediate_size else ()
 
     def problems(self) -> list[str]:
         wrong = self.shared_intermediate_size < 0

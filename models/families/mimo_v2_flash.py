@@ -13,7 +13,6 @@ from megacore.models.local_rope import LocalRopeConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention, Kinds
 from megacore.models.weight_rows import Rows, Table, in_layers
-from megacore.parallel.weights.schema import Param
 
 # Published files say by numbers of what kind layers are, how many tokens before one a window has, and the sizes of its
 # heads; what says nothing is null.
@@ -91,8 +90,9 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
             )
             for name, kv in (("attn", "kv"), ("local_attn", "local_kv"))
         )
-        sinks = Param("layers.{layer}.local_attn.sinks", "heads", f"{t.layer}.self_attn.attention_sink_bias", std=t.std)
-        return in_layers(self.layers_of(FULL), full) + in_layers(self.layers_of(SLIDING), (*local, sinks))
+        return in_layers(self.layers_of(FULL), full) + in_layers(
+            self.layers_of(SLIDING), local + t.sinks("self_attn.attention_sink_bias", name="local_attn")
+        )
 
     def experts(self, t: Table) -> Rows:
         return t.experts(correction=self.correction)

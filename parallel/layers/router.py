@@ -63,7 +63,8 @@ class Router(nn.Module):
         """logits: [n, experts] -> [n, k], the best first; of equal ones the lower."""
         routing = self.routing
         # Where nobody weighs by the scores of all, the logits choose: scores of two of them may be the same number.
-        scores = scores_of(logits, routing) if routing.weigh == "all" else logits
+        by_scores = routing.weigh == "all" and routing.choose == "scores"
+        scores = scores_of(logits, routing) if by_scores else logits
         if self.correction is not None:
             scores = scores + self.correction
         if routing.groups > 1:

@@ -126,7 +126,7 @@ def move(schema: Any, arrays: Arrays, sources: Iterable[Stored], targets: Iterab
 
 
 def close(got: Tensor, want: Tensor, what: str) -> None:
-    error = float((got - want).norm() / want.norm())
+    error = float((got - want).norm() / (want.norm() or 1.0))
     assert error <= TOLERANCE, f"{what} is off by {error:.1e}"
 
 

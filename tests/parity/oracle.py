@@ -107,9 +107,13 @@ class Case:
         field = self.config.axes["layer"]
         field = self.config.saved.get(field, field)
         before = self.model[field]
-        # What a config lists for each layer is cut, or repeated; factors are not of layers.
+        # What a config lists for each layer is cut, or repeated; factors are not of layers, but by name.
         listed = {name: each for name, each in self.model.items() if isinstance(each, list) and len(each) == before}
-        lists = {name: each for name, each in listed.items() if not any(isinstance(one, float) for one in each)}
+        lists = {
+            name: each
+            for name, each in listed.items()
+            if name.startswith("layer_") or not any(isinstance(one, float) for one in each)
+        }
         return replace(
             self,
             model={**self.model, **{name: (each * layers)[:layers] for name, each in lists.items()}, field: layers},

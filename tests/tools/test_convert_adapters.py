@@ -116,9 +116,10 @@ def theirs(model: torch.nn.Module) -> Tensor:
 
 def stacked(name: str, adapters: Mapping[str, Tensor], rank: int, family: str) -> tuple[set[str], Tensor] | None:
     """The names of A and B, and B A, of what transformers stacks or holds in no linear: of an expert, of a router."""
+    name = name.replace("experts.fc1.weight", "experts.gate_up_proj").replace("experts.fc2.weight", "experts.down_proj")
     if found := re.fullmatch(r"(model\.layers\.\d+(?:\.\w+)?\.experts)\.(gate_up_proj|down_proj)", name):
         # Whose weights are [experts, in, out]; Llama 4's are, too, and nothing tells peft.
-        turned = "eio" if family == "gpt_oss" else "eoi"
+        turned = "eio" if family in ("aria_text", "gpt_oss") else "eoi"
         nested = ".base_layer" if found[2] == "gate_up_proj" else ""
         names = [f"base_model.model.{found[1]}{nested}.lora_{each}.weight" for each in "AB"]
         a, b = (adapters[each].double() for each in names)

@@ -5,9 +5,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megacore.config import SECTIONS
 from megacore.models.registry import FAMILIES, configure, family, presets
+from megacore.models.wrappers import SAME, WRAPPERS
 from megacore.tools import config, models
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,6 +36,15 @@ def test_the_readme_counts_the_families() -> None:
     readme = (DOCS.parent / "README.md").read_text()
     mixtures = sum(_has_experts(name) for name in FAMILIES)
     assert f"[{len(FAMILIES)} families](docs/zoo.md)" in readme and f"{mixtures} with [experts](docs/moe.md)" in readme
+
+
+@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="the list is of one version")
+def test_every_causal_model_of_transformers_is_carried_or_has_a_reason() -> None:
+    """A type that a later version adds is to be carried, or to be listed with what it wants."""
+    listed = [name for names in models.NOT_CARRIED.values() for name in names.split(", ")]
+    carried = {*FAMILIES, *WRAPPERS, *SAME}
+    assert len(listed) == len({*listed}) and carried.isdisjoint(listed)
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - carried <= {*listed} <= {*CONFIG_MAPPING}
 
 
 def test_one_section_or_one_key(capsys: Capture) -> None:

@@ -1,0 +1,35 @@
+"""Gemma 4 12B, its text model (Google 2026), whose images and sounds go through no tower: Gemma 4 without experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megacore.models.families.gemma4 import Gemma4Config
+from megacore.models.presets import tiny
+
+_NO_EXPERTS = {"enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4UnifiedConfig(Gemma4Config):
+    family: ClassVar[str] = "gemma4_unified_text"
+    architecture: ClassVar[str] = "Gemma4UnifiedForCausalLM"
+    fixed: ClassVar[Mapping[str, Any]] = {"num_kv_shared_layers": 0}
+    defaults: ClassVar[Mapping[str, Any]] = {**Gemma4Config.defaults, "max_position_embeddings": 262144}
+    derived: ClassVar[frozenset[str]] = frozenset(_NO_EXPERTS)
+
+    sliding_window: int | None = 1024
+    use_bidirectional_attention: str | None = "vision"
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        values |= _NO_EXPERTS
+        return super()._derive(values)
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_unified_text-tiny": tiny(layers=6, head_dim=16, global_head_dim=32, sliding_window=128)
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+}

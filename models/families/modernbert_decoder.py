@@ -1,0 +1,106 @@
+"""Ettin's decoders (Weller et al. 2025, arXiv 2507.11412): ModernBERT's blocks, and its dense layer before the head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megacore.models.anatomy import ACTIVATIONS, FULL, SLIDING
+from megacore.models.local_rope import LocalRopeConfig
+from megacore.models.presets import tiny
+from megacore.models.rope_config import Convention, Kinds
+from megacore.models.weight_rows import Rows, Table, around, in_layers
+from megacore.parallel.weights.schema import Param
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModernBertDecoderConfig(LocalRopeConfig):
+    family: ClassVar[str] = "modernbert-decoder"
+    architecture: ClassVar[str] = "ModernBertDecoderForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({"global_attn_every_n_layers"})
+    harmless: ClassVar[frozenset[str]] = frozenset({"classifier_dropout", "cls_token_id", "initializer_cutoff_factor"})
+    fixed: ClassVar[Mapping[str, Any]] = dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"), 0.0)
+    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads"})
+    saved: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation", "norms_have_bias": "norm_bias"}
+    eps: ClassVar[str] = "norm_eps"
+    tied: ClassVar[tuple[str, str]] = ("model.embeddings.tok_embeddings.weight", "decoder.weight")
+    axes: ClassVar[Mapping[str, str]] = {**LocalRopeConfig.axes, "turned": "hidden_size"}
+    rope_kinds: ClassVar[Kinds] = {
+        FULL: Convention(rope_theta=160000.0, theta_key="global_rope_theta"),
+        SLIDING: Convention(theta_key="local_rope_theta"),
+    }
+    last_norm: ClassVar[str] = "model.final_norm"
+    parts: ClassVar[Mapping[str, str]] = around("attn_norm", "mlp_norm")
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "layer"}
+    told: ClassVar[Mapping[str, str]] = {"head_activation": "classifier_activation"}
+
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = 8192
+    pad_token_id: int = 50283
+    norm_eps: float = 1e-5
+    norms_have_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    decoder_bias: bool = True
+    classifier_bias: bool = False
+    classifier_activation: str = "gelu"
+    tie_word_embeddings: bool = True
+    # Twice the window, where a file does not say it.
+    local_attention: int = 128
+    sliding_window: int | None = None
+
+    def slides(self, layer: int) -> bool:
+        return layer % 3 > 0
+
+    def table(self, **own: Any) -> Table:
+        return super().table(**({"norm_bias": self.norms_have_bias} | own))
+
+    def mixer(self, t: Table) -> Rows:
+        bias = self.attention_bias
+        return t.attention(hf="attn.{q,k,v}_proj", out="attn.Wo", bias=bias, out_bias=bias)
+
+    def network(self, t: Table) -> Rows:
+        return t.gated_mlp("mlp.Wi", "mlp.Wo", bias=self.mlp_bias)
+
+    def params(self) -> tuple[Param, ...]:
+        t, later = self.table(), range(1, self.num_hidden_layers)
+        embed, *others = super().params()
+        # What the embeddings' norm gives, the first attention takes as it is.
+        blocks = (
+            each for row in others for each in (in_layers(later, (row,)) if ".attn_norm." in row.name else (row,))
+        )
+        return embed, *t.embed_norm("model.embeddings.norm"), *blocks, *t.dense_head(bias=self.classifier_bias)
+
+    @property
+    def ends(self) -> Mapping[str, Any]:
+        return {**super().ends, "head_bias": self.decoder_bias}
+
+    def problems(self) -> list[str]:
+        known = self.classifier_activation in ACTIVATIONS
+        wrong = f"classifier_activation {self.classifier_activation!r} is not one of {', '.join(ACTIVATIONS)}"
+        return super().problems() + ([] if known else [wrong])
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        # The class takes no null for a token.
+        return {name: value for name, value in super().to_hugging_face().items() if value is not None}
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        window = values.get("local_attention", cls.local_attention)
+        if values.get("sliding_window") is None and isinstance(window, int):
+            values["sliding_window"] = window // 2
+        return super()._derive(values)
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        values, problems = super()._read(config)
+        every, layers = config.get("global_attn_every_n_layers"), values.get("num_hidden_layers")
+        if values.get("layer_types") is None and type(every) is int and every > 0 and isinstance(layers, int):
+            values["layer_types"] = tuple(SLIDING if layer % every else FULL for layer in range(layers))
+        return values, problems
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "modernbert-decoder-tiny": tiny(96, num_key_value_heads=4, pad_token_id=511)
+}
