@@ -105,6 +105,8 @@ THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
 
 NULL_ENDS = ("cwm", "glm", "glm4", *ALWAYS_PADDED)
 """Whose class takes an ``eos_token_id`` of null for its own, and maybe no ``bos_token_id`` of null."""
+YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None}
+"""What we write of a yarn although it says nothing else than if it were left out."""
 TEMPERED = ("ministral3", "mistral4")
 """Whose class says some numbers of its rope, by another name of the type."""
 
@@ -135,7 +137,9 @@ def test_their_config_comes_and_goes(case: str) -> None:
         found["rope_parameters"] = {name: found["rope_parameters"][name] for name in rope}
     ropes = fields.get("rope_parameters") or {}
     for kind_of_layer in [each for each in ropes if isinstance(ropes[each], dict)]:
-        said = found["rope_parameters"][kind_of_layer]  # of a yarn we write its defaults, too
+        said = found["rope_parameters"][kind_of_layer]
+        beside = {name: said[name] for name in said if name not in ropes[kind_of_layer]}
+        assert beside.items() <= YARN.items()
         found["rope_parameters"][kind_of_layer] = {name: said[name] for name in ropes[kind_of_layer]}
     assert found == fields
     assert read(again.to_dict()) == read(written) == ours
