@@ -14,7 +14,7 @@ from megacore.models.adapt import adapt, multiply_quantised
 from megacore.models.attention import Attention
 from megacore.models.blocks import CHEAP, Block
 from megacore.models.config import ModelConfig
-from megacore.models.decoder import Decoder, Losses, Microbatch
+from megacore.models.decoder import Decoder, Head, Losses, Microbatch
 from megacore.models.latent_attention import LatentAttention
 from megacore.models.moe import MixtureOfExperts
 from megacore.models.tuning import EVERYTHING, Tuning
@@ -128,6 +128,24 @@ class Model:
             return own
         tokens = [torch.from_numpy(microbatch.split.indices(rank)) for rank in range(mesh.shape.cp)]
         return all_gather(own, mesh.cp)[torch.cat(tokens).argsort().to(mesh.device)]
+
+    @torch.no_grad()
+    def hidden(self, microbatch: Microbatch) -> Tensor | None:
+        """Return the activations of this rank's wanted tokens, normalised for the head, [n, embed], on all ranks of the
+        last stage, None on the others."""
+        parameters = self.parameters
+        chunks, placement = [chunk.normed for chunk in self.chunks], parameters.layout.placement
+        return forward(parameters.mesh, chunks, microbatch, parameters.dtype, placement)
+
+    @torch.no_grad()
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Return the logits of such activations, [n, vocab], on all ranks of the last stage, which all call this."""
+        return gather(self.head.logits_of(hidden), self.parameters.mesh.tp)[:, : self.config.vocab_size]
+
+    @property
+    def head(self) -> Head:
+        """The head, on a rank of the last stage."""
+        return next(chunk.head for chunk in self.chunks if chunk.head is not None)
 
     def use_fp8(self) -> None:
         """Multiply in fp8 in all layers but the first and the last, whose errors count most, and those that predict

@@ -25,9 +25,15 @@ def prefill_step(step: Microbatch, cache: Cache, decoder: Decoder, context: Cont
     return replace(step, attention=prefill, states=states, indexed=PrefillIndexed({}, prefill, decoder.indexed(step)))
 
 
-def decode_step(step: Microbatch, cache: Cache, at: Sequence[int], documents: Sequence[int]) -> Microbatch:
-    """Return one more token of each of the cache's first rows, at these positions; what follows them, of the documents,
-    is padding."""
-    device = step.tokens.device
-    decode, states = Decode.of(cache, at, device), DecodeStates.of(cache, len(at), documents, device)
+def decode_step(step: Microbatch, cache: Cache, at: Sequence[int], counts: Sequence[int]) -> Microbatch:
+    """Return more tokens of the cache's first rows, so many of each and at these positions; the rest is padding."""
+    device, padding = step.tokens.device, len(step.tokens) - len(at)
+    decode, states = Decode.of(cache, at, device, counts), DecodeStates.of(cache, counts, padding, device)
     return replace(step, attention=decode, states=states, indexed=DecodeIndexed({}, decode))
+
+
+def back_to(step: Microbatch, kept: Sequence[int]) -> None:
+    """Leave in the cache of such a step no more than the first tokens of each row, as many as are kept."""
+    assert isinstance(step.attention, Decode) and isinstance(step.states, DecodeStates)
+    step.attention.back_to(kept)
+    step.states.back_to(kept)

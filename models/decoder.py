@@ -316,8 +316,7 @@ class Head(nn.Module):
         somebody's own is told of the tokens and their positions, the ``inputs``, each [tokens].
         """
         if labels is None and wanted is not None:
-            rows = all_gather(self.norm(x), self.group)[wanted]
-            return self.finish(column_linear(rows, self.weight, self.bias, self.group, sequence=False))
+            return self.logits_of(self.hidden(x, wanted))
         if labels is None:
             return self.finish(column_linear(self.norm(x), self.weight, self.bias, self.group))
         if ahead is not None:
@@ -337,6 +336,14 @@ class Head(nn.Module):
             values = self._scores(x, labels) if self.losses.of_pairs.scores else self._log_probabilities(x, labels)
             return self.losses.of_pairs(values, self._how[0].own(places), pairs)
         return head_loss(self.norm(x), self.weight, labels, *self._how)
+
+    def hidden(self, x: Tensor, wanted: Tensor) -> Tensor:
+        """x: [tokens/tp, embed], wanted: [n] -> [n, embed], normalised for the head, on all ranks of tp."""
+        return all_gather(self.norm(x), self.group)[wanted]
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, embed], normalised, the same on all ranks of tp -> [n, padded vocab/tp]."""
+        return self.finish(column_linear(hidden, self.weight, self.bias, self.group, sequence=False))
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -471,6 +478,12 @@ class Decoder(nn.Module):
         """Do as :meth:`forward`, but the last chunk gives [tokens or those wanted, padded vocab/tp]."""
         x = self.hidden(x, microbatch)
         return x if self.head is None else self.head(x, None, microbatch.wanted)
+
+    def normed(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
+        """Do as :meth:`forward`, but the last chunk gives [wanted tokens, embed], normalised for the head."""
+        x = self.hidden(x, microbatch)
+        assert microbatch.wanted is not None
+        return x if self.head is None else self.head.hidden(x, microbatch.wanted)
 
     def scores(self, x: Tensor | None, microbatch: Microbatch, score: Score) -> Tensor:
         """Do as :meth:`forward`, but the last chunk gives the scores of this rank's tokens: [tokens/tp]."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import FULL, LINEAR
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.layer_types import HybridConfig
+from megacore.models.mtp import QWEN, MtpConfig, MtpNames
 from megacore.models.rope_config import Convention
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table, in_layers
 
@@ -65,3 +66,14 @@ class DeltaConfig(HybridConfig):
         if values < 1 or (keys > 0 and values % keys):
             found.append(f"linear_num_value_heads ({values}) is not a multiple of linear_num_key_heads ({keys})")
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenDeltaConfig(MtpConfig, DeltaConfig):
+    """Behind the layers there may be one that attends, and predicts a further token."""
+
+    mtp_names: ClassVar[MtpNames] = QWEN
+
+    @property
+    def mtp_block(self) -> int:
+        return max(self.layers_of(FULL), default=0)

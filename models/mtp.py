@@ -56,6 +56,14 @@ DEEPSEEK = MtpNames(
 QWEN = MtpNames(
     "mtp.", "mtp.layers.{depth}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
 )
+MIMO = MtpNames(
+    "model.mtp.",
+    _MIMO := "model.mtp.layers.{depth}.",
+    f"{_MIMO}enorm",
+    f"{_MIMO}hnorm",
+    f"{_MIMO}eh_proj",
+    f"{_MIMO}final_layernorm",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +83,11 @@ class MtpConfig(DecoderConfig):
         """The layer of the model whose block those that predict further tokens have."""
         return self.num_hidden_layers - 1
 
+    def mtp_rows(self, rows: Rows) -> Rows:
+        """Return the rows of the block of such a layer, by the names of a block of the model whose rows are given."""
+        rows = tuple(row for row in rows if row.name.startswith(_IN_TABLE))
+        return tuple(row for row in rows if row.layers is None or self.mtp_block in row.layers)
+
     @property
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, **({"mtp_embed": self.hidden_size} if self.mtp_layers else {})}
@@ -90,7 +103,7 @@ class MtpConfig(DecoderConfig):
         whole = super().schema
         rows = whole.params
         for depth in range(self.mtp_layers):
-            rows = self._predicting(rows, depth)
+            rows = self._predicting(rows, self.mtp_rows(whole.params), depth)
         return Schema(rows, whole.sizes) if self.mtp_layers else whole
 
     @property
@@ -100,26 +113,28 @@ class MtpConfig(DecoderConfig):
 
     @classmethod
     def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
-        asked, first = raw.get(FIELD), raw.get("num_hidden_layers")
+        name, first = cls.saved.get(FIELD, FIELD), raw.get("num_hidden_layers")
+        asked = raw.get(name, raw.get(FIELD))
         if asked == 0 or not isinstance(first, int):
             return {**raw}, None
         marks = dict.fromkeys(f"{_of(cls.mtp_names.proj, depth, first + depth)}.weight" for depth in range(MOST))
         found = next((depth for depth, mark in enumerate(marks) if mark not in shapes), len(marks))
         if asked is None:
-            return {**raw, **({FIELD: found} if found else {})}, None
+            return {**raw, **({name: found} if found else {})}, None
         if found:  # if they are not as many, some are missing or too many
             return {**raw}, None
-        return {**raw, FIELD: 0}, f"{FIELD} is {asked}, and no tensor is of such a layer: it is read as 0"
+        none = {**raw, **{each: 0 for each in (name, FIELD) if each in raw}}
+        return none, f"{name} is {asked}, and no tensor is of such a layer: it is read as 0"
 
     def problems(self) -> list[str]:
         found, names = super().problems(), self.mtp_names
         most = MOST if _of(names.proj, 0, 0) != names.proj else 1  # each has a name of its own, or there is one
         if not 0 <= self.mtp_layers <= most:
-            found.append(f"{FIELD} is {self.mtp_layers}: it must be from 0 to {most}")
+            found.append(f"{self.saved.get(FIELD, FIELD)} is {self.mtp_layers}: it must be from 0 to {most}")
         return found
 
-    def _predicting(self, rows: Rows, depth: int) -> Rows:
-        """Return the rows of a model with those of one more such layer."""
+    def _predicting(self, rows: Rows, block: Rows, depth: int) -> Rows:
+        """Return the rows of a model with those of one more such layer, of this block."""
         names, number, table = self.mtp_names, self.num_hidden_layers + depth, {row.name: row for row in rows}
 
         def of(template: str, ending: str = "weight") -> str:
@@ -128,7 +143,7 @@ class MtpConfig(DecoderConfig):
         def norm(name: str, hf: str) -> Param:
             return replace(table["norm.weight"], name=f"mtp.{depth}.{name}.weight", hf=of(f"{hf}."))
 
-        block = (
+        block = tuple(
             replace(
                 row,
                 name=row.name.replace(_IN_TABLE, f"mtp.{depth}."),
@@ -137,8 +152,7 @@ class MtpConfig(DecoderConfig):
                 at="last",
                 layers=None,
             )
-            for row in rows
-            if row.name.startswith(_IN_TABLE) and (row.layers is None or self.mtp_block in row.layers)
+            for row in block
         )
         made = (
             norm("embed_norm", names.embed_norm),

@@ -158,8 +158,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4")),
     "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True),
     "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True),
-    "qwen3_5": Wrapper(("qwen3_5_text",), others=(*_VISUAL, "mtp.")),
-    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), others=(*_VISUAL, "mtp.")),
+    "qwen3_5": Wrapper(("qwen3_5_text",), others=_VISUAL),
+    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), others=_VISUAL),
     "qwen3_vl": Wrapper(("qwen3",), "qwen3_vl_text", others=_VISUAL, defaults={"rope_theta": 5e5}),
     "qwen3_vl_moe": Wrapper(
         ("qwen3_moe",),

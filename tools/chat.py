@@ -19,7 +19,7 @@ from megacore.say import err, write_out
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.tools import folders, processes
-from megacore.tools.generate import add_sampling
+from megacore.tools.generate import add_draft, add_sampling
 from megacore.tools.options import command_parser, count
 
 
@@ -29,16 +29,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--system", metavar="TEXT", help="what the system message says")
     parser.add_argument("--max-new-tokens", type=count, default=1024, metavar="N", help="of an answer (1024)")
     add_sampling(parser)
+    add_draft(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--dtype", choices=FLOATS.values(), help="to compute in; by default that of the weights")
     return folders.program(_run, parser.parse_args(argv))
 
 
 def _run(given: argparse.Namespace) -> int:
-    how = Decoding(given.max_new_tokens, given.temperature, given.top_k, given.top_p, given.seed)
+    how = Decoding(given.max_new_tokens, given.temperature, given.top_k, given.top_p, given.seed, draft=given.draft)
     base: Path | None = given.base
     setup = ModelSetup.check(given.folder, base=base, dtype=given.dtype, device=given.device)
     setup.folder.check_predicts()
+    how.check(setup.folder, 1)
     first = [] if given.system is None else [{"role": "system", "content": given.system}]
     talk = Conversation(Texts.of(setup.folder), first)
     talk.texts.chat([*first, {"role": "user", "content": "?"}])  # or it is no chat model, before weights are read

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore import pictures
-from megacore.inference.evaluation import LONGEST, EvaluationOptions, EvaluationSetup
+from megacore.inference.evaluation import EvaluationOptions, EvaluationSetup
+from megacore.inference.evaluation_data import LONGEST
 from megacore.inference.texts import Texts
 from megacore.progress_bar import progress_bar
 from megacore.say import err, say, say_data

@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", type=count, default=8, metavar="N", help="prompts computed at a time (8)")
     parser.add_argument("--json", action="store_true", help="print an object for each prompt, one on each line")
     add_sampling(parser)
+    add_draft(parser)
     processes.add_mesh(parser)
     arguments = parser.parse_args(argv)
     return folders.program(lambda parsed: run(parsed, argv), arguments)
@@ -47,6 +48,17 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=count, metavar="K", help="among the K most likely tokens")
     group.add_argument("--top-p", type=share, metavar="P", help="among the likely tokens that make up P together")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (0)")
+
+
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that has tokens drafted."""
+    parser.add_argument(
+        "--draft",
+        type=count,
+        default=0,
+        metavar="N",
+        help="tokens that the model's layers for further ones draft at a time: the same text in fewer steps (none)",
+    )
 
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
@@ -64,6 +76,10 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             say_data(answer.data())
         seconds, count = time.perf_counter() - loaded, sum(len(answer.ids) for answer in answers)
         speed = f"{count:,} tokens in {seconds:.1f} s, {count / seconds:,.1f} per second"
+        drafts, forwards = (sum(getattr(each, name) for each in answers) for name in ("drafts", "forwards"))
+        if how.draft:
+            kept = (count - forwards) / max(1, drafts)
+            speed += f", {count / forwards:.2f} a forward, {kept:.0%} of {drafts:,} drafts kept"
         err(f"{speed} (loaded in {loaded - started:.1f} s)")
     return 0
 
@@ -74,7 +90,8 @@ def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Promp
     if not texts:
         raise StoreError("there is no prompt: give --prompt TEXT, or --prompts FILE with one on each line")
     numbers = arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
-    how = Decoding(arguments.max_new_tokens, *numbers, arguments.batch)
+    how = Decoding(arguments.max_new_tokens, *numbers, arguments.batch, arguments.draft)
+    how.check(folder, arguments.cp)
     return Prompts.of(folder, texts, chat=arguments.chat, system=arguments.system), how
 
 

@@ -80,9 +80,14 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     ended: bool = False
+    forwards: int = 0
+    drafts: int = 0
 
-    def add(self, token: int, last: bool) -> str:
-        """Add a token, the last one or not -> the text that is now certain."""
+    def add(self, token: int, last: bool, drafts: int | None = 0) -> str:
+        """Add a token, the last one or not -> the text that is now certain. ``drafts``: how many the forward of the
+        model was given that it is of, if it is the first one of it."""
+        if drafts is not None:
+            self.forwards, self.drafts = self.forwards + 1, self.drafts + drafts
         self.ids.append(token)
         self.ended = last
         more = self.stream.add(token) + (self.stream.end() if last else "")
@@ -128,9 +133,12 @@ class Decoding:
     top_p: float | None = None
     seed: int = 0
     batch: int = 8
+    draft: int = 0
 
     def __post_init__(self) -> None:
         problems = below_1(max_new_tokens=self.max_new_tokens, batch=self.batch, top_k=self.top_k)
+        if self.draft < 0:
+            problems.append(f"`draft={self.draft}`: choose how many tokens are drafted at a time, 0 for none")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             problems.append(f"`temperature={self.temperature}`: choose one above 0, or none for the most likely token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -141,6 +149,15 @@ class Decoding:
             problems += [f"`{name}` is of sampling: give `temperature` too, 1 for the model's own" for name in given]
         if problems:
             raise StoreError("\n".join(problems))
+
+    def check(self, folder: WeightFolder, cp: int) -> None:
+        """Raise StoreError: this model, over so many ranks of cp, makes no drafts, and they are asked for."""
+        if self.draft and not folder.config.mtp_layers:
+            raise StoreError(
+                f"`draft={self.draft}`: {folder.path} has no layers that predict further tokens: leave it out"
+            )
+        if self.draft and cp > 1:
+            raise StoreError(f"`draft={self.draft}` with cp={cp}: drafts are made of whole sequences: choose cp=1")
 
     def answer(self, model: Model, answers: Sequence[Answer]) -> Iterator[tuple[int, str]]:
         """Yield (number of the answer, the text that it has more of) for each new token, until all have ended.
@@ -154,6 +171,7 @@ class Decoding:
         choose = Greedy() if self.temperature is None else sampling
         stops = frozenset[int]().union(*(answer.stops for answer in answers))
         ending = Ending(stops, self.max_new_tokens, model.config.max_positions)
-        for step in generate(model, [answer.prompt.ids for answer in answers], choose, ending, self.batch):
+        prompts = [answer.prompt.ids for answer in answers]
+        for step in generate(model, prompts, choose, ending, self.batch, self.draft):
             for new in step:
-                yield new.prompt, answers[new.prompt].add(new.token, new.last)
+                yield new.prompt, answers[new.prompt].add(new.token, new.last, new.drafts)

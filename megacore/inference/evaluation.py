@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megacore.data.chat import TrainOn
-from megacore.inference.evaluation_data import Document, DocumentFiles, data_files, is_tokens
+from megacore.inference.evaluation_data import LONGEST, Document, DocumentFiles, data_files, is_tokens
 from megacore.inference.loaded_model import ModelSetup
 from megacore.inference.texts import Texts
 from megacore.parallel.enum_errors import ContextExchange
@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # what is wrong with the data is said without waiting for tor
 
 Watched = Callable[[Iterable[Any]], Iterable[Any]]
 """Shows what goes by."""
-LONGEST = 2048
-"""Tokens of a window by default, for models that would take more."""
 
 
 @dataclass(frozen=True)

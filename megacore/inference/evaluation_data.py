@@ -20,6 +20,9 @@ from megacore.data.text import Fault, FileRange, InputError
 from megacore.inference.texts import Texts, files_of
 from megacore.store.io.strict_json import StoreError
 
+LONGEST = 2048
+"""Tokens of a window by default, for models that would take more."""
+
 
 @dataclass(frozen=True)
 class Document:

@@ -16,7 +16,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
-from megacore.inference.evaluation import LONGEST
+from megacore.inference.evaluation_data import LONGEST
 from megacore.inference.generation import Ending, generate
 from megacore.inference.perplexity import log_likelihoods
 from megacore.inference.sampling import Greedy

@@ -134,6 +134,7 @@ class LoadedModel:
 
     def answers(self, prompts: Prompts, how: Decoding = Decoding()) -> list[Answer]:  # noqa: B008
         """Return the answers to prompts that are tokens already, with their own tokens; the same on all ranks."""
+        how.check(self.folder, self.model.parameters.mesh.shape.cp)
         answers = prompts.answers()
         for _ in how.answer(self.model, answers):
             pass
@@ -151,12 +152,13 @@ class LoadedModel:
         chat: bool = False,
         system: str | None = None,
         batch: int = 8,
+        draft: int = 0,
     ) -> list[str]:
         """Return what the model says after each prompt, the prompt left out; the same texts on all ranks.
 
         The arguments, the defaults and the errors are those of :func:`generate`.
         """
-        how = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch)
+        how = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch, draft)
         return [a.text for a in self.answers(Prompts.of(self.folder, prompts, chat=chat, system=system), how)]
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -227,6 +229,7 @@ def generate(
     chat: bool = False,
     system: str | None = None,
     batch: int = 8,
+    draft: int = 0,
     base: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
     device: str = "auto",
@@ -248,13 +251,16 @@ def generate(
         chat: Whether each prompt is a question, put by the model's chat template.
         system: What the system message of a chat says.
         batch: Prompts that are computed at a time.
+        draft: Tokens that the model's layers for further ones draft at a time: the same texts, greedy ones to the
+            letter and sampled ones by the same probabilities, by fewer forwards of the model; 0 for none.
 
     Raises:
         StoreError: as :func:`load_model`, or prompts or numbers are wrong, with all reasons and before the weights are
             read; on every rank.
     """
     setup = ModelSetup.check(folder, base=base, dtype=dtype, device=device, mesh=mesh, etp=etp)
-    how = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch)
+    how = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch, draft)
+    how.check(setup.folder, setup.shape.cp)
     asked = Prompts.of(setup.folder, prompts, chat=chat, system=system)
     with setup.load() as model:
         return [answer.text for answer in model.answers(asked, how)]

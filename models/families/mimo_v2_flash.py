@@ -10,6 +10,7 @@ from megacore.models.anatomy import FULL, SLIDING, Anatomy, Factors
 from megacore.models.experts_config import TypedLayersConfig
 from megacore.models.layer_types import PatternedConfig
 from megacore.models.local_rope import LocalRopeConfig
+from megacore.models.mtp import MIMO, MtpNames
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention, Kinds
 from megacore.models.weight_rows import Rows, Table, in_layers
@@ -30,8 +31,8 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
     architecture: ClassVar[str] = "MiMoV2FlashForCausalLM"
     further: ClassVar[tuple[str, ...]] = ("model.mtp.",)
     reads: ClassVar[frozenset[str]] = frozenset({*_PATTERNS, _BEFORE, *(f"swa_{name}" for name in _SAME)})
-    # No expert is shared, and layers that predict further tokens are left out.
-    derived: ClassVar[frozenset[str]] = frozenset({"n_shared_experts", "num_nextn_predict_layers"})
+    mtp_names: ClassVar[MtpNames] = MIMO
+    derived: ClassVar[frozenset[str]] = frozenset({"n_shared_experts"})  # no expert is shared
     harmless: ClassVar[frozenset[str]] = TypedLayersConfig.harmless | {"attention_chunk_size", "hybrid_block_size"}
     fixed: ClassVar[Mapping[str, Any]] = {
         "add_full_attention_sink_bias": False,
@@ -70,8 +71,14 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
         return 2 * self.num_key_value_heads
 
     @property
-    def mtp_layers(self) -> int:
-        return 0  # those of published folders have a network of their own, and are left out
+    def mtp_block(self) -> int:
+        return max(self.layers_of(SLIDING), default=0)
+
+    def mtp_rows(self, rows: Rows) -> Rows:
+        """Return those of a layer with a window and without experts, whose second norm has another name."""
+        t = self.table()
+        norms = t.norm("attn_norm", "input_layernorm"), t.norm("mlp_norm", "pre_mlp_layernorm")
+        return norms[0] + self.windowed(t) + norms[1] + t.gated_mlp()
 
     def slides(self, layer: int) -> bool:
         return layer > 0 and super().slides(layer)
@@ -80,19 +87,19 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
         scale = Factors(gives=1.0 if self.attention_value_scale is None else self.attention_value_scale)
         return super().anatomy_of(factors={"attn": scale, "local_attn": scale}, **own)
 
+    def attention(self, t: Table, name: str, kv: str) -> Rows:
+        """Return the rows of an attention of this name whose heads of keys are those of this axis."""
+        here = f"(q: heads head + k: {kv} head + v: {kv} value)"
+        return t.attention(name=name, here=here, heads="(heads value)", bias=self.attention_bias)
+
+    def windowed(self, t: Table) -> Rows:
+        """Return the rows of the attention of layers with windows."""
+        sinks = t.sinks("self_attn.attention_sink_bias", name="local_attn")
+        return self.attention(t, "local_attn", "local_kv") + sinks
+
     def mixer(self, t: Table) -> Rows:
-        full, local = (
-            t.attention(
-                name=name,
-                here=f"(q: heads head + k: {kv} head + v: {kv} value)",
-                heads="(heads value)",
-                bias=self.attention_bias,
-            )
-            for name, kv in (("attn", "kv"), ("local_attn", "local_kv"))
-        )
-        return in_layers(self.layers_of(FULL), full) + in_layers(
-            self.layers_of(SLIDING), local + t.sinks("self_attn.attention_sink_bias", name="local_attn")
-        )
+        full = in_layers(self.layers_of(FULL), self.attention(t, "attn", "kv"))
+        return full + in_layers(self.layers_of(SLIDING), self.windowed(t))
 
     def experts(self, t: Table) -> Rows:
         return t.experts(correction=self.correction)
@@ -101,6 +108,8 @@ class MimoV2FlashConfig(LocalRopeConfig, PatternedConfig, TypedLayersConfig):
         found, heads, local = super().problems(), self.num_attention_heads, self.local_key_value_heads
         if not found and heads % local:
             found.append(f"num_attention_heads ({heads}) is not a multiple of {local}, twice num_key_value_heads")
+        if self.mtp_layers and SLIDING not in self.kinds:
+            found.append("layer_types: a layer must have a window where further tokens are predicted")
         if self.v_head_dim > self.head_dim:
             found.append(f"v_head_dim is {self.v_head_dim}: it may be up to head_dim ({self.head_dim})")
         return found

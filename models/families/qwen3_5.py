@@ -6,16 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.delta_config import DeltaConfig
+from megacore.models.delta_config import QwenDeltaConfig
+from megacore.models.mtp import FIELD
 from megacore.models.presets import STATES, rope, shape, tiny
 from megacore.models.rope_config import Convention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3_5Config(DeltaConfig):
+class Qwen3_5Config(QwenDeltaConfig):
     family: ClassVar[str] = "qwen3_5_text"
     architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 256}
+    # Published files say these, and transformers' class has none of them.
+    fixed: ClassVar[Mapping[str, Any]] = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
+    harmless: ClassVar[frozenset[str]] = frozenset({"mamba_ssm_dtype"})
+    saved: ClassVar[Mapping[str, str]] = {FIELD: "mtp_num_hidden_layers"}
     # Of text all three sections of a position are one number.
     rope_convention: ClassVar[Convention] = Convention(
         partial_rotary_factor=0.25, ignored=frozenset({"mrope_interleaved", "mrope_section"})

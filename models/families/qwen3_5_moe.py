@@ -17,6 +17,7 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
     family: ClassVar[str] = "qwen3_5_moe_text"
     architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen3_5Config.harmless
     derived: ClassVar[frozenset[str]] = frozenset({"intermediate_size"})
     axes: ClassVar[Mapping[str, str]] = {
         **{axis: name for axis, name in Qwen3_5Config.axes.items() if axis != "mlp"},

@@ -6,23 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL
-from megacore.models.delta_config import DeltaConfig
+from megacore.models.delta_config import QwenDeltaConfig
 from megacore.models.experts_config import SparseConfig
-from megacore.models.mtp import QWEN, MtpConfig, MtpNames
 from megacore.models.presets import STATES, rope, shape, tiny
 from megacore.models.weight_rows import STATE_QKV, STATE_VALUES, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(MtpConfig, SparseConfig, DeltaConfig):
+class Qwen3NextConfig(SparseConfig, QwenDeltaConfig):
     family: ClassVar[str] = "qwen3_next"
     architecture: ClassVar[str] = "Qwen3NextForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = DeltaConfig.defaults
+    defaults: ClassVar[Mapping[str, Any]] = QwenDeltaConfig.defaults
     harmless: ClassVar[frozenset[str]] = SparseConfig.harmless | {"use_sliding_window"}
-    mtp_names: ClassVar[MtpNames] = QWEN
     axes: ClassVar[Mapping[str, str]] = {
-        **DeltaConfig.axes,
+        **QwenDeltaConfig.axes,
         **SparseConfig.axes,
         "shared_mlp": "shared_expert_intermediate_size",
     }
@@ -32,10 +29,6 @@ class Qwen3NextConfig(MtpConfig, SparseConfig, DeltaConfig):
     num_experts: int = 512
     num_experts_per_tok: int = 10
     norm_topk_prob: bool = True
-
-    @property
-    def mtp_block(self) -> int:
-        return max(self.layers_of(FULL), default=0)
 
     def delta_rule(self, t: Table) -> Rows:
         gates = "b: {0}each + a: {0}each"

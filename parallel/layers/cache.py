@@ -1,5 +1,5 @@
-"""Keys and values of the tokens so far, or states that they left, so that each further token of a sequence is computed
-by itself.
+"""Keys and values of the tokens so far, or states that they left, so that further tokens of a sequence are computed by
+themselves.
 
 The ranks of cp share out the tokens of each sequence, and each keeps its own: a new token's attention to them is merged
 of the ranks' parts by the log-sum-exps. Of layers with a state every rank of cp keeps the whole state.
@@ -8,10 +8,10 @@ of the ranks' parts by the log-sum-exps. Of layers with a state every rank of cp
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Protocol
 
 import torch
@@ -112,6 +112,13 @@ class Cache:
                     tensor[to] = tensor[row]
         self.held[:] = [self.held[row] for row in rows]
 
+    def back_to(self, ends: Sequence[int]) -> None:
+        """Forget the keys and values of the tokens of each row from its end on."""
+        for row, end in enumerate(ends):
+            self.positions[row, bisect_left(self.own(row), end) :] = _FREE
+            for held in self.held[row]:
+                del held[bisect_left(held, end) :]
+
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
@@ -145,37 +152,45 @@ class Prefill:
 
 @dataclass(frozen=True, eq=False)
 class Decode:
-    """Attention of one more token of each of the cache's first n rows; what follows them is padding.
+    """Attention of t more tokens of the cache's first n rows; what follows them is padding.
 
     Args:
         cache: Keys and values of the tokens before; those of these tokens are added.
         positions: The tokens' positions in their sequences.
-        at: [n], the same.
+        counts: The successive tokens of each row, at least one.
+        at: [t], the same as the positions.
         rows, slots: The rows and slots of those tokens that this rank keeps.
         kept: Those tokens, among these.
     """
 
     cache: Cache
     positions: Sequence[int]
+    counts: Sequence[int]
     at: Tensor
     rows: Tensor
     slots: Tensor
     kept: Tensor | slice
 
     @classmethod
-    def of(cls, cache: Cache, positions: Sequence[int], device: torch.device) -> Decode:
-        """Give each token to the rank that keeps fewest of its sequence."""
-        rows, slots = list[int](), list[int]()
-        for row, position in enumerate(positions):
+    def of(
+        cls, cache: Cache, positions: Sequence[int], device: torch.device, counts: Sequence[int] | None = None
+    ) -> Decode:
+        """Give each token to the rank that keeps fewest of its sequence. ``counts``: the class's; None: one of each."""
+        counts = [1] * len(positions) if counts is None else counts
+        rows, slots, kept = list[int](), list[int](), list[int]()
+        own = (row for row, count in enumerate(counts) for _ in range(count))
+        for token, (row, position) in enumerate(zip(own, positions, strict=True)):
             shortest = min(cache.held[row], key=len)
             if shortest is cache.own(row):
                 rows.append(row)
                 slots.append(len(shortest))
+                kept.append(token)
             shortest.append(position)
         at = torch.tensor(positions, device=device)
-        own, to = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots))
-        cache.positions[own, to] = at[own]
-        return cls(cache, positions, at, own, to, slice(len(rows)) if len(rows) == len(positions) else own)
+        of_rows, to = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots))
+        of = slice(len(kept)) if len(kept) == len(positions) else torch.tensor(kept, dtype=torch.int64, device=device)
+        cache.positions[of_rows, to] = at[of]
+        return cls(cache, positions, counts, at, of_rows, to, of)
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         return self.among(name, q, k, v, scoring)
@@ -183,49 +198,85 @@ class Decode:
     def among(
         self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, chosen: Tensor | None = None
     ) -> Tensor:
-        """Attend to those slots alone that are ``chosen``, [rows, slots], where it says so."""
+        """Attend to those slots alone that are ``chosen``, [t, slots], where it says so."""
         self.cache.put(name, self.rows, self.slots, k[self.kept], v[self.kept])
-        n, (first, stop, seen) = len(self.at), self._seen(scoring.window, scoring.chunk)
-        seen = seen if chosen is None else seen & chosen[:n, None, first:stop]
-        keys, values = (kept[name][:n, :, first:stop] for kept in (self.cache.keys, self.cache.values))
-        y = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        t, (first, stop, seen) = len(self.at), self._seen(scoring.window, scoring.chunk)
+        seen = seen if chosen is None else seen & self._by_row(chosen[:t, first:stop])
+        keys, values = (kept[name][: len(self.counts), :, first:stop] for kept in (self.cache.keys, self.cache.values))
+        queries = self._by_row(q[:t]).transpose(1, 2)
         if self.cache.group.size > 1:
-            y[:n] = self._merged(*attend_partly(q[:n, :, None], keys, values, seen, scoring), scoring)
+            found = self._merged(*attend_partly(queries, keys, values, seen, scoring), scoring)
         elif scoring.softcap is None and scoring.sinks is None:
             # The queries that share a kv head see the same tokens, so they go through the kernel as if they were
             # several tokens of one head, and nobody repeats the keys for them.
-            shared = q[:n].unflatten(1, (keys.shape[1], -1))
-            y[:n] = F.scaled_dot_product_attention(
-                shared, keys, values, seen[:, None], scoring.dropout, scale=scoring.scale
-            ).flatten(1, 2)
+            shared = queries.unflatten(1, (keys.shape[1], -1))
+            each = seen[:, None] if self.places is None else seen[:, None].repeat(1, 1, shared.shape[2], 1)
+            how = each, scoring.dropout
+            made = F.scaled_dot_product_attention(shared.flatten(2, 3), keys, values, *how, scale=scoring.scale)
+            found = made.unflatten(2, shared.shape[2:4]).flatten(1, 2)
         else:
-            y[:n] = attend(q[:n, :, None], keys, values, seen, scoring)[:, :, 0]
+            found = attend(queries, keys, values, seen, scoring)
+        y = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        y[:t] = found[:, :, 0] if self.places is None else found[self.own, :, self.nth]
         return y
 
+    def _by_row(self, x: Tensor) -> Tensor:
+        """x: [t, ...] -> [n, most, ...]."""
+        return x[:, None] if self.places is None else x[self.places]
+
+    @cached_property
+    def own(self) -> Tensor:
+        """[t], the row of each token."""
+        return torch.tensor([row for row, count in enumerate(self.counts) for _ in range(count)], device=self.at.device)
+
+    @cached_property
+    def nth(self) -> Tensor:
+        """[t], the place of each token in its row."""
+        return torch.tensor([place for count in self.counts for place in range(count)], device=self.at.device)
+
+    @cached_property
+    def places(self) -> Tensor | None:
+        """[n, most], the tokens of each row, the last one again behind them; None: each row has one."""
+        most, starts = max(self.counts), self._starts
+        places = [
+            [start + min(j, count - 1) for j in range(most)] for start, count in zip(starts, self.counts, strict=True)
+        ]
+        return torch.tensor(places, device=self.at.device) if most > 1 else None
+
+    @property
+    def _starts(self) -> list[int]:
+        """The first token of each row."""
+        return list(accumulate(self.counts, initial=0))[:-1]
+
     def _merged(self, own: Tensor, log_sum: Tensor, scoring: Scoring) -> Tensor:
-        """own: [n, heads, 1, value], log_sum: [n, heads, 1] of this rank's tokens -> [n, heads, value] of all."""
-        parts = all_gather(torch.cat([own, log_sum[..., None]], -1)[None, :, :, 0], self.cache.group)
+        """own: [n, heads, most, value], log_sum: [n, heads, most] of this rank's tokens -> [n, heads, most, value] of
+        all."""
+        parts = all_gather(torch.cat([own, log_sum[..., None]], -1)[None], self.cache.group)
         outputs, sums = parts[..., :-1], parts[..., -1]
         if scoring.sinks is not None:
-            sums = torch.cat([sums, scoring.sinks.to(sums).expand_as(sums[:1])])
+            sums = torch.cat([sums, scoring.sinks.to(sums)[:, None].expand_as(sums[:1])])
         weights = sums.softmax(0)[: len(outputs)]
         return (outputs * weights[..., None]).sum(0)
 
+    def back_to(self, kept: Sequence[int]) -> None:
+        """Forget these tokens but for the first ones of each row, as many as are kept."""
+        self.cache.back_to([self.positions[start] + count for start, count in zip(self._starts, kept, strict=True)])
+
     def _seen(self, window: int | None, chunk: int | None) -> tuple[int, int, Tensor]:
-        """first, stop, [n, 1, stop - first]: the slots that are looked at, True where a row's new token looks; layers
-        ask for the same ones."""
+        """first, stop, [n, most, stop - first]: the slots that are looked at, True where a row's new tokens look;
+        layers ask for the same ones."""
         if (window, chunk) not in self._masks:
-            held = [self.cache.own(row) for row in range(len(self.positions))]
-            firsts = (_first(at, window, chunk) for at in self.positions)
+            held = [self.cache.own(row) for row in range(len(self.counts))]
+            firsts = (_first(self.positions[start], window, chunk) for start in self._starts)
             first = min(bisect_left(own, each) for own, each in zip(held, firsts, strict=True))
             stop = max(map(len, held))
-            there, at = self.cache.positions[: len(self.at), first:stop], self.at[:, None]
+            there, at = self.cache.positions[: len(held), None, first:stop], self._by_row(self.at)[..., None]
             seen = there <= at
             if window is not None:
                 seen &= there > at - window
             if chunk is not None:
                 seen &= there >= at - at % chunk
-            self._masks[window, chunk] = first, stop, seen[:, None]
+            self._masks[window, chunk] = first, stop, seen
         return self._masks[window, chunk]
 
     @cached_property
@@ -270,28 +321,64 @@ class PrefillStates(States):
 
 @dataclass(frozen=True, eq=False)
 class DecodeStates(States):
-    """States of the cache's first n rows, of each of which there is one more token; what follows them is padding.
+    """States of the cache's first n rows, of each of which there are more tokens; what follows them is padding.
 
     Args:
-        spans: A token for each row, and the padding.
+        spans: The tokens of each row, and the padding.
         cache: The states before the tokens, in the place of which those behind them come.
-        rows: n.
+        counts: The tokens of each row.
+        again: For each state, what puts the one behind some of the tokens in its place, of these and their spans.
     """
 
     cache: Cache
-    rows: int
+    counts: Sequence[int]
+    again: list[Callable[[Tensor, States], None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, cache: Cache, rows: int, documents: Sequence[int], device: torch.device) -> DecodeStates:
-        return cls(Spans(tuple(documents), device), cache, rows)
+    def of(cls, cache: Cache, counts: Sequence[int], padding: int, device: torch.device) -> DecodeStates:
+        return cls(Spans((*counts, *[padding] * (padding > 0)), device), cache, counts)
+
+    @property
+    def rows(self) -> int:
+        return len(self.counts)
+
+    def back_to(self, kept: Sequence[int]) -> None:
+        """Go back to the states behind the first tokens of each row, as many as are kept."""
+        starts = accumulate(self.counts, initial=0)
+        tokens = [start + j for start, count in zip(starts, kept, strict=False) for j in range(count)]
+        spans, device = States(Spans(tuple(kept), self.spans.device)), self.spans.device
+        for each in self.again:
+            each(torch.tensor(tokens, device=device), spans)
 
     def before(self, name: str, x: Tensor, count: int) -> Tensor:
-        before = super().before(name, x, count)
-        before[: self.rows] = self.cache.tails[name][: self.rows]
-        self.cache.tails[name][: self.rows] = self.last_tokens(x, before)[: self.rows]
+        before, tails = super().before(name, x, count), self.cache.tails[name][: self.rows]
+        before[: self.rows] = tails
+        tails[:] = self.last_tokens(x, before)[: self.rows]
+
+        def again(tokens: Tensor, states: States) -> None:
+            tails[:] = states.last_tokens(x[tokens], before[: self.rows])
+
+        self._take(again)
         return before
 
-    def entering(self, name: str, value: int) -> Tensor | Enter | None:
+    def _follow(
+        self, rule: Callable[..., tuple[Tensor, Tensor]], name: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+    ) -> Tensor:
+        given, entering = (q, k, v, *others), self.entering(name, v.shape[-1])
+        y, last = rule(*given, entering, self.spans)
+        self.leaving(name, last)
+
+        def again(tokens: Tensor, states: States) -> None:
+            self.leaving(name, rule(*(each[tokens] for each in given), entering[: self.rows], states.spans)[1])
+
+        self._take(again)
+        return y
+
+    def _take(self, again: Callable[[Tensor, States], None]) -> None:
+        if max(self.counts) > 1:  # else there is nothing to go back to, and no need to keep what the tokens say
+            self.again.append(again)
+
+    def entering(self, name: str, value: int) -> Tensor:
         kept = self.cache.states[name][: self.rows]
         return F.pad(kept, (0, 0) * (kept.dim() - 1) + (0, len(self.spans) - self.rows))
 
@@ -326,7 +413,7 @@ class PrefillIndexed(Indexed):
 
 @dataclass(frozen=True, eq=False)
 class DecodeIndexed(Indexed):
-    """Attention of one more token of each row to those that indexers choose; what is chosen are slots of this rank.
+    """Attention of more tokens of each row to those that indexers choose; what is chosen are slots of this rank.
 
     Args:
         decode: The tokens.
@@ -335,13 +422,15 @@ class DecodeIndexed(Indexed):
     decode: Decode
 
     def choose(self, name: str, index: IndexVectors, top: int) -> Tensor:
-        cache, n, count = self.decode.cache, len(self.decode.at), len(index.q)
+        cache, t, count = self.decode.cache, len(self.decode.at), len(index.q)
+        if name not in cache.index:  # of layers that no prompt has gone through
+            cache.index[name] = index.k.new_zeros(*cache.positions.shape, index.k.shape[1])
         cache.index[name][self.decode.rows, self.decode.slots] = index.k[self.decode.kept]
-        own = slice(index.group.index * count, min(n, (index.group.index + 1) * count))
-        there = self.decode.at[own]
-        scores = indexed.index_scores(index.q[: len(there)], cache.index[name][own], index.weights[: len(there)])
+        own = slice(index.group.index * count, min(t, (index.group.index + 1) * count))
+        there, rows = self.decode.at[own], own if self.decode.places is None else self.decode.own[own]
+        scores = indexed.index_scores(index.q[: len(there)], cache.index[name][rows], index.weights[: len(there)])
         # In the order of their positions, as the earlier of two equals is chosen.
-        every, slots = (self._of_all(each) for each in (scores, cache.positions[own]))
+        every, slots = (self._of_all(each) for each in (scores, cache.positions[rows]))
         slots, order = slots.sort(-1)
         best = indexed.best_of(every.gather(1, order), slots <= there[:, None], top)
         places = order.gather(1, best.clamp(min=0).long()).masked_fill(best < 0, -1)

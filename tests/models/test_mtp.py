@@ -34,12 +34,17 @@ class Reference:
     """transformers' model with its layers that predict further tokens, one behind the other, all weights random."""
 
     def __init__(self, name: str, depth: int, seed: int) -> None:
-        plain = of_transformers(drawn(name, seed, layers=4, vocab=37, positions=32, tp=1))
+        own = {"sliding_window": 3} if name == "mimo_v2_flash" else {}
+        plain = of_transformers(drawn(name, seed, layers=4, vocab=37, positions=32, tp=1, **own))
         config = family(name).config.from_hugging_face({**plain.to_dict(), FIELD: depth})
         assert isinstance(config, MtpConfig)
         self.config, self.main = config, theirs_of(plain, seed)
         self.base = self.main.get_decoder()
         at = config.mtp_block
+        self.kind = plain.layer_types[at] if name == "mimo_v2_flash" else None
+        if self.kind:  # of which the blocks that predict further tokens are the ones with a window and without experts
+            assert self.kind == "sliding_attention"
+            plain.mlp_layer_types = ["dense"] * 4
         kinds = type(self.base.layers[at]), type(self.base.norm)
         self.layers = nn.ModuleList(MtpLayer(plain, *kinds, at).double().eval() for _ in range(depth))
         torch.manual_seed(seed + 1)
@@ -55,8 +60,10 @@ class Reference:
         h = self.base(input_ids=tokens[None], use_cache=False).last_hidden_state
         plain, further = self._loss(h, labels), torch.zeros((), dtype=torch.float64)
         positions = torch.arange(n)[None]
-        rotations = self.base.rotary_emb(h, position_ids=positions)
+        rotations = self.base.rotary_emb(h, positions, *([self.kind] if self.kind else []))
         mask = torch.full((n, n), -torch.inf, dtype=h.dtype).triu(1)[None, None]
+        if self.kind:
+            mask = mask + torch.full((n, n), -torch.inf, dtype=h.dtype).tril(-3)
         for k, layer in enumerate(self.layers, 1):
             left = max(0, n - k)
             if left:  # h_i and the embedding of token i + k predict token i + k + 1
@@ -77,6 +84,7 @@ class Reference:
         for name, tensor in self.layers.state_dict(keep_vars=True).items():
             depth, part, rest = name.split(".", 2)
             template = names.block if part == "mtp_block" else f"{own[part]}."
+            rest = rest.replace("post_attention", "pre_mlp") if self.kind else rest
             found[template.format(depth=depth, layer=first + int(depth)) + rest] = of(tensor)
         if self.config.tie_word_embeddings:
             del found["lm_head.weight"]
@@ -90,6 +98,10 @@ CASES = [
     ("glm4_moe", 3, 2),
     ("qwen3_next", 1, 0),
     ("qwen3_next", 1, 4),
+    ("mimo_v2_flash", 1, 1),
+    ("mimo_v2_flash", 3, 6),
+    ("qwen3_5_text", 1, 1),
+    ("qwen3_5_moe_text", 1, 2),
 ]
 
 

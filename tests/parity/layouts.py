@@ -557,6 +557,8 @@ FURTHER = [
     ahead("deepseek_v3", 1, 2, documents=True, padded=True, coefficients=SEQUENCE),
     ahead("glm4_moe", 2, 1, documents=True),
     ahead("qwen3_next", 0, 1),
+    ahead("qwen3_5_moe_text", 2, 1, documents=True),
+    ahead("mimo_v2_flash", 1, 2, documents=True),
     ahead("deepseek_v32", 1, 1, documents=True),
 ]
 OF_FURTHER: list[Pair] = [

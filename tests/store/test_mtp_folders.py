@@ -12,12 +12,16 @@ from safetensors.torch import load_file, save_file
 from tiny import edit_index, hugging_face_folder, layout_of
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
+from wrapped import saved
 
 from megacore.models.mtp import FIELD
+from megacore.models.registry import configure
+from megacore.parallel.weights.transfer import hugging_face
 from megacore.store.conversions.conversion import to_checkpoint, to_hugging_face
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.hugging_face import HuggingFace
+from megacore.tools import convert
 
 SECTION = drawn("deepseek_v3", 1, layers=3, first_k_dense_replace=1, **{FIELD: 1})
 AT = "model.layers.3."
@@ -100,6 +104,39 @@ def test_a_config_that_counts_none_leaves_them_out(tmp_path: Path) -> None:
         f"{tmp_path / 'hf'}: only the model without layers that predict further tokens is read; "
         f"{len(folder.others)} tensors of model.layers.3 are left out"
     ]
+
+
+OF_QWEN = {"fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"} | {
+    f"layers.0.{part}"
+    for part in (
+        *("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        *(f"self_attn.{each}" for each in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    )
+}
+"""As Qwen3.5's dense models have them, beside the text model."""
+
+
+def test_the_layer_of_a_model_that_sees_goes_there_and_back(tmp_path: Path) -> None:
+    """By the fields that its makers say, of which transformers' class has none."""
+    theirs, ours, back = (tmp_path / name for name in ("hf", "c", "back"))
+    saved("qwen3_5", theirs)
+    said = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False}
+    whole = json.loads((theirs / "config.json").read_text())
+    count = {"mtp_num_hidden_layers": 1}
+    config = configure({"family": "qwen3_5_text", **HuggingFace.open(theirs).raw, **count})
+    shapes = {tensor.name: tensor.shape for tensor in hugging_face(config.schema) if tensor.name.startswith("mtp.")}
+    assert shapes.keys() == {f"mtp.{name}.weight" for name in OF_QWEN}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    change(theirs, tensors, text_config=whole["text_config"] | said | count)
+    assert convert.main([str(theirs), str(ours), "--tp", "2", "--pp", "2"]) == 0
+    assert convert.main([str(ours), str(back), "--to", "hf"]) == 0
+    want, made = (load_file(folder / "model.safetensors") for folder in (theirs, back))
+    assert made.keys() == want.keys() and all(torch.equal(made[name], tensor) for name, tensor in want.items())
+    assert json.loads((back / "config.json").read_text())["text_config"] == whole["text_config"] | said | count
+    change(theirs, dict.fromkeys(tensors))
+    folder = HuggingFace.open(theirs)
+    assert folder.config.mtp_layers == folder.raw["mtp_num_hidden_layers"] == 0
+    assert "mtp_num_hidden_layers is 1, and no tensor is of such a layer" in folder.remarks[0]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 from traps import set_traps
 
 from megacore.data import tokenizer
-from megacore.inference.generation import Ending, generate, prefill
+from megacore.inference.generation import Ending, generate
 from megacore.inference.model_loader import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
+from megacore.inference.steps import prefill
 from megacore.inference.texts import Stream, Texts
 from megacore.models.registry import FAMILIES
 from megacore.parallel.mesh import Mesh
