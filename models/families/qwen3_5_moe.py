@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megacore.models.config import Shapes
 from megacore.models.experts_config import MoEConfig
 from megacore.models.families.qwen3_5 import EACH, Qwen3_5Config
 from megacore.models.presets import STATES
 from megacore.models.weight_rows import Rows, Table
+from megacore.models.wrappers import LIE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,8 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
     architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 256}
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen3_5Config.harmless
-    derived: ClassVar[frozenset[str]] = frozenset({"intermediate_size"})
+    # How experts lie no file says, but its tensors.
+    derived: ClassVar[frozenset[str]] = frozenset({"intermediate_size", LIE})
     axes: ClassVar[Mapping[str, str]] = {
         **{axis: name for axis, name in Qwen3_5Config.axes.items() if axis != "mlp"},
         "experts": "num_experts",
@@ -31,9 +34,19 @@ class Qwen3_5MoeConfig(MoEConfig, Qwen3_5Config):
     shared_expert_intermediate_size: int = 512
     num_experts: int = 256
     num_experts_per_tok: int = 8
+    # "outputs", where a tensor has all experts of a layer, as they are in transformers' memory.
+    stacked_experts: str = ""
 
     def experts(self, t: Table) -> Rows:
-        return t.experts() + t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")
+        router = t.linear("mlp.router", "routes", "embed", "mlp.gate")
+        experts = router + t.stacked_experts(outputs_first=True) if self.stacked_experts else t.experts()
+        return experts + t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")
+
+    @classmethod
+    def as_held(cls, raw: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], str | None]:
+        made, told = super().as_held(raw, shapes)
+        stacked = {LIE: "outputs"} if any(name.endswith("mlp.experts.down_proj") for name in shapes) else {}
+        return {**made, **stacked}, told
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

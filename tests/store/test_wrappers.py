@@ -115,6 +115,31 @@ def test_experts_that_lie_with_their_inputs_first(tmp_path: Path) -> None:
     assert found is not None and (found - wanted[0][0]).abs().max() <= 1e-5 * wanted[0].abs().max()
 
 
+def test_experts_of_which_a_tensor_has_all_of_a_layer(tmp_path: Path) -> None:
+    """Of Qwen3.5, as transformers has them in memory and reads them; it saves each by itself."""
+    theirs, ours, back = (tmp_path / folder for folder in ("hf", "ours", "back"))
+    saved("qwen3_5_moe", theirs)
+    wanted = logits(theirs, "qwen3_5_moe")
+    tensors, stacked = load_file(theirs / WEIGHTS), dict[str, torch.Tensor]()
+    for name in [name for name in tensors if ".experts.0.gate_proj" in name]:
+        layer, count = name.split("0.gate_proj")[0], sum(name.split("0.gate")[0] in each for each in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{layer}{expert}.{each}_proj.weight") for expert in range(count)])
+            for each in ("gate", "up", "down")
+        )
+        stacked |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
+    assert stacked
+    save_file(tensors | stacked, theirs / WEIGHTS, {"format": "pt"})
+    assert all(map(torch.equal, logits(theirs, "qwen3_5_moe"), wanted))
+    assert convert.main([str(theirs), str(ours), "--tp", "2", "--ep", "2"]) == 0
+    assert convert.main([str(ours), str(back), "--to", "hf"]) == 0
+    assert_same(back, theirs)
+    found = logits_of(
+        model_from(open_folder(ours), Mesh.single(), torch.float64), prompts("qwen3_5_moe")[0]["input_ids"].numpy()
+    )
+    assert found is not None and (found - wanted[0][0]).abs().max() <= 1e-5 * wanted[0].abs().max()
+
+
 @pytest.mark.parametrize(
     "naming", [("model.language_model.", "", "model."), ("language_model.model.", "language_model.", "")]
 )
