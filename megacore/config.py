@@ -144,9 +144,10 @@ class PipelineConfig:
     """The way of microbatches through the stages of a pipeline."""
 
     schedule: PipelineSchedule = "1f1b"
-    """The order of forwards and backwards on each stage; `zb-` ones compute weight gradients where it would wait."""
+    """The order of forwards and backwards on each stage; `zb-` ones compute weight gradients where it would wait, and
+    in `overlapped` a forward or a backward computes while the other one's experts exchange rows."""
     chunks: Annotated[Int, COUNTED] = 1
-    """Virtual stages of each rank, for `interleaved` and `zb-interleaved` (and `gpipe`)."""
+    """Virtual stages of each rank, for `interleaved`, `overlapped` and `zb-interleaved` (and `gpipe`)."""
     order: str | None = None
     """The file of another order in which the actions of the schedule are run, for this recipe's sizes: `megacore
     schedule --search` makes it of times and memory (docs/pipelines.md)."""
