@@ -625,6 +625,5 @@ def draw(schedule: Schedule, placement: Placement = "loop") -> str:
 
 
 def _label(action: Action, several_chunks: bool) -> str:
-    return (
-        f"{action.kind}{action.microbatch}{chr(ord('a') + action.chunk) if several_chunks else ''}{'+' * action.beside}"
-    )
+    chunk = chr(ord("a") + action.chunk) if several_chunks else ""
+    return f"{action.kind}{action.microbatch}{chunk}{'+' * action.beside}"

@@ -188,7 +188,7 @@ class _FakeThread(Thread):
         with ExitStack() as on:
             for mode in self._modes:
                 # The watch is on already, and sees the messages and kernels of every thread.
-                known = super(DeviceWatch, mode) if isinstance(mode, DeviceWatch) else mode
+                known: Any = super(DeviceWatch, mode) if isinstance(mode, DeviceWatch) else mode
                 known.__enter__()
                 on.push(known.__exit__)
             super().run()
