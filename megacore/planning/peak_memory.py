@@ -240,7 +240,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
             continue
         learned = act.head.learning * width if virtual == last else 0
         if virtual == last:
-            working = act.head.peak + split.head - learned * lazy + forward.working
+            working = act.head.peak + split.head - learned * lazy
             gradients, held = learned if lazy else None, others + own + forward.grown(0)
             moments.append(_Moment("backward of the head", held, logits + act.head.kept, working, gradients))
             logits += act.head.waiting
@@ -255,9 +255,9 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
                     visit.block.peak + tied + whole.get(visit.which, split.block) - split.filling * act.late,
                 )
                 held = others + own - visit.freed + visit.waiting + forward.grown(visit.freed / own)
-                moments.append(_Moment(what, held, logits, working + forward.working, partly))
+                moments.append(_Moment(what, held, logits, working, partly))
                 if forward.logits and visit.which == "first":
-                    working += max(forward.working, forward.head)
+                    working = forward.head + split.head
                     moments.append(_Moment("forward of the head", held, logits + forward.logits, working, partly))
         if act.chunks[virtual] and not act.chunks[virtual][-1].left:
             # Who runs the chunk holds what its first block was given.
@@ -276,20 +276,20 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
 
 @dataclass(frozen=True)
 class _ForwardBeside:
-    """A forward that runs beside a backward, block by block: what it has kept in the end, the most of a block, what its
-    blocks work with, and of the head where it has one. That of the other shrinks as fast as its own grows."""
+    """A forward that runs beside a backward, block by block: what it has kept in the end, the most of a block, which
+    covers what it works with where it waits, and of the head where it has one. What it keeps grows as that of the
+    backward shrinks."""
 
     kept: int = 0
     block: int = 0
-    working: int = 0
     logits: int = 0
     head: int = 0
 
     @classmethod
     def of(cls, act: ActivationMemory, virtual: int, kept: int) -> _ForwardBeside:
         blocks, last = act.chunks[virtual], virtual == len(act.chunks) - 1
-        most, peak = (max((getattr(block, what) for block in blocks), default=0) for what in ("kept", "peak"))
-        return cls(kept, most, peak, act.head.kept * last, act.head.peak * last)
+        most = max((block.kept for block in blocks), default=0)
+        return cls(kept, most, act.head.kept * last, act.head.peak * last)
 
     def grown(self, done: float) -> int:
         """Return what it has kept when so much of the backward is done."""

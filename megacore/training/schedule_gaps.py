@@ -136,7 +136,7 @@ def actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInter
                 turns.setdefault((kind, each.chunk, each.microbatch), []).append(each)
     for key, some in turns.items():
         start = max(now, some[0].start)
-        end = some[-1].end + start - some[0].start - sum(b.start - a.end for a, b in pairwise(some))
+        end = some[-1].end + (start - some[0].start) - sum(b.start - a.end for a, b in pairwise(some))
         now = end if len(some) > 1 else 0.0
         yield (
             Action(*key, beside=key[0] == "F" and len(some) > 1),
