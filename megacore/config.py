@@ -22,6 +22,7 @@ from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
     OF_SCORES,
+    OVERLAPPED,
     SPLIT_BACKWARD,
     BaseDtype,
     Compression,
@@ -159,6 +160,11 @@ class PipelineConfig:
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed by themselves, not with input gradients."""
         return self.schedule in SPLIT_BACKWARD
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether forwards and backwards run in turns, so that one computes where the other waits for experts."""
+        return self.schedule == OVERLAPPED
 
     @property
     def placement(self) -> Placement:

@@ -19,7 +19,6 @@ from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.stages import chooser_apart
 from megacore.models.tuning import EVERYTHING
-from megacore.parallel.enum_errors import OVERLAPPED
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
 
@@ -179,23 +178,23 @@ def _order(facts: RuleContext) -> Iterator[str]:
 
 def _overlapped(facts: RuleContext) -> Iterator[str]:
     config = facts.config
-    if config.pipeline.schedule != OVERLAPPED:
+    if not config.pipeline.overlaps:
         return
     mesh, other = config.mesh, f"pipeline.schedule={'1f1b' if config.pipeline.chunks == 1 else 'interleaved'}"
-    what = f"pipeline.schedule {OVERLAPPED} computes where others wait for messages of experts"
+    what = "pipeline.schedule overlapped computes where others wait for messages of experts"
     if "experts" not in facts.sizes:
         yield f"{what}, and this model has no experts: set {other}"
     elif MeshShape(ep=mesh.ep, tp=mesh.tp).size(mesh.split["experts"]) == 1:
         yield f"{what}, and with mesh.ep={mesh.ep} each rank has all of them: set mesh.ep, or {other}"
     if config.pipeline.order is not None:
         yield (
-            f"pipeline.schedule {OVERLAPPED} runs actions two by two, and those of pipeline.order "
+            "pipeline.schedule overlapped runs actions two by two, and those of pipeline.order "
             f"({config.pipeline.order}) are run one by one: set {other}, or pipeline.order=null"
         )
     lora_drops = config.lora is not None and config.lora.dropout > 0
     if (facts.model.drops or lora_drops) and config.memory.recompute == "full":
         yield (
-            f"memory.recompute=full draws the masks of dropout again, which pipeline.schedule {OVERLAPPED} would have "
+            "memory.recompute=full draws the masks of dropout again, which pipeline.schedule overlapped would have "
             f"others draw in between: set memory.recompute=selective, no dropout, or {other}"
         )
 

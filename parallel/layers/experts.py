@@ -210,8 +210,8 @@ class Dispatch:
 
     def pass_on(self) -> None:
         """Let what runs beside this compute: rows are on their way."""
-        if self.group.turns is not None:
-            self.group.turns.pass_on()
+        if self.group.baton is not None:
+            self.group.baton.pass_on()
 
     def start(self, x: Tensor, weights: Tensor | None = None) -> Pending:
         """x: [n, f], weights: [N, k] -> [R, f], the rows of each expert together. Adjoint of :meth:`start_back`."""

@@ -293,7 +293,7 @@ class _Run:
                 enter(action.kind)
             position += len(step)
             self._make_room(position)
-            self.pipeline.mesh.turns.run(*(partial(self._act, action) for action in step))
+            self.pipeline.mesh.baton.run(*(partial(self._act, action) for action in step))
             self._ask()
         for outbox in self.outboxes.values():
             outbox.reached(math.inf)

@@ -211,7 +211,16 @@ def test_zb_h1_by_hand() -> None:
 
 
 def test_overlapped_by_hand() -> None:
-    assert list(map(repr, overlapped(2, 1, 4)[1])) == "F(0,0) F(0,1)+ B(0,0) F(0,2)+ B(0,1) F(0,3)+ B(0,2) B(0,3)".split()
+    assert list(map(repr, overlapped(2, 1, 4)[1])) == [
+        "F(0,0)",
+        "F(0,1)+",
+        "B(0,0)",
+        "F(0,2)+",
+        "B(0,1)",
+        "F(0,3)+",
+        "B(0,2)",
+        "B(0,3)",
+    ]
     rows = parse("F0 F1 F2 F3 B0 B1 B2 B3"), parse("F0 F1 B0 F2 B1 F3 B2 B3")
     assert overlapped(2, 1, 4) == rows
     assert overlapped(2, 2, 2)[0] == parse("F0a F1a F0b F1b B0b B1b B0a B1a")

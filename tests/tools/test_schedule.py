@@ -6,8 +6,8 @@ import pytest
 from traced import DATA_S, traced
 
 from megacore.parallel.pipeline.schedules import SCHEDULES, B, Cost, F, draw, simulate
-from megacore.planning.run_plan import Plan, cluster_of
 from megacore.parallel.weights.layout import MeshShape
+from megacore.planning.run_plan import Plan, cluster_of
 from megacore.recipe import load
 from megacore.tools.schedule import main
 from megacore.training.schedule_gaps import ComparedSchedule, actions

@@ -36,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megacore.parallel import turns
+from megacore.parallel import baton
 from megacore.parallel.kernels.choice import has_triton
 
 TOP = Path(__file__).parents[3]
@@ -208,7 +208,7 @@ def fake_cuda(played: Sequence[tuple[Any, str, Any]], world: int = 1, rank: int 
         (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch, "compile", partial(torch.compile, backend=_graphs)),
-        (turns, "Thread", _FakeThread),
+        (baton, "Thread", _FakeThread),
         (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         (torch.Tensor, "pin_memory", _pin),
         (torch, "empty", _pinning(torch.empty)),

@@ -17,8 +17,8 @@ import torch
 from megacore.parallel.recorder import Recorder
 
 
-class Turns:
-    """The turns of a rank.
+class Baton:
+    """What of a rank's two computations the one that runs holds.
 
     Args:
         device: The device of the rank.
@@ -27,7 +27,7 @@ class Turns:
 
     def __init__(self, device: torch.device, recorder: Recorder) -> None:
         self._device, self._recorder = device, recorder
-        self._pair: _Pair | None = None
+        self._pair: _TwoRuns | None = None
 
     def run(self, first: Callable[[], object], second: Callable[[], object] | None = None) -> None:
         """Run a computation, or two in turns, of which the second one, a backward, has a thread of its own.
@@ -39,7 +39,7 @@ class Turns:
             first()
             return
         on: Any = torch.get_device_module(self._device)
-        pair, stream = _Pair(), on.current_stream()
+        pair, stream = _TwoRuns(), on.current_stream()
 
         def beside() -> None:
             with on.stream(stream):
@@ -49,7 +49,11 @@ class Turns:
         thread.start()
         pair.start(0)
         pair.run(0, first)
-        thread.join()
+        try:
+            thread.join()
+        except BaseException as error:  # of a signal: the other one ends, too, before anybody hears of it
+            pair.error = pair.error or error
+            thread.join()
         self._pair = None
         if pair.error is not None:
             raise pair.error
@@ -62,7 +66,7 @@ class Turns:
             self._recorder.enter(under_way)
 
 
-class _Pair:
+class _TwoRuns:
     def __init__(self) -> None:
         self._gates: tuple[SimpleQueue[None], SimpleQueue[None]] = SimpleQueue(), SimpleQueue()
         self._now, self._alone = 0, False

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from megacore.parallel.baton import Baton, OtherFailed
 from megacore.parallel.recorder import Recorder
-from megacore.parallel.turns import OtherFailed, Turns
 
 CPU = torch.device("cpu")
 
 
-def computing(turns: Turns, said: list[str], name: str, ends: int, fails: bool = False) -> Callable[[], None]:
+def computing(baton: Baton, said: list[str], name: str, ends: int, fails: bool = False) -> Callable[[], None]:
     """What says its name and a number in each of its turns."""
 
     def compute() -> None:
@@ -23,7 +23,7 @@ def computing(turns: Turns, said: list[str], name: str, ends: int, fails: bool =
             said.append(f"{name}{number}")
             if fails and number == ends - 1:
                 raise ValueError(name)
-            turns.pass_on()
+            baton.pass_on()
         said.append(f"{name} ends")
 
     return compute
@@ -31,12 +31,12 @@ def computing(turns: Turns, said: list[str], name: str, ends: int, fails: bool =
 
 def test_each_goes_on_where_the_other_passes_on() -> None:
     recorder = Recorder(CPU)
-    turns, said = Turns(CPU, recorder), list[str]()
-    turns.pass_on()  # to nobody
-    turns.run(computing(turns, said, "a", 1))
+    baton, said = Baton(CPU, recorder), list[str]()
+    baton.pass_on()  # to nobody
+    baton.run(computing(baton, said, "a", 1))
     assert said == ["a0", "a ends"]
     said.clear()
-    turns.run(computing(turns, said, "a", 3), computing(turns, said, "b", 1))
+    baton.run(computing(baton, said, "a", 3), computing(baton, said, "b", 1))
     assert said == ["a0", "b0", "a1", "b ends", "a2", "a ends"]
     said.clear()
     recorder.begin()
@@ -44,11 +44,11 @@ def test_each_goes_on_where_the_other_passes_on() -> None:
     def noted(name: str, ends: int) -> Callable[[], None]:
         def compute() -> None:
             with recorder.over(name), recorder.over(f"{name} within"):
-                computing(turns, said, name, ends)()
+                computing(baton, said, name, ends)()
 
         return compute
 
-    turns.run(noted("a", 1), noted("b", 2))
+    baton.run(noted("a", 1), noted("b", 2))
     assert said == ["a0", "b0", "a ends", "b1", "b ends"]
     found = recorder.end()
     assert [each.kind for each in found if "within" not in each.kind] == ["a", "b", "a", "b", "b"]
@@ -60,17 +60,17 @@ def test_each_goes_on_where_the_other_passes_on() -> None:
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_an_error_of_either_ends_both(first: bool, after: int) -> None:
     """Before the other one has begun, while it waits for its turn, and once it has ended."""
-    turns, said, threads = Turns(CPU, Recorder(CPU)), list[str](), threading.active_count()
-    own, other = computing(turns, said, "own", after, fails=True), computing(turns, said, "other", 2)
+    baton, said, threads = Baton(CPU, Recorder(CPU)), list[str](), threading.active_count()
+    own, other = computing(baton, said, "own", after, fails=True), computing(baton, said, "other", 2)
     with pytest.raises(ValueError, match="own"):
-        turns.run(*((own, other) if first else (other, own)))
+        baton.run(*((own, other) if first else (other, own)))
     assert threading.active_count() == threads
     assert ("other ends" in said) == (after == 4), said
-    turns.run(computing(turns, said, "a", 1))  # and what comes next is alone
+    baton.run(computing(baton, said, "a", 1))  # and what comes next is alone
 
 
 def test_an_error_comes_through_a_backward() -> None:
-    turns, waited = Turns(CPU, Recorder(CPU)), list[BaseException]()
+    baton, waited = Baton(CPU, Recorder(CPU)), list[BaseException]()
 
     class Waits(torch.autograd.Function):
         @staticmethod
@@ -80,17 +80,17 @@ def test_an_error_comes_through_a_backward() -> None:
         @staticmethod
         def backward(ctx: object, dy: torch.Tensor) -> torch.Tensor:
             try:
-                turns.pass_on()
+                baton.pass_on()
             except OtherFailed as error:
                 waited.append(error)
                 raise
             return dy
 
     def fails() -> None:
-        turns.pass_on()
+        baton.pass_on()
         raise ValueError("the forward")
 
     y = Waits.apply(torch.zeros(1, requires_grad=True))
     with pytest.raises(ValueError, match="the forward"):
-        turns.run(fails, y.backward)
+        baton.run(fails, y.backward)
     assert len(waited) == 1
