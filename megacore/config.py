@@ -22,6 +22,7 @@ from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
     OF_SCORES,
+    OVERLAPPED,
     SPLIT_BACKWARD,
     BaseDtype,
     Compression,
@@ -144,9 +145,10 @@ class PipelineConfig:
     """The way of microbatches through the stages of a pipeline."""
 
     schedule: PipelineSchedule = "1f1b"
-    """The order of forwards and backwards on each stage; `zb-` ones compute weight gradients where it would wait."""
+    """The order of forwards and backwards on each stage; `zb-` ones compute weight gradients where it would wait, and
+    in `overlapped` a forward or a backward computes while the other one's experts exchange rows."""
     chunks: Annotated[Int, COUNTED] = 1
-    """Virtual stages of each rank, for `interleaved` and `zb-interleaved` (and `gpipe`)."""
+    """Virtual stages of each rank, for `interleaved`, `overlapped` and `zb-interleaved` (and `gpipe`)."""
     order: str | None = None
     """The file of another order in which the actions of the schedule are run, for this recipe's sizes: `megacore
     schedule --search` makes it of times and memory (docs/pipelines.md)."""
@@ -158,6 +160,11 @@ class PipelineConfig:
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed by themselves, not with input gradients."""
         return self.schedule in SPLIT_BACKWARD
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether forwards and backwards run in turns, so that one computes where the other waits for experts."""
+        return self.schedule == OVERLAPPED
 
     @property
     def placement(self) -> Placement:

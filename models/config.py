@@ -161,6 +161,11 @@ class ModelConfig(ABC):
         return self.anatomy.attention_dropout > 0
 
     @property
+    def drops(self) -> bool:
+        """Whether blocks drop anything in training."""
+        return self.drops_attention or self.anatomy.branch_dropout > 0
+
+    @property
     @abstractmethod
     def max_positions(self) -> int | None:
         """The longest sequence that the positions allow; None if there is no limit."""

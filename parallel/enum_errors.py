@@ -13,10 +13,12 @@ Compression = Literal["none", "bf16"]
 """The numbers that gradients are rounded to where they are sent: none but those that they are summed in, or these."""
 Recompute = Literal["none", "selective", "full"]
 """The part of a block that the backward computes again."""
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "overlapped", "zb-h1", "zb-interleaved", "zb-v"]
 """The order in which a stage runs its microbatches."""
 SPLIT_BACKWARD = frozenset({"zb-h1", "zb-interleaved", "zb-v"})
 """The schedules that compute weight gradients by themselves, not with input gradients."""
+OVERLAPPED: PipelineSchedule = "overlapped"
+"""The schedule whose forwards and backwards run two by two, so that one computes where the other waits for experts."""
 V_SHAPED = frozenset({"zb-v"})
 """The schedules for which odd chunks run back through the stages."""
 Placement = Literal["loop", "v"]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megacore.parallel.baton import Baton
 from megacore.parallel.rank_sets import Rounds, channel_kinds, of_mesh, parts_of_dp
 from megacore.parallel.recorder import IDLE, Recorder
 from megacore.parallel.weights.layout import Coordinates, MeshShape, split_axis
@@ -35,6 +36,7 @@ class Group:
         process_group: torch's group; None for a group of one, whose collectives are the identity.
         pairwise: Whether messages between pairs are faster than the backend's own gather and scatter (gloo).
         recorder: Is told of waits for messages.
+        baton: That of the rank's two computations; None for a group of one, which waits for nobody.
     """
 
     ranks: tuple[int, ...]
@@ -42,6 +44,7 @@ class Group:
     process_group: dist.ProcessGroup | None
     pairwise: bool = False
     recorder: Recorder = field(default=IDLE, compare=False, repr=False)
+    baton: Baton | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -91,6 +94,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device)
+        self.baton = Baton(self.device, self.recorder)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Mesh:
@@ -233,7 +237,7 @@ class Mesh:
         return made
 
     def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Group:
-        return Group(ranks, ranks.index(self.rank), group, dist.get_backend(group) == "gloo", self.recorder)
+        return Group(ranks, ranks.index(self.rank), group, dist.get_backend(group) == "gloo", self.recorder, self.baton)
 
     def _make_channels(self) -> None:
         """Make the group of each direction of this rank's pipeline: in it, each pair has a queue of its own."""
@@ -267,7 +271,7 @@ class MeshPart(Mesh):
         self._members = next(ranks for ranks in self._parts if whole.rank in ranks)
         shape = replace(whole.shape, dp=whole.shape.dp // replicas)
         super().__init__(shape, self._members.index(whole.rank), whole.device, whole.timeout)
-        self._whole, self.recorder = whole, whole.recorder
+        self._whole, self.recorder, self.baton = whole, whole.recorder, whole.baton
         for sets in of_mesh(shape):
             self.make_groups(sets)
 

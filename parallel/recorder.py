@@ -57,6 +57,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._on: Any = torch.get_device_module(device) if device.type == "cuda" else None
         self._noted: list[NotedInterval] | None = None
+        self._under_way: list[_NotedBlock] = []
         self._queued: Callable[[], float] = float
 
     @property
@@ -90,6 +91,19 @@ class Recorder:
         if self._noted is not None:
             self._noted.append(NotedInterval(kind, about, since, self.now()))
 
+    def leave(self) -> list[_NotedBlock]:
+        """Note the blocks that are under way, as far as they have come -> them, for :meth:`enter`."""
+        left, self._under_way = self._under_way, []
+        for block in reversed(left):
+            block.note()
+        return left
+
+    def enter(self, left: list[_NotedBlock]) -> None:
+        """Go on with blocks that were left, where none is under way; what they do from here on is noted by itself."""
+        self._under_way = left
+        for block in left:
+            block.begin()
+
     def read(self, noted: list[NotedInterval]) -> list[Timed]:
         """Return what was noted in seconds of the host's clock, of a device on a track of its own; this waits for the
         device."""
@@ -118,9 +132,17 @@ class _NotedBlock:
         self._recorder, self._kind, self._about = recorder, kind, about
 
     def __enter__(self) -> None:
-        self._since = self._recorder.now()
+        self._recorder._under_way.append(self)
+        self.begin()
 
     def __exit__(self, *error: object) -> None:
+        self.note()
+        self._recorder._under_way.remove(self)
+
+    def begin(self) -> None:
+        self._since = self._recorder.now()
+
+    def note(self) -> None:
         self._recorder.note(self._kind, self._about, self._since)
 
 

@@ -17,7 +17,8 @@ def in_flight(name: str, stages: int, chunks: int, microbatches: int) -> tuple[i
         return (total,) * stages
     if name == "zb-v":
         return tuple(min(2 * stages, 2 * microbatches, microbatches + 1 + stage) for stage in range(stages))
-    ahead = [(chunks - 1) * largest + (1 + (chunks > 1)) * (stages - 1 - stage) for stage in range(stages)]
+    hops = 1 if chunks == 1 and name != "overlapped" else 2
+    ahead = [(chunks - 1) * largest + hops * (stages - 1 - stage) + (name == "overlapped") for stage in range(stages)]
     if name.startswith("zb-"):
         ahead = [before + stage for stage, before in enumerate(ahead)]
     return tuple(min(before + 1, total) for before in ahead)

@@ -176,6 +176,29 @@ def _order(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _overlapped(facts: RuleContext) -> Iterator[str]:
+    config = facts.config
+    if not config.pipeline.overlaps:
+        return
+    mesh, other = config.mesh, f"pipeline.schedule={'1f1b' if config.pipeline.chunks == 1 else 'interleaved'}"
+    what = "pipeline.schedule overlapped computes where others wait for messages of experts"
+    if "experts" not in facts.sizes:
+        yield f"{what}, and this model has no experts: set {other}"
+    elif MeshShape(ep=mesh.ep, tp=mesh.tp).size(mesh.split["experts"]) == 1:
+        yield f"{what}, and with mesh.ep={mesh.ep} each rank has all of them: set mesh.ep, or {other}"
+    if config.pipeline.order is not None:
+        yield (
+            "pipeline.schedule overlapped runs actions two by two, and those of pipeline.order "
+            f"({config.pipeline.order}) are run one by one: set {other}, or pipeline.order=null"
+        )
+    lora_drops = config.lora is not None and config.lora.dropout > 0
+    if (facts.model.drops or lora_drops) and config.memory.recompute == "full":
+        yield (
+            "memory.recompute=full draws the masks of dropout again, which pipeline.schedule overlapped would have "
+            f"others draw in between: set memory.recompute=selective, no dropout, or {other}"
+        )
+
+
 def _loss_chunk(facts: RuleContext) -> Iterator[str]:
     chunk, schedule = facts.config.memory.loss_chunk, facts.config.pipeline.schedule
     if chunk is not None and schedule == "gpipe":
@@ -754,10 +777,11 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _order, _loss_chunk, _own_loss, _preference, _labels, _mtp,
-    _indexers, _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys,
-    _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning,
-    _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
+    _world, _parts, _stages, _chunks, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
+    _labels, _mtp, _indexers, _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model,
+    _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp,
+    _held_out, _tuning, _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition,
+    _export,
 )  # fmt: skip
 
 

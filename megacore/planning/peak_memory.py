@@ -79,17 +79,19 @@ def loads(setting: Setting) -> tuple[Load, ...]:
 
 class Crowd(NamedTuple):
     """What a stage holds when a backward, or weight gradients, of a chunk start: microbatches of chunk 0, 1, ... whose
-    backward is still to come, and those of whose backward weight gradients are left."""
+    backward is still to come, and those of whose backward weight gradients are left; and the chunk whose forward runs
+    beside it, if one does, which counts as if it had ended."""
 
     late: bool
     chunk: int
+    beside: int | None
     alive: tuple[int, ...]
     waiting: tuple[int, ...]
 
     def covers(self, other: Crowd) -> bool:
         """Return whether it is another with at least as much of every chunk."""
         own, others = self.alive + self.waiting, other.alive + other.waiting
-        return self[:2] == other[:2] and self != other and all(map(ge, own, others))
+        return self[:3] == other[:3] and self != other and all(map(ge, own, others))
 
 
 def _flying(setting: Setting) -> tuple[frozenset[Crowd], ...]:
@@ -110,20 +112,23 @@ def crowds_of(schedule: Schedule) -> tuple[frozenset[Crowd], ...]:
     """Return the crowds of each stage, as :func:`crowds`."""
     found, chunks = [], 1 + max(action.chunk for action in schedule[0])
     for row in schedule:
-        alive, waiting, seen = [0] * chunks, [0] * chunks, set[Crowd]()
-        for kind, chunk in ((action.kind, action.chunk) for action in row):
+        alive, waiting, seen, beside = [0] * chunks, [0] * chunks, set[Crowd](), None
+        for action in row:
+            kind, chunk = action.kind, action.chunk
             if kind == "F":
                 alive[chunk] += 1
+                beside = chunk if action.beside else None
                 continue
-            seen.add(Crowd(kind == "W", chunk, tuple(alive), tuple(waiting)))
+            seen.add(Crowd(kind == "W", chunk, beside, tuple(alive), tuple(waiting)))
+            beside = None
             if kind == "W":
                 waiting[chunk] -= 1
             else:
                 alive[chunk] -= 1
                 waiting[chunk] += kind == "I"
-        largest = dict[tuple[bool, int], list[Crowd]]()
+        largest = dict[tuple[bool, int, int | None], list[Crowd]]()
         for crowd in sorted(seen, key=lambda crowd: -sum(crowd.alive + crowd.waiting)):
-            others = largest.setdefault(crowd[:2], [])
+            others = largest.setdefault(crowd[:3], [])
             if not any(other.covers(crowd) for other in others):
                 others.append(crowd)
         found.append(frozenset(chain.from_iterable(largest.values())))
@@ -219,13 +224,14 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
     kept = [_on_device(setting, act, virtual) for virtual in there]
     moments = []
     flying = _flying(setting)[stage]
-    for weights, chunk, alive, waiting in flying:
+    for weights, chunk, beside, alive, waiting in flying:
         virtual = there[chunk]
         own = 0 if weights else kept[chunk]
+        forward = _ForwardBeside() if beside is None else _ForwardBeside.of(act, there[beside], kept[beside])
         # Only the last virtual stage has a head, and it is the last chunk of its stage.
         here = stage == layout.last_stage
-        heads = (alive[-1] - (virtual == last and not weights)) * here
-        others = sum(n * size for n, size in zip(alive, kept, strict=True)) - own
+        heads = (alive[-1] - (virtual == last and not weights)) * here - bool(forward.logits)
+        others = sum(n * size for n, size in zip(alive, kept, strict=True)) - own - forward.kept
         others += sum(n * size for n, size in zip(waiting, act.of_stage(stage, act.waiting), strict=True))
         logits = (heads * act.head.kept if heads else 0) + waiting[-1] * here * act.head.waiting
         if weights:
@@ -235,8 +241,8 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
         learned = act.head.learning * width if virtual == last else 0
         if virtual == last:
             working = act.head.peak + split.head - learned * lazy
-            gradients = learned if lazy else None
-            moments.append(_Moment("backward of the head", others + own, logits + act.head.kept, working, gradients))
+            gradients, held = learned if lazy else None, others + own + forward.grown(0)
+            moments.append(_Moment("backward of the head", held, logits + act.head.kept, working, gradients))
             logits += act.head.waiting
         tied = act.tied if virtual == last else 0
         for visit in act.visits[virtual]:
@@ -248,23 +254,46 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
                     f"backward of a chunk's {visit.which} block",
                     visit.block.peak + tied + whole.get(visit.which, split.block) - split.filling * act.late,
                 )
-                moments.append(_Moment(what, others + own - visit.freed + visit.waiting, logits, working, partly))
+                held = others + own - visit.freed + visit.waiting + forward.grown(visit.freed / own)
+                moments.append(_Moment(what, held, logits, working, partly))
+                if forward.logits and visit.which == "first":
+                    working = forward.head + split.head
+                    moments.append(_Moment("forward of the head", held, logits + forward.logits, working, partly))
         if act.chunks[virtual] and not act.chunks[virtual][-1].left:
             # Who runs the chunk holds what its first block was given.
             working = max(block.peak for block in act.chunks[virtual]) + setting.activation + split.block
-            moments.append(_Moment("forward of a chunk", others, logits, working))
+            moments.append(_Moment("forward of a chunk", others + forward.kept, logits + forward.logits, working))
         if virtual == 0 and act.embedding.left:
             working = act.embedding.peak - act.embedding.learning * width * lazy + tied + split.embedding
-            moments.append(
-                _Moment(
-                    "backward of the embedding", others + act.embedding.kept + act.waiting[virtual], logits, working
-                )
-            )
+            held = others + act.embedding.kept + act.waiting[virtual] + forward.kept
+            moments.append(_Moment("backward of the embedding", held, logits + forward.logits, working))
     widened = min(NORM_BLOCK, sum(part.trained for part in shares)) if setting.device == "cpu" else 0
     width = 8 if setting.widths.parameter == 8 else 2
     matrices = max((width * group.at_once for group in matrix_groups(setting, shares)), default=0)
     moments.append(_Moment("optimizer step", working=max(8 * widened, matrices)))
     return moments
+
+
+@dataclass(frozen=True)
+class _ForwardBeside:
+    """A forward that runs beside a backward, block by block: what it has kept in the end, the most of a block, which
+    covers what it works with where it waits, and of the head where it has one. What it keeps grows as that of the
+    backward shrinks."""
+
+    kept: int = 0
+    block: int = 0
+    logits: int = 0
+    head: int = 0
+
+    @classmethod
+    def of(cls, act: ActivationMemory, virtual: int, kept: int) -> _ForwardBeside:
+        blocks, last = act.chunks[virtual], virtual == len(act.chunks) - 1
+        most = max((block.kept for block in blocks), default=0)
+        return cls(kept, most, act.head.kept * last, act.head.peak * last)
+
+    def grown(self, done: float) -> int:
+        """Return what it has kept when so much of the backward is done."""
+        return min(self.kept, int(self.kept * done) + self.block)
 
 
 def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:

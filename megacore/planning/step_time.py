@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megacore.devices import PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
+from megacore.parallel.enum_errors import OVERLAPPED
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
@@ -268,11 +269,14 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     rows = [reduce(_Times.plus, act.of_stage(stage, virtual)) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.total)
     hop = _hop(setting, cluster)
-    busy = m * slowest.total
+    busy, hidden = m * slowest.total, 0.0
+    costs = [act.of_stage(stage, [each.cost(hop) for each in virtual]) for stage in range(pp)]
+    if share := _share_beside(setting, cluster):
+        beside = [act.of_stage(stage, [each.cost(hop, share) for each in virtual]) for stage in range(pp)]
+        hidden = _simulated(setting, costs) - _simulated(setting, beside)
     if pp == 1:
         idle = 0.0
     elif simulated:
-        costs = [act.of_stage(stage, [each.cost(hop) for each in virtual]) for stage in range(pp)]
         idle = _simulated(setting, costs) - busy
     else:
         waits = [max(0.0, row.total - 2 * row.products.late) for row in rows]
@@ -289,7 +293,7 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
         m * slowest.products.total,
         m * slowest.products.again,
         m * slowest.tensor.total,
-        m * slowest.experts.total,
+        m * slowest.experts.total - hidden,
         m * slowest.context.total,
         idle,
         data,
@@ -307,12 +311,21 @@ def _hop(setting: Setting, cluster: Cluster) -> float:
     return cluster.seconds(mesh, [message]) if mesh.pp > 1 else 0.0
 
 
+def _share_beside(setting: Setting, cluster: Cluster) -> float:
+    """Return the share of the messages of experts that the action beside hides where actions run two by two."""
+    if setting.schedule != OVERLAPPED or "experts" not in setting.layout.schema.sizes:
+        return 0.0
+    total, here = _ring(setting.layout.mesh, " x ".join(setting.layout.split["experts"]), cluster.device.per_node)
+    return cluster.overlap if here == total else cluster.overlap_between
+
+
 def virtual_costs(setting: Setting, cluster: Cluster) -> Sequence[Cost]:
     """Return what each virtual stage takes for a microbatch, and what it holds of it."""
     times = _virtual_times(setting, ActivationMemory.of(setting), cluster)
-    hop, held = _hop(setting, cluster), held_bytes(setting)
+    hop, share, held = _hop(setting, cluster), _share_beside(setting, cluster), held_bytes(setting)
     return [
-        replace(each.cost(hop), kept=kept, waiting=waiting) for each, (kept, waiting) in zip(times, held, strict=True)
+        replace(each.cost(hop, share), kept=kept, waiting=waiting)
+        for each, (kept, waiting) in zip(times, held, strict=True)
     ]
 
 
@@ -358,9 +371,12 @@ class _Times:
     def plus(self, other: _Times, times: int = 1) -> _Times:
         return _Times(*(getattr(self, name).plus(more, times) for name, more in vars(other).items()))
 
-    def cost(self, hop: float) -> Cost:
-        """Return what a schedule is simulated with; ``hop``: the seconds of a message to another stage."""
-        return Cost(self.forward, self.backward - self.products.late, self.products.late, hop)
+    def cost(self, hop: float, beside: float = 0.0) -> Cost:
+        """Return what a schedule is simulated with; ``hop``: the seconds of a message to another stage; ``beside``: the
+        share of messages of experts that the action beside hides."""
+        late, experts = self.products.late, self.experts
+        exchanges = {"exchange": beside * experts.forward, "exchange_back": beside * experts.backward}
+        return Cost(self.forward, self.backward - late, late, hop, **exchanges)
 
 
 def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) -> Sequence[_Times]:

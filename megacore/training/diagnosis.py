@@ -230,7 +230,7 @@ class _Split:
         found = []
         for tracks in self.step.ranks:
             launched = dict(_ends(tracks["host"])) if "device" in tracks else {}
-            did = [(Action(kind, x.chunk, x.microbatch), x) for kind, x in actions(tracks.get("device", ()))]
+            did = actions(tracks.get("device", ()))
             late = (action for action, x in did if x.end - launched.get(action, x.start) < _AHEAD * x.seconds)
             found.append(frozenset(late))
         return found
@@ -308,10 +308,10 @@ class _Work(NamedTuple):
         waits = [each for each in row if each.kind in (RECEIVE, SEND, *COLLECTIVES)]
         starts = [each.start for each in waits]
         took = defaultdict[tuple[str, int], list[_Work]](list)
-        for kind, each in actions(row):
+        for action, each in actions(row):
             within = waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
             queued = each.queued - sum(wait.queued for wait in within)
-            took[kind, each.chunk].append(cls(each.seconds - sum(wait.seconds for wait in within), queued))
+            took[action.kind, each.chunk].append(cls(each.seconds - sum(wait.seconds for wait in within), queued))
         usual = (len(some) * median(each.seconds for each in some) for some in took.values())
         return cls(sum(usual), sum(each.queued for some in took.values() for each in some))
 
@@ -331,5 +331,5 @@ def _leaves(row: Sequence[TracedInterval]) -> Iterator[tuple[float, tuple[Traced
 
 def _ends(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, float]]:
     """Yield when each action of the step itself has ended."""
-    for kind, each in actions(row):
-        yield Action(kind, each.chunk, each.microbatch), each.end
+    for action, each in actions(row):
+        yield action, each.end

@@ -125,22 +125,32 @@ def _end(traced: TracedStep, rank: int) -> float:
     return max((each.end for each in traced.of(rank) if each.kind in ACTIONS), default=0.0)
 
 
-def actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Kind, TracedInterval]]:
-    """Yield each action of the step itself, not of an evaluation behind it, with its kind."""
-    phase = next((each for each in row if each.kind == COMPUTE), None)
+def actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInterval]]:
+    """Yield each action of the step itself, not of an evaluation behind it. Two that ran in turns come one after the
+    other, each as long as its turns were."""
+    phase, now = next((each for each in row if each.kind == COMPUTE), None), 0.0
+    turns = dict[tuple[Kind, int, int], list[TracedInterval]]()
     for each in row:
         for kind in ACTIONS:
             if each.kind == kind and phase is not None and phase.start <= each.start < phase.end:
-                yield kind, each
+                turns.setdefault((kind, each.chunk, each.microbatch), []).append(each)
+    for key, some in turns.items():
+        start = max(now, some[0].start)
+        end = some[-1].end + (start - some[0].start) - sum(b.start - a.end for a, b in pairwise(some))
+        now = end if len(some) > 1 else 0.0
+        yield (
+            Action(*key, beside=key[0] == "F" and len(some) > 1),
+            some[0]._replace(start=start, end=end, queued=sum(each.queued for each in some)),
+        )
 
 
 def _actions(row: Sequence[TracedInterval]) -> Iterator[tuple[Action, TracedInterval, float]]:
     """Yield each action of the step itself, and the seconds that it waited for other stages."""
     waits = [each for each in row if each.kind in (RECEIVE, SEND)]
     starts = [each.start for each in waits]
-    for kind, each in actions(row):
+    for action, each in actions(row):
         own = waits[bisect_left(starts, each.start) : bisect_left(starts, each.end)]
-        yield Action(kind, each.chunk, each.microbatch), each, sum(wait.seconds for wait in own)
+        yield action, each, sum(wait.seconds for wait in own)
 
 
 def _cost(row: Sequence[TimedAction], chunk: int) -> Cost:

@@ -259,7 +259,7 @@ class Gradients:
         self._waiting.gradients.append((parameter, gradient))
         for bucket, _ in self._places.get(parameter, ()):
             if bucket in self.values and bucket.flat.parameters.isdisjoint(self._to_come):
-                self.values[bucket].reshard()
+                self.values[bucket].reshard(backward=True)
 
     @torch.no_grad()
     def add_held(self) -> None:
@@ -310,7 +310,7 @@ class Gradients:
     def _end_round(self, bucket: Bucket) -> None:
         self._under_way.append((bucket, bucket.end_round()))
         if bucket in self.values:  # all of its gradients are there, so no more of this backward needs its parameters
-            self.values[bucket].reshard()
+            self.values[bucket].reshard(backward=True)
         while self._under_way and (len(self._under_way) > REDUCE_SCATTERS or not self._under_way[0][1].works):
             self._take()
 
@@ -355,7 +355,7 @@ class Gradients:
         if self._sink is not None or self._waiting is not None:  # there were no rounds, at whose ends this is done
             for unit in units:
                 for values in unit.trained:
-                    values.reshard()
+                    values.reshard(backward=True)
         end_backward(units)
 
     # -- parameters
@@ -525,7 +525,7 @@ class Gradients:
         for chunk in chunks:
             gather_in_turn(chunk, self._reshards)
         for values in (*self.values.values(), *self.frozen):
-            values.reshard()
+            values.reshard(backward=True)
         return chunks
 
     def _narrow(self, values: FlatParameters) -> None:

@@ -84,6 +84,8 @@ class FlatParameters:
         if self._loose or (hollow and self.reshards):
             _free(self.values)
         self._gathering: Pending | None = None
+        self._uses = set[bool]()
+        """Who needs them whole: a forward (False), a backward (True), or one of each that run beside each other."""
         self._sent, self._whole = self.own, self.values
         self._narrow: NarrowWeights | None = None
         self._casts: Mapping[Tensor, CastWeight] = {}
@@ -129,8 +131,9 @@ class FlatParameters:
                 parts.append(Stretch(start, self.own[where], None if gradient is None else gradient[where], *kind))
         return parts[::-1]
 
-    def gather(self) -> None:
-        """Start to gather the parameters, if they are not there and not on their way."""
+    def gather(self, backward: bool = False) -> None:
+        """Start to gather the parameters for a forward or a backward, if they are not there and not on their way."""
+        self._uses.add(backward)
         if not self.there and self._gathering is None:
             self.gather_anew()
 
@@ -158,9 +161,14 @@ class FlatParameters:
                 view(parameter, piece).copy_(place.of(self.values))
             _free(self.values)
 
-    def reshard(self) -> None:
-        """Free all but this rank's shard: the parameters are not needed for now."""
-        if self.reshards:
+    def keep(self) -> None:
+        """Have the backward that comes next find what a forward needed."""
+        self._uses.discard(False)
+
+    def reshard(self, backward: bool) -> None:
+        """Free all but this rank's shard, unless what runs beside this forward or backward needs the parameters."""
+        self._uses.discard(backward)
+        if self.reshards and not self._uses:
             self.wait()
             self.there = False
             for tensor in [p.data for p in self.flat.parameters] if self._loose else [self._whole]:
@@ -169,7 +177,7 @@ class FlatParameters:
     def updated(self) -> None:
         """Gather the shards, which have changed, or wait until somebody needs them."""
         if self.reshards:
-            self.reshard()
+            self.reshard(backward=True)
         else:
             self.wait()
             self.gather_anew()
@@ -235,14 +243,12 @@ class FSDPUnit:
         module: The module.
         trained, frozen: The flat parameters that it uses.
         stays: Whether its backward follows its forward, so that there is no use in resharding between them.
-        backward: Whether its backward has begun, and any forward only computes again.
     """
 
     module: nn.Module
     trained: Sequence[FlatParameters]
     frozen: Sequence[FlatParameters]
     stays: bool = False
-    backward: bool = False
 
     @property
     def used(self) -> Sequence[FlatParameters]:
@@ -280,24 +286,27 @@ def gather_in_turn(units: Sequence[FSDPUnit], reshards: bool) -> None:
 
 def _hook(unit: FSDPUnit, before: Sequence[FSDPUnit], after: Sequence[FSDPUnit], reshards: bool) -> None:
     def before_forward(module: nn.Module, inputs: object) -> None:
-        _ready(unit, [] if unit.backward else after)
+        again = _in_backward()
+        _ready(unit, [] if again else after, again)
 
     def after_forward(module: nn.Module, inputs: object, output: object) -> None:
-        if unit.backward:
+        if _in_backward():
             return
         stays = False
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(before_backward)
             stays = unit.stays
-        if not stays:
-            _reshard(unit.used, after)
+        if stays:
+            for values in unit.used:
+                values.keep()
+        else:
+            _reshard(unit.used, after, backward=False)
 
     def before_backward(gradient: Tensor) -> None:
-        unit.backward = True
         # The gradient of its output is there, so the units after it are done.
         for each in after:
-            _reshard(each.frozen, [unit])
-        _ready(unit, before)
+            _reshard(each.frozen, [unit], backward=True)
+        _ready(unit, before, backward=True)
 
     unit.module.register_forward_pre_hook(before_forward)
     if reshards:
@@ -307,24 +316,28 @@ def _hook(unit: FSDPUnit, before: Sequence[FSDPUnit], after: Sequence[FSDPUnit],
 def end_backward(units: Iterable[FSDPUnit]) -> None:
     """Reshard what is left of a chunk whose backward is over."""
     for unit in units:
-        unit.backward = False
-        _reshard(unit.frozen, [])
+        _reshard(unit.frozen, [], backward=True)
 
 
-def _ready(unit: FSDPUnit, ahead: Sequence[FSDPUnit]) -> None:
+def _in_backward() -> bool:
+    """Return whether a backward runs here, of which any forward only computes again."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+def _ready(unit: FSDPUnit, ahead: Sequence[FSDPUnit], backward: bool) -> None:
     for each in (unit, *ahead):
         for values in each.used:
-            values.gather()
+            values.gather(backward)
     for values in unit.used:
         values.wait()
 
 
-def _reshard(used: Iterable[FlatParameters], needing: Sequence[FSDPUnit]) -> None:
+def _reshard(used: Iterable[FlatParameters], needing: Sequence[FSDPUnit], backward: bool) -> None:
     """Reshard parameters, but for those that some units need."""
     needed = {values for unit in needing for values in unit.used}
     for values in used:
         if values not in needed:
-            values.reshard()
+            values.reshard(backward)
 
 
 def _free(tensor: Tensor) -> None:

@@ -208,6 +208,11 @@ class Dispatch:
         each that came has of those; None where they come so."""
         return None if self.group.size == 1 else _sorting(self.counts.got, self.groups.rows)
 
+    def pass_on(self) -> None:
+        """Let what runs beside this compute: rows are on their way."""
+        if self.group.baton is not None:
+            self.group.baton.pass_on()
+
     def start(self, x: Tensor, weights: Tensor | None = None) -> Pending:
         """x: [n, f], weights: [N, k] -> [R, f], the rows of each expert together. Adjoint of :meth:`start_back`."""
         whole = start_all_gather(x, self.features).wait()
@@ -297,6 +302,7 @@ class _Up(torch.autograd.Function):
     ) -> Tensor:
         ctx.dispatch, ctx.products, ctx.hand = dispatch, products, hand
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        dispatch.pass_on()
         h = products.forward(coming.wait(), weight, dispatch.groups)
         return h if bias is None else h.add_(bias.index_select(0, dispatch.groups.experts))
 
@@ -310,6 +316,7 @@ class _Up(torch.autograd.Function):
         if need_dw and not (ctx.hand and ctx.hand.late):
             again()
         dx = dispatch.start_back(products.input_gradient(dh, weight, groups)) if need_dx else None
+        dispatch.pass_on()
         dw = None
         if need_dw:
             dw = _given(ctx.hand, products, dh, lambda: again().wait(), groups, again)
@@ -343,7 +350,9 @@ class _Down(torch.autograd.Function):
         rows = products.forward(a, weight, dispatch.groups)
         if bias is not None:
             rows.add_(bias.index_select(0, dispatch.groups.experts), alpha=1 / dispatch.features.size)
-        return dispatch.start_back(rows, weights).wait()
+        home = dispatch.start_back(rows, weights)
+        dispatch.pass_on()
+        return home.wait()
 
     @staticmethod
     @once_differentiable
@@ -351,7 +360,9 @@ class _Down(torch.autograd.Function):
         a, weights, weight, bias = ctx.saved_tensors
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
         _, need_dweights, need_dw, need_db = ctx.needs_input_grad[:4]
-        d = dispatch.start(dy, weights).wait()
+        coming = dispatch.start(dy, weights)
+        dispatch.pass_on()
+        d = coming.wait()
         da = products.input_gradient(d, weight, groups)
         dweights = start_weights_gradient(d, bias, da, a, weights, dispatch) if need_dweights else None
         dw = _given(ctx.hand, products, d, lambda: a, groups) if need_dw else None

@@ -178,6 +178,7 @@ class _UpAdapted(torch.autograd.Function):
         products: GroupedProducts,
         coming: Pending,
     ) -> Tensor:
+        dispatch.pass_on()
         groups, rows = dispatch.groups, coming.wait()
         narrow = products.forward(rows, a, groups).mul_(scale)
         h = products.forward(rows, weight, groups).add_(products.forward(narrow, b, groups))
@@ -195,6 +196,7 @@ class _UpAdapted(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             drows = products.input_gradient(dh, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
             dx = dispatch.start_back(drows)
+        dispatch.pass_on()
         db = products.weight_gradient(dh, narrow, groups)
         da = products.weight_gradient(dnarrow, again.wait(), groups)
         return dx.wait() if dx else None, None, None, da, db, None, None, None, None
@@ -235,14 +237,18 @@ class _DownAdapted(torch.autograd.Function):
             rows.add_(bias.index_select(0, groups.experts), alpha=1 / dispatch.features.size)
         ctx.dispatch, ctx.products, ctx.scale = dispatch, products, scale
         ctx.save_for_backward(features, weights, weight, bias, a, b, narrow)
-        return dispatch.start_back(rows, weights).wait()
+        home = dispatch.start_back(rows, weights)
+        dispatch.pass_on()
+        return home.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         features, weights, weight, bias, a, b, narrow = ctx.saved_tensors
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
-        d = dispatch.start(dy, weights).wait()
+        coming = dispatch.start(dy, weights)
+        dispatch.pass_on()
+        d = coming.wait()
         dnarrow = products.input_gradient(d, b, groups).mul_(ctx.scale)
         dfeatures = products.input_gradient(d, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
         need_dweights = ctx.needs_input_grad[1]

@@ -126,11 +126,12 @@ class Selective:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        self._now = _Forgetting(self._start(), self._recorder)
+        now = self._now = _Forgetting(self._start(), self._recorder)
         try:
-            with keeping(self._now):
+            with keeping(now):
                 yield
         finally:
+            now.made.clear()  # every node of the graph holds on to it, and the inputs of all would stay as long
             self._now = None
 
     def _note(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from megacore.parallel.pipeline.schedules import (
     ordered,
     requests,
     sent_after,
+    steps_of,
 )
 from megacore.parallel.virtual_stages import placement_of, stage_of, virtual_stage
 
@@ -284,18 +285,24 @@ class _Run:
                 self.outboxes[direction] = Outbox(mesh.channel(direction, self.stage), mesh.peer(target), asked_at)
 
     def run(self, enter: Callable[[Kind], object]) -> Tensor:
-        step = {"F": self._forward, "B": self._backward, "I": self._input_gradients, "W": self._weight_gradients}
-        self._make_room(0)
+        position = 0
+        self._make_room(position)
         self._ask()
-        for position, action in enumerate(self.actions, 1):
-            enter(action.kind)
+        for step in steps_of(self.actions):
+            for action in step:
+                enter(action.kind)
+            position += len(step)
             self._make_room(position)
-            with self.pipeline.mesh.recorder.over(action.kind, action.chunk, action.microbatch):
-                step[action.kind](action.chunk, action.microbatch)
+            self.pipeline.mesh.baton.run(*(partial(self._act, action) for action in step))
             self._ask()
         for outbox in self.outboxes.values():
             outbox.reached(math.inf)
         return self.loss
+
+    def _act(self, action: Action) -> None:
+        run = {"F": self._forward, "B": self._backward, "I": self._input_gradients, "W": self._weight_gradients}
+        with self.pipeline.mesh.recorder.over(action.kind, action.chunk, action.microbatch):
+            run[action.kind](action.chunk, action.microbatch)
 
     def _make_room(self, position: int) -> None:
         """Allocate what is asked for after so many actions. It may come while the last of them computes: allocated

@@ -7,8 +7,8 @@ so gradients are summed in the same order whichever schedule is chosen.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -24,14 +24,19 @@ RECEIVE, SEND = "receive", "send"
 @dataclass(frozen=True, slots=True)
 class Action:
     """One step of one stage: run the forward ("F") or the backward ("B") of a chunk on a microbatch, or the two halves
-    of the backward: input gradients ("I"), for which the stage before waits, and weight gradients ("W")."""
+    of the backward: input gradients ("I"), for which the stage before waits, and weight gradients ("W").
+
+    ``beside``: whether it runs interleaved with the action after it: where one of the two would wait for messages of
+    experts, the other computes. Together they are one step: it begins when both can, and ends when both have.
+    """
 
     kind: Kind
     chunk: int
     microbatch: int
+    beside: bool = field(default=False, compare=False)
 
     def __repr__(self) -> str:
-        return f"{self.kind}({self.chunk},{self.microbatch})"
+        return f"{self.kind}({self.chunk},{self.microbatch}){'+' * self.beside}"
 
 
 def F(chunk: int, microbatch: int) -> Action:
@@ -100,11 +105,22 @@ def interleaved(stages: int, chunks: int, microbatches: int) -> Schedule:
     each when that divides, and never fewer unless there are fewer in all. The bubble is then (stages - 1) / (chunks *
     microbatches) from ``stages`` microbatches on, divisible or not.
     """
-    _check_sizes(stages, chunks, microbatches)
-    groups = _groups(stages, microbatches)
-    forwards = [F(chunk, m) for group in groups for chunk in range(chunks) for m in group]
-    backwards = [B(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
-    return tuple(_alternate(forwards, backwards, warmup) for warmup in _warmups(stages, chunks, microbatches))
+    return _in_groups(stages, chunks, microbatches, _warmups(stages, chunks, microbatches))
+
+
+def overlapped(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """Return interleaved 1F1B whose forwards and backwards run two by two, each pair of different microbatches: where
+    one waits for messages of experts, the other computes (as in DualPipe, DeepSeek-AI 2024, arXiv 2412.19437).
+
+    A pair gives its activation and its gradient together, so that both need two actions a hop to the end and back, and
+    a backward is never paired with what it waits for: stage s keeps one microbatch of a chunk more than in
+    ``interleaved``, and of one chunk stages - s more than in ``1f1b``. The bubble is theirs.
+    """
+    warmups = _warmups(stages, chunks, microbatches, ahead=1)
+    return tuple(
+        tuple(replace(action, beside=action.kind == "F" and at >= warmup) for at, action in enumerate(row))
+        for row, warmup in zip(_in_groups(stages, chunks, microbatches, warmups), warmups, strict=True)
+    )
 
 
 def forward_only(stages: int, chunks: int, microbatches: int) -> Schedule:
@@ -151,6 +167,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
+    "overlapped": overlapped,
     "zb-h1": zb_h1,
     "zb-interleaved": zb_interleaved,
     "zb-v": zb_v,
@@ -214,6 +231,14 @@ def _weights_behind(row: tuple[Action, ...], behind: int) -> tuple[Action, ...]:
     return (*split, *waiting)
 
 
+def _in_groups(stages: int, chunks: int, microbatches: int, warmups: list[int]) -> Schedule:
+    """Return 1F1B whose stages start with so many forwards; microbatches go through all chunks group by group."""
+    groups = _groups(stages, microbatches)
+    forwards = [F(chunk, m) for group in groups for chunk in range(chunks) for m in group]
+    backwards = [B(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
+    return tuple(_alternate(forwards, backwards, warmup) for warmup in warmups)
+
+
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
     """Return ``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
@@ -230,17 +255,18 @@ def _groups(stages: int, microbatches: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _warmups(stages: int, chunks: int, microbatches: int) -> list[int]:
-    """Return the number of forwards before the first backward of each stage in 1F1B.
+def _warmups(stages: int, chunks: int, microbatches: int, ahead: int = 0) -> list[int]:
+    """Return the number of forwards before the first pair of a forward and a backward of each stage in 1F1B.
 
     With one chunk: one for each stage behind it. With several, the last stage needs a whole group through all chunks
     but the last, and a stage before it two more for each hop to the end: its activation travels there and the gradient
-    back, and meanwhile later chunks wait for its forwards.
+    back, and meanwhile later chunks wait for its forwards. With ``ahead`` the two of a pair run as one, so that it is
+    two for one chunk too, and all stages are so many ahead.
     """
-    if chunks == 1:
-        return [stages - 1 - stage for stage in range(stages)]
+    _check_sizes(stages, chunks, microbatches)
     largest = max(len(group) for group in _groups(stages, microbatches))
-    return [(chunks - 1) * largest + 2 * (stages - 1 - stage) for stage in range(stages)]
+    hops = 1 if chunks == 1 and not ahead else 2
+    return [(chunks - 1) * largest + hops * (stages - 1 - stage) + ahead for stage in range(stages)]
 
 
 def _check_sizes(stages: int, chunks: int, microbatches: int) -> None:
@@ -267,6 +293,8 @@ class Cost:
         send: The time of a message from it to another stage.
         kept: The bytes that its forward leaves for its input gradients.
         waiting: The bytes that these leave for its weight gradients.
+        exchange, exchange_back: The parts of its forward and of its backward in which it waits for messages of
+            experts, and the action beside it computes.
     """
 
     forward: float = 1.0
@@ -275,10 +303,16 @@ class Cost:
     send: float = 0.0
     kept: float = 1
     waiting: float = 1
+    exchange: float = 0.0
+    exchange_back: float = 0.0
 
     def time(self, kind: Kind) -> float:
         """Return the time of an action."""
         return {"F": self.forward, "B": self.inputs + self.weights, "I": self.inputs, "W": self.weights}[kind]
+
+    def waits(self, kind: Kind) -> float:
+        """Return the part of it in which an action that runs beside this one computes."""
+        return self.exchange if kind == "F" else self.exchange_back
 
 
 Costs = Sequence[Sequence[Cost]]
@@ -361,13 +395,14 @@ def simulate(schedule: Schedule, costs: Costs | Cost = Cost(), placement: Placem
     end: dict[tuple[int, Action], float] = {}
     spans: list[list[TimedAction]] = [[] for _ in schedule]
     blocked: dict[tuple[int, Action], list[int]] = {}  # the stages that wait for this action
+    steps, at = [steps_of(row) for row in schedule], [0] * stages
     ready = deque(range(stages))
     while ready:
         stage = ready.popleft()
-        row, done = schedule[stage], spans[stage]
-        while len(done) < len(row):
-            action = row[len(done)]
-            needed = dependencies(action, stage, stages, chunks, back, placement)
+        done = spans[stage]
+        while at[stage] < len(steps[stage]):
+            step = steps[stage][at[stage]]
+            needed = [need for each in step for need in dependencies(each, stage, stages, chunks, back, placement)]
             missing = next((need for need in needed if need not in end), None)
             if missing is not None:
                 blocked.setdefault(missing, []).append(stage)
@@ -376,9 +411,11 @@ def simulate(schedule: Schedule, costs: Costs | Cost = Cost(), placement: Placem
             for source, before in needed:
                 sent = costs[source][before.chunk].send if source != stage else 0.0
                 start = max(start, end[source, before] + sent)
-            done.append(TimedAction(action, start, start + costs[stage][action.chunk].time(action.kind)))
-            end[stage, action] = done[-1].end
-            ready.extend(blocked.pop((stage, action), ()))
+            done += _timed(step, start, costs[stage])
+            at[stage] += 1
+            for action in step:
+                end[stage, action] = done[-1].end
+                ready.extend(blocked.pop((stage, action), ()))
     if blocked:
         waits = sorted((stage, need) for need, waiting in blocked.items() for stage in waiting)
         lines = [
@@ -386,6 +423,25 @@ def simulate(schedule: Schedule, costs: Costs | Cost = Cost(), placement: Placem
         ]
         raise Deadlock("the schedule deadlocks: " + "; ".join(lines))
     return Timeline(tuple(map(tuple, spans)), tuple(map(_held, schedule, costs)))
+
+
+def steps_of(row: tuple[Action, ...]) -> list[tuple[Action, ...]]:
+    """Return the actions of a stage as it runs them: each alone, or with the one that it runs beside."""
+    starts = [at for at in range(len(row)) if at == 0 or not row[at - 1].beside]
+    return [row[start:stop] for start, stop in pairwise([*starts, len(row)])]
+
+
+def _timed(step: tuple[Action, ...], start: float, costs: Sequence[Cost]) -> Iterator[TimedAction]:
+    """Yield the actions of a step with their times; of a pair, each with its part of the time of both."""
+    own = [(costs[action.chunk].time(action.kind), costs[action.chunk].waits(action.kind)) for action in step]
+    whole, hidden = sum(time for time, _ in own), 0.0
+    if len(own) == 2:
+        (first, waits), (second, others) = own
+        hidden = min(waits, second - others) + min(others, first - waits)
+    for action, (time, _) in zip(step, own, strict=True):
+        end = start + time * (1 - hidden / whole if hidden else 1)
+        yield TimedAction(action, start, end)
+        start = end
 
 
 def _back(schedule: Schedule) -> Kind:
@@ -531,7 +587,9 @@ def requests(schedule: Schedule, placement: Placement = "loop") -> tuple[tuple[t
     """
     stages, last = len(schedule), _last(schedule)
     spans = simulate(schedule, placement=placement).spans
-    order = sorted((span.start, stage, at) for stage, row in enumerate(spans) for at, span in enumerate(row))
+    starts = [[row[at - (at > 0 and row[at - 1].action.beside)].start for at in range(len(row))] for row in spans]
+    # What two send that run beside each other, they may send when both have ended, and so they count as run at once.
+    order = sorted((start, stage, at) for stage, row in enumerate(starts) for at, start in enumerate(row))
     asked: list[list[list[Request]]] = [[[] for _ in range(len(row) + 1)] for row in schedule]
     run = [0] * stages
     for _, stage, at in order:
@@ -550,7 +608,8 @@ def draw(schedule: Schedule, placement: Placement = "loop") -> str:
     """Return a text Gantt chart, one row per stage; a forward is one cell wide, a backward two or, split, one and
     one, and dots are idle.
 
-    ``F3`` is the forward of microbatch 3; with several chunks ``F3b`` is that of chunk 1 (a, b, c, ...).
+    ``F3`` is the forward of microbatch 3; with several chunks ``F3b`` is that of chunk 1 (a, b, c, ...). ``F3+`` runs
+    beside what follows it.
     """
     several = any(action.chunk for row in schedule for action in row)
     timeline = simulate(schedule, placement=placement)
@@ -566,4 +625,5 @@ def draw(schedule: Schedule, placement: Placement = "loop") -> str:
 
 
 def _label(action: Action, several_chunks: bool) -> str:
-    return f"{action.kind}{action.microbatch}" + (chr(ord("a") + action.chunk) if several_chunks else "")
+    chunk = chr(ord("a") + action.chunk) if several_chunks else ""
+    return f"{action.kind}{action.microbatch}{chunk}{'+' * action.beside}"

@@ -222,6 +222,12 @@ CASES: Mapping[str, Case] = {
         "mesh.pp=2 mesh.dp=2 pipeline.schedule=zb-interleaved pipeline.chunks=2 zero.shard=parameters", rank=2
     ),
     "zb-h1, experts, ep": Case(f"{EXPERTS} mesh.ep=2 mesh.pp=2 pipeline.schedule=zb-h1"),
+    "overlapped, experts, ep": Case(f"{EXPERTS} mesh.ep=2 pipeline.schedule=overlapped"),
+    "overlapped, compiled, gradients": Case(
+        f"{EXPERTS} mesh.ep=2 mesh.pp=2 pipeline.schedule=overlapped pipeline.chunks=2 zero.shard=gradients "
+        "train.compile=true",
+        rank=1,
+    ),
     "tp, pp, dp, optimizer": Case("mesh.tp=2 mesh.pp=2 mesh.dp=2 zero.shard=optimizer"),
 }
 """Runs of which one rank is traced; the recipe has nothing but what is said."""

@@ -181,6 +181,24 @@ def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(each["dur"] > 0 and each["ts"] >= 0 for each in ran)
 
 
+@pytest.mark.in_turn(3)
+def test_messages_of_experts_are_exposed_in_what_has_nothing_beside_it_alone() -> None:
+    """The first forward and the last backward: of four microbatches a quarter. The plan says so too, of time and of
+    memory; and nothing is launched more."""
+    sizes = ["data.train=none", "data.sequence_length=2048", "mesh.ep=8", "batch.global_size=32", "batch.micro_size=1"]
+    common = ["model.preset=qwen3-30b-a3b", "model.num_hidden_layers=2", *sizes]
+    configs = [load({}, [*common, f"pipeline.schedule={name}"]) for name in ("1f1b", "overlapped")]
+    plain, turned = (trace(config, cluster_of("h100-80", "bf16", None, {}), 8) for config in configs)
+    planned, planned_turned = map(plan, configs)
+    before, after = (each.messages["ep", "all-to-all"] for each in (plain, turned))
+    assert after.count == before.count and after.size == before.size
+    assert after.exposed < 0.4 * before.exposed
+    assert plain.stages[0].launches == turned.stages[0].launches
+    saved = planned["time"]["total"] - planned_turned["time"]["total"]
+    assert plain.seconds - turned.seconds == pytest.approx(saved, rel=0.25)
+    assert turned.stages[0].peak == pytest.approx(planned_turned["memory"][0]["peak"], rel=0.05)
+
+
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("loss", ["simpo", "bradley_terry"])
 def test_pairs_are_traced(loss: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,9 @@ import pytest
 from graph import MODULES, PACKAGES, ROOT, counts, imports, ours
 
 LOWER = {
-    **dict.fromkeys(("parallel.mesh", "parallel.collectives", "parallel.random", "parallel.recorder"), 1),
+    **dict.fromkeys(
+        ("parallel.mesh", "parallel.collectives", "parallel.random", "parallel.recorder", "parallel.baton"), 1
+    ),
     **{
         f"parallel.{name}": 0
         for name in (

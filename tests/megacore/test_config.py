@@ -35,6 +35,7 @@ class Sizes:
     sizes: Mapping[str, int] = field(default_factory=lambda: ONE_B)
     max_positions: int | None = 1024
     drops_attention: bool = False
+    drops: bool = False
     mtp_layers: int = 0
     labels: int = 0
     schema: Schema = configure({"preset": "llama-3.2-1b"}).schema
@@ -153,7 +154,7 @@ BAD = [
     bad("data.train=3", "data.train: expected a list, got 3"),
     bad("pipeline.layers_per_stage=[8,half]", "pipeline.layers_per_stage[1]: expected a whole number, got 'half'"),
     bad("model=llama", "model: expected a mapping, got 'llama'"),
-    bad("pipeline.schedule=1F1B", "got '1F1B'", "'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-interleaved' or 'zb-v'"),
+    bad("pipeline.schedule=1F1B", "got '1F1B'", "'interleaved', 'overlapped', 'zb-h1', 'zb-interleaved' or 'zb-v'"),
     bad("schedule.name=cosin", "schedule.name: got 'cosin'", "'cosine', 'linear', 'wsd' or 'constant'"),
     bad("train.precision=fp4", "train.precision: got 'fp4'", "'bf16', 'fp16', 'fp8', 'fp32' or 'fp64'"),
     bad("train.device=gpu", "train.device: got 'gpu'", "'auto', 'cpu' or 'cuda'"),
@@ -248,6 +249,28 @@ BAD = [
     bad(
         "pipeline.order=x.json batch.ramp=[8,8,64] batch.global_size=64",
         *("batch.ramp [8, 8, 64] changes the number of microbatches", "pipeline.order (x.json)", "one of both to null"),
+    ),
+    bad(
+        "pipeline.schedule=overlapped memory.recompute=full",
+        "draws the masks of dropout again",
+        sizes=replace(MIXTRAL, drops=True),
+    ),
+    bad("pipeline.schedule=overlapped", "messages of experts, and this model has no", "pipeline.schedule=1f1b"),
+    bad(
+        "pipeline.schedule=overlapped pipeline.chunks=2 mesh.tp=1",
+        *("with mesh.ep=1 each rank has all of them: set mesh.ep", "pipeline.schedule=interleaved"),
+        sizes=MIXTRAL,
+    ),
+    bad(
+        "pipeline.schedule=overlapped pipeline.order=x.json",
+        *("runs actions two by two", "pipeline.order (x.json)", "pipeline.order=null"),
+        sizes=MIXTRAL,
+    ),
+    bad(
+        "pipeline.schedule=overlapped memory.recompute=full lora.rank=4 lora.dropout=0.1 lora.targets=[attn] "
+        "checkpoint.init=x",
+        *("draws the masks of dropout again", "memory.recompute=selective, no dropout, or pipeline.schedule=1f1b"),
+        sizes=MIXTRAL,
     ),
     bad("pipeline.schedule=zb-v", "two chunks per stage, there and back, not pipeline.chunks=1", "pipeline.chunks=2"),
     bad("pipeline.schedule=zb-h1 train.compile=true", "compiled blocks", "=false or pipeline.schedule=1f1b"),
@@ -449,6 +472,7 @@ GOOD = [
     bad("mesh.dp=2 pipeline.schedule=interleaved pipeline.chunks=4"),
     bad("pipeline.schedule=gpipe pipeline.chunks=8"),
     bad("pipeline.schedule=zb-h1 memory.loss_chunk=512 memory.mlp_chunk=512 zero.shard=optimizer"),
+    bad("pipeline.schedule=overlapped memory.recompute=full train.compile=true", sizes=MIXTRAL),
     bad("pipeline.schedule=zb-interleaved pipeline.chunks=2 zero.shard=parameters"),
     bad("pipeline.layers_per_stage=[7,9]"),
     bad("pipeline.layers_per_stage=0,1x16,0 pipeline.chunks=9 pipeline.schedule=interleaved"),

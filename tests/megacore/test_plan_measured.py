@@ -438,11 +438,16 @@ MIXTURES_OF_TWO = [
     *(replace(MIXTURE, mesh=MeshShape(ep=2), recompute=recompute) for recompute in ("selective", "full")),
     *(replace(MIXTURE, mesh=MeshShape(ep=2), shard=shard, microbatches=2) for shard in SHARDS[1:]),
     replace(MIXTURE, mesh=MeshShape(pp=2), microbatches=4),
+    *(
+        replace(MIXTURE, mesh=MeshShape(ep=2), recompute=recompute, schedule="overlapped", microbatches=3)
+        for recompute in get_args(Recompute)
+    ),
 ]
 MIXTURES_OF_FOUR = [
     *(replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), shard=shard) for shard in ("none", "parameters")),
     replace(MIXTURE, mesh=MeshShape(dp=2, ep=2), shard="gradients", microbatches=2),
     replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), etp=2, shard="optimizer"),
+    replace(MIXTURE, mesh=MeshShape(pp=2, ep=2), schedule="overlapped", chunks=2, microbatches=4),
 ]
 
 

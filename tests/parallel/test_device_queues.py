@@ -27,6 +27,7 @@ from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
+from megacore.parallel.baton import Baton
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.run import Pipeline, _Run
@@ -117,7 +118,10 @@ def recorded(program: Program) -> Iterator[None]:
         yield
 
 
-def _compute(program: Program) -> None:
+def _compute(program: Program, baton: Baton) -> None:
+    """Compute before and behind a place where what runs beside it may go on."""
+    program.append(Call(COMPUTE))
+    baton.pass_on()
     program.append(Call(COMPUTE))
 
 
@@ -132,7 +136,7 @@ def programs(
         for direction, source in itertools.product((FORWARD, BACKWARD), range(stages)):
             channel: Any = (direction, source)
             mesh._channels[direction, source] = Group((0, 1), 0, channel)
-        launch, last = partial(_compute, program), chunks * stages - 1
+        launch, last = partial(_compute, program, mesh.baton), chunks * stages - 1
         placed = (virtual_stage(stage, chunk, stages, placement_of(schedule)) for chunk in range(chunks))
         modules = [Chunk(launch, virtual == last) for virtual in placed]
         pipeline = Pipeline(mesh, modules, torch.float32, schedule, Weights(launch), order=order)

@@ -166,6 +166,22 @@ def test_what_a_cheap_module_has_made_is_made_again_unless_it_was_changed(change
     assert (block.cheap.calls > 1) is not changes
 
 
+def test_what_makes_it_again_goes_block_by_block_in_the_backward() -> None:
+    """A node of the first block must not hold on to what the last one was given."""
+    blocks, inputs, gone = [Block(False) for _ in range(3)], list[StorageWeakRef](), list[bool]()
+
+    def given(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        inputs.append(StorageWeakRef(arguments[0].untyped_storage()))
+
+    def left(module: nn.Module, arguments: tuple[Tensor, ...], y: Tensor) -> None:
+        y.register_hook(lambda _: gone.append(inputs[0].expired()))
+
+    blocks[2].register_forward_pre_hook(given)
+    blocks[0].register_forward_hook(left)
+    runner(Activations("selective"), blocks, (Twice,), CPU)(blocks, numbers(32, 32)).sum().backward()
+    assert gone == [True]
+
+
 def test_full_recomputation_draws_the_same_masks_and_leaves_the_generator_alone() -> None:
     block = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.5))
     gradients, states = [], []

@@ -28,6 +28,7 @@ from megacore.parallel.pipeline.schedules import (
     interleaved,
     messages,
     one_f_one_b,
+    overlapped,
     simulate,
     zb_h1,
     zb_interleaved,
@@ -207,6 +208,37 @@ def test_zb_h1_by_hand() -> None:
         parse("F0a F1a F0b F1b I0b W0b I1b W1b I0a W0a I1a W1a"),
         parse("F0a F1a F0b I0b F1b I1b W0b I0a W1b I1a W0a W1a"),
     )
+
+
+def test_overlapped_by_hand() -> None:
+    assert list(map(repr, overlapped(2, 1, 4)[1])) == [
+        "F(0,0)",
+        "F(0,1)+",
+        "B(0,0)",
+        "F(0,2)+",
+        "B(0,1)",
+        "F(0,3)+",
+        "B(0,2)",
+        "B(0,3)",
+    ]
+    rows = parse("F0 F1 F2 F3 B0 B1 B2 B3"), parse("F0 F1 B0 F2 B1 F3 B2 B3")
+    assert overlapped(2, 1, 4) == rows
+    assert overlapped(2, 2, 2)[0] == parse("F0a F1a F0b F1b B0b B1b B0a B1a")
+    few = overlapped(3, 1, 2)
+    assert not any(action.beside for row in few[:2] for action in row), "only what is ahead of a backward is beside it"
+
+
+def test_two_that_run_beside_each_other_are_one_step() -> None:
+    """Each hides what it computes of what the other waits for; both begin when both can, and send at their end."""
+    hides = Cost(1, 1.5, 0.5, exchange=0.25, exchange_back=1.5)
+    alone = simulate(overlapped(1, 1, 3), hides)
+    # F0; 3 less 0.25, which B hides, and 0.75, which are all that F computes; twice; B2
+    assert alone.total == 1 + 2 * 2 + 2
+    assert alone.spans[0][1].end - alone.spans[0][1].start == pytest.approx(2 / 3)
+    first, last = simulate(overlapped(2, 1, 4), Cost(send=0.5)).spans
+    # the last stage has F0 of 1.5 to 2.5, and two pairs; B0 comes half a unit after the first of them
+    assert [each.end for each in last[:3]] == [2.5, 3.5, 5.5]
+    assert (first[3].action, first[3].start) == (F(0, 3), 6.0) and first[3].action.beside
 
 
 def test_zb_v_by_hand() -> None:

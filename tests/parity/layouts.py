@@ -21,7 +21,7 @@ from megacore.models.lora import Lora
 from megacore.models.registry import FAMILIES, configure
 from megacore.models.tuning import Tuning
 from megacore.parallel.balance import Coefficients
-from megacore.parallel.enum_errors import ZeroShard
+from megacore.parallel.enum_errors import Recompute, ZeroShard
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.weights.layout import MeshShape
 from megacore.training.states.muon import Muon
@@ -593,6 +593,26 @@ OF_SHARED: list[Pair] = [
     (SHARED, Run(MeshShape(tp=2, pp=2), schedule="zb-h1", layers=(3, 2))),
 ]
 
+# -- forwards and backwards in turns
+
+
+def overlapped(mesh: MeshShape, chunks: int = 1, recompute: Recompute = "none", **others: Any) -> Run:
+    return Run(mesh, chunks, "overlapped", activations=Activations(recompute, recompute == "selective"), **others)
+
+
+OVERLAPPED: list[Pair] = [
+    (STARVED, overlapped(MeshShape(ep=2))),
+    (BIASED_EXPERTS, overlapped(MeshShape(ep=2), 2, "full", shard="gradients")),
+    (BIASED_EXPERTS, overlapped(MeshShape(pp=2, ep=2), 1, "selective", shard="optimizer")),
+    (STARVED, overlapped(MeshShape(pp=2, ep=2), shard="parameters")),
+    (STARVED, overlapped(MeshShape(ep=4), 2, "full", shard="parameters")),
+    (STARVED, overlapped(MeshShape(pp=2, ep=2, tp=2), 2, "full")),
+    (BIASED_EXPERTS, overlapped(MeshShape(ep=2, tp=2), 1, "selective", etp=True, shard="parameters")),
+    (MIXED_LORA, overlapped(MeshShape(pp=2, ep=2), shard="parameters")),
+    (FURTHER[0], overlapped(MeshShape(pp=2, ep=2), 2, shard="parameters")),
+    (FURTHER[1], overlapped(MeshShape(cp=2, ep=2, tp=2), micro=1, balance="auto")),
+]
+
 # -- ends of the model that are alone in their virtual stage
 
 ENDS_OF_4, ENDS_OF_8 = (0, 2, 1, 0), (0, *[1] * 6, 0)
@@ -652,6 +672,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 12, BY_MUON
     yield 332, OTHERS_BY_MUON
     yield 48, OF_FURTHER
+    yield 5, OVERLAPPED
     yield 72, [*UNEVEN_RUNGS, *UNEVEN_OTHERS]
 
 

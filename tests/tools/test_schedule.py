@@ -6,11 +6,12 @@ import pytest
 from traced import DATA_S, traced
 
 from megacore.parallel.pipeline.schedules import SCHEDULES, B, Cost, F, draw, simulate
+from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.run_plan import Plan, cluster_of
 from megacore.recipe import load
 from megacore.tools.schedule import main
-from megacore.training.schedule_gaps import ComparedSchedule
-from megacore.training.traces import write_trace
+from megacore.training.schedule_gaps import ComparedSchedule, actions
+from megacore.training.traces import COMPUTE, TracedInterval, TracedStep, write_trace
 
 SIZES = ["--stages", "4", "--microbatches", "8"]
 
@@ -19,10 +20,11 @@ def test_all_that_fit_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """By (p-1) / (v m), a third of it where the backward is split, and the chunks that each holds."""
     assert main([*SIZES, "--chunks", "2"]) == 0
     said = capsys.readouterr().out
-    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()[1:5]}
+    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()[1:6]}
     assert rows == {
         "gpipe": ["28.50", "18.8%", "8.00", "8.00", "0.00"],
         "interleaved": ["28.50", "18.8%", "5.50", "2.50", "0.00"],
+        "overlapped": ["28.50", "18.8%", "6.00", "3.00", "0.00"],
         "zb-interleaved": ["25.50", "6.2%", "5.50", "4.00", "2.00"],
         "zb-v": ["25.50", "6.2%", "4.00", "4.00", "3.50"],
     }
@@ -49,6 +51,17 @@ def test_a_step_as_planned_has_no_gaps(name: str) -> None:
     found = ComparedSchedule.last(traced(name, 4, 8, lambda stage, action: TAKES[action.kind]))
     assert found.schedule == SCHEDULES[name](4, 1, 8) and not [each for each in found.gaps(5) if each.seconds > 1e-9]
     assert found.real.total == pytest.approx(simulate(found.schedule, Cost(0.01, 0.01, 0.01)).total)
+
+
+def test_two_that_had_turns_have_their_time_one_after_the_other() -> None:
+    """F(0,1) and B(0,0) of a stage alone, whose turns are recorded one by one; what follows is as it was."""
+    turns = [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 2, 4), ("F", 1, 4, 5), ("B", 0, 5, 6), ("B", 1, 6, 9)]
+    row = [TracedInterval(COMPUTE, 0.0, 9.0), *(TracedInterval(k, s, e, 0, m, queued=0.25) for k, m, s, e in turns)]
+    step = TracedStep(50, MeshShape(), "overlapped", (0.0,), ({"host": tuple(row)},))
+    found = ComparedSchedule.last(step)
+    assert list(map(repr, found.schedule[0])) == ["F(0,0)", "F(0,1)+", "B(0,0)", "B(0,1)"]
+    assert [(each.start, each.end) for each in found.real.spans[0]] == [(0, 1), (1, 3), (3, 6), (6, 9)]
+    assert [each.queued for _, each in actions(row)] == [0.25, 0.5, 0.5, 0.25]
 
 
 def test_a_step_is_laid_on_its_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 from typing import Any, Self
 from unittest.mock import patch
@@ -32,9 +33,10 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megacore.parallel import baton
 from megacore.parallel.kernels.choice import has_triton
 
 TOP = Path(__file__).parents[3]
@@ -175,6 +177,23 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> No
         watch.kernel(kernel, arguments)
 
 
+class _FakeThread(Thread):
+    """A thread in which tensors are fake and watched as where it is made."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._modes = _get_current_dispatch_mode_stack()
+
+    def run(self) -> None:
+        with ExitStack() as on:
+            for mode in self._modes:
+                # The watch is on already, and sees the messages and kernels of every thread.
+                known: Any = super(DeviceWatch, mode) if isinstance(mode, DeviceWatch) else mode
+                known.__enter__()
+                on.push(known.__exit__)
+            super().run()
+
+
 @contextmanager
 def fake_cuda(played: Sequence[tuple[Any, str, Any]], world: int = 1, rank: int = 0) -> Iterator[None]:
     """All tensors are fake, and this process is a rank of a process group whose messages say nothing. ``played``:
@@ -189,6 +208,7 @@ def fake_cuda(played: Sequence[tuple[Any, str, Any]], world: int = 1, rank: int 
         (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch, "compile", partial(torch.compile, backend=_graphs)),
+        (baton, "Thread", _FakeThread),
         (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         (torch.Tensor, "pin_memory", _pin),
         (torch, "empty", _pinning(torch.empty)),
