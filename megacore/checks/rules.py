@@ -287,6 +287,17 @@ def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _each_stage(facts: RuleContext) -> Iterator[str]:
+    memory, pp = facts.config.memory, facts.config.mesh.pp
+    for key in ("recompute", "offload_activations"):
+        value = getattr(memory, key)
+        if isinstance(value, tuple) and len(value) != pp:
+            yield (
+                f"memory.{key} has a list of {len(value)}, and mesh.pp is {pp}: give one value for each stage, or one "
+                "for all"
+            )
+
+
 def _offload(facts: RuleContext) -> Iterator[str]:
     memory, shard = facts.config.memory, facts.config.zero.shard
     if memory.offload_optimizer == "file" and memory.offload_folder is None:
@@ -755,9 +766,9 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _order, _loss_chunk, _own_loss, _preference, _labels, _mtp,
-    _indexers, _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model, _corpora, _keys,
-    _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning,
-    _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
+    _indexers, _choices, _mlp_chunk, _each_stage, _offload, _positions, _tokens, _context, _context_of_model, _corpora,
+    _keys, _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp, _held_out,
+    _tuning, _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 
 
