@@ -142,7 +142,8 @@ class Setting:
     @cached_property
     def quantised(self) -> Mapping[str, BaseDtype]:
         """{weight: the format that it is held in} of what is held in fewer bits than the rest."""
-        return self.tuning.quantised(self.model.schema)
+        # A schema takes longer to make than all that a search asks of a setting beside it.
+        return {} if self.tuning.lora is None else self.tuning.quantised(self.model.schema)
 
     @property
     def frozen(self) -> frozenset[str]:
