@@ -506,10 +506,10 @@ class MemoryConfig:
 
     recompute: PerStage[Recompute] = "none"
     """The part of a block that is computed again in the backward: `none` of it, `selective`: the outputs of its norms
-    and activation functions, or `full`: all of it; or a list of one for each stage of the pipeline, as the first ones
-    hold more microbatches."""
+    and activation functions, or `full`: all of it. A list has one for each stage of the pipeline, of which the first
+    ones hold the most microbatches."""
     offload_activations: PerStage[Bool] = False
-    """Whether the activations of the blocks wait in host memory for the backward; or a list of one for each stage."""
+    """Whether the activations of the blocks wait in host memory for the backward. A list has one for each stage."""
     loss_chunk: Annotated[Int, AT_LEAST_1] | None = None
     """Tokens whose logits are there at a time; null: those of a microbatch."""
     mlp_chunk: Annotated[Int, AT_LEAST_1] | None = None
