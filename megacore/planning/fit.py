@@ -109,7 +109,8 @@ class Candidate:
 
 def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Candidate, ...]:
     """Return the best settings that fit ``world`` devices, fastest first; if none does, those that do in chunks of
-    tokens. All keep the global batch of ``base``, its model, widths, sequence length and offloads."""
+    tokens. All keep the global batch of ``base``, its model, widths, sequence length and offloads; where it offloads
+    activations, only stages that must do."""
     with _uncollected():
         candidates = sorted(_candidates(base, world, cluster), key=lambda each: each.time.total)
         again = list[Candidate]()
