@@ -11,9 +11,9 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, field, fields, is_dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import BeforeValidator, ConfigDict, Strict
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Strict, Tag
 from pydantic.dataclasses import dataclass
 
 from megacore.batch_sizes import BatchSizes
@@ -72,6 +72,12 @@ SAMPLES = Bound("a-b with 0 <= a < b", lambda pair: 0 <= pair[0] < pair[1])
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
+T = TypeVar("T")
+PerStage = Annotated[
+    Annotated[T, Tag("{all}")] | Annotated[tuple[T, ...], Tag("{each}")],
+    Discriminator(lambda value: "{each}" if isinstance(value, list | tuple) else "{all}"),
+]
+"""A value of all stages of a pipeline, or a list of one for each."""
 
 # -- the sections of a recipe
 
@@ -505,12 +511,12 @@ class LossScaleConfig:
 class MemoryConfig:
     """The memory of what is kept for the backward and for the update."""
 
-    recompute: Recompute = "none"
+    recompute: PerStage[Recompute] = "none"
     """The part of a block that is computed again in the backward: `none` of it, `selective`: the outputs of its norms
-    and
-    activation functions, or `full`: all of it."""
-    offload_activations: Bool = False
-    """Whether the activations of the blocks wait in host memory for the backward."""
+    and activation functions, or `full`: all of it. A list has one for each stage of the pipeline, of which the first
+    ones hold the most microbatches."""
+    offload_activations: PerStage[Bool] = False
+    """Whether the activations of the blocks wait in host memory for the backward. A list has one for each stage."""
     loss_chunk: Annotated[Int, AT_LEAST_1] | None = None
     """Tokens whose logits are there at a time; null: those of a microbatch."""
     mlp_chunk: Annotated[Int, AT_LEAST_1] | None = None

@@ -190,7 +190,8 @@ OTHER_NAMES = {
 
 
 def _explain(error: ErrorDetails) -> str:
-    where, kind, value = error["loc"], error["type"], error["input"]
+    where = [part for part in error["loc"] if not str(part).startswith("{")]  # the ways to write a value
+    kind, value = error["type"], error["input"]
     if kind == "unexpected_keyword_argument":
         return f"{dotted(where)}: unknown key; {_nearest(where)}"
     if kind == "missing":

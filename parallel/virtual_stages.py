@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from megacore.parallel.enum_errors import V_SHAPED, Placement
+
+T = TypeVar("T")
 
 
 def placement_of(schedule: str) -> Placement:
@@ -23,3 +27,8 @@ def stage_of(virtual: int, stages: int, placement: Placement) -> int:
     """Return the stage that has a virtual stage, which is chunk ``virtual // stages`` there."""
     chunk, at = divmod(virtual, stages)
     return stages - 1 - at if placement == "v" and chunk % 2 else at
+
+
+def of_stage(value: T | tuple[T, ...], stage: int) -> T:
+    """Return what a stage has of a value that all stages share, or of those of each."""
+    return value[stage] if isinstance(value, tuple) else value

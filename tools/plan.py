@@ -18,7 +18,7 @@ from megacore.devices import DEVICES
 from megacore.models.config import ModelConfigError, parameters_in_words
 from megacore.models.registry import configure
 from megacore.pictures import pyplot, save
-from megacore.planning.fit import Candidate, fit
+from megacore.planning.fit import Candidate, fit, spelled
 from megacore.planning.overheads import COMMUNICATOR, Overheads
 from megacore.planning.packed_documents import with_documents
 from megacore.planning.peak_memory import TERMS
@@ -225,7 +225,7 @@ def _headline(plan: Plan, name: str) -> Iterator[str]:
     yield (
         f"bytes of a parameter {w.parameter}, its gradient {w.gradient}, master {w.master}, moments {w.moments}"
         f"{f', start and momentum of outer steps {w.outer}' if w.outer else ''}; "
-        f"split over data parallel ranks: {s.shard}; recomputed: {s.recompute}"
+        f"split over data parallel ranks: {s.shard}; recomputed: {spelled(s.recompute)}"
     )
 
 

@@ -192,7 +192,7 @@ def _overlapped(facts: RuleContext) -> Iterator[str]:
             f"({config.pipeline.order}) are run one by one: set {other}, or pipeline.order=null"
         )
     lora_drops = config.lora is not None and config.lora.dropout > 0
-    if (facts.model.drops or lora_drops) and config.memory.recompute == "full":
+    if (facts.model.drops or lora_drops) and "full" in config.memory.recompute:
         yield (
             "memory.recompute=full draws the masks of dropout again, which pipeline.schedule overlapped would have "
             f"others draw in between: set memory.recompute=selective, no dropout, or {other}"
@@ -308,6 +308,17 @@ def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
             f"memory.mlp_chunk ({chunk}) would scale each chunk of tokens by itself with train.precision fp8, and the "
             "numbers would depend on the layout: set memory.mlp_chunk=null, or train.precision=bf16"
         )
+
+
+def _each_stage(facts: RuleContext) -> Iterator[str]:
+    memory, pp = facts.config.memory, facts.config.mesh.pp
+    for key in ("recompute", "offload_activations"):
+        value = getattr(memory, key)
+        if isinstance(value, tuple) and len(value) != pp:
+            yield (
+                f"memory.{key} has a list of {len(value)}, and mesh.pp is {pp}: give one value for each stage, or one "
+                "for all"
+            )
 
 
 def _offload(facts: RuleContext) -> Iterator[str]:
@@ -778,10 +789,10 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
-    _labels, _mtp, _indexers, _choices, _mlp_chunk, _offload, _positions, _tokens, _context, _context_of_model,
-    _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon, _ema, _fp8, _async_tp,
-    _held_out, _tuning, _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype, _one_start, _repetition,
-    _export,
+    _labels, _mtp, _indexers, _choices, _mlp_chunk, _each_stage, _offload, _positions, _tokens, _context,
+    _context_of_model, _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon,
+    _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype,
+    _one_start, _repetition, _export,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import Tuning
 from megacore.parallel.enum_errors import Placement, Recompute
-from megacore.parallel.virtual_stages import virtual_stage
+from megacore.parallel.virtual_stages import of_stage, stage_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import LayerCost
 from megacore.planning.exchange import Packing
@@ -61,6 +61,7 @@ class ActivationMemory:
         stages, layers, placement: The stages of the pipeline, the layers of each virtual one, and how these are placed.
         width: Bytes of a parameter and of an activation.
         loss_chunk, mlp_chunk: Tokens whose logits, or feed-forward activations, exist at a time; None for all.
+        recompute, offload: What of a block each stage computes again, and whether what it keeps goes to the host.
         imbalance: The rows of the fullest rank's experts over the mean of all ranks.
         late: Whether weight gradients come later than input gradients.
     """
@@ -75,7 +76,8 @@ class ActivationMemory:
     width: int
     device: Literal["cpu", "cuda"]
     packing: Packing
-    recompute: Recompute
+    recompute: tuple[Recompute, ...]
+    offload: tuple[bool, ...]
     loss_chunk: int | None
     mlp_chunk: int | None
     imbalance: float
@@ -86,15 +88,18 @@ class ActivationMemory:
         """Return the activations of a run; ModuleNotFoundError without torch, which they are measured with."""
         s, mesh = setting, setting.layout.mesh
         inner = replace(mesh, pp=1, dp=1)
+        recompute = tuple(of_stage(s.recompute, stage) for stage in range(mesh.pp))
+        offload = tuple(of_stage(s.offload_activations, stage) for stage in range(mesh.pp))
         return _activations(
             s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.layout.placement,
-            s.widths.parameter, s.device, s.packing, s.recompute, s.loss_chunk, s.mlp_chunk, s.imbalance,
+            s.widths.parameter, s.device, s.packing, recompute, offload, s.loss_chunk, s.mlp_chunk, s.imbalance,
             s.splits_backward,
         )  # fmt: skip
 
     @cached_property
     def without_recomputation(self) -> ActivationMemory:
-        return replace(self, recompute="none")
+        nothing: Recompute = "none"
+        return replace(self, recompute=(nothing,) * self.stages)
 
     @cached_property
     def _fake(self) -> FakeModel:
@@ -105,13 +110,14 @@ class ActivationMemory:
     @cached_property
     def chunks(self) -> tuple[tuple[LayerCost, ...], ...]:
         """The blocks of each virtual stage; those that are alike are one object."""
-        measured = cache(partial(self._fake.block, self.recompute, self.mlp_chunk, self.imbalance, self.packing))
+        measured = cache(partial(self._fake.block, self.mlp_chunk, self.imbalance, self.packing))
         found, kinds = [], iter(self._fake.kinds)
         for virtual, count in enumerate(self.layers):
+            recompute = self._recomputed(virtual)
             # What another stage sends asks for a gradient, whatever is trained there.
             entered, blocks = virtual > 0 or self.embeds, list[LayerCost]()
             for kind in islice(kinds, count):
-                blocks.append(measured(kind, entered))
+                blocks.append(measured(recompute, kind, entered))
                 entered = blocks[-1].left
             found.append(tuple(blocks))
         return tuple(found)
@@ -129,7 +135,11 @@ class ActivationMemory:
     def head(self) -> LayerCost:
         """The final norm, the product to the vocabulary, and the loss."""
         entered = not self.chunks[-1] or self.chunks[-1][-1].left
-        return self._fake.head(self.recompute, self.imbalance, self.packing, entered, self.loss_chunk)
+        recompute = self._recomputed(len(self.layers) - 1)
+        return self._fake.head(recompute, self.imbalance, self.packing, entered, self.loss_chunk)
+
+    def _recomputed(self, virtual: int) -> Recompute:
+        return self.recompute[stage_of(virtual, self.stages, self.placement)]
 
     @cached_property
     def tied(self) -> int:
@@ -157,14 +167,20 @@ class ActivationMemory:
         return tuple(Counter(chain(*self.of_stage(stage, self.chunks))) for stage in range(self.stages))
 
     @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Of each stage the first that is like it: which has the same blocks and the same end of the model, and so the
+        same parameters, messages and times, and keeps them in the same place."""
+        ends, groups = {0, self.stages - 1}, dict[object, int]()
+        keys = [
+            (*self.of_stage(stage, self.chunks), self.offload[stage], stage if stage in ends else None)
+            for stage in range(self.stages)
+        ]
+        return tuple(groups.setdefault(key, stage) for stage, key in enumerate(keys))
+
+    @cached_property
     def unlike(self) -> tuple[int, ...]:
-        """The first of the stages that are alike, of each such group: which have the same blocks and the same end of
-        the model, and so the same parameters, messages and times."""
-        ends = {0, self.stages - 1}
-        groups = dict[object, int]()
-        for stage in range(self.stages):
-            groups.setdefault((*self.of_stage(stage, self.chunks), stage if stage in ends else None), stage)
-        return tuple(groups.values())
+        """The first of the stages that are alike, of each such group."""
+        return tuple(dict.fromkeys(self.alike))
 
     def layers_of(self, stage: int) -> Mapping[int, LayerCost]:
         """Return {the last layer of each kind that a stage has: its block}."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from megacore.config import Config
 from megacore.devices import SMALL_CPU, Device
 from megacore.models.config import ModelConfig
+from megacore.parallel.virtual_stages import of_stage
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting
 from megacore.planning.state_bytes import Shares, StateBytes, state
@@ -76,7 +77,7 @@ def _memory_problems(
             f"this machine, or this container, has {host / 1e9:,.2f} GB of memory, and weights, gradients and "
             f"optimizer state of the {ranks} here take {needed / 1e9:,.2f} GB: {way_out}"
             + ", or fewer tokens on each (mesh.cp, mesh.tp, batch.micro_size)"
-            * setting.offload_activations
+            * (setting.offload_activations is not False)
         )
 
 
@@ -87,4 +88,4 @@ def _inputs_on_host(setting: Setting) -> Iterator[int]:
     tokens, embed = setting.tokens // mesh.tp, setting.model.sizes["embed"]
     for stage in range(mesh.pp):
         blocks = sum(len(layout.chunk_layers(stage, chunk)) for chunk in range(layout.chunks))
-        yield blocks * tokens * embed * setting.widths.parameter * setting.offload_activations
+        yield blocks * tokens * embed * setting.widths.parameter * of_stage(setting.offload_activations, stage)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gc
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import chooser_apart, layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextBalance, ContextExchange, PipelineSchedule, Recompute, ZeroShard
+from megacore.parallel.virtual_stages import of_stage
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
+from megacore.planning.activations import ActivationMemory
 from megacore.planning.exchange import WHOLE
-from megacore.planning.peak_memory import Memory, memory, peaks
+from megacore.planning.peak_memory import Memory, memory, peaks, stage_peak
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import Shares, state
 from megacore.planning.step_time import Cluster, Estimate, estimate
@@ -27,13 +32,25 @@ BEHIND = 2.0
 CHUNK = 4096
 """Tokens whose feed-forward activations are there at a time, where nothing fits that has those of a microbatch."""
 _MICRO = (1, 2, 4, 8, 16, 32)
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _CHUNKS = 10
 """The most chunks of a stage."""
 _MOST, _LEAST = 64, 64
 """Ranks that share a sequence at the most, and a rank's tokens of it, of which it has a multiple."""
 _HOPS: tuple[ContextExchange, ...] = ("ring", "gather")
 _BALANCES: tuple[ContextBalance, ...] = ("auto", "documents", "rows")
+
+
+class Kept(NamedTuple):
+    """What a stage computes again of its blocks, and whether what it keeps goes to the host."""
+
+    recompute: Recompute
+    offload: bool = False
+
+
+_KEPT = Kept("none"), Kept("selective"), Kept("full")
+"""The choices of a stage, of which each keeps less than the one before and takes longer."""
+_OFFLOADED = *_KEPT[:2], *(Kept(each.recompute, True) for each in _KEPT)
+"""Those where activations may go to the host."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +102,15 @@ class Candidate:
             "pipeline.layers_per_stage": "null",
             "zero.shard": s.shard,
             "zero.replicas": s.replicas,
-            "memory.recompute": s.recompute,
+            "memory.recompute": spelled(s.recompute),
             **({"memory.mlp_chunk": s.mlp_chunk} if s.mlp_chunk else {}),
         }
 
 
 def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Candidate, ...]:
     """Return the best settings that fit ``world`` devices, fastest first; if none does, those that do in chunks of
-    tokens. All keep the global batch of ``base``, its model, widths, sequence length and offloads."""
+    tokens. All keep the global batch of ``base``, its model, widths, sequence length and offloads; where it offloads
+    activations, only stages that must do."""
     with _uncollected():
         candidates = sorted(_candidates(base, world, cluster), key=lambda each: each.time.total)
         again = list[Candidate]()
@@ -119,10 +137,12 @@ def with_split_backward(setting: Setting, cluster: Cluster) -> Iterator[Setting]
         # Two chunks in a V hold what one of 1F1B does, so they may fit where interleaved ones did not.
         in_two = layout_of(setting.model, layout.mesh, 2, tuning=setting.tuning, split=layout.split, placement="v")
         ways.append(("zb-v", in_two))
+    choices = _choices(setting)
+    *choices, least = choices[: 1 + max(map(choices.index, _kept(setting)))]
     for schedule, placed in ways:
-        late = replace(setting, schedule=schedule, layout=placed)
+        late = _keeping(replace(setting, schedule=schedule, layout=placed), [least] * layout.mesh.pp)
         if late.may_split and all(peak <= room for peak in peaks(late)):
-            yield late
+            yield _keeping_most(late, choices, room)
 
 
 def _candidates(base: Setting, world: int, cluster: Cluster) -> Iterator[Candidate]:
@@ -235,13 +255,13 @@ def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float, fas
 
     def rungs(setting: Setting) -> list[Candidate]:
         nonlocal least
-        candidates, tried = list[Candidate](), _RECOMPUTE
+        candidates, choices = list[Candidate](), _choices(base)
         for rung in _rungs(base, layout):
-            fits = _least_recomputed(replace(setting, shard=rung), cluster, room, tried, least)
+            fits = _least_recomputed(replace(setting, shard=rung), cluster, room, choices, least, fastest.seconds)
             candidates += fits
             least = min([least, *(each.time.total for each in fits)])
             if fits and rung != "none":  # what splits more only sends more: it must recompute less
-                tried = tried[: tried.index(fits[0].setting.recompute)]
+                choices = choices[: max(map(choices.index, _kept(fits[0].setting)))]
         return candidates
 
     if layout.mesh.cp == 1:
@@ -290,22 +310,69 @@ def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
 
 
 def _least_recomputed(
-    setting: Setting, cluster: Cluster, room: float, choices: Sequence[Recompute], least: float
+    setting: Setting, cluster: Cluster, room: float, choices: Sequence[Kept], least: float, fastest: float
 ) -> list[Candidate]:
-    """Return the setting with the least of the recomputations that fits, if any does and may take less than ``least``
-    seconds, those of another of its mesh."""
+    """Return the setting that fits with the first of the choices, if any does and may take less than ``least`` seconds,
+    those of another of its mesh. Where it may become the ``fastest`` of all, each stage has a choice of its own."""
     if not choices or any(state(own, setting).device(setting).total > room for own in Shares.of(setting).unlike):
         return []
-    for recompute in choices:
-        if recompute == "selective" and least < math.inf:
-            kept = estimate(replace(setting, recompute="none"), cluster, simulated=False)
+    stages = setting.layout.mesh.pp
+    for at, choice in enumerate(choices):
+        if at == 1 and least < math.inf:
+            kept = estimate(_keeping(setting, [choices[0]] * stages), cluster, simulated=False)
             # Recomputation may hide sums of gradients and leave less to offload, and rungs differ in the optimizer too.
             if kept.total - kept.data - kept.offload - kept.optimizer >= least:
                 return []
-        tried = replace(setting, recompute=recompute)
-        if all(peak <= room for peak in peaks(tried)):
-            return [Candidate(tried, (), estimate(tried, cluster, simulated=False))]
+        found = _keeping(setting, [choice] * stages)
+        if all(peak <= room for peak in peaks(found)):
+            time = estimate(found, cluster, simulated=False)
+            again = time.recompute * time.total / (time.total - time.bubble)  # of which bubbles have a part
+            if at and stages > 1 and time.total - again < fastest:
+                found = _keeping_most(found, choices[:at], room)
+                time = estimate(found, cluster, simulated=False)
+            return [Candidate(found, (), time)]
     return []
+
+
+def _keeping_most(setting: Setting, choices: Sequence[Kept], room: float) -> Setting:
+    """Return a setting that fits, each of whose stages has the first of the choices with which it still does."""
+    act, chosen, alike = ActivationMemory.of(setting), [*_kept(setting)], dict[int, list[int]]()
+    for stage, like in enumerate(act.alike):
+        alike.setdefault(stage if act.late else like, []).append(stage)
+    for choice in reversed(choices):
+        tried = _keeping(setting, [choice] * act.stages)
+        for stages in alike.values():  # of those that are alike a later one holds less
+            del stages[: bisect_left(stages, True, key=partial(_fits, tried, room))]
+            for stage in stages:
+                chosen[stage] = choice
+    return _keeping(setting, chosen)
+
+
+def _fits(setting: Setting, room: float, stage: int) -> bool:
+    return stage_peak(setting, stage) <= room
+
+
+def _choices(setting: Setting) -> Sequence[Kept]:
+    return _OFFLOADED if setting.offload_activations else _KEPT
+
+
+def _kept(setting: Setting) -> Iterator[Kept]:
+    """Yield what each stage keeps."""
+    for stage in range(setting.layout.mesh.pp):
+        yield Kept(of_stage(setting.recompute, stage), of_stage(setting.offload_activations, stage))
+
+
+def _keeping(setting: Setting, kept: Sequence[Kept]) -> Setting:
+    """Return the setting whose stages keep this."""
+    recompute, offload = (values if len({*values}) > 1 else values[0] for values in zip(*kept, strict=True))
+    return replace(setting, recompute=recompute, offload_activations=offload)
+
+
+def spelled(value: object) -> str:
+    """Return the text of a recipe that is a value of all stages, or one for each."""
+    each = value if isinstance(value, tuple) else (value,)
+    text = ",".join(str(one).lower() for one in each)
+    return f"[{text}]" if isinstance(value, tuple) else text
 
 
 def _divisors(number: int) -> list[int]:

@@ -24,7 +24,8 @@ KEYS = (
     *(f"mesh.{dim}" for dim in ("pp", "dp", "cp", "ep", "tp", "etp")),
     *(f"context.{key}" for key in ("exchange", "balance", "heads")),
     *(f"pipeline.{key}" for key in ("schedule", "order", "chunks", "layers_per_stage")),
-    *("zero.shard", "zero.replicas", "batch.micro_size", "memory.recompute", "memory.mlp_chunk"),
+    *("zero.shard", "zero.replicas", "batch.micro_size"),
+    *(f"memory.{key}" for key in ("recompute", "offload_activations", "mlp_chunk")),
 )
 """The keys of a recipe that a layout may change."""
 

@@ -135,7 +135,7 @@ class FakeModel:
         return self._unit("embedding", embedding, lambda x, batch, context: embedding(batch), False, packing)
 
     def block(
-        self, recompute: Recompute, mlp_chunk: int | None, imbalance: float, packing: Packing, kind: str, entered: bool
+        self, mlp_chunk: int | None, imbalance: float, packing: Packing, recompute: Recompute, kind: str, entered: bool
     ) -> LayerCost:
         """Return the cost of a block, [tokens/tp, embed] -> same, like the layer ``kind``; ``entered``: what comes in
         has a gradient; ``imbalance``: the rows of its experts over the mean of all ranks, if there are as many."""

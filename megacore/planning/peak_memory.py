@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from megacore.parallel.pipeline.schedules import SCHEDULES, Schedule
+from megacore.parallel.virtual_stages import stage_of
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, cast_bytes, matrix_groups, sharing, state
@@ -145,7 +146,7 @@ def held_bytes(setting: Setting) -> list[tuple[int, int]]:
     """Return the bytes that each virtual stage holds of a microbatch for a backward to come, and for weight gradients
     to come, on the device."""
     act = ActivationMemory.of(setting)
-    held = [(_on_device(setting, act, virtual), waiting) for virtual, waiting in enumerate(act.waiting)]
+    held = [(_on_device(act, virtual), waiting) for virtual, waiting in enumerate(act.waiting)]
     kept, waiting = held[-1]
     return [*held[:-1], (kept + act.head.kept, waiting + act.head.waiting)]
 
@@ -154,9 +155,13 @@ def peaks(setting: Setting) -> Iterator[int]:
     """Yield the bytes at the peaks of the stages, one after the other. Of those that are alike it is that of the first:
     before each of its backwards it has run as many forwards of each chunk as the others, or more. Where weight
     gradients come later, the later a stage the more of them wait."""
-    act, shares = ActivationMemory.of(setting), Shares.of(setting)
-    stages = range(act.stages) if act.late else act.unlike
-    return (_stage(setting, act, stage, shares.stages[stage]).peak for stage in stages)
+    act = ActivationMemory.of(setting)
+    return (stage_peak(setting, stage) for stage in (range(act.stages) if act.late else act.unlike))
+
+
+def stage_peak(setting: Setting, stage: int) -> int:
+    """Return the bytes at the peak of a stage."""
+    return _stage(setting, ActivationMemory.of(setting), stage, Shares.of(setting).stages[stage]).peak
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence
     worst = max(moments, key=lambda moment: moment.total(everything.gradients))
     kept = act.of_stage(stage, act.kept)
     flying = _flying(setting)[stage]
-    if setting.offload_activations:
+    if act.offload[stage]:
         host += max(sum(n * k for n, k in zip(crowd.alive, kept, strict=True)) for crowd in flying)
     last = stage == layout.last_stage
     terms = {
@@ -221,7 +226,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
     lazy = _lazy(shares, setting)
     split = _Sharing.of(setting, act, stage, shares)
     there = layout.virtual_stages(stage)
-    kept = [_on_device(setting, act, virtual) for virtual in there]
+    kept = [_on_device(act, virtual) for virtual in there]
     moments = []
     flying = _flying(setting)[stage]
     for weights, chunk, beside, alive, waiting in flying:
@@ -296,10 +301,11 @@ class _ForwardBeside:
         return min(self.kept, int(self.kept * done) + self.block)
 
 
-def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:
+def _on_device(act: ActivationMemory, virtual: int) -> int:
     """Return the bytes that a chunk keeps; where it is offloaded, those on their way."""
     kept, most = act.kept[virtual], max((block.kept for block in act.chunks[virtual]), default=0)
-    return min(kept, OFFLOAD_AHEAD + most) if setting.offload_activations else kept
+    offloaded = act.offload[stage_of(virtual, act.stages, act.placement)]
+    return min(kept, OFFLOAD_AHEAD + most) if offloaded else kept
 
 
 def _lazy(shares: Sequence[ParameterShare], setting: Setting) -> bool:

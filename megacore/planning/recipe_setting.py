@@ -10,7 +10,7 @@ from megacore.config import Config, ContextConfig, SyncConfig, ZeroConfig
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
-from megacore.planning.fit import Candidate
+from megacore.planning.fit import Candidate, spelled
 from megacore.planning.pipeline_order import order_of
 from megacore.planning.setting import Setting, Widths
 
@@ -67,6 +67,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
 
 def alone(config: Config) -> Config:
     """Return the recipe on one rank, which has the whole global batch: the search lays it out anew."""
+    offload = config.memory.offload_activations not in (False, (False,) * config.mesh.pp)
     return replace(
         config,
         zero=ZeroConfig(compress=config.zero.compress),
@@ -75,6 +76,7 @@ def alone(config: Config) -> Config:
         mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
         pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, order=None, layers_per_stage=None),
         batch=replace(config.batch, micro_size=1),
+        memory=replace(config.memory, recompute="none", offload_activations=offload),
     )
 
 
@@ -84,4 +86,5 @@ def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
     plain = ContextConfig()
     asked = {f"context.{key}": value for key, value in vars(plain).items()} if config.context != plain else {}
     order = {} if config.pipeline.order is None else {"pipeline.order": "null"}
-    return {**asked, **order, **each.overrides}
+    offload = {"memory.offload_activations": spelled(each.setting.offload_activations)}
+    return {**asked, **order, **each.overrides, **(offload if config.memory.offload_activations else {})}

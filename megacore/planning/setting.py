@@ -86,6 +86,7 @@ class Setting:
         replicas: Groups of dp ranks that do not split with each other, of all replicas that take steps alone.
         compress: The numbers that gradients are rounded to where they are sent.
         fp8: Whether linears multiply in fp8.
+        recompute, offload_activations: One of all stages, or of each.
         order: The actions of each stage, where that is not the schedule's own order of them.
         alone: The replicas that take steps alone, parts of dp.
         round_steps: The steps that these take before they are brought together; 0: there are none.
@@ -101,12 +102,12 @@ class Setting:
     schedule: str = "1f1b"
     shard: ZeroShard = "none"
     replicas: int = 1
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[Recompute, ...] = "none"
     loss_chunk: int | None = None
     offload_optimizer: OptimizerOffload = "none"
     offload_parameters: bool = False
     offload_buffer: int = 512 << 20
-    offload_activations: bool = False
+    offload_activations: bool | tuple[bool, ...] = False
     device: Literal["cpu", "cuda"] = "cuda"
     bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING
@@ -141,7 +142,8 @@ class Setting:
     @cached_property
     def quantised(self) -> Mapping[str, BaseDtype]:
         """{weight: the format that it is held in} of what is held in fewer bits than the rest."""
-        return self.tuning.quantised(self.model.schema)
+        # A schema takes longer to make than all that a search asks of a setting beside it.
+        return {} if self.tuning.lora is None else self.tuning.quantised(self.model.schema)
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -282,8 +282,8 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
         waits = [max(0.0, row.total - 2 * row.products.late) for row in rows]
         idle = (sum(waits) - waits[rows.index(slowest)]) / chunks + 2 * (pp - 1) * hop
     data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in act.unlike)
-    moved = max(sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in act.unlike)
-    away = 2 * m * moved if setting.offload_activations else 0
+    kept = {stage: sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in act.unlike}
+    away = 2 * m * max(size * act.offload[stage] for stage, size in kept.items())
     if setting.offload_parameters:  # a slice comes with each gathering: for the forward and for the backward
         away += 2 * m * max(state(shares.stages[stage], setting).parameters for stage in act.unlike)
     away_s = away / cluster.device.host

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megacore.config import Config
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Schedule, simulate
-from megacore.parallel.virtual_stages import placement_of
+from megacore.parallel.virtual_stages import of_stage, placement_of
 from megacore.training.diagnosis import EVALUATE, PRODUCTS, RECOMPUTATION, SAVE, WAITING, StepSplit, axes_of
 from megacore.training.planned_parts import StepPlan
 from megacore.training.schedule_gaps import ComparedSchedule, pipelines
@@ -87,7 +87,12 @@ def _of_pipelines(step: TracedStep, config: Config, found: StepSplit, plan: Step
     if config.memory.recompute != "none":
         work = [sum(x.seconds for x in found.parts if x.name == name) for name in (RECOMPUTATION, PRODUCTS)]
         again = work[0] / (sum(work) or 1.0)
-        yield Advice("memory.recompute=none", gain(own, lambda _, x: [replace(x, inputs=x.inputs - again * _total(x))]))
+
+        def kept(stage: int, x: Cost) -> Sequence[Cost]:
+            less = again * _total(x) * (of_stage(config.memory.recompute, stage) != "none")
+            return [replace(x, inputs=x.inputs - less)]
+
+        yield Advice("memory.recompute=none", gain(own, kept))
     if stages == 1:
         return
     whole = config.lora is None and not config.train.compile and config.memory.recompute == "none"

@@ -30,6 +30,7 @@ from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.preference import TOLD, PairLoss, Preference
 from megacore.parallel.rank_sets import across, parts_of_dp
 from megacore.parallel.token_loss import loss_of
+from megacore.parallel.virtual_stages import of_stage
 from megacore.parallel.weights.layout import Layout
 from megacore.recipe import ConfigError
 from megacore.store.conversions.adapters import check_fingerprint
@@ -152,7 +153,10 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
         of_pairs = PairLoss(weights, mesh.along("cp", "tp"), section.scores)
     terms, mtp = (config.loss.label_smoothing, config.loss.z_loss), config.mtp_factor(setup.model.schema)
     losses = Losses(*terms, config.memory.loss_chunk, function, of_pairs, mtp)
-    activations = Activations(config.memory.recompute, config.memory.offload_activations, config.memory.mlp_chunk)
+    memory, stage = config.memory, mesh.place.pp
+    activations = Activations(
+        of_stage(memory.recompute, stage), of_stage(memory.offload_activations, stage), memory.mlp_chunk
+    )
     dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
     experts = config.experts
     coefficients = Coefficients(experts.sequence_balance, experts.batch_balance, experts.z_loss, experts.bias_rate)

@@ -11,7 +11,7 @@ from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU, Device, device_of
 from megacore.models.config import ModelConfig
 from megacore.models.registry import configure
 from megacore.planning.capacity import cpu_of
-from megacore.planning.fit import fit
+from megacore.planning.fit import fit, spelled
 from megacore.planning.peak_memory import peaks
 from megacore.planning.recipe_setting import alone, overrides, setting_of
 from megacore.planning.run_plan import problems_on_paper
@@ -153,8 +153,10 @@ class StepPlan:
         found = fit(base, self.setting.layout.mesh.world, self.cluster, 1)
         if not found:
             return "", 0.0
-        here = {key: "null" if value is None else value for key, value in flat(asdict(self.config)).items()}
-        wanted = {key: value for key, value in overrides(found[0], self.config).items() if value != here.get(key)}
+        here = {key: "null" if value is None else spelled(value) for key, value in flat(asdict(self.config)).items()}
+        wanted = {
+            key: value for key, value in overrides(found[0], self.config).items() if spelled(value) != here.get(key)
+        }
         return " ".join(f"{key}={value}" for key, value in wanted.items()), 1 - found[0].time.total / self.time.total
 
 

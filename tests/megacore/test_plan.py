@@ -24,21 +24,21 @@ from megacore.models.lora import Lora
 from megacore.models.registry import configure
 from megacore.models.stages import chooser_apart, layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
-from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload
+from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload, Recompute
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
-from megacore.parallel.virtual_stages import placement_of
+from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
 from megacore.planning import capacity
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
-from megacore.planning.fit import _chunks, fit, with_split_backward
-from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks
+from megacore.planning.fit import _choices, _chunks, _keeping, _keeping_most, _kept, fit, with_split_backward
+from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, stage_peak
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
-from megacore.planning.step_time import MARGIN, Cluster, MatMul, estimate
+from megacore.planning.step_time import MARGIN, Cluster, MatMul, estimate, virtual_costs
 from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import ConfigError, load
 from megacore.tools.main import main
@@ -519,6 +519,32 @@ def test_of_stages_that_are_alike_the_first_is_fullest(chunks: int, microbatches
     assert found[1:-1] == sorted(found[1:-1], reverse=True)
 
 
+RECOMPUTED: tuple[Recompute, ...] = ("full", "selective", "none", "none")
+"""Of each of four stages."""
+OFFLOADED = True, False, True, False
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+def test_each_stage_is_charged_what_it_keeps(schedule: str, chunks: int) -> None:
+    """Memory and time of each of its chunks are those where all stages keep that; and the pipeline's are simulated."""
+    alike = setting({"preset": "llama-2-7b"}, MeshShape(pp=4), chunks, 8, schedule=schedule)
+    made = replace(alike, recompute=RECOMPUTED, offload_activations=OFFLOADED)
+    costs, times = virtual_costs(made, H100), set[float]()
+    for stage, (recompute, offload) in enumerate(zip(RECOMPUTED, OFFLOADED, strict=True)):
+        own = replace(alike, recompute=recompute, offload_activations=offload)
+        assert memory(made)[stage] == memory(own)[stage]
+        for chunk in range(chunks):
+            virtual = virtual_stage(stage, chunk, 4, placement_of(schedule))
+            assert costs[virtual] == virtual_costs(own, H100)[virtual]
+        times.add(estimate(own, H100).total)
+    assert min(times) < estimate(made, H100).total < max(times)
+    found = [[costs[virtual_stage(s, c, 4, placement_of(schedule))] for c in range(chunks)] for s in range(4)]
+    simulated = simulate(SCHEDULES[schedule](4, chunks, 8), found, placement_of(schedule)).total
+    time = estimate(made, H100)
+    assert time.total - time.data - time.offload - time.optimizer == pytest.approx(simulated)
+    assert [*peaks(made)] == [each.peak for each in memory(made)]  # none stands for another
+
+
 # -- the search, and the command
 
 
@@ -565,6 +591,44 @@ def test_two_chunks_in_a_v_are_tried_where_interleaved_ones_do_not_fit() -> None
     tight = replace(H100, device=replace(H100.device, memory=room / (1 - MARGIN)))
     assert placed in with_split_backward(one, tight)
     assert [each.schedule for each in with_split_backward(two, tight)] == ["zb-v"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_stages_that_have_room_recompute_less(offload: bool) -> None:
+    """LLaMA-3.1-8B, pp=8, on devices with half of the room that the first stage would take."""
+    made = setting({"preset": "llama-3.1-8b"}, MeshShape(pp=8), 1, 8)
+    made = replace(made, sequence_length=8192, offload_activations=offload)
+    choices = _choices(made)
+    room = max(peaks(_keeping(made, [choices[0]] * 8))) * (0.55 if offload else 0.6)
+    last = _keeping(made, [choices[-1]] * 8)
+    assert max(peaks(last)) < room
+    found = _keeping_most(last, choices[:-1], room)
+    kept = [*_kept(found)]
+    assert len({*kept}) > 2 and kept[0] != kept[-1]
+    for stage, own in enumerate(kept):  # and none of what keeps more would fit
+        fits = [stage_peak(_keeping(made, [each] * 8), stage) <= room for each in choices]
+        assert own == choices[fits.index(True)]
+    assert estimate(found, H100).total < min(
+        estimate(alike, H100).total
+        for alike in (_keeping(made, [each] * 8) for each in choices)
+        if max(peaks(alike)) <= room
+    )
+
+
+@pytest.mark.in_turn(2, 0)
+@pytest.mark.slow
+def test_fit_finds_stages_that_recompute_less_than_others() -> None:
+    """Mixtral 8x7B on 32 L40S in four stages: only the first ones have selective recomputation, which saves 1 %."""
+    model, device = configure({"preset": "mixtral-8x7b"}), DEVICES["l40s"]
+    cluster = Cluster(device, device.tflops("bf16"))
+    base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 4096, 1, 128)
+    best = fit(base, 32, cluster)[0]
+    assert isinstance(best.setting.recompute, tuple) and best.fullest.peak <= cluster.room
+    pasted = load("experts", [f"{key}={value}" for key, value in best.overrides.items()])
+    assert pasted.memory.recompute == best.setting.recompute
+    alike = [replace(best.setting, recompute=each) for each in ("none", "selective")]
+    assert max(peaks(alike[0])) > cluster.room > max(peaks(alike[1]))
+    assert estimate(alike[0], cluster).total < best.time.total < 0.99 * estimate(alike[1], cluster).total
 
 
 @pytest.mark.in_turn(2, 1)

@@ -38,6 +38,7 @@ from megacore.parallel.memory import recompute
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.rank_sets import inner_ranks
+from megacore.parallel.virtual_stages import of_stage
 from megacore.parallel.weights.layout import Coordinates, MeshShape
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.activations import ActivationMemory
@@ -111,7 +112,7 @@ class Case:
     masters: bool = True
     shard: ZeroShard = "none"
     replicas: int = 1
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[Recompute, ...] = "none"
     loss_chunk: int | None = None
     bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING
@@ -159,7 +160,7 @@ class Run:
             self.mesh,
             dtype,
             Losses(chunk=case.loss_chunk, mtp=float(self.ahead > 0)),
-            recompute.Activations(case.recompute, mlp_chunk=case.mlp_chunk),
+            recompute.Activations(of_stage(case.recompute, self.mesh.place.pp), mlp_chunk=case.mlp_chunk),
             tuning=case.tuning,
             context=case.context,
             index=1.0,
@@ -337,6 +338,8 @@ OF_TWO = [
     Case(MeshShape(pp=2), "fp32", microbatches=4),
     Case(MeshShape(pp=2), microbatches=4, schedule="gpipe"),
     Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2),
+    *(Case(MeshShape(pp=2), vocab=64, microbatches=4, recompute=each) for each in (("full", "none"), ("none", "full"))),
+    Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2, recompute=("full", "selective")),
     Case(MeshShape(dp=2), microbatches=2),
     Case(MeshShape(dp=2), shard="optimizer", microbatches=2, bucket_bytes=1 << 19),
     Case(MeshShape(dp=2), shard="gradients", microbatches=2, bucket_bytes=1 << 19),
@@ -368,6 +371,7 @@ SPLIT_OF_FOUR = [
     replace(SPLIT, mesh=MeshShape(pp=2, tp=2)),
     *(replace(SPLIT, mesh=MeshShape(pp=2, dp=2), shard=shard, bucket_bytes=1 << 19) for shard in SHARDS[2:]),
     replace(SPLIT, mesh=MeshShape(pp=4), recompute="full"),
+    replace(SPLIT, mesh=MeshShape(pp=4), recompute=("full", "selective", "none", "none")),
     replace(SPLIT, mesh=MeshShape(pp=2, ep=2), family="mixtral"),
 ]
 # Ends of the model that are alone in their virtual stage.

@@ -118,6 +118,7 @@ LAYOUTS = [
     pytest.param(4, ["mesh.tp=2", "mesh.pp=2", "pipeline.layers_per_stage=[3,1]"], id="tp2-pp2-uneven"),
     pytest.param(4, ["mesh.tp=2", "mesh.pp=2", *BARE], id="tp2-pp2-bare"),
     pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=zb-v"], id="pp2-zb-v"),
+    pytest.param(2, ["mesh.pp=2", "memory.recompute=[full,none]"], id="pp2-each-stage"),
     pytest.param(2, [], id="dp2"),
     pytest.param(3, ["zero.shard=gradients"], id="dp3-uneven"),
     pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=1"], id="cp2-tp2"),

@@ -50,6 +50,7 @@ LEAN = ["memory.offload_activations=true", "memory.loss_chunk=3"]
         pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
         pytest.param(2, ["mesh.tp=2", "memory.recompute=selective", *LEAN], id="tp2-selective"),
         pytest.param(2, ["mesh.tp=2", "memory.recompute=full", *LEAN], id="tp2-full"),
+        pytest.param(4, ["mesh.pp=4", "memory.recompute=[full,selective,none,none]"], id="pp4-each-stage"),
     ],
 )
 def test_every_layout_logs_what_one_process_logs(
@@ -365,19 +366,31 @@ def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
 # -- memory
 
 
-def test_the_recipe_s_memory_arrives(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers cannot tell."""
+def kept_by(recipe: str, overrides: list[str]) -> tuple[list[Activations], list[int | None]]:
+    """What this rank keeps of each of its chunks, and the tokens whose logits its heads have at a time."""
     arrived: list[Activations] = []
 
     def note(activations: Activations, *others: object) -> Runner:
         arrived.append(activations)
         return PLAIN
 
-    monkeypatch.setattr(assemble, "runner", note)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "runner", note)
+        chunks = trainer(recipe, overrides).model.chunks
+    return arrived, [chunk.head.losses.chunk for chunk in chunks if chunk.head is not None]
+
+
+def test_each_stage_keeps_what_the_recipe_says_of_it(pool: Pool, recipe: str) -> None:
+    """All of its chunks do, there and back."""
+    each = ["memory.recompute=[full,none]", "memory.offload_activations=[false,true]"]
+    found = pool.run(2, kept_by, recipe, ["mesh.pp=2", "pipeline.schedule=zb-v", "pipeline.chunks=2", *each])
+    assert found == [([Activations("full")] * 2, [None]), ([Activations(offload=True)] * 2, [])]
+
+
+def test_the_recipe_s_memory_arrives(recipe: str) -> None:
+    """Numbers cannot tell."""
     overrides = ["memory.recompute=selective", "memory.offload_activations=true", "memory.loss_chunk=3"]
-    head = trainer(recipe, overrides).model.chunks[-1].head
-    assert head is not None and head.losses.chunk == 3
-    assert arrived == [Activations("selective", offload=True)]
+    assert kept_by(recipe, overrides) == ([Activations("selective", offload=True)], [3])
 
 
 # -- the host

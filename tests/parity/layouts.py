@@ -122,6 +122,7 @@ SPLIT = [
     Run(MeshShape(tp=2, pp=2), 2, "zb-v", shard="optimizer"),
     Run(MeshShape(pp=3, dp=2), 3, "zb-interleaved", activations=Activations("selective", True), shard="parameters"),
     Run(MeshShape(pp=4, tp=2), schedule="zb-h1", activations=Activations("full")),
+    Run(MeshShape(pp=2), 2, "zb-v", activations=(Activations("selective", True), Activations("full"))),
 ]
 # Orders that are searched for.
 ORDERS = [
@@ -189,6 +190,7 @@ KEPT = [
     Activations("selective", offload=True),
     Activations("full", offload=True),
 ]
+OF_STAGES = Activations("full"), Activations(offload=True), Activations("selective"), Activations()
 OF_MEMORY = [
     Run(),
     Run(MeshShape(tp=2)),

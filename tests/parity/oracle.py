@@ -42,7 +42,7 @@ from megacore.parallel.parameters import Parameters
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.pipeline.schedules import Schedule
 from megacore.parallel.routing import Routing
-from megacore.parallel.virtual_stages import placement_of
+from megacore.parallel.virtual_stages import of_stage, placement_of
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from megacore.parallel.weights.transfer import execute, native, plan
@@ -130,7 +130,7 @@ class Run:
         schedule: Of the pipeline.
         layers: Of each virtual stage; None for a balanced split.
         micro: Sequences of a microbatch.
-        activations: What is kept of the blocks.
+        activations: What is kept of the blocks, or of those of each stage.
         loss_chunk: Tokens whose logits are there at a time.
         shard: What replicas share out.
         replicas: Groups of data parallel ranks that do not share with each other.
@@ -146,7 +146,7 @@ class Run:
     schedule: str = "1f1b"
     layers: tuple[int, ...] | None = None
     micro: int = 1
-    activations: Activations = field(default_factory=Activations)
+    activations: Activations | tuple[Activations, ...] = field(default_factory=Activations)
     loss_chunk: int | None = None
     shard: ZeroShard = "none"
     replicas: int = 1
@@ -167,6 +167,9 @@ class Run:
         placement = placement_of(self.schedule)
         return layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning, split, placement)
 
+    def kept(self, mesh: Mesh) -> Activations:
+        return of_stage(self.activations, mesh.place.pp)
+
     def order(self, microbatches: int) -> Schedule | None:
         if self.drawn is None:
             return None
@@ -184,9 +187,7 @@ class Run:
             + (f"-{self.schedule}" if self.schedule not in ("1f1b", "interleaved") else "")
             + (f"-drawn{self.drawn}" if self.drawn is not None else "")
             + (("-uneven" if all(self.layers) else "-bare") if self.layers else "")
-            + (f"-{self.activations.recompute}" if self.activations.recompute != "none" else "")
-            + ("-offload" if self.activations.offload else "")
-            + (f"-mlp{self.activations.mlp_chunk}" if self.activations.mlp_chunk else "")
+            + "-then".join(map(told, self.activations if isinstance(self.activations, tuple) else [self.activations]))
             + (f"-loss{self.loss_chunk}" if self.loss_chunk else "")
             + (f"-{self.shard}" if self.shard != "none" else "")
             + (f"-x{self.replicas}" if self.replicas > 1 else "")
@@ -194,6 +195,11 @@ class Run:
             + "-slices" * self.offload_parameters
             + (f"-micro{self.micro}" if self.micro > 1 else "")
         )
+
+
+def told(kept: Activations) -> str:
+    recompute = f"-{kept.recompute}" if kept.recompute != "none" else ""
+    return recompute + "-offload" * kept.offload + (f"-mlp{kept.mlp_chunk}" if kept.mlp_chunk else "")
 
 
 @dataclass
@@ -323,7 +329,7 @@ def model_of(case: Case, run: Run, mesh: Mesh) -> Model:
         mesh,
         torch.float64,
         objective,
-        run.activations,
+        run.kept(mesh),
         tuning=case.tuning,
         coefficients=case.coefficients,
         context=run.context,

@@ -75,7 +75,7 @@ def train_step(run: Run, coefficients: Coefficients, scaling: Scaling = UNSCALED
     mesh = Mesh.create(run.mesh)
     layout = lively(layout_of(case.config, run.mesh, run.chunks))
     model = Model.create(
-        case.config, layout, mesh, torch.float64, activations=run.activations, coefficients=coefficients
+        case.config, layout, mesh, torch.float64, activations=run.kept(mesh), coefficients=coefficients
     )
     model.parameters.initialise(seed=1)
     gradients = Gradients(model.parameters, model.chunks, torch.float64, run.shard)

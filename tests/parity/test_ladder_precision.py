@@ -41,7 +41,7 @@ def train_step(case: Case, run: Run, precision: str, once: bool = True) -> tuple
     """``once``: whether weights in fp8 are cast for all their products."""
     mesh, dtype = Mesh.create(run.mesh), DTYPES[precision]
     layout = lively(layout_of(case.config, run.mesh, run.chunks))
-    model = Model.create(case.config, layout, mesh, dtype, activations=run.activations)
+    model = Model.create(case.config, layout, mesh, dtype, activations=run.kept(mesh))
     if precision == "fp8":
         model.use_fp8()
     if not once:

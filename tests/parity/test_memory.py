@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from layouts import BIASES, DROPOUT, GPT2, KEPT, LLAMA, OF_MEMORY, RUNGS
+from layouts import BIASES, DROPOUT, GPT2, KEPT, LLAMA, OF_MEMORY, OF_STAGES, RUNGS, interleaved
 from oracle import Case, Measured, Run, deep, measure
 from pool import Pool
 
@@ -30,9 +30,21 @@ def _measured(pool: Pool, case: Case, run: Run) -> list[Measured]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_kept_changes_no_bit(pool: Pool, case: Case, run: Run, kept: Activations) -> None:
     """Dropout's masks included: no other test would see that a mask is not the one of the forward."""
+    check_no_bit_changes(pool, case, replace(run, activations=kept))
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("run", [Run(MeshShape(pp=4)), interleaved(MeshShape(pp=2))], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_each_stage_keeps_changes_no_bit(pool: Pool, case: Case, run: Run) -> None:
+    check_no_bit_changes(pool, case, replace(run, activations=OF_STAGES[: run.mesh.pp]))
+
+
+def check_no_bit_changes(pool: Pool, case: Case, run: Run) -> None:
+    """Each rank has the numbers of the same run that keeps everything."""
     case = deep(case, max(3, run.mesh.pp * run.chunks))
-    plain = _measured(pool, case, run)
-    for rank, (got, want) in enumerate(zip(_measured(pool, case, replace(run, activations=kept)), plain, strict=True)):
+    plain = _measured(pool, case, replace(run, activations=Activations()))
+    for rank, (got, want) in enumerate(zip(_measured(pool, case, run), plain, strict=True)):
         assert (got.losses, got.norms, got.evaluated) == (want.losses, want.norms, want.evaluated)
         for what, mine, theirs in (("gradient", got.gradients, want.gradients), ("weight", got.final, want.final)):
             for name, array in theirs.items():
