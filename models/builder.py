@@ -32,9 +32,10 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     """
     from megacore.models.blocks import Block, ParallelBlock, SideBySide, replicated
     from megacore.models.decoder import Decoder, Head, NormedEmbedding, PositionEmbedding, Prediction, TokenEmbedding
+    from megacore.models.hyper_connections import Collapse, HyperBlock, HyperConnection, Repeated
     from megacore.models.rope import Rotary
 
-    p, vocab = parameters, sizes["vocab"]
+    p, vocab, streams = parameters, sizes["vocab"], anatomy.streams
 
     def block(layer: int, name: str = "") -> nn.Module:
         name = name or f"layers.{layer}"
@@ -52,12 +53,16 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             SideBySide(mixing) if len(mixing) > 1 else mixing[0] if mixing else None,
             scaled(anatomy, "mlp", feed(anatomy, p, layer, name)) if feeds else None,
         )
+        if streams is not None:
+            around = {each: HyperConnection(p, f"{name}.{each}_streams", streams, anatomy.norm_eps) for each in _AROUND}
+            return HyperBlock(*branches, norms, around)
         scale, factor = anatomy.branch_scale, p.get(f"{name}.factor")
         return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor)
 
     def embedding() -> nn.Module:
         plain = embedded()
-        return NormedEmbedding(plain, norm(anatomy, p, "embed_norm")) if has_norm("embed_norm") else plain
+        plain = NormedEmbedding(plain, norm(anatomy, p, "embed_norm")) if has_norm("embed_norm") else plain
+        return plain if streams is None else Repeated(plain, streams.count)
 
     def has_norm(name: str) -> bool:
         return f"{name}.weight" in p or name in anatomy.plain_norms
@@ -91,11 +96,15 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             yield Prediction(embedding(), replicated(p, f"{name}.proj"), block(layers + depth, name), *norms)
             depth += 1
 
+    def last_norm() -> nn.Module:
+        last = norm(anatomy, p, "norm")
+        return last if streams is None else Collapse(p, "last_streams", streams, anatomy.norm_eps, last)
+
     def head() -> Head:
         if scores.WEIGHT in p:
-            return Head(norm(anatomy, p, "norm"), p[scores.WEIGHT], p.layout.schema.sizes[scores.AXIS], p.mesh.tp)
+            return Head(last_norm(), p[scores.WEIGHT], p.layout.schema.sizes[scores.AXIS], p.mesh.tp)
         return Head(
-            norm(anatomy, p, "norm"),
+            last_norm(),
             p["head.weight" if "head.weight" in p else "embed.weight"],
             vocab,
             p.mesh.tp,
@@ -117,6 +126,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     )
 
 
+_AROUND = "attn", "mlp"
+"""The branches that streams stand around."""
 MIXERS = ("attn", "local_attn", "delta", "ssm", "short")
 """The names that what mixes tokens has in a block: those that a layer has stand side by side."""
 
@@ -134,6 +145,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     windows have other sizes, of latents where it has some, the gated delta rule, ``delta``, a state space, ``ssm``, or
     a short convolution, ``short``, as the name ends."""
     from megacore.models.attention import MultiHeadAttention
+    from megacore.models.compressed_attention import CompressedAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
     from megacore.models.short_convolution import ShortConvolution
@@ -168,6 +180,10 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
         encoding = encode(anatomy, parameters, layer, name)
         return LatentAttention(parameters, name, layer, own, scoring, of_latent, encoding)
+    if f"{name}.kv.weight" in parameters:
+        of_queries = norm(anatomy, parameters, f"{name}.q_norm")
+        how = own, scoring, partial(norm, anatomy, parameters), of_queries
+        return CompressedAttention(parameters, name, layer, *how)
     normed = ["q_norm", "k_norm", *(["v_norm"] if "attn.v_norm" in anatomy.plain_norms else [])]
     norms = (
         [norm(anatomy, parameters, f"{name}.{each}") for each in normed]

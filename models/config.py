@@ -161,6 +161,12 @@ class ModelConfig(ABC):
         return self.anatomy.attention_dropout > 0
 
     @property
+    def width(self) -> int:
+        """The numbers of a token that blocks hand on: those of all residual streams."""
+        streams = self.anatomy.streams
+        return self.sizes["embed"] * (1 if streams is None else streams.count)
+
+    @property
     @abstractmethod
     def max_positions(self) -> int | None:
         """The longest sequence that the positions allow; None if there is no limit."""
@@ -339,12 +345,13 @@ def probabilities(config: ModelConfig, *names: str) -> list[str]:
     ]
 
 
-def looks(tokens: int, window: int | None, chunk: int | None = None) -> int:
-    """Return how many pairs of a token and one that it looks at there are in a causal sequence, or in its chunks."""
+def looks(tokens: int, window: int | None, chunk: int | None = None, block: int = 1) -> int:
+    """Return how many pairs of a token and one that it looks at there are in a causal sequence, or in its chunks; or of
+    a token and a block of so many, a window being some of these."""
     if chunk is not None and tokens > chunk:
         return tokens // chunk * looks(chunk, window) + looks(tokens % chunk, window)
-    seen = min(tokens, window or tokens)
-    return seen * (seen + 1) // 2 + (tokens - seen) * seen
+    seen = min(tokens // block, window or tokens)
+    return block * seen * (seen - 1) // 2 + (tokens - block * seen + 1) * seen
 
 
 def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:

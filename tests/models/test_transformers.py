@@ -75,8 +75,11 @@ def theirs_of(config: PretrainedConfig, seed: int, auto: Any = AutoModelForCausa
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.float() if buffer.is_floating_point() else buffer)
     with torch.no_grad():
-        for buffer in saved_buffers(model).values():
-            buffer.normal_(0.0, 0.3)
+        for name, buffer in saved_buffers(model).items():
+            if buffer.is_floating_point():
+                buffer.normal_(0.0, 0.3)
+            else:  # a table of experts
+                buffer.random_(config.n_routed_experts)
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or ".ln_" in name else 0.0, 0.3)
             if not parameter.requires_grad:
