@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megacore.models.adapt import adapt, multiply_quantised
 from megacore.models.attention import Attention
 from megacore.models.blocks import CHEAP, Block
+from megacore.models.compressed_attention import CompressedAttention
 from megacore.models.config import ModelConfig
 from megacore.models.decoder import Decoder, Losses, Microbatch
 from megacore.models.latent_attention import LatentAttention
@@ -215,6 +216,7 @@ def _balance(config: ModelConfig, chunks: Sequence[Decoder], mesh: Mesh, coeffic
         return None
     mesh.make_groups(mesh.shape.all_along(*Balance.ACROSS))
     mixtures = [module for module in _running(chunks) if isinstance(module, MixtureOfExperts)]
+    mixtures = [each for each in mixtures if each.router.table is None]  # what is listed, nothing balances
     found = ((mixture.layer, mixture.router.correction) for mixture in mixtures)
     corrections = {layer: correction for layer, correction in found if correction is not None}
     balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients, corrections)
@@ -227,7 +229,7 @@ def _alignment(config: ModelConfig, chunks: Sequence[Decoder], mesh: Mesh, coeff
     """Return what the indexers of these chunks learn from; None where they learn nothing or the model has none."""
     if not coefficient or all(layer.top is None for layer in config.anatomy.layers):
         return None
-    running = (module for module in _running(chunks) if isinstance(module, LatentAttention))
+    running = (module for module in _running(chunks) if isinstance(module, LatentAttention | CompressedAttention))
     indexed = {module.layer: module for module in running if module.indexer is not None}
     alignment = Alignment([*indexed], mesh, coefficient)
     for module in indexed.values():

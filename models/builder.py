@@ -238,7 +238,7 @@ def norm(anatomy: Anatomy, parameters: Parameters, name: str, eps: float | None 
         return PlainNorm(anatomy.norm, eps)
     mesh, weight = parameters.mesh, parameters[f"{name}.weight"]
     sentence = parameters.shards[f"{name}.weight"].param.sentence
-    if len(sentence.dims) == 1 and len(sentence.axes) > 1:
+    if len(sentence.dims) == 1 < len(sentence.axes) and not sentence.axes.isdisjoint(parameters.layout.split):
         return SplitRMSNorm(weight, eps, mesh)
     if anatomy.norm == "rms":
         return RMSNorm.of(weight, eps, mesh, anatomy.norm_offset)

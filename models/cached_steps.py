@@ -10,9 +10,11 @@ from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.layers.cache import (
     Cache,
     Decode,
+    DecodeCompressed,
     DecodeIndexed,
     DecodeStates,
     Prefill,
+    PrefillCompressed,
     PrefillIndexed,
     PrefillStates,
 )
@@ -22,12 +24,19 @@ def prefill_step(step: Microbatch, cache: Cache, decoder: Decoder, context: Cont
     """Return whole prompts, which ``context`` has split, of whose tokens a new cache keeps all."""
     prefill = Prefill.of(cache, decoder.attention(step, context))
     states = PrefillStates.of(cache, decoder.states(step, whole=True))
-    return replace(step, attention=prefill, states=states, indexed=PrefillIndexed({}, prefill, decoder.indexed(step)))
+    indexed = PrefillIndexed({}, prefill, decoder.indexed(step))
+    how = step.parts, step.split, cache.group, step.tokens.device, decoder.tables
+    blocks = PrefillCompressed(*how, prefill=prefill)
+    return replace(step, attention=prefill, states=states, indexed=indexed, compressed=blocks)
 
 
-def decode_step(step: Microbatch, cache: Cache, at: Sequence[int], documents: Sequence[int]) -> Microbatch:
+def decode_step(
+    step: Microbatch, cache: Cache, at: Sequence[int], documents: Sequence[int], decoder: Decoder
+) -> Microbatch:
     """Return one more token of each of the cache's first rows, at these positions; what follows them, of the documents,
     is padding."""
     device = step.tokens.device
     decode, states = Decode.of(cache, at, device), DecodeStates.of(cache, len(at), documents, device)
-    return replace(step, attention=decode, states=states, indexed=DecodeIndexed({}, decode))
+    lengths = [each + 1 for each in at] + [*documents[len(at) :]]
+    blocks = DecodeCompressed(lengths, None, cache.group, device, decoder.tables, decode=decode)
+    return replace(step, attention=decode, states=states, indexed=DecodeIndexed({}, decode), compressed=blocks)

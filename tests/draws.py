@@ -143,7 +143,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "q_lora_rank": (6, 9),
         "o_lora_rank": (2, 3),
         "index_n_heads": (14, 16),
-        "index_topk": (1, 2, 40),
+        "index_topk": (2, 3, 40),
         "hc_mult": (2, 4),
         "hc_sinkhorn_iters": (1, 3),
         "routed_scaling_factor": (1.0, 2.5),

@@ -159,7 +159,7 @@ def _decode_step(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Micr
     lengths = [sequence.length for sequence in alive] + documents[len(alive) :]
     step = _microbatch(model, [s.last for s in alive], at, documents, lengths)
     wanted = torch.arange(len(alive), device=mesh.device)
-    return decode_step(replace(step, wanted=wanted), cache, at, documents)
+    return decode_step(replace(step, wanted=wanted), cache, at, documents, model.chunks[0])
 
 
 def _padded(documents: list[int], tokens: int, ranks: int) -> list[int]:
@@ -176,5 +176,5 @@ def _microbatch(
     mesh, total = model.parameters.mesh, sum(documents)
     zeros = [0] * (total - len(tokens))
     ids, at = (torch.tensor(each + zeros, device=mesh.device) for each in (tokens, positions))
-    activation = (total // mesh.shape.tp, model.config.sizes["embed"])
+    activation = (total // mesh.shape.tp, model.config.width)
     return Microbatch(ids, ids, at, 1, activation, tuple(documents), lengths=tuple(lengths))
