@@ -86,6 +86,8 @@ class ModelConfig(ABC):
     base_model_prefix: ClassVar[str]
     tied: ClassVar[tuple[str, str]]
     ignored: ClassVar[tuple[str, ...]] = ()
+    # {a tensor: its name there, if it is not the same without the prefix}
+    base_names: ClassVar[Mapping[str, str]] = {}
     # What _read reads beside the fields of the class; fields that a folder's tensors tell, and no file says; and the
     # beginnings of the names of tensors of layers that predict further tokens, which are told and not read.
     reads: ClassVar[frozenset[str]] = frozenset()

@@ -421,21 +421,21 @@ def mimo_v2_flash(d: Draw) -> Fields:
 
 def deepseek_v4(d: Draw) -> Fields:
     head, groups = d.one(6, 8), d["num_attention_heads"] // d.tp
-    turning = d.one(2, 4)
+    turning, kinds = d.one(2, 4), d.of_layers(SLIDING, SPARSE, HEAVY)
+    kinds[d.rng.randrange(d.layers)] = SPARSE
     ropes = draw_ropes(d.rng, dict.fromkeys(d.config.rope_kinds, head), d.positions, d.config.rope_kinds, BOUNDED)
     for rope in ropes.values():  # one part of a head turns in all layers
         rope["partial_rotary_factor"] = partial_rotary_factor(turning, head)
-    kinds = d.of_layers(SLIDING, SPARSE, HEAVY)
-    kinds[d.rng.randrange(d.layers)] = SPARSE
     return {
         "head_dim": head,
-        "index_head_dim": turning + d.one(2, 3),
+        "index_head_dim": turning + d.one(2, 7),
         "o_groups": d.tp * d.one(*(n for n in (1, 2, 3) if groups % n == 0)),
         "sliding_window": d.window,
         "layer_types": d.one(None, kinds, kinds),
         "mlp_layer_types": d.one(None, d.of_layers(HASH, MOE)),
         "compress_rates": {SPARSE: d.one(2, 3), HEAVY: d.one(4, 5)},
         "rope_parameters": ropes,
+        "partial_rotary_factor": partial_rotary_factor(turning, head),
     }
 
 

@@ -37,8 +37,13 @@ class DeepseekV4Config(MoEConfig):
     family: ClassVar[str] = "deepseek_v4"
     architecture: ClassVar[str] = "DeepseekV4ForCausalLM"
     tied: ClassVar[tuple[str, str]] = ("model.embed_tokens.weight", "head.weight")
+    base_names: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens.weight": "embed.weight",
+        **{f"model.hc_head.hc_{each}": f"hc_head_{each}" for each in ("fn", "base", "scale")},
+    }
     parts: ClassVar[Mapping[str, str]] = around("attn_norm", "ffn_norm")
     reads: ClassVar[frozenset[str]] = frozenset({*_LEGACY, *_ROPE_KEYS})
+    derived: ClassVar[frozenset[str]] = frozenset(_RATES.values())  # which compress_rates says
     further: ClassVar[tuple[str, ...]] = ("mtp.",)
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"num_nextn_predict_layers", "router_jitter_noise"}
     fixed: ClassVar[Mapping[str, Any]] = {
@@ -54,7 +59,7 @@ class DeepseekV4Config(MoEConfig):
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 1, "head_dim": 512}
     saved: ClassVar[Mapping[str, str]] = {"intermediate_size": "moe_intermediate_size"}
     axes: ClassVar[Mapping[str, str]] = {
-        **MoEConfig.axes,
+        **{axis: each for axis, each in MoEConfig.axes.items() if axis != "kv"},
         "experts": "n_routed_experts",
         "shared_mlp": "intermediate_size",
         "q_latent": "q_lora_rank",
@@ -270,8 +275,7 @@ class DeepseekV4Config(MoEConfig):
         return {kind: {**ropes[kind], "rope_theta": bases[kind], "partial_rotary_factor": factor} for kind in ropes}
 
     def _write(self) -> dict[str, Any]:
-        left = {"compress_rope", *_RATES.values()}
-        plain = {name: value for name, value in super()._write().items() if name not in left}
+        plain = {name: value for name, value in super()._write().items() if name != "compress_rope"}
         ropes = {_MAIN: self.rope_parameters, _COMPRESS: self.compress_rope}
         said = rope_config.by_kind_to_hugging_face(ropes, self.rope_kinds)
         # Which transformers counts by where it makes nothing of it.

@@ -162,6 +162,7 @@ def _with_prefix(
     prefix = f"{config.base_model_prefix}."
     having = [name for name in tensors if name.startswith(prefix) and known(name)]
     lacking = {name: prefix + name for name in tensors if not name.startswith(prefix) and known(prefix + name)}
+    lacking |= {theirs: ours for ours, theirs in config.base_names.items() if theirs in tensors}
     held = {lacking.get(name, name): tensor for name, tensor in tensors.items()}
     if not lacking or not having:
         return held, []
