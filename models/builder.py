@@ -55,7 +55,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         )
         if streams is not None:
             around = {each: HyperConnection(p, f"{name}.{each}_streams", streams, anatomy.norm_eps) for each in _AROUND}
-            return HyperBlock(*branches, norms, around)
+            return HyperBlock(branches[0], branches[1], norms, around)
         scale, factor = anatomy.branch_scale, p.get(f"{name}.factor")
         return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor)
 
@@ -182,8 +182,9 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         return LatentAttention(parameters, name, layer, own, scoring, of_latent, encoding)
     if f"{name}.kv.weight" in parameters:
         of_queries = norm(anatomy, parameters, f"{name}.q_norm")
-        how = own, scoring, partial(norm, anatomy, parameters), of_queries
-        return CompressedAttention(parameters, name, layer, *how)
+        return CompressedAttention(
+            parameters, name, layer, own, scoring, partial(norm, anatomy, parameters), of_queries
+        )
     normed = ["q_norm", "k_norm", *(["v_norm"] if "attn.v_norm" in anatomy.plain_norms else [])]
     norms = (
         [norm(anatomy, parameters, f"{name}.{each}") for each in normed]

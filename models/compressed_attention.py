@@ -21,7 +21,6 @@ from megacore.parallel.layers.compressed import CompressedTokens
 from megacore.parallel.layers.indexed import IndexVectors
 from megacore.parallel.parameters import Parameters
 
-
 _BLOCKS = "blocks", "overlapping"
 """The names of what makes vectors of blocks, whose tokens have a part in one block each, or in two."""
 
@@ -29,14 +28,15 @@ _BLOCKS = "blocks", "overlapping"
 class CompressedAttention(Attention):
     """Attention whose heads share one key a token, which is its value, too. Queries are made of a latent of x.
 
-    As values have turned with their positions, what a head makes of them is turned back by that of the query, so that it
-    goes by distances. Groups of heads have a latent each, of which the output is made.
+    As values have turned with their positions, what a head makes of them is turned back by that of the query, so that
+    it goes by distances. Groups of heads have a latent each, of which the output is made.
 
     Heads are split over tp by whole groups; what is made of a token by itself, each rank makes of its own.
 
     Args:
         parameters, name, scoring: Those of :class:`~models.attention.Attention`. The prefix is also that of ``.q_a``,
-            ``.q_b``, ``.kv``, ``.grouped``, of the blocks, ``.blocks`` or ``.overlapping``, and of their indexer, ``.index``.
+            ``.q_b``, ``.kv``, ``.grouped``, of the blocks, ``.blocks`` or ``.overlapping``, and of
+            their indexer, ``.index``.
         layer: The layer.
         looks: How it encodes positions, and the blocks that it sees.
         norm: Makes the norm of a name.

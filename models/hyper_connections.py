@@ -104,7 +104,11 @@ class HyperBlock(Block):
     """
 
     def __init__(
-        self, attn: nn.Module, mlp: nn.Module, norms: Mapping[str, nn.Module], around: Mapping[str, HyperConnection]
+        self,
+        attn: nn.Module | None,
+        mlp: nn.Module | None,
+        norms: Mapping[str, nn.Module],
+        around: Mapping[str, HyperConnection],
     ) -> None:
         super().__init__(attn, mlp, norms)
         self.around_attn, self.around_mlp = around["attn"], around["mlp"]

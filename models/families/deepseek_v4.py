@@ -4,7 +4,7 @@ indexer may choose, several residual streams, and first layers whose tokens' exp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from megacore.models import rope_config
@@ -12,7 +12,7 @@ from megacore.models.anatomy import SLIDING, Anatomy, LayerAttention, Streams
 from megacore.models.config import positive
 from megacore.models.experts_config import MoEConfig
 from megacore.models.layer_types import kind_problems, window_problems
-from megacore.models.presets import tiny
+from megacore.models.presets import EXPERTS
 from megacore.models.rope_config import Convention, DefaultRope, DynamicRope, Kinds, LongRope, Rope
 from megacore.models.weight_rows import Pairs, Rows, Table, around, in_layers
 from megacore.parallel import limits
@@ -23,7 +23,7 @@ SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 """The kinds of layers whose tokens look at blocks: of few tokens, which an indexer chooses, and of many."""
 HASH, MOE = "hash_moe", "moe"
 _RATES = {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
-_OF_RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}
+_OF_RATIOS = {"0": SLIDING, "4": SPARSE, "128": HEAVY}
 _LEGACY = "compress_ratios", "num_hash_layers", "qk_rope_head_dim", "compress_rates"
 _MAIN, _COMPRESS = "main", "compress"
 _ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "compress_rope_theta", "partial_rotary_factor"
@@ -73,8 +73,12 @@ class DeepseekV4Config(MoEConfig):
         "choices": "num_experts_per_tok",
     }
     rope_kinds: ClassVar[Kinds] = {
-        kind: Convention(partial_rotary_factor=1.0, pairs=True) for kind in (_MAIN, _COMPRESS)
+        _MAIN: Convention(partial_rotary_factor=1.0, pairs=True, scaled=False),
+        _COMPRESS: Convention(
+            rope_theta=160000.0, partial_rotary_factor=1.0, pairs=True, theta_key="compress_rope_theta"
+        ),
     }
+    rule: ClassVar[Mapping[str, Any]] = {"score": "sqrtsoftplus", "normalised": True, "epsilon": 1e-20}
     constants: ClassVar[Mapping[str, Any]] = {"activation": "swiglu_limited", "plain_norms": frozenset({"attn.q_norm"})}
 
     q_lora_rank: int = 1024
@@ -109,6 +113,11 @@ class DeepseekV4Config(MoEConfig):
         super().__post_init__()
 
     @property
+    def ropes(self) -> dict[str, Rope]:
+        """The rope of layers that look at no blocks, and that of the others."""
+        return {_MAIN: self.rope_parameters, _COMPRESS: self.compress_rope}
+
+    @property
     def turning(self) -> int:
         """The dimensions of a head that turn, the last ones on disk."""
         return self.rope_parameters.turning(self.head_dim)
@@ -122,9 +131,7 @@ class DeepseekV4Config(MoEConfig):
 
     @property
     def routing(self) -> Routing:
-        rule: dict[str, Any] = {"score": "sqrtsoftplus", "normalised": True, "epsilon": 1e-20}
-        chosen = {"experts": self.n_routed_experts, "top_k": self.num_experts_per_tok}
-        return Routing(**chosen, **rule, factor=self.routed_scaling_factor)
+        return replace(super().routing, factor=self.routed_scaling_factor)
 
     def layers_of(self, kind: str) -> list[int]:
         """Return the layers whose attention, or whose network, is of a kind."""
@@ -138,9 +145,8 @@ class DeepseekV4Config(MoEConfig):
             SPARSE: LayerAttention(_COMPRESS, self.sliding_window, block=self.compress_rate_csa, top=self.index_topk),
         }
         layers = tuple(looks[kind] for kind in self.layer_types or ())
-        ropes = {_MAIN: self.rope_parameters, _COMPRESS: self.compress_rope}
         streams = Streams(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps)
-        return super().anatomy_of(**({"layers": layers, "ropes": ropes, "streams": streams} | own))
+        return super().anatomy_of(**({"layers": layers, "ropes": self.ropes, "streams": streams} | own))
 
     def mixer(self, t: Table) -> Rows:
         here, stored = _head("rest")
@@ -185,66 +191,67 @@ class DeepseekV4Config(MoEConfig):
         )
 
     def params(self) -> tuple[Param, ...]:
-        last = ("mixes", "into (streams embed)", "fn"), ("base", "into", "base"), ("scale", "one", "scale")
-        drawn = {"mixes": {"std": self.initializer_range}, "scale": {"mean": 1.0}}
+        ours, theirs = "last_streams.{}".format, "model.hc_head.hc_{}".format
         return (
             *super().params(),
-            *(
-                Param(f"last_streams.{ours}", of, f"model.hc_head.hc_{theirs}", at="last", **drawn.get(ours, {}))
-                for ours, of, theirs in last
-            ),
+            Param(ours("mixes"), "into (streams embed)", theirs("fn"), at="last", std=self.initializer_range),
+            Param(ours("base"), "into", theirs("base"), at="last"),
+            Param(ours("scale"), "one", theirs("scale"), at="last", mean=1.0),
         )
 
     def problems(self) -> list[str]:
-        found = super().problems() + window_problems(self.sliding_window) + positive(self, "index_topk", "hc_sinkhorn_iters")
+        found = super().problems() + window_problems(self.sliding_window)
+        found += positive(self, "index_topk", "hc_sinkhorn_iters")
         if self.layer_types is None or self.mlp_layer_types is None:  # there are too many layers
             return found
-        n = self.num_hidden_layers
-        found += kind_problems("layer_types", self.layer_types, n, (SLIDING, SPARSE, HEAVY))
-        found += kind_problems("mlp_layer_types", self.mlp_layer_types, n, (HASH, MOE))
-        if self.o_groups > 0 and self.num_attention_heads % self.o_groups:
-            found.append(f"num_attention_heads ({self.num_attention_heads}) is not a multiple of o_groups ({self.o_groups})")
+        layers, heads, groups = self.num_hidden_layers, self.num_attention_heads, self.o_groups
+        found += kind_problems("layer_types", self.layer_types, layers, (SLIDING, SPARSE, HEAVY))
+        found += kind_problems("mlp_layer_types", self.mlp_layer_types, layers, (HASH, MOE))
+        if groups > 0 and heads % groups:
+            found.append(f"num_attention_heads ({heads}) is not a multiple of o_groups ({groups})")
         return found
 
     def rope_problems(self) -> list[str]:
-        ropes, turning = {_MAIN: self.rope_parameters, _COMPRESS: self.compress_rope}, self.turning
-        found = [
-            f"{kind}: {each}"
-            for kind, rope in ropes.items()
-            for each in rope.problems(self.head_dim) or rope.odd_part(self.head_dim)
+        head, ropes = self.head_dim, self.ropes.items()
+        found = [f"{kind}: {each}" for kind, rope in ropes for each in rope.problems(head) or rope.odd_part(head)]
+        found += [
+            f"{kind}: rope_type is {rope.rope_type!r}, which goes by the length of a sequence, and blocks have none"
+            for kind, rope in ropes
+            if isinstance(rope, DynamicRope | LongRope)
         ]
-        for kind, rope in ropes.items():
-            if isinstance(rope, DynamicRope | LongRope):
-                found.append(f"{kind}: rope_type is {rope.rope_type!r}, which goes by the length of a sequence: blocks do not")
         if found:
             return found
-        if self.compress_rope.turning(self.head_dim) != turning:
-            other = self.compress_rope.partial_rotary_factor
-            found.append(f"partial_rotary_factor is {self.rope_parameters.partial_rotary_factor} of main, and {other} of compress: they must be one")
-        for name in ("head_dim", "index_head_dim"):
-            if getattr(self, name) <= turning:
-                found.append(f"{name} is {getattr(self, name)}: it must be above {turning}, the part of a head that turns")
-        return found
+        turning = self.turning
+        if self.compress_rope.turning(head) != turning:
+            parts = " and ".join(f"{rope.partial_rotary_factor} of {kind}" for kind, rope in ropes)
+            found.append(f"partial_rotary_factor is {parts}: one part of a head turns in all layers")
+        small = {name: getattr(self, name) for name in ("head_dim", "index_head_dim")}
+        part = f"it must be above {turning}, the part of a head that turns"
+        return found + [f"{name} is {size}: {part}" for name, size in small.items() if size <= turning]
 
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        return rope_config.override_by_kind(base, fields, cls.rope_kinds)
+        try:
+            ropes = {"rope_parameters": cls._nested(base)}
+        except ValueError:
+            return {**base, **fields}
+        kept = {name: value for name, value in base.items() if name not in _ROPE_KEYS}
+        return rope_config.override_by_kind(kept | ropes, fields, cls.rope_kinds)
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        said, problems = dict(config), list[str]()
-        rates, ratios, tables = (config.get(name) for name in ("compress_rates", "compress_ratios", "num_hash_layers"))
-        layers = config.get("num_hidden_layers")
+        said, problems, rates = dict(config), list[str](), config.get("compress_rates")
+        ratios, tables, layers = (config.get(n) for n in ("compress_ratios", "num_hash_layers", "num_hidden_layers"))
         if isinstance(rates, Mapping) and rates.keys() <= _RATES.keys():
             said |= {_RATES[kind]: rate for kind, rate in rates.items() if config.get(_RATES[kind]) is None}
         elif rates is not None:
             problems.append(f"compress_rates is {rates!r}: it may say {' and '.join(_RATES)}")
-        if config.get("layer_types") is None and isinstance(ratios, list) and isinstance(layers, int):
+        few = isinstance(layers, int) and layers <= limits.LAYERS
+        if few and config.get("layer_types") is None and isinstance(ratios, list):
             # Of layers that predict further tokens there are some more.
-            said["layer_types"] = [_OF_RATIOS.get(ratio, f"compress_ratios {ratio}") for ratio in ratios[:layers]]
-        if config.get("mlp_layer_types") is None and isinstance(tables, int) and isinstance(layers, int):
-            if layers <= limits.LAYERS:
-                said["mlp_layer_types"] = [HASH if layer < tables else MOE for layer in range(layers)]
+            said["layer_types"] = [_OF_RATIOS.get(str(ratio), f"compress_ratios {ratio}") for ratio in ratios[:layers]]
+        if few and config.get("mlp_layer_types") is None and isinstance(tables, int):
+            said["mlp_layer_types"] = [HASH if layer < tables else MOE for layer in range(layers or 0)]
         values, wrong = super()._read(said)
         return values, problems + wrong
 
@@ -263,27 +270,28 @@ class DeepseekV4Config(MoEConfig):
             raise ValueError(f"rope_parameters is {given!r}: it must be a mapping of {_MAIN} and {_COMPRESS}, or null")
         if isinstance(given.get(_MAIN), Mapping) and isinstance(given.get(_COMPRESS), Mapping):
             return {kind: given[kind] for kind in (_MAIN, _COMPRESS)}
-        factor, head = config.get("partial_rotary_factor"), config.get("head_dim") or 512
+        factor, turning, head = (config.get(n) for n in ("partial_rotary_factor", "qk_rope_head_dim", "head_dim"))
         if factor is None:
-            turning = config.get("qk_rope_head_dim")
-            factor = 64 / 512 if turning is None else rope_config.partial_rotary_factor(turning, head)
-        bases = {kind: config.get(key) or base for kind, key, base in _BASES}
+            sized = isinstance(turning, int) and isinstance(head, int) and head > 0
+            factor = rope_config.partial_rotary_factor(turning or 0, head or 1) if sized else 64 / 512
         compress = {name: value for name, value in given.items() if name not in (_MAIN, _COMPRESS)}
         if compress.get("rope_type", compress.get("type")) == "yarn":
             compress.setdefault("attention_factor", 1.0)
-        ropes = {_MAIN: {}, _COMPRESS: compress}
-        return {kind: {**ropes[kind], "rope_theta": bases[kind], "partial_rotary_factor": factor} for kind in ropes}
+        return {
+            kind: {
+                **(compress if kind == _COMPRESS else {}),
+                "rope_theta": config.get(convention.theta_key) or convention.rope_theta,
+                "partial_rotary_factor": factor,
+            }
+            for kind, convention in cls.rope_kinds.items()
+        }
 
     def _write(self) -> dict[str, Any]:
         plain = {name: value for name, value in super()._write().items() if name != "compress_rope"}
-        ropes = {_MAIN: self.rope_parameters, _COMPRESS: self.compress_rope}
-        said = rope_config.by_kind_to_hugging_face(ropes, self.rope_kinds)
+        said = rope_config.by_kind_to_hugging_face(self.ropes, self.rope_kinds)
         # Which transformers counts by where it makes nothing of it.
         part = {"partial_rotary_factor": self.rope_parameters.partial_rotary_factor}
         return plain | part | said | {"compress_rates": {kind: getattr(self, name) for kind, name in _RATES.items()}}
-
-
-_BASES = (_MAIN, "rope_theta", 10000.0), (_COMPRESS, "compress_rope_theta", 160000.0)
 
 
 def _head(rest: str) -> tuple[str, str]:
@@ -295,7 +303,8 @@ def _blocks(t: Table, name: str, hf: str, rate: str, rest: str, overlapping: boo
     """Return what makes vectors of blocks of so many tokens, of which each may have a part in two."""
     of_one = _head(rest)
     here, stored = (f"(next: {head} + own: {head})" if overlapping else head for head in of_one)
-    places = Param(f"layers.{{layer}}.{name}.places", f"{rate} {here}", f"{t.layer}.{hf}.ape", f"{rate} {stored}", vector=True)
+    ours, theirs = f"layers.{{layer}}.{name}.places", f"{t.layer}.{hf}.ape"
+    places = Param(ours, f"{rate} {here}", theirs, f"{rate} {stored}", vector=True)
     return (
         *t.linear(f"{name}.kv", here, "embed", f"{hf}.wkv", stored=f"{stored} embed"),
         *t.linear(f"{name}.gate", here, "embed", f"{hf}.wgate", stored=f"{stored} embed"),
@@ -315,9 +324,9 @@ def _around(t: Table, branch: str) -> Rows:
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v4-tiny": {name: value for name, value in tiny().items() if name not in ("intermediate_size", "num_key_value_heads")}
-    | {"head_dim": 32, "partial_rotary_factor": 0.25, "q_lora_rank": 32, "moe_intermediate_size": 32}
-    | {"n_routed_experts": 16, "num_experts_per_tok": 4, "o_groups": 2, "o_lora_rank": 16, "sliding_window": 64}
-    | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 32, "num_hash_layers": 1}
-    | {"compress_rates": {SPARSE: 4, HEAVY: 32}},
+    "deepseek_v4-tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512}
+    | {"head_dim": 32, "partial_rotary_factor": 0.25, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16}
+    | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 32, "sliding_window": 64, "num_hash_layers": 1}
+    | EXPERTS
+    | {"compress_rates": {SPARSE: 4, HEAVY: 32}, "max_position_embeddings": 512},
 }

@@ -24,8 +24,8 @@ from megacore.parallel.kernels.upcast import wide
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
-    """The blocks of successive documents, m in all, each of as many tokens; what is left at a document's end is in none.
+class TokenBlocks:
+    """The blocks of successive documents, m in all, each of as many tokens; what is left of a document is in none.
 
     Args:
         starts: [m], the first token of each.
@@ -57,7 +57,7 @@ def on(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def pool(x: Tensor, bias: Tensor, blocks: Blocks, head: int) -> Tensor:
+def pool(x: Tensor, bias: Tensor, blocks: TokenBlocks, head: int) -> Tensor:
     """x: [t, 2 width], values and logits, bias: [rate, width] -> [m, head], the means of the blocks by the softmax of
     their tokens' logits and the biases of their places, in fp32 at least.
 

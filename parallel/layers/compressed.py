@@ -20,7 +20,7 @@ from megacore.parallel import kernels
 from megacore.parallel.collectives import all_gather, start_all_gather, start_reduce_scatter
 from megacore.parallel.context_split import ContextSplit
 from megacore.parallel.kernels import compressed
-from megacore.parallel.kernels.compressed import Blocks
+from megacore.parallel.kernels.compressed import TokenBlocks
 from megacore.parallel.kernels.indexed import Reaches
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.layers.indexed import IndexVectors, Learn
@@ -68,10 +68,10 @@ class CompressedTokens:
         ranks = [self.split.indices(rank) for rank in range(self.group.size)]
         return compressed.on(np.concatenate(ranks).argsort(), self.device)
 
-    def blocks(self, rate: int) -> Blocks:
+    def blocks(self, rate: int) -> TokenBlocks:
         """Return the blocks of so many tokens."""
         documents = np.array(self.documents)
-        return self._once(rate, lambda: Blocks.of(documents, self.own, rate, self.device))
+        return self._once(rate, lambda: TokenBlocks.of(documents, self.own, rate, self.device))
 
     def rotation(self, rope: str, rate: int) -> tuple[Tensor, Tensor]:
         """Return cos, sin: [m, turning/2] of the blocks, each at the position of its first token."""
@@ -128,6 +128,6 @@ class CompressedTokens:
         weights = start_reduce_scatter(weights, index.group).wait()
         return learn(y, kernels.divergence(scores, weights, own))
 
-    def _of(self, index: IndexVectors, blocks: Blocks) -> Reaches:
+    def _of(self, index: IndexVectors, blocks: TokenBlocks) -> Reaches:
         """Return the blocks that this rank of tp scores for its own tokens."""
         return blocks.reaches.of(index.group.index * len(index.q), len(index.q))

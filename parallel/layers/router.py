@@ -48,9 +48,7 @@ class Router(nn.Module):
         self.weight, self.bias, self.correction, self.routing = weight, bias, correction, routing
         self.scale, self.table = scale, table
 
-    def forward(
-        self, x: Tensor, attach: Attach | None = None, tokens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, attach: Attach | None = None, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """tokens: [n], which a table is asked for."""
         logits = self.logits(x)
         if self.routing.logit_factor != 1:

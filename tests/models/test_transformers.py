@@ -75,7 +75,7 @@ def theirs_of(config: PretrainedConfig, seed: int, auto: Any = AutoModelForCausa
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.float() if buffer.is_floating_point() else buffer)
     with torch.no_grad():
-        for name, buffer in saved_buffers(model).items():
+        for buffer in saved_buffers(model).values():
             if buffer.is_floating_point():
                 buffer.normal_(0.0, 0.3)
             else:  # a table of experts

@@ -28,7 +28,13 @@ Tensors = dict[str, torch.Tensor]
 
 HEAD = "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-UNSIGNED = {torch.int64: np.uint64, torch.float64: np.uint64, torch.float32: np.uint32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
+UNSIGNED = {
+    torch.int64: np.uint64,
+    torch.float64: np.uint64,
+    torch.float32: np.uint32,
+    torch.float16: np.uint16,
+    torch.bfloat16: np.uint16,
+}
 
 
 def model(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> PreTrainedModel:
