@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megacore.models.adapt import adapt, multiply_quantised
 from megacore.models.attention import Attention
 from megacore.models.blocks import CHEAP, Block
-from megacore.models.compressed_attention import CompressedAttention
+from megacore.models.compressed_attention import CompressedAttention, Compressor
 from megacore.models.config import ModelConfig
 from megacore.models.decoder import Decoder, Losses, Microbatch
 from megacore.models.latent_attention import LatentAttention
@@ -25,6 +25,7 @@ from megacore.parallel.balance import NONE, Balance, Coefficients
 from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.layers.compressed import CompressedTokens
 from megacore.parallel.layers.fp8 import Fp8, Fp8Weight
 from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.linear import hand_to, multiply_by
@@ -183,7 +184,8 @@ class Model:
             kernels.cpu_has_bf16()  # the compiler finds the answer, and cannot look for it
         # How many pieces there are is known where it runs; as a decorator there it would import the compiler.
         Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
-        Indexed.__call__ = torch.compiler.disable(Indexed.__call__)  # type: ignore[method-assign]
+        for kind in (Indexed, CompressedTokens, Compressor):
+            kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign]
         for chunk in self.chunks:
             for block in chunk.blocks:
                 for module in block.modules():

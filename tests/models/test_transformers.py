@@ -297,6 +297,7 @@ SPREAD = {
     "gpt_oss": ContextParallel(4, "ring", "rows", 2),
     "deepseek_v3": ContextParallel(2, "ring", "documents"),
     "deepseek_v32": ContextParallel(4, "ring", "rows", 2),
+    "deepseek_v4": ContextParallel(4, "gather", "rows", 2),
     "qwen3_moe": ContextParallel(4, "heads", "rows", 4),
     "lfm2": ContextParallel(4, "gather", "rows"),
     "kimi_linear": ContextParallel(4, "gather", "rows"),
