@@ -207,7 +207,9 @@ def compared(case: Case) -> float:
 
 
 @pytest.mark.in_turn(16)
-@pytest.mark.parametrize("case", [*CASES, EXPERTS, CHUNKED, OFFLOADED, LATENT, LATENT_FP8, BLOCKS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*CASES, EXPERTS, CHUNKED, OFFLOADED, LATENT, LATENT_FP8, BLOCKS], ids=lambda case: case.name
+)
 def test_compiled_ranks_compute_the_same(pool: Pool, case: Case) -> None:
     assert max(pool.run(2, compared, case)) < case.tolerance
 
