@@ -178,8 +178,8 @@ class DeepseekV4Config(MoEConfig):
         )
 
     def network(self, t: Table) -> Rows:
-        name, theirs = "layers.{layer}.mlp.router", f"{t.layer}.ffn.gate"
-        table = Param(f"{name}.table", "words choices", f"{theirs}.tid2eid", buffer=True, below=self.n_routed_experts)
+        name, theirs, most = "layers.{layer}.mlp.router", f"{t.layer}.ffn.gate", self.n_routed_experts
+        table = Param(f"{name}.table", "words choices", f"{theirs}.tid2eid", buffer=True, vector=True, below=most)
         correction = Param(f"{name}.correction", "routes", f"{theirs}.bias", buffer=True, vector=True)
         of = "ffn.experts.{experts}"
         return (
