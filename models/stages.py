@@ -42,14 +42,14 @@ def chooser_apart(
     """Return the first layer that looks at what the indexer of another one chooses which is in another virtual stage,
     and that one; None where each virtual stage has all that its layers look at. ``counts``: the layers of each, if that
     is not the balanced split."""
-    choosers = [layer.chooser for layer in config.anatomy.layers]
-    if choosers.count(None) == len(choosers):
+    index = config.schema.by_name.get("layers.{layer}.attn.index.q.weight")
+    if index is None or index.layers is None:
         return None  # there is none, or each layer has its own
     counts = counts or default_layers(config, virtual_stages, bare_ends)
     parts = [part for part, count in enumerate(counts) for _ in range(count)]
-    for layer, (chooser, _) in enumerate(zip(choosers, parts, strict=False)):
-        if chooser is not None and parts[chooser] != parts[layer]:
-            return layer, chooser
+    for layer, (each, part) in enumerate(zip(config.anatomy.layers, parts, strict=False)):
+        if each.chooser is not None and parts[each.chooser] != part:
+            return layer, each.chooser
     return None
 
 
