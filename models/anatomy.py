@@ -26,8 +26,9 @@ ACTIVATIONS: Mapping[str, str] = {
 }
 """{Hugging Face's name of an activation function: ours}; each has f(0) = 0, for the mlp axis is padded with zeros."""
 
-GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai"}
-"""{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss)."""
+GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai", "swiglu_limited": "swiglu_limited"}
+"""{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss,
+DeepSeek-V4)."""
 
 FULL, SLIDING, LINEAR, CONVOLUTION = "full_attention", "sliding_attention", "linear_attention", "conv"
 CHUNKED = "chunked_attention"
@@ -77,6 +78,21 @@ class Factors:
 
 
 @dataclass(frozen=True)
+class Streams:
+    """Residual streams that stand side by side, and what mixes them (mHC, Xie et al. 2025, arXiv 2512.24880).
+
+    Args:
+        count: The number of them.
+        rounds: How often rows and columns of what mixes them are divided by their sums.
+        eps: Added to these sums, and to the weights by which a branch is given the streams.
+    """
+
+    count: int
+    rounds: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """The positions that the attention of one layer sees, and how it encodes them.
 
@@ -88,6 +104,8 @@ class LayerAttention:
         plain_norms: Whether queries and keys have those of :attr:`Anatomy.plain_norms`.
         top: A token sees so many tokens at most, those that an indexer chooses; None: there is none.
         chooser: The layer whose indexer chooses them for several layers; None: its own does, for it alone.
+        block: Beyond its window a token sees blocks of so many tokens, of which each is one key, and ``top`` of these;
+            None: there are none.
     """
 
     rope: str | None = ROPE
@@ -97,6 +115,7 @@ class LayerAttention:
     plain_norms: bool = True
     top: int | None = None
     chooser: int | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +159,7 @@ class Anatomy:
         alibi: The slopes by which heads count distances; None: they do not.
         step_limits: The lower and the upper bound of the steps of state space layers.
         routing: The rule by which experts are chosen, where layers have some.
+        streams: The residual streams, where there are several.
     """
 
     layers: tuple[LayerAttention, ...]
@@ -175,6 +195,7 @@ class Anatomy:
     alibi: Alibi | None = None
     step_limits: tuple[float, ...] = (0.0, math.inf)
     routing: Routing | None = None
+    streams: Streams | None = None
 
 
 def by_kind(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megacore.models.adapt import adapt, multiply_quantised
 from megacore.models.attention import Attention
 from megacore.models.blocks import CHEAP, Block
+from megacore.models.compressed_attention import CompressedAttention, Compressor
 from megacore.models.config import ModelConfig
 from megacore.models.decoder import Decoder, Head, Losses, Microbatch
 from megacore.models.latent_attention import LatentAttention
@@ -24,6 +25,7 @@ from megacore.parallel.balance import NONE, Balance, Coefficients
 from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.layers.compressed import CompressedTokens
 from megacore.parallel.layers.fp8 import Fp8, Fp8Weight
 from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.linear import hand_to, multiply_by
@@ -200,7 +202,8 @@ class Model:
             kernels.cpu_has_bf16()  # the compiler finds the answer, and cannot look for it
         # How many pieces there are is known where it runs; as a decorator there it would import the compiler.
         Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
-        Indexed.__call__ = torch.compiler.disable(Indexed.__call__)  # type: ignore[method-assign]
+        for kind in (Indexed, CompressedTokens, Compressor):
+            kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign]
         for chunk in self.chunks:
             for block in chunk.blocks:
                 for module in block.modules():
@@ -233,6 +236,7 @@ def _balance(config: ModelConfig, chunks: Sequence[Decoder], mesh: Mesh, coeffic
         return None
     mesh.make_groups(mesh.shape.all_along(*Balance.ACROSS))
     mixtures = [module for module in _running(chunks) if isinstance(module, MixtureOfExperts)]
+    mixtures = [each for each in mixtures if each.router.table is None]  # what is listed, nothing balances
     found = ((mixture.layer, mixture.router.correction) for mixture in mixtures)
     corrections = {layer: correction for layer, correction in found if correction is not None}
     balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients, corrections)
@@ -245,7 +249,7 @@ def _alignment(config: ModelConfig, chunks: Sequence[Decoder], mesh: Mesh, coeff
     """Return what the indexers of these chunks learn from; None where they learn nothing or the model has none."""
     if not coefficient or all(layer.top is None for layer in config.anatomy.layers):
         return None
-    running = (module for module in _running(chunks) if isinstance(module, LatentAttention))
+    running = (module for module in _running(chunks) if isinstance(module, LatentAttention | CompressedAttention))
     indexed = {module.layer: module for module in running if module.indexer is not None}
     alignment = Alignment([*indexed], mesh, coefficient)
     for module in indexed.values():

@@ -40,9 +40,10 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         Prediction,
         TokenEmbedding,
     )
+    from megacore.models.hyper_connections import Collapse, HyperBlock, HyperConnection, Repeated
     from megacore.models.rope import Rotary
 
-    p, vocab = parameters, sizes["vocab"]
+    p, vocab, streams = parameters, sizes["vocab"], anatomy.streams
 
     def block(layer: int, name: str = "") -> nn.Module:
         name = name or f"layers.{layer}"
@@ -61,12 +62,16 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             SideBySide(mixing) if len(mixing) > 1 else mixing[0] if mixing else None,
             scaled(anatomy, "experts" if experts else "mlp", feed(anatomy, p, layer, name)) if feeds else None,
         )
+        if streams is not None:
+            around = {each: HyperConnection(p, f"{name}.{each}_streams", streams, anatomy.norm_eps) for each in _AROUND}
+            return HyperBlock(branches[0], branches[1], norms, around)
         scale, factor = anatomy.branch_scale, p.get(f"{name}.factor")
         return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor)
 
     def embedding() -> nn.Module:
         plain = embedded()
-        return NormedEmbedding(plain, norm(anatomy, p, "embed_norm")) if has_norm("embed_norm") else plain
+        plain = NormedEmbedding(plain, norm(anatomy, p, "embed_norm")) if has_norm("embed_norm") else plain
+        return plain if streams is None else Repeated(plain, streams.count)
 
     def has_norm(name: str) -> bool:
         return f"{name}.weight" in p or name in anatomy.plain_norms
@@ -103,6 +108,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
     def before_head() -> nn.Module:
         last = norm(anatomy, p, "norm")
+        if streams is not None:
+            return Collapse(p, "last_streams", streams, anatomy.norm_eps, last)
         if "dense_head.weight" not in p:
             return last
         activation = ACTIVATIONS[anatomy.head_activation]
@@ -134,6 +141,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     )
 
 
+_AROUND = "attn", "mlp"
+"""The branches that streams stand around."""
 MIXERS = ("attn", "local_attn", "delta", "ssm", "short")
 """The names that what mixes tokens has in a block: those that a layer has stand side by side."""
 
@@ -151,6 +160,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     windows have other sizes, of latents where it has some, the gated delta rule, ``delta``, a state space, ``ssm``, or
     a short convolution, ``short``, as the name ends."""
     from megacore.models.attention import MultiHeadAttention
+    from megacore.models.compressed_attention import CompressedAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
     from megacore.models.short_convolution import ShortConvolution
@@ -185,6 +195,11 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
         encoding = encode(anatomy, parameters, layer, name)
         return LatentAttention(parameters, name, layer, own, scoring, of_latent, encoding)
+    if f"{name}.kv.weight" in parameters:
+        of_queries = norm(anatomy, parameters, f"{name}.q_norm")
+        return CompressedAttention(
+            parameters, name, layer, own, scoring, partial(norm, anatomy, parameters), of_queries
+        )
     normed = ["q_norm", "k_norm", *(["v_norm"] if "attn.v_norm" in anatomy.plain_norms else [])]
     norms = (
         [norm(anatomy, parameters, f"{name}.{each}") for each in normed]
@@ -239,7 +254,7 @@ def norm(anatomy: Anatomy, parameters: Parameters, name: str, eps: float | None 
         return PlainNorm(anatomy.norm, eps)
     mesh, weight = parameters.mesh, parameters[f"{name}.weight"]
     sentence = parameters.shards[f"{name}.weight"].param.sentence
-    if len(sentence.dims) == 1 and len(sentence.axes) > 1:
+    if len(sentence.dims) == 1 < len(sentence.axes) and not sentence.axes.isdisjoint(parameters.layout.split):
         return SplitRMSNorm(weight, eps, mesh)
     if anatomy.norm == "rms":
         return RMSNorm.of(weight, eps, mesh, anatomy.norm_offset)

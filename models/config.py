@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megacore.models import scores
-from megacore.models.anatomy import Anatomy
+from megacore.models.anatomy import Anatomy, LayerAttention
 from megacore.models.names import whole_names
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel import limits
@@ -86,6 +86,8 @@ class ModelConfig(ABC):
     base_model_prefix: ClassVar[str]
     tied: ClassVar[tuple[str, str]]
     ignored: ClassVar[tuple[str, ...]] = ()
+    # {a tensor: its name there, if it is not the same without the prefix}
+    base_names: ClassVar[Mapping[str, str]] = {}
     # What _read reads beside the fields of the class; fields that a folder's tensors tell, and no file says; and the
     # beginnings of the names of tensors of layers that predict further tokens, which are told and not read.
     reads: ClassVar[frozenset[str]] = frozenset()
@@ -164,6 +166,12 @@ class ModelConfig(ABC):
     def drops(self) -> bool:
         """Whether blocks drop anything in training."""
         return self.drops_attention or self.anatomy.branch_dropout > 0
+
+    @property
+    def width(self) -> int:
+        """The numbers of a token that blocks hand on: those of all residual streams."""
+        streams = self.anatomy.streams
+        return self.sizes["embed"] * (1 if streams is None else streams.count)
 
     @property
     @abstractmethod
@@ -345,12 +353,20 @@ def probabilities(config: ModelConfig, *names: str) -> list[str]:
     ]
 
 
-def looks(tokens: int, window: int | None, chunk: int | None = None) -> int:
-    """Return how many pairs of a token and one that it looks at there are in a causal sequence, or in its chunks."""
+def looks(tokens: int, window: int | None, chunk: int | None = None, block: int = 1) -> int:
+    """Return how many pairs of a token and one that it looks at there are in a causal sequence, or in its chunks; or of
+    a token and a block of so many, a window being some of these."""
     if chunk is not None and tokens > chunk:
         return tokens // chunk * looks(chunk, window) + looks(tokens % chunk, window)
-    seen = min(tokens, window or tokens)
-    return seen * (seen + 1) // 2 + (tokens - seen) * seen
+    seen = min(tokens // block, window or tokens)
+    return block * seen * (seen - 1) // 2 + (tokens - block * seen + 1) * seen
+
+
+def _looked_at(tokens: int, layer: LayerAttention) -> int:
+    """Return how many pairs of a token and one that it looks at, or a block of them, there are in a layer."""
+    if layer.block is None:
+        return looks(tokens, layer.top or layer.window, layer.chunk)
+    return looks(tokens, layer.window) + looks(tokens, layer.top, block=layer.block)
 
 
 def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
@@ -438,6 +454,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     6; adapters count as any parameters do.
 
     An indexer scores all tokens before a token, with one product, and sends a gradient to the ones that it chooses.
+    Where blocks of tokens are one key each, both count these.
 
     A layer with a state has no scores. Each of its heads multiplies the state three times, to know what it says of a
     key, to write and to read: 18 * key * value, or without the first one 12; and a short convolution counts 6 for each
@@ -458,13 +475,14 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     kinds = ((*full, *others, *further), sizes["head"]), (tuple(local), sizes.get("local_head", sizes["head"]))
     for layers, head in kinds:
         attending = (config.anatomy.layers[layer] for layer in layers)
-        tokens = sum(looks(sequence_length, layer.top or layer.window, layer.chunk) for layer in attending)
+        tokens = sum(_looked_at(sequence_length, layer) for layer in attending)
         looked_at += sizes["heads"] * (head + sizes.get("value", head)) * tokens
     attention = 6 * looked_at // sequence_length + sum(6 * whole.numel(param) for param in mixed.values())
     if index := whole.by_name.get("layers.{layer}.attn.index.q.weight"):
         own = whole.numel(index) // sizes["q_latent"] // len(index.values("layer", sizes))
-        own *= len(index.values("layer", sizes)) + len(further)
-        every, chosen = looks(sequence_length, None), looks(sequence_length, config.anatomy.layers[0].top)
+        indexed = [config.anatomy.layers[layer] for layer in (*index.values("layer", sizes), *further)]
+        every = sum(looks(sequence_length, None, block=layer.block or 1) for layer in indexed)
+        chosen = sum(looks(sequence_length, layer.top, block=layer.block or 1) for layer in indexed)
         attention += own * (2 * every + 4 * chosen) // sequence_length
     state = math.prod(sizes.get(axis, 1) for axis in ("state_heads", "each", "state_key", "state_value"))
     attention += sum(_STATES[name] * len(param.values("layer", sizes)) * state for name, param in mixed.items())

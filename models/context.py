@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from megacore.parallel.balance import RoutedTokens
+from megacore.parallel.layers.compressed import CompressedTokens
 from megacore.parallel.layers.experts import Counts
 from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.states import States
@@ -25,6 +26,7 @@ class Context:
         routed: The tokens that this rank routes to experts.
         states: What layers with a state are handed where a span of tokens begins.
         indexed: The attention to tokens that indexers choose, where there are some.
+        compressed: The attention to blocks of tokens, where there are some.
         counts: {experts: how many rows they have}, kept for when a block is computed again.
     """
 
@@ -34,4 +36,5 @@ class Context:
     routed: RoutedTokens = field(default_factory=RoutedTokens)
     states: States | None = None
     indexed: Indexed | None = None
+    compressed: CompressedTokens | None = None
     counts: dict[nn.Module, Counts] = field(default_factory=dict)

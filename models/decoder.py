@@ -21,6 +21,7 @@ from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.documents import Documents
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.labels import IGNORE
+from megacore.parallel.layers.compressed import CompressedTokens
 from megacore.parallel.layers.context_attention import ContextAttention
 from megacore.parallel.layers.embedding import VocabParallelEmbedding
 from megacore.parallel.layers.experts import Experts
@@ -70,6 +71,7 @@ class Microbatch:
         attention: The attention of the tokens, if it is not that of sequences and documents.
         states: What their layers with a state are handed, if it is not that.
         indexed: Their attention to tokens that indexers choose, if it is not that.
+        compressed: Their attention to blocks of tokens, if it is not that.
         padding: [t], true where a token is padding, which routers need not balance; None: nowhere.
         number: Its place in a training step; None where none is under way.
         wanted: [n], the tokens whose losses or logits are asked for; None for all. Losses are shared out over tp, so
@@ -94,6 +96,7 @@ class Microbatch:
     attention: MaskedAttention | None = None
     states: States | None = None
     indexed: Indexed | None = None
+    compressed: CompressedTokens | None = None
     wanted: Tensor | None = None
     padding: Tensor | None = None
     number: int | None = None
@@ -106,6 +109,11 @@ class Microbatch:
     @property
     def sequence_length(self) -> int:
         return (len(self.tokens) if self.split is None else self.split.tokens) // self.sequences
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The lengths of the documents, or of the sequences where there are none."""
+        return self.documents or (self.sequence_length,) * self.sequences
 
 
 @dataclass(frozen=True)
@@ -508,13 +516,22 @@ class Decoder(nn.Module):
         attention, states = microbatch.attention or self.attention(microbatch), microbatch.states
         indexed = microbatch.indexed or self.indexed(microbatch)
         states = states or self.states(microbatch)
-        return Context(attention, microbatch.positions, rotations, self._routed(microbatch), states, indexed)
+        compressed = microbatch.compressed or self.compressed(microbatch)
+        told = attention, microbatch.positions, rotations, self._routed(microbatch), states, indexed, compressed
+        return Context(*told)
 
     def indexed(self, microbatch: Microbatch) -> IndexedTokens:
         """Return how the tokens of sequences and documents look at those that indexers choose."""
-        rows = (microbatch.sequence_length,) * microbatch.sequences
-        documents, split = microbatch.documents or rows, microbatch.split
-        return IndexedTokens({}, documents, split, self._mesh.cp, microbatch.tokens.device)
+        return IndexedTokens({}, microbatch.parts, microbatch.split, self._mesh.cp, microbatch.tokens.device)
+
+    def compressed(self, microbatch: Microbatch) -> CompressedTokens:
+        """Return how the tokens of sequences and documents look at blocks of those before them."""
+        device = microbatch.tokens.device
+        return CompressedTokens(microbatch.parts, microbatch.split, self._mesh.cp, device, self.tables)
+
+    def tables(self, rope: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: [m] -> cos, sin: [m, turning/2], of a rope that no length changes."""
+        return self._rotaries[rope].at(positions, 1, self.dtype)
 
     def states(self, microbatch: Microbatch, whole: bool = False) -> States:
         """Return what layers with a state are handed where documents begin, or parts of them; ``whole`` is that of
@@ -522,8 +539,7 @@ class Decoder(nn.Module):
         device = microbatch.tokens.device
         if microbatch.split is not None:
             return ContextStates.of(microbatch.split, self._mesh.cp, device, whole)
-        rows = (microbatch.sequence_length,) * microbatch.sequences
-        return States(Spans(microbatch.documents or rows, device))
+        return States(Spans(microbatch.parts, device))
 
     def attention(self, microbatch: Microbatch, context: ContextParallel | None = None) -> MaskedAttention:
         """Return how the tokens of sequences and documents look at each other; ``context`` has split them, or the
@@ -541,11 +557,11 @@ class Decoder(nn.Module):
     def _routed(self, microbatch: Microbatch) -> RoutedTokens:
         """Return what is known of this rank's own tokens."""
         group = self._mesh.tp
-        padding, rows = (
+        padding, rows, tokens = (
             None if each is None else each.chunk(group.size)[group.index]
-            for each in (microbatch.padding, microbatch.rows)
+            for each in (microbatch.padding, microbatch.rows, microbatch.tokens)
         )
-        return RoutedTokens(microbatch.sequences, padding, microbatch.number, rows)
+        return RoutedTokens(microbatch.sequences, padding, microbatch.number, rows, tokens)
 
     def _rotation(self, rotary: Rotary, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """cos, sin: [t, turning/2] at the microbatch's positions."""

@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
         self.layer, self.scales_inputs = layer, routing.scales_inputs
         self.balance: Balance | None = None
         p, mesh = parameters, parameters.mesh
-        others = (p.get(f"{name}.router.{each}") for each in ("bias", "correction", "scale"))
+        others = (p.get(f"{name}.router.{each}") for each in ("bias", "correction", "scale", "table"))
         self.router = Router(p[f"{name}.router.weight"], routing, *others)
         split = p.layout.split
         self.experts = Experts(
@@ -69,7 +69,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         attach = None if self.balance is None else partial(self.balance.attach, self.layer, context.routed)
-        chosen, weights = self.router(self.norms["router"](x), attach)
+        chosen, weights = self.router(self.norms["router"](x), attach, context.routed.tokens)
         beside = self.shared and partial(self._beside, x, context)
         x = self.norms["experts"](x)
         if self.scales_inputs:  # then what a token gives each of its experts is a token of its own

@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, str] = {
     "deepseek_v2": "megacore.models.families.deepseek_v2.DeepseekV2Config",
     "deepseek_v3": "megacore.models.families.deepseek_v3.DeepseekV3Config",
     "deepseek_v32": "megacore.models.families.deepseek_v32.DeepseekV32Config",
+    "deepseek_v4": "megacore.models.families.deepseek_v4.DeepseekV4Config",
     "dots1": "megacore.models.families.dots1.Dots1Config",
     "ernie4_5": "megacore.models.families.ernie4_5.Ernie4_5Config",
     "ernie4_5_moe": "megacore.models.families.ernie4_5_moe.Ernie4_5MoeConfig",

@@ -47,10 +47,9 @@ def chooser_apart(
         return None  # there is none, or each layer has its own
     counts = counts or default_layers(config, virtual_stages, bare_ends)
     parts = [part for part, count in enumerate(counts) for _ in range(count)]
-    for layer in range(min(config.sizes["layer"], len(parts))):
-        chooser = max(each for each in index.layers if each <= layer)
-        if parts[chooser] != parts[layer]:
-            return layer, chooser
+    for layer, (each, part) in enumerate(zip(config.anatomy.layers, parts, strict=False)):
+        if each.chooser is not None and parts[each.chooser] != part:
+            return layer, each.chooser
     return None
 
 

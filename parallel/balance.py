@@ -31,12 +31,14 @@ class RoutedTokens:
         padding: [n], true where a token is padding, which does not count; None: nowhere.
         microbatch: The number of the microbatch in its step; None where no training step is under way.
         rows: [n], the sequence that each is of; None: they are successive ones of successive sequences.
+        tokens: [n], what they are.
     """
 
     sequences: int = 1
     padding: Tensor | None = None
     microbatch: int | None = None
     rows: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,10 @@ class Balance:
                 toward = toward.masked_fill(padding[:, None], 0)
             if self.routing.score == "softmax":
                 p = slope = logits.softmax(-1)
+            elif self.routing.score == "sqrtsoftplus":
+                log = torch.where(logits < -30, logits, F.softplus(logits).log())
+                p = (log / 2).softmax(-1)
+                slope = p * (F.logsigmoid(logits) - log).exp() / 2
             else:  # sigmoids over their sum, which may all be so small that they are zeros
                 p = F.logsigmoid(logits).softmax(-1)
                 slope = p * (-logits).sigmoid()

@@ -30,6 +30,11 @@ def initial_values(layout: Layout, shard: Shard, label: str, seed: int) -> np.nd
     values = np.zeros(piece.shape, np.float32)
     box = [shard.box[axis] for axis in piece.axes]
     sizes = [layout.schema.sizes[axis] for axis in piece.axes]
+    if param.below:  # rows of numbers that are equally far apart; nobody splits it
+        rows, width = piece.shape
+        generator = np.random.Generator(np.random.Philox(key=key(seed, shard.name, label)))
+        first = generator.integers(param.below, size=(rows, 1))
+        return ((first + np.arange(width) * (param.below // width)) % param.below).astype(np.float32)
     if not param.std:
         real = (slice(0, max(0, min(stop, size) - start)) for (start, stop), size in zip(box, sizes, strict=True))
         values[tuple(real)] = param.mean

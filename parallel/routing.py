@@ -35,7 +35,7 @@ class Routing:
     experts: int
     top_k: int
     logit_factor: float = 1.0
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     choose: Literal["scores", "logits"] = "scores"
     weigh: Literal["all", "chosen", "close"] = "all"
     reach: float = 0.0

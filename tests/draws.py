@@ -14,6 +14,7 @@ from typing import Any
 
 from megacore.models.anatomy import ACTIVATIONS, CHUNKED, CONVOLUTION, FULL, LINEAR, SLIDING
 from megacore.models.config import ModelConfig
+from megacore.models.families.deepseek_v4 import HASH, HEAVY, MOE, SPARSE
 from megacore.models.rope_config import PLAIN, ROPE_TYPES, Convention, Kinds, partial_rotary_factor
 
 Fields = dict[str, Any]
@@ -113,6 +114,8 @@ NEED_HEAD_DIM = ("HunYuanDenseV1Config", "MinistralConfig", "MixtralConfig")
 """Whose class of transformers, or a rope of it, cannot do without head_dim; and which of those that inherit can."""
 NEED_NO_HEAD_DIM = ("PhimoeConfig",)
 CODEGEN_GROUPS = 4
+BOUNDED = ("default", "linear", "llama3", "yarn")
+"""The ropes that go by no sequence's length."""
 STEADY = ("default", "linear", "llama3", "proportional")
 """The ropes of heads of several sizes: of the others transformers computes frequencies anew and forgets the size of the
 heads, or has no place for all that they say."""
@@ -147,6 +150,15 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "CommandConfig": {"logit_scale": (0.0625, 1.3)},
     # Of few heads all are often 0, and transformers says nothing of equal scores.
     "DeepseekV32Config": {"index_n_heads": (14, 16), "index_topk": (2, 5, 40)},
+    "DeepseekV4Config": {
+        "q_lora_rank": (6, 9),
+        "o_lora_rank": (2, 3),
+        "index_n_heads": (14, 16),
+        "index_topk": (2, 3, 40),
+        "hc_mult": (2, 4),
+        "hc_sinkhorn_iters": (1, 3),
+        "routed_scaling_factor": (1.0, 2.5),
+    },
     "Dots1Config": {"max_window_layers": (0, 1, 3)},
     "Ernie4_5MoeConfig": {
         "moe_intermediate_size": (6, 11),
@@ -431,6 +443,26 @@ def mimo_v2_flash(d: Draw) -> Fields:
     }
 
 
+def deepseek_v4(d: Draw) -> Fields:
+    head, groups = d.one(6, 8), d["num_attention_heads"] // d.tp
+    turning, kinds = d.one(2, 4), d.of_layers(SLIDING, SPARSE, HEAVY)
+    kinds[d.rng.randrange(d.layers)] = SPARSE
+    ropes = draw_ropes(d.rng, dict.fromkeys(d.config.rope_kinds, head), d.positions, d.config.rope_kinds, BOUNDED)
+    for rope in ropes.values():  # one part of a head turns in all layers
+        rope["partial_rotary_factor"] = partial_rotary_factor(turning, head)
+    return {
+        "head_dim": head,
+        "index_head_dim": turning + d.one(2, 7),
+        "o_groups": d.tp * d.one(*(n for n in (1, 2, 3) if groups % n == 0)),
+        "sliding_window": d.window,
+        "layer_types": d.one(None, kinds, kinds),
+        "mlp_layer_types": d.one(None, d.of_layers(HASH, MOE)),
+        "compress_rates": {SPARSE: d.one(2, 3), HEAVY: d.one(4, 5)},
+        "rope_parameters": ropes,
+        "partial_rotary_factor": partial_rotary_factor(turning, head),
+    }
+
+
 def tempered(d: Draw) -> Fields:
     latents = "qk_rope_head_dim" in d.fields
     turns = d.rope(d["qk_rope_head_dim"] if latents else d["head_dim"], ["yarn"])
@@ -498,6 +530,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
         "layer_types": ABSENT,
     },
     "DeepseekV2Config": lambda d: groups(d) | {"topk_method": d.one("greedy", "group_limited_greedy")},
+    "DeepseekV4Config": deepseek_v4,
     "DeepseekV32Config": lambda d: {
         "q_lora_rank": d.one(6, 9),
         "index_head_dim": d["qk_rope_head_dim"] + d.one(2, 5),

@@ -18,6 +18,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
+from megacore.models.anatomy import SLIDING
+from megacore.models.families.deepseek_v4 import HEAVY, SPARSE
 from megacore.models.mtp import FIELD
 from megacore.models.registry import FAMILIES, family
 from megacore.models.rope_config import PLAIN
@@ -154,7 +156,13 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     own |= {"pad_token_id": 5} if name in ALWAYS_PADDED else {}
     # Of which transformers saves the convolutions in three equal parts.
     own |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16} if name == "olmo_hybrid" else {}
+    if "hc_mult" in known:  # whose heads turn in part, and whose layers are of three kinds
+        kinds = SLIDING, SPARSE, HEAVY
+        own |= {"num_key_value_heads": 1, "n_shared_experts": 1, "head_dim": 8, "partial_rotary_factor": 0.5}
+        own |= {"layer_types": [kinds[layer % 3] for layer in range(layers)], "num_hash_layers": 1}
+        own |= {"compress_rates": {SPARSE: 2, HEAVY: 4}, "o_groups": 4, "o_lora_rank": 3}
     known -= {"head_dim"} if "kv_lora_rank" in known else set()  # which follows
+    known |= {"num_hash_layers"} if "hc_mult" in known else set()
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
 

@@ -21,7 +21,7 @@ from megacore.progress_bar import progress_bar
 from megacore.say import brief, say, say_data
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files import accounting
-from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.dtypes import NUMBERS
 from megacore.store.tensor_files.tensors import DTYPES
 from megacore.store.weight_folders import audit, compare
 from megacore.store.weight_folders.audit import Damage
@@ -241,7 +241,7 @@ def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
 def _dtypes(folder: SafetensorsFolder, state: str) -> dict[str, int]:
     """Return {dtype: number of the model's tensors of it}."""
     schema = folder.schema
-    dtypes = {whole_name(schema, stored): FLOATS[folder.dtype(state, stored)] for stored in folder.stored(state)}
+    dtypes = {whole_name(schema, stored): NUMBERS[folder.dtype(state, stored)] for stored in folder.stored(state)}
     return {dtype: list(dtypes.values()).count(dtype) for dtype in sorted({*dtypes.values()})}
 
 
@@ -256,7 +256,7 @@ def _shard(folder: SafetensorsFolder, state: str, stored: Stored) -> dict[str, A
         "file": file,
         "tensor": name,
         "shape": list(stored.shape),
-        "dtype": FLOATS[folder.dtype(state, stored)],
+        "dtype": NUMBERS[folder.dtype(state, stored)],
         "bytes": _size(folder, state, stored),
     }
 

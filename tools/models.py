@@ -30,7 +30,7 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 NOT_CARRIED = {
     "other states in place of keys and values": "bailing_hybrid, falcon_mamba, jamba, mamba, mamba2, minimax, "
     "recurrent_gemma, rwkv, xlstm, zamba, zamba2",
-    "keys and values that are compressed, or convolved": "deepseek_v4, inkling2_text, inkling_text, zaya",
+    "keys and values that are compressed, or convolved": "inkling2_text, inkling_text, zaya",
     "indexers that choose blocks of tokens": "minimax_m3_vl_text, qwen4_exp, qwen4_exp_text",
     "several residual streams, or sums weighed by depth": "beam, hy_v4",
     "two attentions in a layer, and experts that do nothing": "longcat_flash",
@@ -171,6 +171,9 @@ def _of_table(schema: Schema) -> Iterator[str]:
     if router := names.get("mlp.router.weight"):
         if router.layers is not None:
             yield f"experts in {len(router.layers)} of {schema.sizes['layer']} layers"
+        if table := names.get("mlp.router.table"):
+            listed = table.layers or range(schema.sizes["layer"])
+            yield f"experts listed for each token in {len(listed)} of {schema.sizes['layer']} layers"
         if "mlp.shared.up.weight" in names:
             yield "a shared expert" + (" with a gate" if "mlp.shared_gate.weight" in names else "")
     elif "gate" not in names["mlp.up.weight"].sentence.labels:
@@ -191,10 +194,10 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
         yield "LayerNorm"
     if (routing := anatomy.routing) is not None:
         limited = f" out of {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
-        sigmoid = " by sigmoids" if routing.score == "sigmoid" else ""
+        how = {"softmax": "", "sigmoid": " by sigmoids", "sqrtsoftplus": " by roots of softplus"}[routing.score]
         close = ", weighed among those that are close" if routing.weigh == "close" else ""
         inputs = ", whose inputs are scaled" if routing.scales_inputs else ""
-        yield f"top {routing.top_k} of {routing.experts} experts{limited}{sigmoid}{close}{inputs}"
+        yield f"top {routing.top_k} of {routing.experts} experts{limited}{how}{close}{inputs}"
     if anatomy.plain_norms:
         yield "norms without weights"
     if anatomy.alibi is not None:
@@ -216,7 +219,12 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
         yield f"window {windows[0]:,}{share}"
     if tops := [each.top for each in layers if each.top is not None]:
         sharing = sum(each.chooser is not None and each.chooser != at for at, each in enumerate(layers))
-        yield f"{tops[0]:,} tokens that an indexer chooses" + (f", in {sharing} layers another's" if sharing else "")
+        what = "blocks" if any(each.block for each in layers) else "tokens"
+        yield f"{tops[0]:,} {what} that an indexer chooses" + (f", in {sharing} layers another's" if sharing else "")
+    if blocks := sorted({each.block for each in layers if each.block is not None}):
+        yield f"blocks of {' and '.join(map(str, blocks))} tokens as keys"
+    if anatomy.streams is not None:
+        yield f"{anatomy.streams.count} residual streams"
     if chunks := [each.chunk for each in layers if each.chunk is not None]:
         yield f"chunks of {chunks[0]:,} in {len(chunks)} of {len(layers)} layers"
     if still := sum(each.rope is None for each in layers) * bool(anatomy.ropes):

@@ -105,7 +105,7 @@ class Drafter:
             assert self._step is not None
             more = replace(self._step, tokens=more.tokens)
         else:
-            more = self._step = decode_step(more, self._cache, positions, counts)
+            more = self._step = decode_step(more, self._cache, positions, counts, self.model.chunks[0])
         tp, own = self.model.parameters.mesh.tp, x.new_zeros(len(more.tokens), x.shape[1])
         own[: len(x)] = x
         layer, context = self._layers[depth], self._last.context(more)

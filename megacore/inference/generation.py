@@ -98,7 +98,7 @@ def _batch(
         given = [[each.ids[-1], *ids] for each, ids in zip(alive, drafts, strict=True)]
         counts = [len(ids) for ids in given]
         at = [each.length - 1 + place for each, count in zip(alive, counts, strict=True) for place in range(count)]
-        step = decode_step(tokens_at(model, [*chain.from_iterable(given)], at), cache, at, counts)
+        step = decode_step(tokens_at(model, [*chain.from_iterable(given)], at), cache, at, counts, model.chunks[0])
         hidden = model.hidden(step)
         logits = None if hidden is None else model.logits_of(hidden)
         new = _kept(model, logits, choose, alive, drafts, [] if drafter is None else drafter.p)

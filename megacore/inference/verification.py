@@ -38,7 +38,7 @@ from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.transfer import strided, whole_name
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.accounting import summary
-from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.dtypes import NUMBERS
 from megacore.store.weight_folders.audit import padding
 from megacore.store.weight_folders.compare import PieceComparison, carried_differences, compare_bits, config_differences
 from megacore.store.weight_folders.folder import SafetensorsFolder
@@ -216,7 +216,7 @@ def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[st
 
 
 def _dtype(compared: PieceComparison) -> str:
-    there, here = (FLOATS[dtype] for dtype in compared.dtypes)
+    there, here = (NUMBERS[dtype] for dtype in compared.dtypes)
     return here if here == there else f"{here} (folder: {there}, compared rounded)"
 
 
@@ -312,4 +312,4 @@ def _round(weights: Tensor, *dtypes: str) -> None:
     """
     if len({*dtypes}) > 1:
         for dtype in dtypes:
-            weights.copy_(weights.to(getattr(torch, FLOATS[dtype])))
+            weights.copy_(weights.to(getattr(torch, NUMBERS[dtype])))

@@ -85,7 +85,7 @@ def _inputs_on_host(setting: Setting) -> Iterator[int]:
     """Yield the bytes of the inputs of each stage's blocks, of one microbatch: whatever is recomputed, offloading keeps
     them at least."""
     layout, mesh = setting.layout, setting.layout.mesh
-    tokens, embed = setting.tokens // mesh.tp, setting.model.sizes["embed"]
+    tokens, width = setting.tokens // mesh.tp, setting.model.width
     for stage in range(mesh.pp):
         blocks = sum(len(layout.chunk_layers(stage, chunk)) for chunk in range(layout.chunks))
-        yield blocks * tokens * embed * setting.widths.parameter * of_stage(setting.offload_activations, stage)
+        yield blocks * tokens * width * setting.widths.parameter * of_stage(setting.offload_activations, stage)

@@ -76,7 +76,7 @@ class FakeModel:
     ) -> None:
         self._fakes = FakeTensorMode() if device == "cpu" else None
         self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
-        self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
+        self._width, self._dtype = config.width, _DTYPES[width]
         self._made_of, self._split = (config, tuning, width, device, late), split
         self._runners: dict[tuple[str, Recompute], Runner] = {}
         self.kinds: list[str] = []
@@ -244,7 +244,7 @@ class FakeModel:
         tokens = packing.length * packing.sequences // self._mesh.shape.cp
         ids = torch.empty(tokens, dtype=torch.long, device=self._mesh.device)
         split = packing.split if self._mesh.shape.cp > 1 else None
-        return Microbatch(ids, ids, ids, packing.sequences, (tokens // self._mesh.shape.tp, self._embed), split=split)
+        return Microbatch(ids, ids, ids, packing.sequences, (tokens // self._mesh.shape.tp, self._width), split=split)
 
 
 Splits = tuple[tuple[str, tuple[str, ...]], ...]

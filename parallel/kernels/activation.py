@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megacore.parallel.kernels.again import keeping_inputs
+
 
 @dataclass(frozen=True)
 class Function:
@@ -86,6 +88,7 @@ class _Gated(torch.autograd.Function):
 
 # The slope of the sigmoid, and the limit of gate and up.
 _ALPHA, _LIMIT = 1.702, 7.0
+_LOOSE_LIMIT = 10.0
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
@@ -124,7 +127,21 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
-GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"swiglu_oai": clamped_swiglu}
+def limited_swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up: [..., 2 mlp] -> silu(gate) up: [..., mlp], with gate at most 10 and up within -10 and 10 (DeepSeek-V4);
+    only the input is kept for the backward."""
+    if torch.compiler.is_compiling():
+        return _limited_swiglu(gate_up)[0]
+    (y,) = keeping_inputs(_limited_swiglu, gate_up)
+    return y
+
+
+def _limited_swiglu(gate_up: Tensor) -> tuple[Tensor]:
+    gate, up = gate_up.chunk(2, -1)
+    return (F.silu(gate.clamp(max=_LOOSE_LIMIT)) * up.clamp(-_LOOSE_LIMIT, _LOOSE_LIMIT),)
+
+
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"swiglu_oai": clamped_swiglu, "swiglu_limited": limited_swiglu}
 """Functions of gate and up together, gate_up: [..., 2 mlp] -> [..., mlp]; 0 where both are."""
 
 

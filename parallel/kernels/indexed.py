@@ -162,9 +162,10 @@ def attention_weights(q: Tensor, k: Tensor, chosen: Tensor, reaches: Reaches, sc
 
 def divergence(scores: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """scores, weights, chosen: [n, top] -> [n]: of each token the Kullback-Leibler divergence of the softmax of the
-    scores from the weights over their sum."""
+    scores from the weights over their sum; 0 where nothing was chosen."""
     nothing = chosen < 0
-    wanted = weights / weights.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True)
+    wanted = weights / total.masked_fill(total == 0, 1)
     found = scores.masked_fill(nothing, -torch.inf).log_softmax(-1).masked_fill(nothing, 0.0)
     return (torch.special.xlogy(wanted, wanted) - wanted * found).sum(-1)
 

@@ -14,6 +14,8 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +25,7 @@ from megacore.parallel.kernels import indexed
 from megacore.parallel.kernels.delta_rule import Enter
 from megacore.parallel.kernels.scoring import Scoring, attend, attend_partly
 from megacore.parallel.kernels.spans import Spans
+from megacore.parallel.layers.compressed import CompressedTokens
 from megacore.parallel.layers.indexed import Indexed, IndexVectors
 from megacore.parallel.layers.states import States
 from megacore.parallel.layers.whole_attention import MaskedAttention
@@ -53,7 +56,7 @@ class Cache:
         group: The ranks of cp.
         states: What layers with a state keep of each row: {layer: [rows, heads, each, key, value]}.
         tails: {layer: [rows, taps - 1, channels]}, the last tokens that their convolutions mix in.
-        index: {attention: [rows, slots, head]}, the keys of its indexer.
+        index: {attention: [rows, slots, head]}, the keys of its indexer; and what else is kept of each token, by name.
     """
 
     keys: Mapping[str, Tensor]
@@ -143,6 +146,12 @@ class Prefill:
         slots = [slot for count in counts for slot in range(count)]
         own, to = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots))
         return cls(cache, own, to, whole)
+
+    def keep(self, name: str, x: Tensor) -> None:
+        """x: [tokens, n], which is kept of each token beside keys and values."""
+        kept = x.new_zeros(*self.cache.positions.shape, x.shape[1])
+        kept[self.rows, self.slots] = x[: len(self.rows)]
+        self.cache.index[name] = kept
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         n = len(self.rows)
@@ -399,10 +408,7 @@ class PrefillIndexed(Indexed):
     whole: Indexed
 
     def choose(self, name: str, index: IndexVectors, top: int) -> Tensor:
-        cache, rows = self.prefill.cache, self.prefill.rows
-        kept = index.k.new_zeros(*cache.positions.shape, index.k.shape[1])
-        kept[rows, self.prefill.slots] = index.k[: len(rows)]
-        cache.index[name] = kept
+        self.prefill.keep(name, index.k)
         return self.whole.choose(name, index, top)
 
     def attend(self, name: str, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scoring: Scoring) -> Tensor:
@@ -446,3 +452,51 @@ class DecodeIndexed(Indexed):
         """x: [n, slots] of this rank -> [n, slots of all ranks of cp]."""
         parts = start_all_gather(x[None], self.decode.cache.group).wait()
         return parts.transpose(0, 1).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillCompressed(CompressedTokens):
+    """Attention of whole prompts to their last tokens and to blocks of them; what these are made of is kept.
+
+    Args:
+        prefill: The prompts.
+    """
+
+    prefill: Prefill = field(kw_only=True)
+
+    def every(self, name: str, x: Tensor) -> Tensor:
+        self.prefill.keep(name, x)
+        return super().every(name, x)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeCompressed(CompressedTokens):
+    """That of one more token of each row, to whose tokens on all ranks of cp each rank looks.
+
+    Args:
+        documents: The lengths of the rows, and of what follows them, which is padding.
+        decode: The tokens.
+    """
+
+    decode: Decode = field(kw_only=True)
+
+    @cached_property
+    def own(self) -> npt.NDArray[np.int64]:
+        rows, ends = len(self.decode.at), np.cumsum(self.documents)
+        return np.concatenate([ends[:rows] - 1, np.arange(ends[rows - 1], ends[-1])])
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Where the tokens of the rows, in their order, are among the slots of all ranks."""
+        held, slots = self.decode.cache.held[: len(self.decode.at)], self.decode.cache.positions.shape[1]
+        places = list[int]()
+        for row, ranks in enumerate(held):
+            found = {at: (rank, slot) for rank, own in enumerate(ranks) for slot, at in enumerate(own)}
+            places += [(rank * len(held) + row) * slots + slot for rank, slot in map(found.__getitem__, sorted(found))]
+        return torch.tensor(places, device=self.device)
+
+    def every(self, name: str, x: Tensor) -> Tensor:
+        cache, n = self.decode.cache, len(self.decode.at)
+        cache.index[name][self.decode.rows, self.decode.slots] = x[self.decode.kept]
+        kept = start_all_gather(cache.index[name][None, :n], cache.group).wait().flatten(0, 2)
+        return torch.cat([kept[self._places], x[n:]])

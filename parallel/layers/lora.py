@@ -108,7 +108,7 @@ class RouterAdapted(Router):
     """
 
     def __init__(self, base: Router, a: nn.Parameter, b: nn.Parameter, scale: float) -> None:
-        super().__init__(base.weight, base.routing, base.bias, base.correction, base.scale)
+        super().__init__(base.weight, base.routing, base.bias, base.correction, base.scale, base.table)
         self.a, self.b, self._scale = a, b, scale
 
     def logits(self, x: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class Router(nn.Module):
         correction: [routes] or [1, routes], added to the scores by which experts are chosen, not to those that weigh
             them; it gets no gradient.
         scale: [routes], by which the weights are multiplied in the end, each expert's by its own.
+        table: [words, k], the experts of each token of the vocabulary, where no score chooses them (hash layers, Roller
+            et al. 2021, arXiv 2106.04426).
     """
 
     def __init__(
@@ -40,17 +42,19 @@ class Router(nn.Module):
         bias: nn.Parameter | None = None,
         correction: nn.Parameter | None = None,
         scale: nn.Parameter | None = None,
+        table: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.correction, self.routing = weight, bias, correction, routing
-        self.scale = scale
+        self.scale, self.table = scale, table
 
-    def forward(self, x: Tensor, attach: Attach | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, attach: Attach | None = None, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """tokens: [n], which a table is asked for."""
         logits = self.logits(x)
         if self.routing.logit_factor != 1:
             logits = logits * self.routing.logit_factor
         with torch.no_grad():
-            chosen = self.choose(logits)
+            chosen = self.choose(logits) if self.table is None else self.table[tokens].long()
         if attach is not None:
             logits = attach(logits, chosen)
         return chosen, self.weigh(logits, chosen)
@@ -108,6 +112,8 @@ def among_close(logits: Tensor, chosen: Tensor, reach: float) -> Tensor:
 
 def scores_of(logits: Tensor, routing: Routing) -> Tensor:
     """logits: [n, experts] -> the score of each expert."""
+    if routing.score == "sqrtsoftplus":
+        return F.softplus(logits).sqrt()
     return logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
 
 

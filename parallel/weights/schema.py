@@ -78,6 +78,7 @@ class Param:
             heads, each with weights of its own.
         buffer: Whether it gets no gradient and is fp32 in any run: training moves it otherwise, or leaves it alone. It
             does not count as a parameter of the model.
+        below: Its initial values are whole numbers below so many, no two of a row the same; 0: they are as those say.
         hf_copies: Names by which Hugging Face stores it again: equal where they are read, and written all.
         hf_turned: Whether the peft library takes the inputs of what transformers stacks for its outputs.
     """
@@ -95,6 +96,7 @@ class Param:
     log: bool = False
     vector: bool = False
     buffer: bool = False
+    below: int = 0
     hf_copies: tuple[str, ...] = ()
     hf_turned: bool = False
 

@@ -61,6 +61,7 @@ CHUNKED = Case("chunked", mlp_chunk=20)
 OFFLOADED = Case("offloaded", recompute="full", offload=True)
 # Its latents are made by linears that every rank holds.
 LATENT = Case("latent", preset="deepseek_v3-tiny", layers=1)
+BLOCKS = Case("blocks", preset="deepseek_v4-tiny", layers=4, tolerance=1e-11)
 UNLIKE = Case("unlike", preset="deepseek_v3-tiny", layers=3, recompute="full")
 LATENT_FP8 = Case("latent-fp8", preset="deepseek_v3-tiny", layers=1, fp8=True, tolerance=0.1)
 CASES = [
@@ -123,7 +124,7 @@ def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool, handed
     if handed:
         model.hand_weight_gradients(_take)
     tokens, positions = torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS // 2).repeat(2)
-    drawn = torch.randn(TOKENS // mesh.shape.tp, EMBED, generator=torch.Generator().manual_seed(2))
+    drawn = torch.randn(TOKENS // mesh.shape.tp, config.width, generator=torch.Generator().manual_seed(2))
     x = drawn.to(dtype).requires_grad_()
     microbatch = Microbatch(tokens, tokens, positions, 2, tuple(x.shape), documents=case.documents)
     chunk.run(chunk.layers.values(), x, chunk.context(microbatch)).square().sum().backward()
@@ -206,7 +207,9 @@ def compared(case: Case) -> float:
 
 
 @pytest.mark.in_turn(16)
-@pytest.mark.parametrize("case", [*CASES, EXPERTS, CHUNKED, OFFLOADED, LATENT, LATENT_FP8], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*CASES, EXPERTS, CHUNKED, OFFLOADED, LATENT, LATENT_FP8, BLOCKS], ids=lambda case: case.name
+)
 def test_compiled_ranks_compute_the_same(pool: Pool, case: Case) -> None:
     assert max(pool.run(2, compared, case)) < case.tolerance
 

@@ -19,7 +19,7 @@ from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure, family
 from megacore.models.rope_config import DefaultRope, YarnRope
 from megacore.models.stages import layout_of
-from megacore.parallel.kernels.activation import clamped_swiglu, gated
+from megacore.parallel.kernels.activation import clamped_swiglu, gated, limited_swiglu
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
 from megacore.store.weight_folders.hugging_face_files import config_json
@@ -83,6 +83,12 @@ SAME: list[tuple[str, Fields]] = [
     ("dots1", {"moe_layer_freq": 1}),
     ("deepseek_v32", DEEPSEEK | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}),
     ("glm_moe_dsa", DEEPSEEK | {"scoring_func": "sigmoid", "indexer_rope_interleave": True}),
+    (
+        "deepseek_v4",
+        {"layer_types": None, "compress_ratios": [0, 4, 128, 0], "mlp_layer_types": None, "num_hash_layers": 1},
+    ),
+    ("deepseek_v4", {"compress_rates": None, "compress_rate_csa": 2, "compress_rate_hca": 4}),
+    ("deepseek_v4", {"rope_parameters": None, "partial_rotary_factor": None, "qk_rope_head_dim": 4}),
     ("exaone4", {"reorder_and_qk_norm": True}),
     ("phimoe", {"hidden_dropout": 0.0}),
     ("qwen3_next", {"use_sliding_window": False}),
@@ -343,6 +349,16 @@ def test_the_gate_of_gpt_oss_is_the_formula_and_its_derivative() -> None:
     assert not clamped_swiglu(torch.zeros(2, 4)).any()  # what is padded with zeros stays zero
 
 
+def test_the_gate_of_deepseek_v4_is_the_formula_and_its_derivative() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate_up = (torch.randn(6, 16, generator=generator, dtype=torch.float64) * 9).requires_grad_()
+    gate, up = gate_up.detach().chunk(2, -1)
+    assert (gate > 10).any() and (gate < -10).any() and (up > 10).any() and (up < -10).any()
+    g, u = gate.clamp(max=10), up.clamp(-10, 10)
+    torch.testing.assert_close(gated("swiglu_limited", gate_up), u * g / (1 + (-g).exp()))
+    assert torch.autograd.gradcheck(limited_swiglu, (gate_up,))
+
+
 @pytest.mark.parametrize("field", ["attention_dropout", "embedding_dropout", "residual_dropout"])
 def test_each_dropout_of_starcoder2_drops_in_training_alone(field: str) -> None:
     config = configure(drawn("starcoder2") | {field: 0.5})
@@ -439,6 +455,22 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("glm_moe_dsa", {"indexer_types": ["full"] * 2}, "indexer_types names 2 layers, and num_hidden_layers is 3"),
     ("glm_moe_dsa", {"indexer_types": ["full", "half", "full"]}, "indexer_types names half: only full and shared are"),
     ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "indexer_types: the first layer must be full"),
+    ("deepseek_v4", {"compress_rates": {"full_attention": 4}}, "compress_rates is {'full_attention': 4}: it may say"),
+    ("deepseek_v4", {"layer_types": None, "compress_ratios": [0, 4, 64]}, "layer_types names compress_ratios 64"),
+    ("deepseek_v4", {"o_groups": 3}, "num_attention_heads (4) is not a multiple of o_groups (3)"),
+    ("deepseek_v4", {"num_key_value_heads": 4}, "num_key_value_heads=4 would change the maths"),
+    ("deepseek_v4", {"swiglu_limit": 7.0}, "swiglu_limit=7.0 would change the maths"),
+    ("deepseek_v4", {"index_head_dim": 4}, "index_head_dim is 4: it must be above 4, the part of a head that turns"),
+    (
+        "deepseek_v4",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "compress: rope_type is 'dynamic', which goes by the length",
+    ),
+    (
+        "deepseek_v4",
+        {"rope_parameters": {"main": {"partial_rotary_factor": 0.5}, "compress": {"partial_rotary_factor": 0.25}}},
+        "partial_rotary_factor is 0.5 of main and 0.25 of compress",
+    ),
     ("falcon", {"alibi": True}, "alibi=True would change the maths and is not supported: only False is"),
     ("falcon", {"hidden_dropout": 0.1}, "hidden_dropout=0.1 would change the maths and is not supported: only 0.0 is"),
     ("falcon", {"attention_dropout": 0.1}, "attention_dropout=0.1 would change the maths and is not supported: only 0"),

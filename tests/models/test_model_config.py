@@ -22,6 +22,7 @@ from megacore.models.config import (
     ModelConfigError,
     active_parameters,
     flops_per_token,
+    looks,
     matmul_parameters,
     parameters_in_words,
 )
@@ -473,3 +474,21 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
         more = 12 * sizes["heads"] * (sizes["local_head"] - sizes["head"])
         linears += more * sum(looked_at(length, window) for window in own)
     assert flops_per_token(config, length) * length == linears + each * causal
+
+
+@pytest.mark.parametrize(("block", "top"), [(1, None), (1, 5), (4, None), (4, 3), (64, 2)])
+def test_a_token_looks_at_the_blocks_that_end_before_it(block: int, top: int | None) -> None:
+    seen = [(token + 1) // block for token in range(30)]
+    assert looks(30, top, block=block) == sum(min(each, top or each) for each in seen)
+
+
+def test_the_work_of_blocks_is_that_of_what_is_looked_at() -> None:
+    """By hand, of layers of each kind: windows, blocks, and an indexer that scores all of these."""
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    config = configure({"preset": "deepseek_v4-tiny", "num_hidden_layers": 3, "layer_types": kinds, "index_topk": 6})
+    length, heads, head, index = 64, 4, 32, 4 * 16
+    windows = 3 * looks(length, 64)
+    chosen, every = (sum(min((token + 1) // 4, top) for token in range(length)) for top in (6, length))
+    heavy = sum((token + 1) // 32 for token in range(length))
+    attention = 6 * heads * 2 * head * (windows + chosen + heavy) // length + index * (2 * every + 4 * chosen) // length
+    assert flops_per_token(config, length) == 6 * matmul_parameters(config) + attention

@@ -76,7 +76,10 @@ def theirs_of(config: PretrainedConfig, seed: int, auto: Any = AutoModelForCausa
             setattr(module, name, buffer.float() if buffer.is_floating_point() else buffer)
     with torch.no_grad():
         for buffer in saved_buffers(model).values():
-            buffer.normal_(0.0, 0.3)
+            if buffer.is_floating_point():
+                buffer.normal_(0.0, 0.3)
+            else:  # a table of experts
+                buffer.random_(config.n_routed_experts)
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or ".ln_" in name else 0.0, 0.3)
             if not parameter.requires_grad:
@@ -294,6 +297,7 @@ SPREAD = {
     "gpt_oss": ContextParallel(4, "ring", "rows", 2),
     "deepseek_v3": ContextParallel(2, "ring", "documents"),
     "deepseek_v32": ContextParallel(4, "ring", "rows", 2),
+    "deepseek_v4": ContextParallel(4, "gather", "rows", 2),
     "qwen3_moe": ContextParallel(4, "heads", "rows", 4),
     "lfm2": ContextParallel(4, "gather", "rows"),
     "kimi_linear": ContextParallel(4, "gather", "rows"),

@@ -1,5 +1,6 @@
 """Tokens that an indexer chooses, and what it learns: beside the formulas, of whole sequences at once."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
+from megacore.models.families.deepseek_v4 import SPARSE
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.kernels.indexed import Reaches, choose
+from megacore.parallel.layers.compressed import CompressedTokens
 from megacore.parallel.layers.indexed import Indexed, IndexVectors
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
@@ -53,9 +56,7 @@ def test_the_earlier_of_equal_tokens_is_chosen(dtype: torch.dtype) -> None:
 
 
 def test_indexers_learn_the_attention_of_what_they_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of documents, some tokens of which are padding; no other weight has a gradient of it."""
     section = drawn("deepseek_v32", 1, layers=2, vocab=31, positions=256, tp=1, index_topk=TOP)
-    config = configure(section)
     asked: list[Any] = []
     call = Indexed.__call__
 
@@ -64,17 +65,39 @@ def test_indexers_learn_the_attention_of_what_they_choose(monkeypatch: pytest.Mo
         return call(self, name, q, k, v, *others)
 
     monkeypatch.setattr(Indexed, "__call__", noting)
+    learn(section, lambda: [divergence(*each) for each in asked])
+
+
+def test_indexers_of_blocks_learn_the_attention_of_what_they_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"index_topk": TOP, "layer_types": [SPARSE] * 2, "sliding_window": 5}
+    section = drawn("deepseek_v4", 1, layers=2, vocab=31, positions=256, tp=1, **fields)
+    asked: list[Any] = []
+    call = CompressedTokens.__call__
+
+    def noting(self: CompressedTokens, name: str, q: Tensor, k: Tensor, means: Tensor, *others: Any) -> Tensor:
+        asked.append((q.detach(), k.detach(), means.detach(), *others[:3]))
+        return call(self, name, q, k, means, *others)
+
+    monkeypatch.setattr(CompressedTokens, "__call__", noting)
+    learn(section, lambda: [divergence_of_blocks(*each) for each in asked])
+
+
+def learn(section: dict[str, Any], divergences: Callable[[], list[Tensor]]) -> None:
+    """Of documents, some tokens of which are padding; no other weight has a gradient of it."""
+    config = configure(section)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(31, (TOKENS,), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])
-    batch = Microbatch(tokens, tokens, positions, 1, (TOKENS, config.sizes["embed"]), DOCUMENTS)
+    batch = Microbatch(tokens, tokens, positions_of(), 1, (TOKENS, config.sizes["embed"]), DOCUMENTS)
     padding = torch.arange(TOKENS) > TOKENS - 20
     found = []
     for coefficient in (0.7, 0.0):
         model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float64, index=coefficient)
         model.parameters.initialise(0)
         for name, parameter in model.parameters.items():
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3, generator=generator.manual_seed(1))
+            if not name.endswith("table"):
+                torch.nn.init.normal_(
+                    parameter, 1.0 if "norm" in name else 0.0, 0.3, generator=generator.manual_seed(1)
+                )
         assert (model.alignment is not None) == (coefficient > 0) and model.balance is not None
         there = (~padding).sum().double()
         model.balance.begin(1, there.new_ones(()), there, there.new_tensor(2.0))
@@ -84,7 +107,7 @@ def test_indexers_learn_the_attention_of_what_they_choose(monkeypatch: pytest.Mo
         wanted = list[Tensor]()
         if model.alignment is not None:
             indexers = {n: p for n, p in model.parameters.items() if ".index." in n}
-            far = torch.stack([divergence(*each)[~padding].mean() for each in asked])
+            far = torch.stack([each[~padding].mean() for each in divergences()])
             wanted = [*torch.autograd.grad(0.7 * 2.0 * far.sum(), [*indexers.values()], retain_graph=True)]
         loss.backward()
         found.append({name: p.grad for name, p in model.parameters.items()})
@@ -96,7 +119,7 @@ def test_indexers_learn_the_attention_of_what_they_choose(monkeypatch: pytest.Mo
                 torch.testing.assert_close(own, gradient, rtol=1e-9, atol=1e-12)
     for name, alone in found[1].items():
         beside = found[0][name]
-        assert (alone is None) == (".index." in name or name.endswith("correction"))
+        assert (alone is None) == (".index." in name or name.endswith(("correction", "table")))
         assert alone is None or (beside is not None and torch.equal(alone, beside))
 
 
@@ -111,3 +134,28 @@ def divergence(q: Tensor, k: Tensor, scoring: Any, index: IndexVectors) -> Tenso
     p = p / p.sum(-1, keepdim=True)
     log_q = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1).masked_fill(~chosen, 0)
     return torch.nn.functional.kl_div(log_q, p, reduction="none").sum(-1)
+
+
+def divergence_of_blocks(q: Tensor, k: Tensor, means: Tensor, rate: int, scoring: Any, index: IndexVectors) -> Tensor:
+    """As :func:`divergence`, of blocks beside tokens in a window and a logit that stands for none; 0 of a token that
+    has no block before it."""
+    ends = torch.stack([place for place in torch.arange(TOKENS) if (positions_of()[place] + 1) % rate == 0])
+    seen, near = visible()[:, ends], visible() & ~visible().tril(-scoring.window)
+    scores = scored(index.q, index.k, index.weights).masked_fill(~seen, -torch.inf)
+    chosen = torch.zeros_like(seen)
+    chosen.scatter_(1, scores.argsort(dim=1, descending=True, stable=True)[:, :TOP], True)
+    chosen &= seen
+    products = torch.einsum("qhd,kd->hqk", q, torch.cat([k, means])) * scoring.factor(q.shape[-1])
+    products = products.masked_fill(~torch.cat([near, chosen], 1), -torch.inf)
+    sinks = scoring.sinks.detach()[:, None, None].expand(-1, TOKENS, 1)
+    p = torch.cat([products, sinks], -1).softmax(-1).sum(0)[:, TOKENS:-1]
+    some = seen.any(-1)
+    p = p[some] / p[some].sum(-1, keepdim=True)
+    log_q = scores[some].masked_fill(~chosen[some], -torch.inf).log_softmax(-1).masked_fill(~chosen[some], 0)
+    found = torch.nn.functional.kl_div(log_q, p, reduction="none").sum(-1)
+    return found.new_zeros(TOKENS).masked_scatter(some, found)
+
+
+def positions_of() -> Tensor:
+    """[t], the position of each token in its document."""
+    return torch.cat([torch.arange(length) for length in DOCUMENTS])

@@ -128,3 +128,14 @@ def test_experts_are_drawn_in_blocks_of_many_features(monkeypatch: pytest.Monkey
     schema = Schema((param,), {"layer": 1, "experts": 8, "expert_mlp": 2048, "embed": 64})
     assert len(pieces(single(schema), 0)) == 2
     assert len(drawn) == 2 * 8 * 2048 * 64 // (1 << 16)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_table_lists_different_numbers_on_every_mesh(tp: int) -> None:
+    table = Param("table", "words choices", buffer=True, below=10)
+    layout = Layout(Schema((table,), {"layer": 2, "words": 400, "choices": 3}), MeshShape(tp=tp), (2,))
+    (drawn,) = pieces(layout, tp - 1).values()
+    assert {len({*row}) for row in drawn.tolist()} == {3}
+    counts = np.bincount(drawn.astype(int).ravel(), minlength=11)
+    assert np.array_equal(drawn, drawn.astype(int)) and counts[:10].min() > 90 and counts[10] == 0
+    assert np.array_equal(drawn, next(iter(pieces(single(layout.schema), 0).values())))

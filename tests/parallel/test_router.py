@@ -46,6 +46,7 @@ def by_hand(x: np.ndarray, router: Router) -> tuple[np.ndarray, np.ndarray]:
         logits = weight @ token + (0 if bias is None else bias)
         exponentials = np.exp(logits - logits.max())
         scores = exponentials / exponentials.sum() if routing.score == "softmax" else 1 / (1 + np.exp(-logits))
+        scores = np.sqrt(np.log1p(np.exp(logits))) if routing.score == "sqrtsoftplus" else scores
         choice = (logits if routing.weigh == "chosen" else scores) + (0 if correction is None else correction)
         groups = np.split(np.arange(routing.experts), routing.groups)
         best_of = max if routing.group_score == "max" else lambda group: sum(sorted(group)[-2:])
@@ -80,6 +81,7 @@ ROUTINGS = {
     "all": of_16(EXPERTS, normalised=True),
     "groups by max": of_16(factor=16.0, **GROUPS),
     "groups by top2": of_16(6, epsilon=0.125, **BY_TOP_2),
+    "roots of softplus": of_16(3, score="sqrtsoftplus", normalised=True, epsilon=0.125),
     "one group of two": of_16(8, score="sigmoid", groups=2, kept_groups=1),
 }
 
@@ -98,7 +100,7 @@ def test_router_is_the_formula(name: str, correction: bool) -> None:
 
 def test_gradients_of_the_router() -> None:
     """Through the weights alone, of x, the weight and the bias, by differences."""
-    for name in ("normalised", "of the chosen", "groups by top2"):
+    for name in ("normalised", "of the chosen", "groups by top2", "roots of softplus"):
         router = made(ROUTINGS[name], correction=True, bias=True)
         x = tokens()[:4].requires_grad_()
 

@@ -44,6 +44,7 @@ MODEL = {
 }
 CASE = Case("balance", {"family": "extended", **MODEL}, sequences=SEQUENCES, ignored=0.3)
 SOFTMAX = replace(CASE, model={**CASE.model, "routing": {"top_k": TOP_K}})
+SOFTPLUS = replace(CASE, model={**CASE.model, "routing": {**CASE.model["routing"], "score": "sqrtsoftplus"}})
 SEQUENCE = Coefficients(sequence=0.3, z_loss=0.02, bias_rate=RATE)
 BATCH = Coefficients(batch=0.3, z_loss=0.02, bias_rate=RATE)
 
@@ -113,11 +114,10 @@ class Capture:
         return logits
 
 
-def terms(
-    logits: Tensor, chosen: Tensor, inside: Tensor, c: Coefficients, softmax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def terms(logits: Tensor, chosen: Tensor, inside: Tensor, c: Coefficients, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """(balance, z-loss, counts) of one layer by the definitions. inside: [t], no padding."""
-    scores = logits.softmax(-1) if softmax else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    scores = (1 + logits.exp()).log().sqrt() if case is SOFTPLUS else logits.sigmoid()
+    scores = logits.softmax(-1) if case is SOFTMAX else scores / scores.sum(-1, keepdim=True)
     sets = torch.arange(len(logits)) // LENGTH if c.sequence else torch.zeros(len(logits), dtype=torch.long)
     balances = []
     for each in range(int(sets.max()) + 1):
@@ -142,7 +142,7 @@ def reference(c: Coefficients, case: Case = CASE) -> Found:
         loss = step.pipeline.chunks[0](None, batch) / counted_tokens([batch], step.mesh)
         assert batch.padding is not None
         layers, inside = tuple(sorted(capture.logits)), ~batch.padding
-        found = [terms(capture.logits[n], capture.chosen[n], inside, c, case is SOFTMAX) for n in layers]
+        found = [terms(capture.logits[n], capture.chosen[n], inside, c, case) for n in layers]
         balance, z_loss, counts = (torch.stack(each) for each in zip(*found, strict=True))
         objective = loss + (c.sequence + c.batch) * balance.sum() + c.z_loss * z_loss.sum()
         named = {name: p for name, p in step.gradients.parameters.items() if p.requires_grad}
@@ -212,10 +212,12 @@ def test_each_layout_has_the_gradients_of_the_formulas(
     check(run, references[BATCH], pool.run(run.mesh.world, measure, run, BATCH))
 
 
-def test_the_scores_of_a_softmax_are_balanced_as_they_are(references: dict[Coefficients, Found]) -> None:
-    check(Run(micro=2), reference(SEQUENCE, SOFTMAX), [measure(Run(micro=2), SEQUENCE, case=SOFTMAX)])
+@pytest.mark.parametrize("case", [SOFTMAX, SOFTPLUS], ids=["softmax", "softplus"])
+def test_the_scores_of_a_softmax_are_balanced_as_they_are(case: Case) -> None:
+    """And roots of softplus over their sum."""
+    check(Run(micro=2), reference(SEQUENCE, case), [measure(Run(micro=2), SEQUENCE, case=case)])
     gpipe = Run(schedule="gpipe")
-    check(gpipe, reference(BATCH, SOFTMAX), [measure(gpipe, BATCH, case=SOFTMAX)])
+    check(gpipe, reference(BATCH, case), [measure(gpipe, BATCH, case=case)])
 
 
 def test_the_loss_scale_is_a_factor_of_what_enters(references: dict[Coefficients, Found]) -> None:

@@ -17,7 +17,7 @@ from megacore.models.registry import FAMILIES, configure, family
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import hugging_face
 from megacore.store.io.strict_json import StoreError
-from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.dtypes import NUMBERS
 from megacore.store.tensor_files.stream import METADATA
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.store.weight_folders.hugging_face_files import (
@@ -30,7 +30,7 @@ from megacore.store.weight_folders.hugging_face_files import (
     with_dtype,
 )
 
-TORCH = {getattr(torch, name): short for short, name in FLOATS.items()}
+TORCH = {getattr(torch, name): short for short, name in NUMBERS.items()}
 
 
 def model(name: str, **fields: Any) -> PreTrainedModel:

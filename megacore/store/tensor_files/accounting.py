@@ -13,9 +13,9 @@ import numpy as np
 
 from megacore.models.config import ModelConfig
 from megacore.models.wrappers import Naming, Wrapper
-from megacore.parallel.weights.schema import NAMED
+from megacore.parallel.weights.schema import NAMED, Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face
-from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.dtypes import FLOATS, NUMBERS
 from megacore.store.tensor_files.tensors import Bits, Entry, TensorFile
 
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
@@ -85,7 +85,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
     weights = {name: held[name] for name in expected if name in held}
     missing = [name for name in expected if name not in held]
     unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)] + outside
-    problems += _absent(config, missing, unexpected) + alike(_unfit(expected, weights))
+    problems += _absent(config, missing, unexpected) + alike(_unfit(config.schema, expected, weights))
     return Account(weights, ignored, tuple(others), tuple(carried), naming, problems)
 
 
@@ -162,6 +162,7 @@ def _with_prefix(
     prefix = f"{config.base_model_prefix}."
     having = [name for name in tensors if name.startswith(prefix) and known(name)]
     lacking = {name: prefix + name for name in tensors if not name.startswith(prefix) and known(prefix + name)}
+    lacking |= {theirs: ours for ours, theirs in config.base_names.items() if theirs in tensors}
     held = {lacking.get(name, name): tensor for name, tensor in tensors.items()}
     if not lacking or not having:
         return held, []
@@ -227,12 +228,14 @@ def _nearest(names: list[str], missing: list[str]) -> list[str]:
     return [f"{name} (is it {near[0]}?)" if near else name for name, near in found]
 
 
-def _unfit(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]) -> Iterator[tuple[str, str]]:
+def _unfit(
+    schema: Schema, expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]
+) -> Iterator[tuple[str, str]]:
     floats = f"{', '.join(FLOATS)} (a quantised model? Take the one it was made from)"
     for name, held in weights.items():
         if held.entry.shape != expected[name].shape:
             yield f"shape {list(held.entry.shape)} instead of {list(expected[name].shape)}", held.name
-        if held.entry.dtype not in FLOATS:
+        if held.entry.dtype not in (NUMBERS if schema[expected[name].param].below else FLOATS):
             yield f"dtype {held.entry.dtype} is not one of {floats}", held.name
 
 

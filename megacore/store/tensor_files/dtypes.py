@@ -1,4 +1,4 @@
-"""Float dtypes by their names in safetensors files, and converting the bits of one into those of another."""
+"""Dtypes of numbers by their names in safetensors files, and converting the bits of one into those of another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 
 FLOATS: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """{name in a file: torch's}: what a weight may be."""
+NUMBERS: Mapping[str, str] = {**FLOATS, "I64": "int64", "I32": "int32"}
+"""And what a table of whole numbers may be."""
 
 
 def dtype_named(kind: str) -> str:
@@ -32,7 +34,7 @@ def as_dtype(bits: np.ndarray, given: str, wanted: str) -> np.ndarray:
         return bits
     import torch  # only to compute with: moving bytes must not wait for its import
 
-    kinds = {name: getattr(torch, kind) for name, kind in FLOATS.items()}
+    kinds = {name: getattr(torch, kind) for name, kind in NUMBERS.items()}
     # A copy: what lies in a mapped file is not torch's to write.
     signed = torch.from_numpy(np.array(bits, order="C").view(f"i{bits.itemsize}"))
     made = signed.view(kinds[given]).to(kinds[wanted])

@@ -14,7 +14,7 @@ from megacore.models.config import ModelConfig
 from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Copy, Stored, blocks, plan, strided, whole_name
-from megacore.store.tensor_files.dtypes import FLOATS, as_dtype
+from megacore.store.tensor_files.dtypes import NUMBERS, as_dtype
 from megacore.store.tensor_files.stream import BLOCK_BYTES
 from megacore.store.tensor_files.tensors import DTYPES
 from megacore.store.weight_folders.audit import OnBytes, fingerprints, silent
@@ -127,7 +127,7 @@ def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -
             piece = whole_name(schema, stored), label
             sizes = {axis: schema.sizes[axis] for axis in schema[stored.param].sentence.piece_axes(label)}
             # What is carried may have any dtype.
-            held[piece] = {"shape": sizes, "dtype": FLOATS.get(dtype, dtype), "values": f"{values[piece]:016x}"}
+            held[piece] = {"shape": sizes, "dtype": NUMBERS.get(dtype, dtype), "values": f"{values[piece]:016x}"}
     return held
 
 

@@ -60,7 +60,8 @@ def named(schema: Schema, raw: Mapping[str, Any], naming: Naming | None = None) 
     prefix = f"{kind.base_model_prefix}."
     if raw.get("architectures") != [kind.base_architecture()] or kind.tied[1] in {each.name for each in stored}:
         return stored
-    return [replace(each, name=each.name.removeprefix(prefix)) for each in stored]
+    bare = {each.name: kind.base_names.get(each.name, each.name.removeprefix(prefix)) for each in stored}
+    return [replace(each, name=bare[each.name]) for each in stored]
 
 
 def export_files(tensors: Iterable[Stored], dtypes: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:

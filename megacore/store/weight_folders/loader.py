@@ -28,7 +28,7 @@ from megacore.parallel.weights.transfer import Copy, Cut, Stored, native, plan
 from megacore.store.io.objects import place
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.accounting import summary
-from megacore.store.tensor_files.dtypes import FLOATS
+from megacore.store.tensor_files.dtypes import NUMBERS
 from megacore.store.tensor_files.shares import Turns, read_at_once
 from megacore.store.tensor_files.stream import assemble
 from megacore.store.weight_folders import audit
@@ -134,7 +134,7 @@ class Loader:
             made = assemble(part.stored, part.copies, source, target.dtype, taken)
             if taken is not None:
                 read.found.append((target.stored.name, target.stored.cut(part.stored), taken))
-            return torch.from_numpy(made.view(f"i{made.itemsize}")).view(getattr(torch, FLOATS[target.dtype]))
+            return torch.from_numpy(made.view(f"i{made.itemsize}")).view(getattr(torch, NUMBERS[target.dtype]))
 
         for each in own:
             under_way.append(thread.submit(take, *each))
@@ -144,7 +144,7 @@ class Loader:
 
     def _received(self, target: _Target, coming: Iterator[Future[Tensor]], errors: list[StoreError]) -> Tensor:
         """Return a tensor, put together from what this rank and its replicas read."""
-        whole = torch.empty(target.stored.shape, dtype=getattr(torch, FLOATS[target.dtype]))
+        whole = torch.empty(target.stored.shape, dtype=getattr(torch, NUMBERS[target.dtype]))
         for part in target.slices:
             found = self._sent(part, whole.dtype, coming, errors)
             if len(target.slices) == 1:
