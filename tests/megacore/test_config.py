@@ -154,7 +154,10 @@ BAD = [
     bad("data.train=3", "data.train: expected a list, got 3"),
     bad("pipeline.layers_per_stage=[8,half]", "pipeline.layers_per_stage[1]: expected a whole number, got 'half'"),
     bad("model=llama", "model: expected a mapping, got 'llama'"),
-    bad("pipeline.schedule=1F1B", "got '1F1B'", "'interleaved', 'overlapped', 'zb-h1', 'zb-interleaved' or 'zb-v'"),
+    bad(
+        "pipeline.schedule=1F1B",
+        *("got '1F1B'", "'gpipe', '1f1b', 'interleaved', 'overlapped', 'zb-h1', 'zb-interleaved' or 'zb-v'"),
+    ),
     bad("schedule.name=cosin", "schedule.name: got 'cosin'", "'cosine', 'linear', 'wsd' or 'constant'"),
     bad("train.precision=fp4", "train.precision: got 'fp4'", "'bf16', 'fp16', 'fp8', 'fp32' or 'fp64'"),
     bad("train.device=gpu", "train.device: got 'gpu'", "'auto', 'cpu' or 'cuda'"),
