@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -67,6 +69,30 @@ def test_an_error_of_either_ends_both(first: bool, after: int) -> None:
     assert threading.active_count() == threads
     assert ("other ends" in said) == (after == 4), said
     baton.run(computing(baton, said, "a", 1))  # and what comes next is alone
+
+
+def test_a_signal_while_the_other_computes_ends_both() -> None:
+    """In the thread that waits for the end of the other one."""
+    baton, turns = Baton(CPU, Recorder(CPU)), list[int]()
+
+    def stop(*given: object) -> None:
+        raise InterruptedError("the signal")
+
+    def long() -> None:
+        for turn in range(2000):
+            turns.append(turn)
+            time.sleep(0.005)
+            baton.pass_on()
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(InterruptedError, match="the signal"):
+            baton.run(lambda: None, long)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert 0 < len(turns) < 2000
 
 
 def test_an_error_comes_through_a_backward() -> None:
