@@ -25,6 +25,7 @@ from megacore.parallel.collectives import start_all_gather, start_reduce_scatter
 from megacore.parallel.context_split import ContextSplit
 from megacore.parallel.kernels.convolution import causal_convolution
 from megacore.parallel.kernels.delta_rule import Enter, delta_rule, handed_on
+from megacore.parallel.kernels.selective_scan import selective_scan
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.mesh import Group
 
@@ -53,6 +54,11 @@ class States:
     def state_space(self, name: str, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor) -> Tensor:
         """Do as :meth:`delta_rule` with c, b, x and the steps for q, k, v and beta, without the correction."""
         return self._follow(partial(delta_rule, corrects=False), name, c, b, x, g, step)
+
+    def selective_scan(self, name: str, c: Tensor, b: Tensor, x: Tensor, step: Tensor, rate: Tensor) -> Tensor:
+        """c, b: [t, key], x: [t, channels, 1], step: [t, channels], rate: [channels, key] -> [t, channels, 1], as
+        :func:`~parallel.kernels.selective_scan.selective_scan` does it; ``name`` is the layer that asks."""
+        return self._follow(selective_scan, name, c, b, x, step, rate)
 
     def _follow(
         self, rule: Callable[..., tuple[Tensor, Tensor]], name: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor

@@ -212,6 +212,8 @@ def heads_problem(sizes: Sizes, tp: int, ranks: int) -> str | None:
         tp: Ranks of tensor parallelism, which split the heads first.
         ranks: Ranks of cp that share out those of one of them.
     """
+    if "heads" not in sizes:  # nobody asks for any
+        return None
     heads, kv = sizes["heads"] // tp, sizes.get("kv", sizes.get("groups", sizes["heads"])) // tp or 1
     looked_at = {kv, sizes.get("local_kv", kv * tp) // tp or 1}
     fits = (n for n in range(1, min(heads, 4096) + 1) if heads % n == 0)

@@ -1,4 +1,5 @@
-"""The gated delta rule, state spaces and convolutions against their definitions, token by token, and transformers."""
+"""The gated delta rule, state spaces, selective scans and convolutions against their definitions, token by token, and
+transformers."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 from families import in_float64
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megacore.parallel.kernels.convolution import causal_convolution
 from megacore.parallel.kernels.delta_rule import delta_rule, handed_on
+from megacore.parallel.kernels.selective_scan import selective_scan
 from megacore.parallel.kernels.spans import Spans
 
 CPU = torch.device("cpu")
@@ -141,6 +144,69 @@ def test_channels_that_fade_at_once_are_exact(size: int) -> None:
     got, last = delta_rule(q, k, v, g, beta, None, Spans((64,), CPU), size)
     close(got, want[0])
     same_gradients([want, (got, last[0])], (q, k, v, g, beta))
+
+
+def draw_scan(t: int, channels: int = 3, key: int = 5) -> Inputs:
+    """c, b, x, step, rate of t tokens, all with gradients; of some steps nothing is left, of others nearly all."""
+    generator = torch.Generator().manual_seed(t)
+    c, b, x, step, rate = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((t, key), (t, key), (t, channels, 1), (t, channels), (channels, key))
+    )
+    step = F.softplus(step) * torch.tensor([1e-6, 1.0, 300.0])
+    return tuple(each.requires_grad_() for each in (c, b, x, step.detach(), -rate.exp().detach()))  # type: ignore[return-value]
+
+
+def scanned_step_by_step(
+    c: Tensor, b: Tensor, x: Tensor, step: Tensor, state: Tensor, rate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition: one token after the other, and one span."""
+    outputs = []
+    for i in range(len(c)):
+        state = (step[i, :, None] * rate).exp()[..., None] * state + (step[i, :, None] * x[i] * b[i])[..., None]
+        outputs.append((state * c[i, :, None]).sum(1))
+    return torch.stack(outputs), state
+
+
+@pytest.mark.parametrize(("lengths", "size"), CASES)
+@pytest.mark.parametrize("enters", [False, True], ids=["", "with-states"])
+def test_chunks_of_a_scan_are_the_steps(lengths: tuple[int, ...], size: int, enters: bool) -> None:
+    inputs = draw_scan(sum(lengths))
+    states = torch.randn(len(lengths), 3, 5, 1, dtype=torch.float64) * enters
+    states.requires_grad_(enters)
+    each = zip(*(x.split(lengths) for x in inputs[:4]), states, strict=True)
+    found = starmap(partial(scanned_step_by_step, rate=inputs[4]), each)
+    want, ends = (torch.cat(x) for x in zip(*((y, end[None]) for y, end in found), strict=True))
+    got, last = selective_scan(*inputs, states if enters else None, Spans(lengths, CPU), size)
+    close(got, want)
+    close(last, ends)
+    same_gradients([(want, ends), (got, last)], [*inputs, *[states] * enters])
+
+
+@pytest.mark.parametrize(("lengths", "size"), CASES)
+def test_spans_of_a_document_hand_the_states_of_a_scan_on(lengths: tuple[int, ...], size: int) -> None:
+    inputs, nothing = draw_scan(sum(lengths)), torch.zeros(3, 5, 1, dtype=torch.float64)
+
+    def enter(transitions: Tensor) -> Tensor:
+        return torch.stack([*accumulate(transitions[:-1], lambda state, each: handed_on(each, state), initial=nothing)])
+
+    want, end = scanned_step_by_step(*inputs[:4], nothing, inputs[4])
+    got, last = selective_scan(*inputs, enter, Spans(lengths, CPU), size)
+    close(got, want)
+    close(last[-1], end)
+    same_gradients([(want, end), (got, last[-1])], inputs)
+
+
+def test_a_scan_is_that_of_transformers() -> None:
+    c, b, x, step, rate = (each.detach() for each in draw_scan(75))
+    y, last = selective_scan(c, b, x, step, rate, None, Spans((75,), CPU))
+    with in_float64():
+        of = (each.T[None] for each in (x.squeeze(2), step, rate.T, b, c))
+        theirs, state = mamba_selective_scan(
+            *(each[0] if n == 2 else each for n, each in enumerate(of)), return_last_state=True
+        )
+    close(y.squeeze(2), theirs[0].T)
+    close(last.squeeze(-1), state)
 
 
 def test_narrow_numbers_are_computed_in_fp32() -> None:
