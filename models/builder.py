@@ -164,7 +164,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
     from megacore.models.short_convolution import ShortConvolution
-    from megacore.models.state_space import StateSpace
+    from megacore.models.state_space import SelectiveScan, StateSpace
     from megacore.parallel.kernels.scoring import Scoring
     from megacore.parallel.layers.norm import RMSNorm, SplitRMSNorm
 
@@ -176,6 +176,11 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         of_head = RMSNorm.of(weight, anatomy.delta_norm_eps or anatomy.norm_eps, parameters.mesh)
         activation, share = ACTIVATIONS[anatomy.activation], anatomy.delta_share
         return GatedDeltaRule(parameters, name, activation, anatomy.delta_gate, of_head, share)
+    if f"{name}.select.weight" in parameters:
+        normed = [f"{name}.{each}_norm" for each in ("dt", "b", "c")]
+        there = f"{normed[0]}.weight" in parameters or "ssm.dt_norm" in anatomy.plain_norms
+        norms = [norm(anatomy, parameters, each, anatomy.latent_norm_eps) for each in normed] if there else None
+        return SelectiveScan(parameters, name, ACTIVATIONS[anatomy.activation], norms)
     if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
         of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)

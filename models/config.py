@@ -472,11 +472,12 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
     full, local = (() if param is None else param.values("layer", sizes) for param in attends)
     looked_at = 0  # numbers of all heads
-    kinds = ((*full, *others, *further), sizes["head"]), (tuple(local), sizes.get("local_head", sizes["head"]))
+    of_heads = sizes.get("head", 0)
+    kinds = ((*full, *others, *further), of_heads), (tuple(local), sizes.get("local_head", of_heads))
     for layers, head in kinds:
         attending = (config.anatomy.layers[layer] for layer in layers)
         tokens = sum(_looked_at(sequence_length, layer) for layer in attending)
-        looked_at += sizes["heads"] * (head + sizes.get("value", head)) * tokens
+        looked_at += sizes.get("heads", 0) * (head + sizes.get("value", head)) * tokens
     attention = 6 * looked_at // sequence_length + sum(6 * whole.numel(param) for param in mixed.values())
     if index := whole.by_name.get("layers.{layer}.attn.index.q.weight"):
         own = whole.numel(index) // sizes["q_latent"] // len(index.values("layer", sizes))
@@ -484,7 +485,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
         every = sum(looks(sequence_length, None, block=layer.block or 1) for layer in indexed)
         chosen = sum(looks(sequence_length, layer.top, block=layer.block or 1) for layer in indexed)
         attention += own * (2 * every + 4 * chosen) // sequence_length
-    state = math.prod(sizes.get(axis, 1) for axis in ("state_heads", "each", "state_key", "state_value"))
+    state = math.prod(sizes.get(axis, 1) for axis in ("channels", "state_heads", "each", "state_key", "state_value"))
     attention += sum(_STATES[name] * len(param.values("layer", sizes)) * state for name, param in mixed.items())
     schema, frozen = tuning.schema(whole), tuning.frozen(whole)
     products, head_weight = 0, "head.weight" if "head.weight" in whole.by_name else "embed.weight"

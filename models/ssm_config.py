@@ -1,4 +1,5 @@
-"""The config of families in which most layers are state spaces (Mamba-2), and some attend. No torch."""
+"""The configs of families whose layers are state spaces, of heads (Mamba-2) or of channels (Mamba): most of them, while
+some attend, or all. No torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 from megacore.models.anatomy import FULL, LINEAR
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.layer_types import HybridConfig
+from megacore.models.learned_positions import NoRopeConfig
 from megacore.models.weight_rows import Rows, Table, in_layers
 
 INFINITY = {"__float__": "Infinity"}
@@ -37,6 +39,8 @@ class StateSpaceConfig(HybridConfig):
     }
 
     told: ClassVar[Mapping[str, str]] = {"step_limits": "time_step_limit"}
+    # transformers' name of a layer.
+    mamba: ClassVar[str] = "mamba"
 
     attention_bias: bool = False
     mamba_n_heads: int = 128
@@ -65,7 +69,7 @@ class StateSpaceConfig(HybridConfig):
 
     def state_space(self, t: Table) -> Rows:
         """Return the rows of the layers that are state spaces."""
-        return t.state_space(bias=self.mamba_proj_bias, conv_bias=self.mamba_conv_bias)
+        return t.state_space(self.mamba, bias=self.mamba_proj_bias, conv_bias=self.mamba_conv_bias)
 
     def mixer(self, t: Table) -> Rows:
         attention = super().mixer(t)
@@ -114,6 +118,111 @@ class StateSpaceConfig(HybridConfig):
         expand, heads = (values.get(name) or default for name, default in (("mamba_expand", 2), ("mamba_n_heads", 128)))
         if values.get("mamba_d_head") in (None, "auto") and all(isinstance(each, int) for each in (expand, heads)):
             values["mamba_d_head"] = (values.get("mamba_d_ssm") or expand * values["hidden_size"]) // heads
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveScanConfig(HybridConfig):
+    """State spaces of channels, as Mamba has them."""
+
+    other: ClassVar[str] = LINEAR
+    # Of kernels, and of generating.
+    harmless: ClassVar[frozenset[str]] = frozenset({"num_logits_to_keep", "use_associative_scan", "use_mambapy"})
+    axes: ClassVar[Mapping[str, str]] = {
+        **DecoderConfig.axes,
+        "channels": "inner",
+        "state_key": "mamba_d_state",
+        "dt_latent": "mamba_dt_rank",
+        "taps": "mamba_d_conv",
+    }
+    # transformers' names of a layer, and of its norms of what makes steps, of B and of C; empty: they have no weights.
+    mamba: ClassVar[str] = "mamba"
+    inner_norms: ClassVar[str] = ""
+
+    mamba_d_state: int = 16
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_dt_rank: int
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    @property
+    def inner(self) -> int:
+        """The channels of a layer."""
+        return self.mamba_expand * self.hidden_size
+
+    def mixer(self, t: Table) -> Rows:
+        sizes, biases = (self.mamba_d_state, self.mamba_dt_rank), (self.mamba_proj_bias, self.mamba_conv_bias)
+        scan = t.selective_scan(*sizes, self.mamba, bias=biases[0], conv_bias=biases[1], norm=self.inner_norms)
+        return in_layers(self.layers_of(LINEAR), scan) + in_layers(self.layers_of(FULL), super().mixer(t))
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        if values.get("mamba_dt_rank") in (None, "auto") and isinstance(values.get("hidden_size"), int):
+            values["mamba_dt_rank"] = -(-values["hidden_size"] // 16)
+        return super()._derive(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesAloneConfig(HybridConfig, NoRopeConfig):
+    """No layer attends, and each has one branch, as in Mamba and Mamba-2."""
+
+    other: ClassVar[str] = LINEAR
+    base_model_prefix: ClassVar[str] = "backbone"
+    tied: ClassVar[tuple[str, str]] = ("backbone.embeddings.weight", "lm_head.weight")
+    layer: ClassVar[str] = "backbone.layers.{layer}"
+    last_norm: ClassVar[str] = "backbone.norm_f"
+    parts: ClassVar[Mapping[str, str]] = {"attn_norm": "norm", "mixer": ""}
+    mamba: ClassVar[str] = "mixer"
+    eps: ClassVar[str] = "layer_norm_epsilon"
+    derived: ClassVar[frozenset[str]] = NoRopeConfig.derived | {
+        "attention_dropout",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "num_attention_heads",
+    }
+    # Of kernels, initial values, and the width of the residual stream.
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "d_inner", "d_model", "fused_add_norm", "n_layer", "pad_vocab_size_multiple", "rescale_prenorm_residual",
+            "residual_in_fp32", "ssm_cfg", "time_step_floor", "time_step_init_scheme", "time_step_max",
+            "time_step_min", "time_step_scale",
+        }
+    )  # fmt: skip
+    fixed: ClassVar[Mapping[str, Any]] = {"rms_norm": True}
+    saved: ClassVar[Mapping[str, str]] = {
+        "mamba_d_state": "state_size",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_expand": "expand",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_proj_bias": "use_bias",
+    }
+    constants: ClassVar[Mapping[str, Any]] = {"norm": "rms", "padding_idx": None}
+
+    initializer_range: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    max_position_embeddings: int = 1  # there are none
+
+    def attends(self, layer: int) -> bool:
+        return False
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {axis: n for axis, n in super().sizes.items() if axis not in ("heads", "kv", "head", "mlp")}
+
+    @property
+    def max_positions(self) -> int | None:
+        return None
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        problems = super()._derive(values)
+        alone = {"num_attention_heads": 1, "num_key_value_heads": 1, "attention_dropout": 0.0, "layer_types": None}
+        values |= alone | {"head_dim": values.get("mamba_d_head", 1)}
+        expand, hidden = values.get("mamba_expand", 2), values.get("hidden_size")
+        if "intermediate_size" in cls.derived or values.get("intermediate_size") is None:
+            values["intermediate_size"] = expand * hidden if isinstance(expand, int) and isinstance(hidden, int) else 0
         return problems
 
 

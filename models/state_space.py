@@ -1,4 +1,5 @@
-"""Layers with a state in place of attention: state spaces (Mamba-2, Dao and Gu 2024, arXiv 2405.21060)."""
+"""Layers with a state in place of attention: state spaces of heads (Mamba-2, Dao and Gu 2024, arXiv 2405.21060) and of
+channels (Mamba, Gu and Dao 2023, arXiv 2312.00752)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from megacore.models.blocks import Activation, column, row, times
 from megacore.models.context import Context
+from megacore.parallel.collectives import all_gather
 from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.again import keeping_inputs
 from megacore.parallel.kernels.upcast import wide
@@ -78,6 +80,59 @@ class StateSpace(nn.Module):
         return y if self.norm is None else self.norm(y)
 
 
+class SelectiveScan(nn.Module):
+    """x: [tokens/tp, embed] -> [tokens/tp, embed]: the branch of a block that mixes tokens, by one state a channel.
+
+    Channels are split over tp. B, C and what steps are made of are sums over all of them: each rank has those of its
+    own tokens, and is told the others.
+
+    Args:
+        parameters: This rank's.
+        name: Prefix of ``.inner``, which makes x and gates; of ``.conv``; of ``.select``, which makes B, C and what
+            ``.dt`` makes steps of; of ``.step``, ``.fade``, ``.skip`` and ``.out``.
+        activation: That of the convolution, of :data:`parallel.kernels.activation.FUNCTIONS`.
+        norms: Those of what steps are made of, of B and of C; None: there are none.
+    """
+
+    def __init__(
+        self, parameters: Parameters, name: str, activation: str, norms: Sequence[nn.Module] | None = None
+    ) -> None:
+        super().__init__()
+        sizes = parameters.shards[f"{name}.select.weight"].sizes
+        self.pieces, self.name, self.group = (sizes["dt_latent"], *[sizes["state_key"]] * 2), name, parameters.mesh.tp
+        self.inner, self.dt = column(parameters, f"{name}.inner"), column(parameters, f"{name}.dt")
+        self.select, self.out = row(parameters, f"{name}.select"), row(parameters, f"{name}.out")
+        self.conv, self.bias = parameters[f"{name}.conv.weight"], parameters.get(f"{name}.conv.bias")
+        self.fade, self.step, self.skip = (parameters[f"{name}.{each}"] for each in ("fade", "step", "skip"))
+        self.activation = Activation(FUNCTIONS[activation].of)
+        self.norms = nn.ModuleList(norms or [nn.Identity()] * 3)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, z = self.inner(x).chunk(2, 1)
+        x = self._convolved(x, context)
+        dt, b, c = (norm(each) for norm, each in zip(self.norms, self.select(x).split(self.pieces, 1), strict=True))
+        bc = all_gather(torch.cat([b, c], 1), self.group)
+        y: Tensor = self.out(self._scanned(x, z, self.dt(dt), bc, context))
+        return y
+
+    @torch.compiler.disable  # which tokens are of one document is known where it runs
+    def _convolved(self, x: Tensor, context: Context) -> Tensor:
+        assert context.states is not None  # of a model that has layers with a state
+        x = context.states.convolve(self.name, x, self.conv.flatten(1))
+        y: Tensor = self.activation(x if self.bias is None else x + self.bias)
+        return y
+
+    @torch.compiler.disable
+    def _scanned(self, x: Tensor, z: Tensor, steps: Tensor, bc: Tensor, context: Context) -> Tensor:
+        """x, z, steps: [tokens, channels], bc: [tokens, 2 key] -> [tokens, channels]."""
+        assert context.states is not None
+        (b, c), (x, z) = bc.chunk(2, 1), (each[..., None] for each in (x, z))
+        step, rate = F.softplus(wide(steps) + self.step), -wide(self.fade).exp()
+        y = context.states.selective_scan(self.name, c, b, x, step, rate)
+        (y,) = keeping_inputs(_weighed, y, x, z, self.skip)
+        return y.flatten(1)
+
+
 def _weighed(y: Tensor, x: Tensor, z: Tensor, skip: Tensor) -> tuple[Tensor]:
-    y = wide(y) + wide(x) * skip.view(*x.shape[1:3], 1)
+    y = wide(y) + wide(x) * skip.view(*x.shape[1:-1], 1)
     return ((y * F.silu(wide(z))).to(x.dtype),)

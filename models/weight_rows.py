@@ -257,6 +257,56 @@ class Table:
             *self.linear("ssm.out", "embed", "(state_heads state_value)", f"{hf}.out_proj", bias=out_bias, ends=True),
         )
 
+    def selective_scan(
+        self, key: int, latent: int, hf: str = "mamba", *, bias: bool = False, conv_bias: bool = True, norm: str = ""
+    ) -> Rows:
+        """Return a state space layer of channels (Mamba), as Jamba's ``mamba`` has it, or of another name.
+
+        Args:
+            key: The numbers of a channel's state.
+            latent: The numbers of what steps are made of.
+            hf: Hugging Face's name.
+            bias: Whether what takes the tokens has one, and what gives them.
+            conv_bias: Whether the convolution has one.
+            norm: Its name of the norms of what steps are made of, of B and of C; empty: they have no weights.
+        """
+        name, theirs = "layers.{layer}.ssm", f"{self.layer}.{hf}"
+        normed = {"dt": "dt_latent", "b": "state_key", "c": "state_key"} if norm else {}
+        return (
+            *self.linear("ssm.inner", "(x: channels + z: channels)", "embed", f"{hf}.in_proj", bias=bias),
+            Param(f"{name}.conv.weight", "channels one taps", f"{theirs}.conv1d.weight", std=self.std, vector=True),
+            *([Param(f"{name}.conv.bias", "channels", f"{theirs}.conv1d.bias")] if conv_bias else []),
+            *self.linear("ssm.select", "(dt: dt_latent + b: state_key + c: state_key)", "channels", f"{hf}.x_proj"),
+            *(
+                row
+                for each, of in normed.items()
+                for row in self.norm(f"ssm.{each}_norm", f"{hf}.{norm.format(each)}", of)
+            ),
+            Param(
+                f"{name}.dt.weight",
+                "channels dt_latent",
+                f"{theirs}.dt_proj.weight",
+                std=(3 * latent) ** -0.5,
+                uniform=True,
+            ),
+            # Of steps and decays as those of a state space of heads.
+            Param(
+                f"{name}.step", "channels", f"{theirs}.dt_proj.bias", mean=0.0505, std=0.0285, uniform=True, log=True
+            ),
+            Param(
+                f"{name}.fade",
+                "channels state_key",
+                f"{theirs}.A_log",
+                mean=(1 + key) / 2,
+                std=(key - 1) / 12**0.5,
+                uniform=True,
+                log=True,
+                vector=True,
+            ),
+            Param(f"{name}.skip", "channels", f"{theirs}.D", mean=1.0),
+            *self.linear("ssm.out", "embed", "channels", f"{hf}.out_proj", bias=bias, ends=True),
+        )
+
     def short_convolution(self, *, bias: bool = False) -> Rows:
         """Return a gated convolution of each channel, as LFM2's ``conv`` has it."""
         conv, theirs = "layers.{layer}.short.conv", f"{self.layer}.conv.conv"

@@ -135,6 +135,12 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "first_k_dense_replace": (0, 1),
     },
     "RotatingConfig": {"no_rope_layer_interval": (1, 2, 4)},
+    "SelectiveScanConfig": {
+        "mamba_d_state": (3, 5),
+        "mamba_d_conv": (2, 4),
+        "mamba_dt_rank": (2, 5, "auto"),
+        "mamba_expand": (1, 2),
+    },
     "StateSpaceConfig": {"mamba_d_head": ("auto",), "mamba_d_state": (3, 5), "mamba_d_conv": (2, 4)},
     "AriaTextConfig": {"moe_num_shared_experts": (1, 2)},
     "Cohere2MoeConfig": {
@@ -361,6 +367,19 @@ def state_space(d: Draw) -> Fields:
     return d.saved(own | d.one({}, {"time_step_limit": (0.3, 1.5)}))
 
 
+def mamba2(d: Draw) -> Fields:
+    fields, heads = d.fields, d["num_heads"]
+    return {"head_dim": fields["expand"] * d["hidden_size"] // heads}
+
+
+def jamba(d: Draw) -> Fields:
+    made: Fields = {"layer_types": ABSENT, "num_experts": d.one(1, d.experts, d.experts)}
+    for kind in ("attn", "expert"):
+        period = d.one(1, 2, 3)
+        made |= {f"{kind}_layer_period": period, f"{kind}_layer_offset": d.rng.randrange(period)}
+    return made
+
+
 def falcon(d: Draw) -> Fields:
     new, parallel, heads = d.may(), d.may(0.7), d["num_attention_heads"]
     return {
@@ -520,6 +539,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "SigmoidConfig": groups,
     "SparseConfig": sparse,
     "StateSpaceConfig": state_space,
+    "StatesAloneConfig": lambda d: {"layer_types": ABSENT},
     "TemperedConfig": tempered,
     "NamedLayersConfig": lambda d: {"mlp_layer_types": d.one(None, d.of_layers("dense", "sparse"))},
     "WindowedConfig": windowed,
@@ -551,11 +571,14 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "HeliumConfig": lambda d: {"hidden_size": d["num_attention_heads"] * d["head_dim"]},
     "HunYuanDenseV1Config": hunyuan,
     "InternLM3Config": lambda d: {"mlp_bias": d["attention_bias"]},
+    "JambaConfig": jamba,
     "KimiLinearConfig": kimi_linear,
     "Kolibri1Config": lambda d: {"sliding_window": d.window} if d["sliding_window"] is None else {},
     "Lfm2MoeConfig": lambda d: {"num_dense_layers": d.one(0, 1) * (d.layers > 1)},
     "Lfm3Config": lfm3,
     "Llama4Config": llama4,
+    "Mamba2Config": mamba2,
+    "MambaConfig": lambda d: {"intermediate_size": d.one(ABSENT, 12 * d.tp)},
     "MimoV2FlashConfig": mimo_v2_flash,
     "Mistral4Config": groups,
     "ModernBertDecoderConfig": lambda d: {"local_attention": d.one(4, 7)} | d.one({}, {"sliding_window": ABSENT}),

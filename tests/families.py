@@ -79,6 +79,10 @@ SMALL: dict[str, Any] = {
     "mamba_d_state": 6,
     "mamba_num_heads": 8,
     "mamba_head_dim": 6,
+    "mamba_dt_rank": 3,
+    "time_step_rank": 3,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 0,
     "n_groups": 2,
     "hidden_size_per_layer_input": 0,
     "ssm_state_size": 6,
@@ -153,6 +157,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     ):
         if field in known and known.isdisjoint(("attn_layer_indices", "mamba_d_ssm")):
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
+    own |= {"num_heads": 8, "state_size": 6} if "state_size" in known else {}
     own |= {"pad_token_id": 5} if name in ALWAYS_PADDED else {}
     # Of which transformers saves the convolutions in three equal parts.
     own |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16} if name == "olmo_hybrid" else {}

@@ -28,8 +28,7 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 """
 
 NOT_CARRIED = {
-    "other states in place of keys and values": "bailing_hybrid, falcon_mamba, jamba, mamba, mamba2, minimax, "
-    "recurrent_gemma, rwkv, xlstm, zamba, zamba2",
+    "other states in place of keys and values": "bailing_hybrid, minimax, recurrent_gemma, rwkv, xlstm, zamba, zamba2",
     "keys and values that are compressed, or convolved": "inkling2_text, inkling_text, zaya",
     "indexers that choose blocks of tokens": "minimax_m3_vl_text, qwen4_exp, qwen4_exp_text",
     "several residual streams, or sums weighed by depth": "beam, hy_v4",
@@ -132,7 +131,7 @@ def _of_table(schema: Schema) -> Iterator[str]:
     names = {param.name.removeprefix("layers.{layer}.").removeprefix("local_"): param for param in schema.params}
     for mixer, words in (
         ("delta", "the gated delta rule"),
-        ("ssm", "state spaces"),
+        ("ssm", "selective scans" if "ssm.select.weight" in names else "state spaces"),
         ("short", "short convolutions"),
     ):
         if (row := names.get(f"{mixer}.conv.weight")) is not None:
@@ -144,10 +143,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
     qkv = names.get("attn.qkv.weight")
     # Where keys have the axis `share`, groups are of heads that share nothing.
     each = qkv is not None and any("share" in qkv.sentence.piece_axes(k) for k in qkv.sentence.labels if k[0] == "k")
-    if (
-        min(schema.sizes.get(axis, schema.sizes["heads"]) for axis in ("kv", "groups")) < schema.sizes["heads"]
-        and not each
-    ):
+    heads = schema.sizes.get("heads", 0)
+    if min(schema.sizes.get(axis, heads) for axis in ("kv", "groups")) < heads and not each:
         yield "shared keys and values"
     if "local_head" in schema.sizes:
         yield "heads of other sizes in windows"
@@ -176,6 +173,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
             yield f"experts listed for each token in {len(listed)} of {schema.sizes['layer']} layers"
         if "mlp.shared.up.weight" in names:
             yield "a shared expert" + (" with a gate" if "mlp.shared_gate.weight" in names else "")
+    elif "mlp.up.weight" not in names:
+        yield "no networks"
     elif "gate" not in names["mlp.up.weight"].sentence.labels:
         yield "no gate"
     if "positions.weight" in names:

@@ -117,6 +117,7 @@ CASES: Mapping[str, Case] = {
     "delta rule, tp, cp": Case(f"{DELTA} mesh.tp=2 mesh.cp=2", rank=2),
     "delta rule, channels, tp": Case("model.preset=kimi_linear-tiny mesh.tp=2"),
     "state space, tp": Case("model.preset=bamba-tiny mesh.tp=2"),
+    "selective scan, tp": Case("model.preset=mamba-tiny mesh.tp=2"),
     "blocks, tp": Case("model.preset=deepseek_v4-tiny mesh.tp=2", layers=4),
     "blocks, documents, full": Case("model.preset=deepseek_v4-tiny memory.recompute=full", layers=4, documents=TEXTS),
     "short convolution": Case("model.preset=lfm2-tiny"),

@@ -80,6 +80,8 @@ def small(name: str, vocab: int) -> dict[str, Any]:
         sizes[axes["kv"]] = SIZES["heads"]
     for seed in range(ROTATION, ROTATION + 1000):
         own = drawn(name, seed, layers=SIZES["layer"], vocab=vocab, positions=1024) | sizes
+        if "num_heads" in own and "expand" in own:  # of Mamba-2, whose heads are all that there is
+            own["head_dim"] = own["expand"] * SIZES["embed"] // own["num_heads"]
         if own.get("sliding_window"):
             own["sliding_window"] = WINDOW
         try:
@@ -523,6 +525,7 @@ OF_CONTEXT = [
     replace(IN_TWO, family="qwen3_5_text", fields=()),
     replace(IN_TWO, family="bamba", fields=()),
     replace(IN_TWO, family="kimi_linear", fields=()),
+    replace(IN_TWO, family="jamba", fields=()),
     Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
 ]
 INDEXED = Case(family="deepseek_v32", vocab=64, length=512, fields=(("index_topk", 16),))

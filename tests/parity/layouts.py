@@ -433,7 +433,7 @@ def of_family(name: str, seed: int, sequences: int = 4) -> tuple[Case, Case]:
 def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
     """A run on the mesh, drawn."""
     sizes = case.config.sizes
-    heads, kv = (max(1, n // mesh.tp) for n in (sizes["heads"], sizes.get("kv", sizes["heads"])))
+    heads, kv = (max(1, n // mesh.tp) for n in (sizes.get("heads", 1), sizes.get("kv", sizes.get("heads", 1))))
     inner = [n for n in (1, 2, 4) if mesh.cp % n == 0 == heads % n and (kv % n == 0 or n % kv == 0)]
     within = rng.choice(inner)
     of_rank = case.sequences // mesh.data

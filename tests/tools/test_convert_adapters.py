@@ -48,6 +48,11 @@ CASES = {
         for name in sorted(MISTAKEN_IN)
     },
     "afmoe-all": (drawn("afmoe", 3, layers=4, vocab=61), Lora(2, 1.0, ("q_proj", "attn.out", "router", "experts"))),
+    "jamba-all": (drawn("jamba", 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "ssm.[!d]*", "router", "experts"))),
+    **{
+        f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("ssm.inner", *scans)))
+        for name, scans in (("falcon_mamba", ["ssm.select"]), ("mamba", ["ssm.select"]), ("mamba2", []))
+    },
     "falcon_h1-all": (drawn("falcon_h1", 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "ssm.inner", "mlp"))),
     "gpt2": (GPT2, Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"))),
 }
@@ -258,6 +263,8 @@ WRONG = {
     ),
     "afmoe": ("attn.qkv", "peft takes those of self_attn.gate_proj for those of afmoe's experts"),
     "falcon_h1": ("ssm.out", "peft refuses adapters of out_proj of falcon_h1"),
+    "mamba2": ("ssm.out", "peft refuses adapters of out_proj of mamba2"),
+    "jamba": ("ssm.dt", "transformers' jamba multiplies by the weight of dt_proj itself, past its adapters"),
 }
 
 
@@ -267,7 +274,7 @@ def test_what_peft_would_load_wrongly_is_refused(
 ) -> None:
     target, message = WRONG[name]
     folder = model_folder(tmp_path, drawn(name, 3, layers=4, vocab=61), torch.float32)
-    checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, ("attn.out", target)))
+    checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, ("*.out", target)))
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
     assert message in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
