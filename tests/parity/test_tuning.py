@@ -109,7 +109,8 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
     elif not {"up", "gate"}.isdisjoint(labels) and "q" not in labels:
         rows = {"gate": mlp, "up": mlp}
     elif "gate" in labels:
-        rows = {"q": q, "gate": q, "k": kv, "v": kv}
+        gates = q if "gate: heads head" in str(parameters.shards[name].param.sentence) else sizes["heads"]
+        rows = {"q": q, "gate": gates, "k": kv, "v": kv}
     else:
         rows = {"q": q * (1 + ("gate: heads" in str(parameters.shards[name].param.sentence))), "k": kv, "v": kv}
     start = dict(zip(rows, itertools.accumulate(rows.values(), initial=0), strict=False))
