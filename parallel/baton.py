@@ -62,8 +62,10 @@ class Baton:
         """Let the other computation have its turn, if there is another."""
         if self._pair is not None:
             under_way = self._recorder.leave()
-            self._pair.pass_on()
-            self._recorder.enter(under_way)
+            try:
+                self._pair.pass_on()
+            finally:
+                self._recorder.enter(under_way)
 
 
 class _TwoRuns:

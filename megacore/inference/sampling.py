@@ -99,16 +99,18 @@ def keep(choose: Choice, logits: Tensor, drafts: Sequence[int], p: Tensor, promp
     Args:
         choose: The way to choose the model's tokens, by which the drafts were drawn, too.
         logits: [k + 1, vocab], the model's, for each of the k drafts and for the token behind them.
-        drafts, p: k tokens, and the probabilities that they were drawn with: [k, vocab].
+        drafts, p: k tokens, and the probabilities that they were drawn with: [k, vocab] or more of these rows.
         prompt, token: The numbers of the sequence's prompt, and of the first token.
     """
     k = len(drafts)
     q = choose.distribution(logits[:k])
-    for at, drafted in enumerate(drafts):
-        which = choose.seed, prompt, token + at
-        if _number(*which, "keep") * p[at, drafted].item() >= q[at, drafted].item():
+    which = torch.tensor(drafts, dtype=torch.int64, device=q.device)[:, None]
+    chances = torch.cat([p[:k].gather(1, which), q.gather(1, which)], 1).tolist()
+    for at, (drawn_with, own_chance) in enumerate(chances):
+        words = choose.seed, prompt, token + at
+        if _number(*words, "keep") * drawn_with >= own_chance:
             own = (q[at] - p[at]).clamp(min=0.0)[None]
-            return [*drafts[:at], int(_drawn(own, [_number(*which)]).item())]
+            return [*drafts[:at], int(_drawn(own, [_number(*words)]).item())]
     return [*drafts, int(choose(logits[k:], [(prompt, token + k)]).item())]
 
 

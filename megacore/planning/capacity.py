@@ -77,7 +77,7 @@ def _memory_problems(
             f"this machine, or this container, has {host / 1e9:,.2f} GB of memory, and weights, gradients and "
             f"optimizer state of the {ranks} here take {needed / 1e9:,.2f} GB: {way_out}"
             + ", or fewer tokens on each (mesh.cp, mesh.tp, batch.micro_size)"
-            * (setting.offload_activations is not False)
+            * any(of_stage(setting.offload_activations, stage) for stage in range(setting.layout.mesh.pp))
         )
 
 

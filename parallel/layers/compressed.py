@@ -70,8 +70,7 @@ class CompressedTokens:
 
     def blocks(self, rate: int) -> TokenBlocks:
         """Return the blocks of so many tokens."""
-        documents = np.array(self.documents)
-        return self._once(rate, lambda: TokenBlocks.of(documents, self.own, rate, self.device))
+        return self._once(rate, lambda: TokenBlocks.of(np.array(self.documents), self.own, rate, self.device))
 
     def rotation(self, rope: str, rate: int) -> tuple[Tensor, Tensor]:
         """Return cos, sin: [m, turning/2] of the blocks, each at the position of its first token."""
@@ -79,8 +78,12 @@ class CompressedTokens:
 
     def near(self, window: int) -> Reaches:
         """Return the tokens that each token looks at."""
-        first = np.repeat(np.cumsum(self.documents) - self.documents, self.documents)[self.own]
-        return self._once(None, lambda: Reaches(np.maximum(first, self.own - window + 1), self.own, self.device))
+
+        def reaches() -> Reaches:
+            first = np.repeat(np.cumsum(self.documents) - self.documents, self.documents)[self.own]
+            return Reaches(np.maximum(first, self.own - window + 1), self.own, self.device)
+
+        return self._once(None, reaches)
 
     def _once(self, key: object, make: Callable[[], T]) -> T:
         """Return what layers ask for alike."""

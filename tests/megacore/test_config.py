@@ -258,6 +258,11 @@ BAD = [
         "draws the masks of dropout again",
         sizes=replace(MIXTRAL, drops=True),
     ),
+    bad(
+        "pipeline.schedule=overlapped memory.recompute=[none,full]",
+        "draws the masks of dropout again",
+        sizes=replace(MIXTRAL, drops=True),
+    ),
     bad("pipeline.schedule=overlapped", "messages of experts, and this model has no", "pipeline.schedule=1f1b"),
     bad(
         "pipeline.schedule=overlapped pipeline.chunks=2 mesh.tp=1",

@@ -32,10 +32,11 @@ def test_the_page_is_what_is_printed(command: ModuleType, page: str, names: list
 
 
 @pytest.mark.quick
-def test_the_readme_counts_the_families() -> None:
+def test_readme_and_changelog_count_the_families() -> None:
     readme = (DOCS.parent / "README.md").read_text()
     mixtures = sum(_has_experts(name) for name in FAMILIES)
     assert f"[{len(FAMILIES)} families](docs/zoo.md)" in readme and f"{mixtures} with [experts](docs/moe.md)" in readme
+    assert f"Models: {len(FAMILIES)} families ([the zoo]" in (DOCS.parent / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="the list is of one version")
