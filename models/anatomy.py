@@ -106,6 +106,7 @@ class LayerAttention:
         chooser: The layer whose indexer chooses them for several layers; None: its own does, for it alone.
         block: Beyond its window a token sees blocks of so many tokens, of which each is one key, and ``top`` of these;
             None: there are none.
+        keys: The layer before it whose keys and values it looks at; None: it has its own.
     """
 
     rope: str | None = ROPE
@@ -116,6 +117,7 @@ class LayerAttention:
     top: int | None = None
     chooser: int | None = None
     block: int | None = None
+    keys: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,7 @@ class MultiHeadAttention(Attention):
         limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
         norms_after_rope: Whether those norms are of heads that have rotated.
         encoding: That of :class:`Attention`.
+        shares: Whether layers behind look at its keys and values.
 
     Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids: each
     of its own, or all of a head by one.
@@ -113,6 +114,7 @@ class MultiHeadAttention(Attention):
         limit: float | None = None,
         norms_after_rope: bool = False,
         encoding: Encoding | None = None,
+        shares: bool = False,
     ) -> None:
         shard = parameters.shards[f"{name}.qkv.weight"]
         sentence = shard.param.sentence
@@ -125,12 +127,19 @@ class MultiHeadAttention(Attention):
         heads = (rows - kv * (head + value * own)) // (head + wide)
         sizes = {"heads": heads, "kv": kv, "head": head, "value": value}
         super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding)
-        self.gated, self.own_values = gate is not None, own
+        self.gated, self.own_values, self.shares = gate is not None, own, shares
         self.pieces = ((heads, head), (heads * self.gated, wide), (kv, head), (kv * own, value))
         self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")
         self.norms = None if norms is None else nn.ModuleList(norms)
         self._split_and_rotate = kernels.split_and_rotate(parameters.mesh.device)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, index: IndexVectors | None, scoring: Scoring, context: Context
+    ) -> Tensor:
+        if self.shares:
+            context.keys[self.name] = k, v
+        return super().attend(q, k, v, index, scoring, context)
 
     def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Projected:
         qkv = self.qkv(x)
@@ -156,3 +165,30 @@ class MultiHeadAttention(Attention):
         if self.norms is None:
             return q, k
         return self.norms[0](q), self.norms[1](k)
+
+
+class SharedKeysAttention(Attention):
+    """Attention whose queries look at the keys and values of a layer before it (Brandon et al. 2024, arXiv 2405.12981).
+
+    Args:
+        parameters, name, rope, scoring: Those of :class:`Attention`; the prefix is also that of ``.q``.
+        source: The attention whose keys and values they are, on the same virtual stage.
+        norm: The norm of queries, [tokens, heads, head] -> same.
+    """
+
+    def __init__(
+        self, parameters: Parameters, name: str, rope: str | None, scoring: Scoring, source: str, norm: nn.Module
+    ) -> None:
+        shard = parameters.shards[f"{name}.q.weight"]
+        heads, head = shard.sizes["heads"], shard.shape[0] // shard.sizes["heads"]
+        start, stop = parameters.layout.box("local_kv" if "local_head" in shard.sizes else "kv", parameters.mesh.place)
+        super().__init__(parameters, name, rope, scoring, heads=heads, kv=stop - start, head=head, value=head)
+        self.q, self.norm, self.name = column(parameters, f"{name}.q"), norm, source
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        q = self.norm(self.q(x).unflatten(-1, (self.heads, self.head)))
+        q = q if self.rope is None else self._rotate(q, *context.rotations[self.rope])
+        k, v = context.keys[self.name]
+        scoring = self.scoring if self.training else self._still
+        y: Tensor = self.out(self.attend(q, k, v, None, scoring, context).flatten(1))
+        return y

@@ -45,6 +45,7 @@ class Block(nn.Module):
         scale: Factor of what a branch adds to x.
         dropout: Probability of dropping an element of what a branch adds.
         factor: [1], by which x is multiplied in the end; None: it is not.
+        inputs: What is told of each token and added before that, (x, context) -> x; None: nothing is.
 
     Attributes:
         mlp_tokens: The number of this rank's tokens whose feed-forward activations are there at a time; None for all.
@@ -59,9 +60,10 @@ class Block(nn.Module):
         scale: float = 1.0,
         dropout: float = 0.0,
         factor: nn.Parameter | None = None,
+        inputs: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.factor = factor
+        self.factor, self.inputs = factor, inputs
         self.attn_norm, self.attn = norms.get("attn_norm", nn.Identity()), attn
         self.attn_out_norm = norms.get("attn_out_norm", nn.Identity())
         self.mlp_norm, self.mlp = norms.get("mlp_norm", nn.Identity()), mlp
@@ -71,6 +73,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self.branches(x, context)
+        x = x if self.inputs is None else x + self.inputs(x, context)
         return x if self.factor is None else x * self.factor.to(x.dtype)
 
     def branches(self, x: Tensor, context: Context) -> Tensor:

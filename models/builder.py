@@ -41,6 +41,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         TokenEmbedding,
     )
     from megacore.models.hyper_connections import Collapse, HyperBlock, HyperConnection, Repeated
+    from megacore.models.layer_inputs import LayerInputs
     from megacore.models.rope import Rotary
 
     p, vocab, streams = parameters, sizes["vocab"], anatomy.streams
@@ -57,16 +58,23 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         mixers = [each for each in MIXERS if f"{name}.{each}.out.weight" in p]
         mixing = [scaled(anatomy, each, mix(anatomy, p, layer, f"{name}.{each}")) for each in mixers]
         experts = f"{name}.mlp.experts.down.weight" in p
-        feeds = experts or f"{name}.mlp.down.weight" in p
+        feeds = [each for each in FEEDS if experts or f"{name}.{each}.down.weight" in p]
         branches = (
             SideBySide(mixing) if len(mixing) > 1 else mixing[0] if mixing else None,
-            scaled(anatomy, "experts" if experts else "mlp", feed(anatomy, p, layer, name)) if feeds else None,
+            scaled(anatomy, "experts" if experts else "mlp", feed(anatomy, p, layer, f"{name}.{feeds[0]}"))
+            if feeds
+            else None,
         )
         if streams is not None:
             around = {each: HyperConnection(p, f"{name}.{each}_streams", streams, anatomy.norm_eps) for each in _AROUND}
             return HyperBlock(branches[0], branches[1], norms, around)
+        told = inputs(f"{name}.inputs") if f"{name}.inputs.embed.weight" in p else None
         scale, factor = anatomy.branch_scale, p.get(f"{name}.factor")
-        return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor)
+        return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor, inputs=told)
+
+    def inputs(name: str) -> nn.Module:
+        norms = (norm(anatomy, p, each) for each in ("inputs_norm", f"{name}.out_norm"))
+        return LayerInputs(p, name, sizes["input_vocab"], anatomy.padding_idx, anatomy.activation, *norms)
 
     def embedding() -> nn.Module:
         plain = embedded()
@@ -135,6 +143,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         embedding=embedding,
         block=block,
         head=head,
+        told=sizes["embed"] if "input_vocab" in sizes else 0,
         rotaries={
             name: Rotary(rope, anatomy.rotary_heads.get(name, sizes["head"])) for name, rope in anatomy.ropes.items()
         },
@@ -145,6 +154,8 @@ _AROUND = "attn", "mlp"
 """The branches that streams stand around."""
 MIXERS = ("attn", "local_attn", "delta", "ssm", "short")
 """The names that what mixes tokens has in a block: those that a layer has stand side by side."""
+FEEDS = ("mlp", "wide_mlp")
+"""The names that a feed-forward network has."""
 
 
 def scaled(anatomy: Anatomy, name: str, branch: nn.Module) -> nn.Module:
@@ -159,7 +170,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     """Return what mixes tokens in a layer: self-attention, ``attn``, or ``local_attn`` where heads of layers with
     windows have other sizes, of latents where it has some, the gated delta rule, ``delta``, a state space, ``ssm``, or
     a short convolution, ``short``, as the name ends."""
-    from megacore.models.attention import MultiHeadAttention
+    from megacore.models.attention import MultiHeadAttention, SharedKeysAttention
     from megacore.models.compressed_attention import CompressedAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
@@ -200,6 +211,11 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
         encoding = encode(anatomy, parameters, layer, name)
         return LatentAttention(parameters, name, layer, own, scoring, of_latent, encoding)
+    if own.keys is not None:
+        source = f"layers.{own.keys}.{kind}"
+        return SharedKeysAttention(
+            parameters, name, own.rope, scoring, source, norm(anatomy, parameters, f"{name}.q_norm")
+        )
     if f"{name}.kv.weight" in parameters:
         of_queries = norm(anatomy, parameters, f"{name}.q_norm")
         return CompressedAttention(
@@ -212,7 +228,8 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         else None
     )
     how = norms, anatomy.qkv_limit, anatomy.norms_after_rope, encode(anatomy, parameters, layer, name)
-    return MultiHeadAttention(parameters, name, own.rope, scoring, *how)
+    shares = any(each.keys == layer for each in anatomy.layers)
+    return MultiHeadAttention(parameters, name, own.rope, scoring, *how, shares=shares)
 
 
 def encode(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> Encoding | None:
@@ -231,12 +248,11 @@ def encode(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> E
     return Distances(factors.to(parameters.mesh.device))
 
 
-def feed(anatomy: Anatomy, parameters: Parameters, layer: int, block: str) -> nn.Module:
-    """Return the feed-forward network of a layer, ``<block>.mlp``, or its experts where it has a router."""
+def feed(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.Module:
+    """Return the feed-forward network of a layer, of this name, or its experts where it has a router."""
     from megacore.models.blocks import FeedForward
     from megacore.models.moe import NORMED, MixtureOfExperts
 
-    name = f"{block}.mlp"
     if f"{name}.router.weight" not in parameters:
         return FeedForward(parameters, name, anatomy.activation, anatomy.factors.get("mlp", Factors()).inner)
     assert anatomy.routing is not None  # whose table declares routers

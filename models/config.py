@@ -93,6 +93,8 @@ class ModelConfig(ABC):
     reads: ClassVar[frozenset[str]] = frozenset()
     by_tensors: ClassVar[frozenset[str]] = frozenset()
     further: ClassVar[tuple[str, ...]] = ()
+    # What is told where some are left out.
+    without: ClassVar[str] = "only the model without layers that predict further tokens is read"
     # {axis of the weights' sentences: the field that holds its size}
     axes: ClassVar[Mapping[str, str]]
 
@@ -172,6 +174,12 @@ class ModelConfig(ABC):
         """The numbers of a token that blocks hand on: those of all residual streams."""
         streams = self.anatomy.streams
         return self.sizes["embed"] * (1 if streams is None else streams.count)
+
+    @property
+    def carried(self) -> int:
+        """The numbers of a token that travel between the stages of a pipeline: its embedding too, where blocks are told
+        it."""
+        return self.width + self.sizes["embed"] * any(param.is_table for param in self.params())
 
     @property
     @abstractmethod
@@ -424,7 +432,7 @@ def _matmuls(schema: Schema) -> list[Param]:
     return [
         p
         for p in schema.params
-        if p.decays and ("layer" in p.named_axes or ("last" in p.at and not _looked_up(p, schema)))
+        if p.decays and not p.is_table and ("layer" in p.named_axes or ("last" in p.at and not _looked_up(p, schema)))
     ]
 
 

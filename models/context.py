@@ -27,6 +27,8 @@ class Context:
         states: What layers with a state are handed where a span of tokens begins.
         indexed: The attention to tokens that indexers choose, where there are some.
         compressed: The attention to blocks of tokens, where there are some.
+        tokens: [t], what layers look up beside the embedding, where they do; and ``embedded``, [t/tp, embed], that.
+        keys: {attention: its keys and values}, where layers behind it look at them, too; kept as the counts are.
         counts: {experts: how many rows they have}, kept for when a block is computed again.
     """
 
@@ -37,4 +39,7 @@ class Context:
     states: States | None = None
     indexed: Indexed | None = None
     compressed: CompressedTokens | None = None
+    tokens: Tensor | None = None
+    embedded: Tensor | None = None
+    keys: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     counts: dict[nn.Module, Counts] = field(default_factory=dict)

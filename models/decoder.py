@@ -157,13 +157,17 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         table = parameters[name]
         self.tokens = VocabParallelEmbedding.of(table, vocab, parameters.mesh, padding_idx)
-        rounded = torch.tensor(scale, dtype=torch.float32, device="cpu").to(table.dtype).item()
-        self.scale = rounded if round_scale else scale
+        self.scale = rounded(scale, table.dtype) if round_scale else scale
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         x: Tensor = self.dropout(self.tokens(microbatch.tokens))
         return x if self.scale == 1 else x * self.scale
+
+
+def rounded(scale: float, dtype: torch.dtype) -> float:
+    """Return a factor as transformers keeps it for Gemma: rounded to fp32 and then to a dtype."""
+    return torch.tensor(scale, dtype=torch.float32, device="cpu").to(dtype).item()
 
 
 class PositionEmbedding(nn.Module):
@@ -411,6 +415,7 @@ class Decoder(nn.Module):
         seed: tuple[int, ...],
         rotaries: Mapping[str, Rotary] | None = None,
         mesh: Mesh | None = None,
+        told: int = 0,
     ) -> None:
         super().__init__()
         # In the order in which they run: the parameters of one are gathered while the one before it computes.
@@ -418,6 +423,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
+        self.told = told
+        """Numbers of each token's embedding that all blocks are told, which therefore travels with the activations."""
         self._rotaries, self._seed, self._mesh = dict(rotaries or {}), seed, mesh or Mesh.single()
         self.context_parallel = ContextParallel()
 
@@ -436,6 +443,7 @@ class Decoder(nn.Module):
         block: Callable[[int], nn.Module],
         head: Callable[[], Head],
         rotaries: Mapping[str, Rotary] | None = None,
+        told: int = 0,
     ) -> Self:
         """Return a chunk of this rank: only what its layout puts there is built. Blocks find their rope by its name."""
         layout, place = parameters.layout, parameters.mesh.place
@@ -449,6 +457,7 @@ class Decoder(nn.Module):
             (virtual, place.dp, place.ep, place.cp, place.tp),
             rotaries,
             parameters.mesh,
+            told,
         )
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
@@ -500,10 +509,16 @@ class Decoder(nn.Module):
 
     def hidden(self, x: Tensor | None, microbatch: Microbatch, context: Context | None = None) -> Tensor:
         """Return the activations after the blocks: [tokens/tp, embed]."""
+        context = context or self.context(microbatch)
         if self.embedding is not None:
-            x = self.embedding(microbatch)
+            x = embedded = self.embedding(microbatch)
         assert x is not None  # the first chunk embeds, the others are given activations
-        return self.run(self.layers.values(), x, context or self.context(microbatch))
+        if not self.told:
+            return self.run(self.layers.values(), x, context)
+        if self.embedding is None:
+            x, embedded = x.split([x.shape[-1] - self.told, self.told], -1)
+        x = self.run(self.layers.values(), x, replace(context, tokens=microbatch.tokens, embedded=embedded))
+        return x if self.head is not None else torch.cat([x, embedded], -1)
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -142,6 +142,8 @@ def linears(schema: Schema) -> Iterator[LinearTarget]:
     for param in schema.params:
         if "layer" not in param.named_axes or not param.name.endswith(WEIGHT) or not param.decays:
             continue
+        if param.hf and "{layer}" not in param.hf:  # a part of what Hugging Face keeps for all layers together
+            continue
         if not _EXPERTS.isdisjoint(param.sentence.axes):
             yield LinearTarget(param, param.sentence.labels, param.hf_held or param.hf, True)
         elif _ONE not in param.sentence.axes:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from megacore.models.config import ModelConfig, active_elements
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.enum_errors import Placement
-from megacore.parallel.weights.layout import Layout, MeshShape, balanced_layers
+from megacore.parallel.weights.layout import Layout, MeshShape, balanced_layers, least_layers
 from megacore.parallel.weights.schema import SPLIT, Split
 
 
 def default_layers(config: ModelConfig, virtual_stages: int, bare_ends: bool = False) -> tuple[int, ...]:
     """Return a balanced split of the layers that counts the head and, at a quarter of it, the embedding; layers that
     predict further tokens, each with the head again, stand at the last stage. ``bare_ends``: whether embedding and head
-    may be alone in a virtual stage.
+    may be alone in a virtual stage. Layers that look at the keys of one before them stay with it where that is
+    possible.
 
     Layers and the head count by the parameters that a token meets in them, as their products do. Looking tokens up is
     cheap, but the table's gradient and optimizer traffic are not: a quarter is what they came to on the model of
@@ -24,6 +26,8 @@ def default_layers(config: ModelConfig, virtual_stages: int, bare_ends: bool = F
     layers, params = schema.sizes["layer"], [param for param in schema.params if "layer" in param.named_axes]
     work = [0] * layers
     for param in params:
+        if param.is_table:
+            continue
         held = param.values("layer", schema.sizes)
         of_each = active_elements(config, schema, param) // len(held)
         for layer in held:
@@ -32,25 +36,40 @@ def default_layers(config: ModelConfig, virtual_stages: int, bare_ends: bool = F
     table = schema.sizes["vocab"] * schema.sizes["embed"] / mean
     further = sum(active_elements(config, schema, param) for param in schema.params if param.predicts) / mean
     head = (0 if config.labels else table) + config.mtp_layers * table + further
-    uneven = [each / mean for each in work] if len({*work}) > 1 else None
-    return balanced_layers(layers, virtual_stages, embedding=table / 4, head=head, work=uneven, bare_ends=bare_ends)
+    firsts = together(config)
+    if sum(least_layers(virtual_stages, bare_ends)) > len(firsts):
+        firsts = [*range(layers)]  # rules say which of them are apart
+    done, ends = [0, *accumulate(work)], [*firsts[1:], layers]
+    runs = [done[end] - done[first] for first, end in zip(firsts, ends, strict=True)]
+    uneven = [each / mean for each in runs] if len({*runs}) > 1 else None
+    counts = balanced_layers(len(runs), virtual_stages, table / 4, head, uneven, bare_ends)
+    edges = [[0, *ends][each] for each in accumulate(counts, initial=0)]
+    return tuple(end - start for start, end in pairwise(edges))
 
 
-def chooser_apart(
+def together(config: ModelConfig) -> list[int]:
+    """Return the first layer of each run of layers that cannot be parted, for some look at the keys of another one."""
+    found, layers = list[int](), config.anatomy.layers
+    for layer in reversed(range(config.sizes["layer"])):
+        first = min((own.keys for own in layers[layer:] if own.keys is not None), default=layer)
+        found += [layer] * (first >= layer)
+    return found[::-1]
+
+
+def source_apart(
     config: ModelConfig, virtual_stages: int, bare_ends: bool, counts: Sequence[int] | None = None
 ) -> tuple[int, int] | None:
-    """Return the first layer that looks at what the indexer of another one chooses which is in another virtual stage,
-    and that one; None where each virtual stage has all that its layers look at. ``counts``: the layers of each, if that
-    is not the balanced split."""
-    index = config.schema.by_name.get("layers.{layer}.attn.index.q.weight")
-    if index is None or index.layers is None:
-        return None  # there is none, or each layer has its own
+    """Return the first layer that looks at what the indexer of another one chooses, or at its keys, which is in another
+    virtual stage, and that one; None where each virtual stage has all that its layers look at. ``counts``: the layers
+    of each, if that is not the balanced split."""
+    looked_at = [own.chooser if own.keys is None else own.keys for own in config.anatomy.layers]
+    sources = {layer: source for layer, source in enumerate(looked_at) if source is not None}
+    if not sources:
+        return None
     counts = counts or default_layers(config, virtual_stages, bare_ends)
     parts = [part for part, count in enumerate(counts) for _ in range(count)]
-    for layer, (each, part) in enumerate(zip(config.anatomy.layers, parts, strict=False)):
-        if each.chooser is not None and parts[each.chooser] != part:
-            return layer, each.chooser
-    return None
+    apart = (each for each in sources.items() if max(each) < len(parts) and len({parts[at] for at in each}) > 1)
+    return next(apart, None)
 
 
 def layout_of(

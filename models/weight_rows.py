@@ -376,6 +376,26 @@ class Table:
             *self.linear("attn.index.weights", "index_heads", "embed", f"{theirs}.weights_proj"),
         )
 
+    def layer_inputs(self) -> Rows:
+        """Return what layers are told of tokens by themselves, as Gemma 3n has it, whose files hold all layers' tables
+        and projections in one tensor each."""
+        name, theirs, every = "layers.{layer}.inputs", "model.per_layer", "(layer input)"
+        table = "model.embed_tokens_per_layer.weight"
+        return (
+            Param(f"{name}.embed.weight", "input_vocab input", table, f"input_vocab {every}", std=self.std),
+            Param(
+                f"{name}.proj.weight",
+                "input embed",
+                f"{theirs}_model_projection.weight",
+                f"{every} embed",
+                std=self.std,
+            ),
+            Param("inputs_norm.weight", "input", f"{theirs}_projection_norm.weight", at="layers", mean=self.norm_mean),
+            *self.linear("inputs.gate", "input", "embed", "per_layer_input_gate"),
+            *self.linear("inputs.out", "embed", "input", "per_layer_projection", ends=True),
+            *self.norm("inputs.out_norm", "post_per_layer_input_norm"),
+        )
+
     def gated_mlp(self, up: str = "mlp.{gate,up}_proj", down: str = "mlp.down_proj", *, bias: bool = False) -> Rows:
         """Return a gated feed-forward network, as LLaMA's ``mlp`` has it, or of other names."""
         return (
@@ -498,5 +518,6 @@ class Table:
 
 
 def in_layers(layers: Collection[int], rows: Rows) -> Rows:
-    """Return rows that these layers alone have; none where there are no layers."""
-    return tuple(replace(row, layers=tuple(sorted(layers))) for row in rows) if layers else ()
+    """Return rows that these layers alone have, or some of them that a row says; none where there are no layers."""
+    some = tuple(sorted(layers))
+    return tuple(replace(row, layers=some) if row.layers is None else row for row in rows) if layers else ()

@@ -398,6 +398,26 @@ def falcon_h1(d: Draw) -> Fields:
     return own | {"layer_types": ABSENT}
 
 
+def layer_inputs(d: Draw) -> Fields:
+    """Tables of each layer's own, and layers that share keys and values, which no pipeline of more layers may part."""
+    shared = d.one(0, *range(d.layers)) if d.layers <= 3 else 0
+    own = [d.one(FULL, SLIDING) for _ in range(d.layers - shared - 1)]
+    own.insert(d.rng.randint(0, len(own)) if shared else len(own), FULL)  # the last layer is one of these
+    return {
+        "layer_types": own + [d.one(*own) for _ in range(shared - 1)] + [FULL] * (shared > 0),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": d.one(4, 7),
+        "vocab_size_per_layer_input": d.vocab,
+    }
+
+
+def gemma4(d: Draw) -> Fields:
+    # Layers that share keys and values and are told nothing, the class cannot run.
+    told = d.one({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, {}, {})
+    wide = {} if d.fields.get("enable_moe_block") else {"use_double_wide_mlp": d.may(0.7)}
+    return {"num_experts": d.experts, "use_double_wide_mlp": False, **layer_inputs(d), **told, **wide}
+
+
 def gpt2(d: Draw) -> Fields:
     heads = d.tp * d.one(1, 2, 3)
     return {
@@ -561,8 +581,8 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "FalconConfig": falcon,
     "FalconH1Config": falcon_h1,
     "FlintConfig": lambda d: {"sliding_window": d.window},
-    "Gemma4Config": lambda d: {"hidden_size_per_layer_input": 0, "num_experts": d.experts},
-    "Gemma4UnifiedConfig": lambda d: dict.fromkeys((*d.config.derived, "hidden_size_per_layer_input"), ABSENT),
+    "Gemma4Config": gemma4,
+    "Gemma4UnifiedConfig": lambda d: dict.fromkeys(d.config.derived, ABSENT),
     "Gpt2Config": gpt2,
     "GptBigCodeConfig": lambda d: {"multi_query": d.may(0.7)},
     "GptNeoConfig": gpt_neo,

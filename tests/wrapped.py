@@ -143,7 +143,14 @@ SEEING: Mapping[str, Seeing] = {
     ),
     "gemma3": Seeing({"sliding_window": 8}, VIT, 1, _square, {**_INDEX, "mm_tokens_per_image": 1}),
     "gemma4": Seeing(
-        {**_GEMMA4, "hidden_size_per_layer_input": 0},
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCAB,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+        },
         {**VIT, "patch_size": 4, "head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2},
         4,
         _places,

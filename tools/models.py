@@ -38,7 +38,7 @@ NOT_CARRIED = {
     "a rope for some kinds of layers and none for the others": "cohere_compass_text",
     "experts in place of the linears of attention": "jetmoe",
     "differences of attentions, or masks that are learned": "diffllama, doge",
-    "inputs of each layer, and layers that share keys and values": "gemma3n, gemma3n_text",
+    "residual streams that predict each other (AltUp), and activations that are cut off": "gemma3n, gemma3n_text",
     "layers that are passed through more than once": "hrm_text",
     "weights of three values, which every step rounds": "bitnet",
     "patches of bytes": "blt",
@@ -181,6 +181,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "learned positions"
     if "embed_norm.weight" in names:
         yield "a norm of the embeddings"
+    if "inputs.embed.weight" in names:
+        yield "embeddings of each layer"
     if "dense_head.weight" in names:
         yield "a dense layer before the head"
     if "head.weight" not in names:
@@ -222,6 +224,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
         yield f"{tops[0]:,} {what} that an indexer chooses" + (f", in {sharing} layers another's" if sharing else "")
     if blocks := sorted({each.block for each in layers if each.block is not None}):
         yield f"blocks of {' and '.join(map(str, blocks))} tokens as keys"
+    if sharing := sum(each.keys is not None for each in layers):
+        yield f"in {sharing} of {len(layers)} layers another's keys and values"
     if anatomy.streams is not None:
         yield f"{anatomy.streams.count} residual streams"
     if chunks := [each.chunk for each in layers if each.chunk is not None]:

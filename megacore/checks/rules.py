@@ -17,7 +17,7 @@ from megacore.checkpoints import AUTO
 from megacore.config import EXAMPLE_KEYS, RANGES, Bound, Config, ContextConfig, CorpusConfig, PreferenceConfig
 from megacore.models import lora, names
 from megacore.models.config import ModelConfig
-from megacore.models.stages import chooser_apart
+from megacore.models.stages import source_apart, together
 from megacore.models.tuning import EVERYTHING
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
@@ -292,12 +292,18 @@ def _choices(facts: RuleContext) -> Iterator[str]:
     given, virtual = pipeline.layers_per_stage, pp * pipeline.chunks
     if given is None and virtual > facts.sizes["layer"]:
         return  # it is said already
-    if (apart := chooser_apart(facts.model, virtual, pipeline.chunks > 1, given)) is not None:
-        layer, chooser = apart
+    if (apart := source_apart(facts.model, virtual, pipeline.chunks > 1, given)) is not None:
+        (layer, source), keys = apart, facts.model.anatomy.layers[apart[0]].keys is not None
+        what = f"the keys and values of layer {source}" if keys else f"what the indexer of layer {source} chooses"
+        which, layers = "both", facts.sizes["layer"]
+        if keys:
+            firsts = together(facts.model)
+            last = min((first for first in firsts if first > layer), default=layers) - 1
+            which = f"layers {max(first for first in firsts if first <= source)} to {last}"
         yield (
-            f"mesh.pp ({pp}), pipeline.chunks ({pipeline.chunks}): layer {layer} looks at what the indexer of "
-            f"layer {chooser} chooses, which is in another part of the pipeline: keep both in one part with "
-            "pipeline.layers_per_stage, or set mesh.pp=1 and pipeline.chunks=1"
+            f"mesh.pp ({pp}), pipeline.chunks ({pipeline.chunks}): layer {layer} looks at {what}, which is in another "
+            f"part of the pipeline: keep {which} in one part with pipeline.layers_per_stage, or set mesh.pp=1 and "
+            "pipeline.chunks=1"
         )
 
 

@@ -199,7 +199,9 @@ class ActivationMemory:
         """The bytes that each virtual stage keeps, on the device or, offloaded, on the host: of its blocks, with cos
         and sin, and of the embedding."""
         blocks = [sum(block.kept for block in own) + _tables(own) for own in self.chunks]
-        return blocks[0] + self.embedding.kept, *blocks[1:]
+        tokens = self.packing.length * self.packing.sequences // self.mesh.size(("cp", "tp"))
+        told = tokens * (self.model.carried - self.model.width) * self.width  # it came with the activations
+        return blocks[0] + self.embedding.kept, *(each + told for each in blocks[1:])
 
     @cached_property
     def waiting(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
-from megacore.models.stages import chooser_apart, layout_of
+from megacore.models.stages import layout_of, source_apart
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextBalance, ContextExchange, PipelineSchedule, Recompute, ZeroShard
 from megacore.parallel.virtual_stages import of_stage
@@ -227,7 +227,7 @@ def _divides(model: ModelConfig, pp: int, chunks: int) -> bool:
     """Return whether the layers of a model can be dealt to so many virtual stages."""
     if [*layers_problems(model.sizes["layer"], pp, chunks, None)]:
         return False
-    return chooser_apart(model, pp * chunks, bare_ends=chunks > 1) is None
+    return source_apart(model, pp * chunks, bare_ends=chunks > 1) is None
 
 
 def _shorter(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Iterator[Layout]]:

@@ -29,11 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megacore.models.assemble import Model
+from megacore.models.attention import SharedKeysAttention
 from megacore.models.blocks import CHEAP
 from megacore.models.config import ModelConfig, looks
 from megacore.models.context import Context, MaskedAttention
 from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
 from megacore.models.latent_attention import LatentAttention
+from megacore.models.layer_inputs import LayerInputs
 from megacore.models.moe import MixtureOfExperts
 from megacore.models.stages import layout_of
 from megacore.models.tuning import Tuning
@@ -191,14 +193,20 @@ class FakeModel:
         with self._without_numbers(), _Watch(self._known, packing) as seen, self._mesh.watched(seen):
             batch = self._microbatch(packing)
             context = self._chunk.context(batch)
-            context = replace(context, attention=_Noted(context.attention, seen))
+            context = replace(context, attention=_Noted(context.attention, seen), tokens=batch.tokens)
+            leaf = torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
             for each in module.modules():
                 if isinstance(each, LatentAttention) and each.looks.chooser is not None and context.indexed is not None:
                     chosen = torch.empty(len(batch.tokens), min(each.looks.top or 0, packing.length), dtype=torch.int32)
                     context.indexed.shared[each.looks.chooser] = chosen.to(self._mesh.device)
+                if isinstance(each, SharedKeysAttention):
+                    of = len(batch.tokens), each.kv, each.head
+                    context.keys[each.name] = _Entering.apply(leaf, of), _Entering.apply(leaf, of)
+                if isinstance(each, LayerInputs):
+                    of_embedding = len(batch.tokens) // self._mesh.shape.tp, self._chunk.told
+                    context = replace(context, embedded=_Entering.apply(leaf, of_embedding))
             rotations = {rope: [*map(_key, tables)] for rope, tables in context.rotations.items()}
             before = seen.live - sum(seen.sized(rotations).values())
-            leaf = torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
             x: Tensor = _Entering.apply(leaf, batch.activation)
             y = call(x, batch, context)
             left, forward, most = bool(y.requires_grad), seen.work(), seen.peak - before

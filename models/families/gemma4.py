@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import FULL, SLIDING, Anatomy
-from megacore.models.config import above_zero
+from megacore.models.config import above_zero, positive
 from megacore.models.families.gemma import GemmaConfig
 from megacore.models.families.gemma3 import Gemma3Config
 from megacore.models.layer_types import WindowedConfig
 from megacore.models.local_rope import LocalHeadsConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention, Kinds
-from megacore.models.weight_rows import Rows, Table
+from megacore.models.weight_rows import Rows, Table, in_layers
 from megacore.parallel import limits
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.schema import Param
@@ -29,9 +29,8 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     architecture: ClassVar[str] = "Gemma4ForCausalLM"
     reads: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
     of_text: ClassVar[bool] = True
-    # Of what is not supported: the inputs of each layer, and layers that share keys and values.
-    harmless: ClassVar[frozenset[str]] = frozenset({"use_double_wide_mlp", "vocab_size_per_layer_input"})
-    fixed: ClassVar[Mapping[str, Any]] = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    fixed: ClassVar[Mapping[str, Any]] = {}
     defaults: ClassVar[Mapping[str, Any]] = {**Gemma3Config.defaults, "vocab_size": 262144}
     saved: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
     axes: ClassVar[Mapping[str, str]] = {
@@ -51,6 +50,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     }
     told: ClassVar[Mapping[str, str]] = {"logit_softcap": "final_logit_softcapping"}
     parts: ClassVar[Mapping[str, str]] = Gemma3Config.parts
+    without: ClassVar[str] = "layers that look at the keys and values of another one have none of their own"
 
     sliding_window: int | None = 512
     global_head_dim: int = 512
@@ -63,6 +63,12 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     num_experts: int | None = None
     top_k_experts: int | None = None
     moe_intermediate_size: int | None = None
+    # Embeddings of each layer's own; 0: there are none.
+    hidden_size_per_layer_input: int = 256
+    vocab_size_per_layer_input: int = 262144
+    # The last layers look at the keys and values of the last one of their kind before them.
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
 
     @property
     def global_kv(self) -> int:
@@ -75,7 +81,16 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         if self.enable_moe_block:
             experts, hidden = self.num_experts or 0, self.moe_intermediate_size or 0
             sizes |= {"experts": experts, "routes": experts, "expert_mlp": hidden, "shared_mlp": sizes.pop("mlp")}
-        return sizes
+        if self.hidden_size_per_layer_input:
+            sizes |= {"input": self.hidden_size_per_layer_input, "input_vocab": self.vocab_size_per_layer_input}
+        return sizes | {"wide": 2}
+
+    @property
+    def keys(self) -> Mapping[int, int]:
+        """The layers that share keys and values, each with that whose they are."""
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {kind: layer for layer, kind in enumerate(self.kinds[:first])}
+        return {layer: last[kind] for layer, kind in enumerate(self.kinds) if layer >= first}
 
     @property
     def routing(self) -> Routing | None:
@@ -85,7 +100,9 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         return Routing(experts=experts, top_k=top_k, logit_factor=factor, normalised=True) if many else None
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(routing=self.routing, **own)
+        made = super().anatomy_of(routing=self.routing, **own)
+        layers = (replace(each, keys=self.keys.get(layer)) for layer, each in enumerate(made.layers))
+        return replace(made, layers=tuple(layers))
 
     def slides(self, layer: int) -> bool:
         return (layer + 1) % _EVERY > 0
@@ -97,16 +114,26 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         if self.attention_k_eq_v and kind == FULL:
             del pieces["v"]
         here = " + ".join(f"{piece}: {axes}" for piece, axes in pieces.items())
-        hf = f"self_attn.{{{','.join(pieces)}}}_proj"
+        hf, q = f"self_attn.{{{','.join(pieces)}}}_proj", f"({pieces['q']})"
+        layers = {*self.layers_of(kind)}
+        sharing = layers & self.keys.keys()
+        k_norm = t.norm(f"{name}.k_norm", "self_attn.k_norm", head)
         return (
-            *t.attention(name=name, here=f"({here})", hf=hf, heads=f"({pieces['q']})", bias=bias, out_bias=bias),
+            *in_layers(layers - sharing, t.linear(f"{name}.qkv", f"({here})", "embed", hf, bias=bias) + k_norm),
+            *in_layers(sharing, t.linear(f"{name}.q", q, "embed", "self_attn.q_proj", bias=bias)),
+            *t.linear(f"{name}.out", "embed", q, "self_attn.o_proj", bias=bias, ends=True),
             *t.norm(f"{name}.q_norm", "self_attn.q_norm", head),
-            *t.norm(f"{name}.k_norm", "self_attn.k_norm", head),
         )
 
     def network(self, t: Table) -> Rows:
         if not self.enable_moe_block:
-            return super().network(t)
+            sharing = self.keys.keys() if self.use_double_wide_mlp else set()
+            wide, theirs = "(gate: wide mlp + up: wide mlp)", "mlp.{gate,up}_proj"
+            return (
+                *in_layers({*range(self.num_hidden_layers)} - sharing, t.gated_mlp()),
+                *in_layers(sharing, t.linear("wide_mlp.up", wide, "embed", theirs)),
+                *in_layers(sharing, t.linear("wide_mlp.down", "embed", "(wide mlp)", "mlp.down_proj", ends=True)),
+            )
         router, theirs = "layers.{layer}.mlp.router", f"{self.layer}.router"
         return (
             *t.shared_expert("mlp"),
@@ -123,13 +150,38 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         factor = Param("layers.{layer}.factor", "one", f"{self.layer}.layer_scalar", mean=1.0, buffer=True)
         # What stands before the network is of it alone where there are experts beside it.
         place = "mlp.shared_norm" if self.enable_moe_block else "mlp_norm"
-        return *(replace(row, name=row.name.replace("mlp_norm", place)) for row in super().params()), factor
+        rows = (replace(row, name=row.name.replace("mlp_norm", place)) for row in super().params())
+        return *rows, *(self.table().layer_inputs() if self.hidden_size_per_layer_input else ()), factor
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        # Published files have what nothing multiplies.
+        unused = ("k_proj.", "v_proj.", "k_norm.")
+        return tuple(f"{self.layer.format(layer=layer)}.self_attn.{each}" for layer in self.keys for each in unused)
 
     def problems(self) -> list[str]:
         found = super().problems() + above_zero(self, "final_logit_softcapping", "num_global_key_value_heads")
         if self.use_bidirectional_attention not in (None, "vision"):
             seen = self.use_bidirectional_attention
             found.append(f"use_bidirectional_attention is {seen!r}: only 'vision', or null, leaves text as it is")
+        if self.hidden_size_per_layer_input < 0:
+            found.append(f"hidden_size_per_layer_input is {self.hidden_size_per_layer_input}: it must be at least 0")
+        elif self.hidden_size_per_layer_input:
+            rows, padding = self.vocab_size_per_layer_input, self.pad_token_id or 0
+            found += positive(self, "vocab_size_per_layer_input")
+            if padding >= max(rows, 1):
+                found.append(
+                    f"pad_token_id is {padding}: it must be below vocab_size_per_layer_input ({rows}), or null"
+                )
+        shared, layers = self.num_kv_shared_layers, self.num_hidden_layers
+        if not 0 <= shared < layers:
+            found.append(f"num_kv_shared_layers is {shared}: it must be at least 0, and below {layers}, the layers")
+        elif alone := sorted({*self.kinds} - {*self.kinds[: layers - shared]}):
+            found.append(
+                f"num_kv_shared_layers is {shared}: no layer before those is of {', '.join(alone)}, as some are"
+            )
+        if self.use_double_wide_mlp and self.enable_moe_block:
+            found.append("use_double_wide_mlp and enable_moe_block: no model has both, set one of them to false")
         if self.enable_moe_block and not found:
             given = {name: getattr(self, name) or 0 for name in ("num_experts", "moe_intermediate_size")}
             found += [f"{name} is {n}: it must be at least 1" for name, n in given.items() if n < 1]
@@ -139,8 +191,6 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read(config)
-        if (name := "hidden_size_per_layer_input") in cls.fixed and name not in config:
-            problems.append(f"field {name!r} is missing, which stands for 256: only 0 is supported")
         layers, kinds = values.get("num_hidden_layers"), values.get("layer_types")
         if kinds is None and isinstance(layers, int) and layers <= limits.LAYERS:
             kinds = tuple(SLIDING if (layer + 1) % _EVERY else FULL for layer in range(layers))
@@ -170,9 +220,18 @@ _EACH = {
     "hidden_size_per_layer_input": 0,
 }
 
+# Four layers with windows to one that sees all, or five.
+_FIVE = {"layer_types": [FULL if layer % 5 == 4 else SLIDING for layer in range(35)]}
+_SMALL = {"final_logit_softcapping": 30.0}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text-tiny": tiny(layers=6, head_dim=16, global_head_dim=32, sliding_window=128, attention_k_eq_v=True)
     | {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    "gemma-4-e2b": _SMALL
+    | shape(1536, 6144, 35, 8)
+    | _FIVE
+    | {"num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+    "gemma-4-e4b": _SMALL | shape(2560, 10240, 42, 8) | {"num_key_value_heads": 2, "num_kv_shared_layers": 18},
     "gemma-4-31b": _EACH | shape(5376, 21504, 60, 32) | {"num_key_value_heads": 16, "num_global_key_value_heads": 4},
     "gemma-4-26b-a4b": _EACH
     | shape(2816, 2112, 30, 16)

@@ -1,4 +1,5 @@
-"""Gemma 4 12B, its text model (Google 2026), whose images and sounds go through no tower: Gemma 4 without experts."""
+"""Gemma 4 12B, its text model (Google 2026), whose images and sounds go through no tower: no experts, no embeddings of
+each layer."""
 
 from __future__ import annotations
 
@@ -9,23 +10,27 @@ from typing import Any, ClassVar
 from megacore.models.families.gemma4 import Gemma4Config
 from megacore.models.presets import tiny
 
-_NO_EXPERTS = {"enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+_ABSENT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144} | {
+    "enable_moe_block": False,
+    "num_experts": None,
+    "top_k_experts": None,
+    "moe_intermediate_size": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4UnifiedConfig(Gemma4Config):
     family: ClassVar[str] = "gemma4_unified_text"
     architecture: ClassVar[str] = "Gemma4UnifiedForCausalLM"
-    fixed: ClassVar[Mapping[str, Any]] = {"num_kv_shared_layers": 0}
     defaults: ClassVar[Mapping[str, Any]] = {**Gemma4Config.defaults, "max_position_embeddings": 262144}
-    derived: ClassVar[frozenset[str]] = frozenset(_NO_EXPERTS)
+    derived: ClassVar[frozenset[str]] = frozenset(_ABSENT)
 
     sliding_window: int | None = 1024
     use_bidirectional_attention: str | None = "vision"
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
-        values |= _NO_EXPERTS
+        values |= _ABSENT
         return super()._derive(values)
 
 

@@ -92,7 +92,7 @@ class Cache:
         own = [[*ranks[group.index]] for ranks in held]
         positions = torch.tensor([row + [_FREE] * (slots - len(row)) for row in own], device=device)
         keys, values = dict[str, Tensor](), dict[str, Tensor]()
-        for attention in attentions:
+        for attention in {each.name: each for each in attentions}.values():  # several may share keys
             for kept, head in ((keys, attention.head), (values, attention.value)):
                 kept[attention.name] = torch.zeros(len(held), attention.kv, slots, head, dtype=dtype, device=device)
         return cls(keys, values, positions, held, group)

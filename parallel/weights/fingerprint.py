@@ -76,6 +76,17 @@ def add_up(schema: Schema, of_boxes: Iterable[tuple[Stored, Mapping[str, int]]])
     return {piece: sum(of.values()) % MODULUS for piece, of in boxes.items()}
 
 
+def of_layers(schema: Schema, stored: Stored, known: Mapping[Logical, int]) -> dict[Logical, int]:
+    """Return what :func:`add_up` says of a tensor that holds those of several layers: the sum of what is known of each;
+    nothing of a piece where that is not all."""
+    name, found = schema[stored.param].name, dict[Logical, int]()
+    for label in stored.labels:
+        pieces = [(name.format(layer=layer), label) for layer in range(*stored.box["layer"])]
+        if known.keys() >= {*pieces}:
+            found[whole_name(schema, stored), label] = sum(known[piece] for piece in pieces) % MODULUS
+    return found
+
+
 def combined(fingerprints: Mapping[Logical, int]) -> int:
     """Return one 64-bit number for all pieces of a model: the same for equal weights, wherever they lie."""
     lines = "\n".join(f"{spell(piece)} {value:016x}" for piece, value in sorted(fingerprints.items()))

@@ -482,6 +482,8 @@ class Layout:
         """Return the pipeline stages that hold a parameter of the layer in ``index``."""
         if "layer" in param.named_axes:
             return (self.stage_of_layer[index["layer"]],)
+        if param.at == "layers":
+            return tuple(sorted({*self.stage_of_layer}))
         ends = {"first": 0, "last": self.last_stage}
         return tuple(sorted({ends[end] for end in param.at.split()}))
 

@@ -28,6 +28,7 @@ SPLIT: Split = {
     "shared_mlp": ("tp",),
     "expert_mlp": (),
     "vocab": ("tp",),
+    "input_vocab": ("tp",),
     "labels": ("tp",),
 }
 """The mesh dimensions that split an axis, unless a layout says otherwise: the only such table."""
@@ -35,7 +36,7 @@ SPLIT: Split = {
 EXPERT_TENSOR_PARALLEL: Split = {**SPLIT, "experts": ("ep",), "expert_mlp": ("tp",)}
 """The same, but tp splits the features of each expert, not the experts."""
 
-PADDED = ("vocab", "labels", "mlp", "shared_mlp", "expert_mlp")
+PADDED = ("vocab", "input_vocab", "labels", "mlp", "shared_mlp", "expert_mlp")
 """Axes that are filled up with zeros to a multiple of the ranks. No token or label names a row of zeros; a hidden
 feature of zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
 
@@ -67,8 +68,8 @@ class Param:
         hf_pattern: The way that Hugging Face stores it, where that differs from ``pattern``.
         hf_held: The name that transformers gives it in memory, where that differs from ``hf``: by which the peft
             library knows what it stacks.
-        at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied). Parameters with
-            ``{layer}`` in their name live where their layer lives instead.
+        at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied); or ``layers``, every
+            stage that has some. Parameters with ``{layer}`` in their name live where their layer lives instead.
         layers: The layers that have it, ascending; None: all. It needs ``{layer}`` in its name.
         mean: Mean of the initial values.
         std: Standard deviation of the initial values.
@@ -101,8 +102,8 @@ class Param:
     hf_turned: bool = False
 
     def __post_init__(self) -> None:
-        if not set(self.at.split()) <= {"first", "last"} or not self.at.split():
-            raise ValueError(f"{self.name}: at={self.at!r} is not one of 'first', 'last', 'first last'")
+        if self.at not in ("first", "last", "first last", "layers"):
+            raise ValueError(f"{self.name}: at={self.at!r} is not one of 'first', 'last', 'first last', 'layers'")
         if self.layers is not None and "layer" not in self.named_axes:
             raise ValueError(f"{self.name}: it belongs to some layers, and has no {{layer}} in its name")
 
@@ -130,10 +131,15 @@ class Param:
         return len(self.sentence.dims) > 1 and not self.vector
 
     @property
+    def is_table(self) -> bool:
+        """Whether blocks look tokens up in it."""
+        return "input_vocab" in self.sentence.axes
+
+    @property
     def is_matrix(self) -> bool:
         """Whether it is made of matrices of blocks, see :attr:`matrices`: no norm, bias, embedding, head or router, and
         not what gives one number of each token."""
-        inner = "layer" in self.named_axes or self.predicts
+        inner = ("layer" in self.named_axes or self.predicts) and not self.is_table
         return inner and self.decays and not self.buffer and self.sentence.axes.isdisjoint(("routes", "one"))
 
     @cached_property

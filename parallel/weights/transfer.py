@@ -39,6 +39,7 @@ class Stored:
         labels: The pieces of the parameter that it holds.
         pattern: The sentence of its storage.
         box: [start, stop) of each axis, those in its name included.
+        of: The tensor of all layers of which it is the part of one, and in which it lies; None: it lies by itself.
     """
 
     where: Hashable
@@ -47,6 +48,7 @@ class Stored:
     labels: tuple[str, ...]
     pattern: Pattern
     box: Box
+    of: Stored | None = None
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -54,10 +56,13 @@ class Stored:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        return self.pattern.shape(self.sizes)
+        return self.pattern.shape(self.sizes) if self.of is None else self.of.shape
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
+        if self.of is not None:
+            inside = self.of.inside(self).values()
+            return {part.label: _view(part, [axis for axis in part.axes if axis != "layer"]) for part in inside}
         return dict(zip(self.labels, self.pattern.pieces(self.sizes), strict=True))
 
     def along(self, axis: str, start: int, stop: int) -> Stored:
@@ -74,6 +79,16 @@ class Stored:
     def cut(self, part: Stored) -> Cut | None:
         """Return the axis, start and stop of a slice of this tensor; None if it is all of it."""
         return next(((axis, *box) for axis, box in part.box.items() if box != self.box[axis]), None)
+
+
+def by_layer(stored: Iterable[Stored]) -> Iterator[Stored]:
+    """Yield tensors, of each that holds those of several layers a slice for each of them."""
+    for tensor in stored:
+        if tensor.sizes.get("layer", 1) == 1:
+            yield tensor
+        else:
+            pattern, layers = tensor.pattern.without(frozenset(["layer"])), range(*tensor.box["layer"])
+            yield from (replace(tensor.along("layer", i, i + 1), pattern=pattern, of=tensor) for i in layers)
 
 
 @dataclass(frozen=True)
@@ -241,16 +256,15 @@ class _Level:
 
 def _inside(piece: Piece, hit: Box, stored: Stored, order: tuple[str, ...]) -> Piece:
     local = {a: (hit[a][0] - stored.box[a][0], hit[a][1] - stored.box[a][0]) for a in piece.axes}
-    view = piece.box(local)
     # An axis that lives in the other side's name has one index here: fix it, rather than keep a dimension of size one.
-    keep = [view.axes.index(axis) for axis in order]
-    return Piece(
-        view.label,
-        order,
-        tuple(view.shape[i] for i in keep),
-        tuple(view.strides[i] for i in keep),
-        view.offset,
-    )
+    return _view(piece.box(local), order)
+
+
+def _view(piece: Piece, order: Sequence[str]) -> Piece:
+    """Return the view with its axes in an order, less those of one index that it does not name."""
+    keep = [piece.axes.index(axis) for axis in order]
+    shape, strides = (tuple(each[i] for i in keep) for each in (piece.shape, piece.strides))
+    return Piece(piece.label, tuple(order), shape, strides, piece.offset)
 
 
 def blocks(copies: Sequence[Copy], limit: int) -> Iterator[TargetChunk]:

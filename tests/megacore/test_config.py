@@ -11,6 +11,7 @@ from megacore import recipe as recipe_module
 from megacore.checks.machine import surroundings
 from megacore.checks.rules import problems
 from megacore.config import RANGES, SECTIONS, Config, CorpusConfig, parts
+from megacore.models.anatomy import Anatomy
 from megacore.models.registry import configure
 from megacore.parallel.weights.schema import Param, Schema
 from megacore.recipe import ConfigError, load, processes
@@ -39,6 +40,7 @@ class Sizes:
     mtp_layers: int = 0
     labels: int = 0
     schema: Schema = configure({"preset": "llama-3.2-1b"}).schema
+    anatomy: Anatomy = configure({"preset": "llama-3.2-1b"}).anatomy
 
 
 LLAMA: Any = Sizes()
@@ -46,6 +48,7 @@ SPARSE = Sizes({**LLAMA.sizes, "experts": 2})
 _TINY = configure({"preset": "mixtral-tiny"})
 _INDEXED: Any = configure({"preset": "deepseek_v32-tiny"})
 _SHARED: Any = configure({"preset": "glm_moe_dsa-tiny", "index_topk_freq": 4})
+_KEYS: Any = configure({"preset": "gemma-4-e2b"})
 MIXTRAL = Sizes(_TINY.sizes, schema=_TINY.schema)
 BIASED = replace(
     MIXTRAL,
@@ -195,6 +198,12 @@ BAD = [
         "mesh.pp=2 mesh.tp=1",
         *("mesh.pp (2), pipeline.chunks (1): layer 2 looks at what the indexer of layer 1 chooses", "layers_per_stage"),
         sizes=_SHARED,
+    ),
+    bad(
+        "mesh.pp=2 mesh.tp=1 pipeline.layers_per_stage=20,15",
+        "mesh.pp (2), pipeline.chunks (1): layer 20 looks at the keys and values of layer 13, which is in another part",
+        "keep layers 13 to 34 in one part with pipeline.layers_per_stage",
+        sizes=_KEYS,
     ),
     # the balance of experts
     bad("experts.sequence_balances=1", "unknown key", "did you mean experts.sequence_balance"),

@@ -22,7 +22,7 @@ from megacore.devices import DEVICES, SMALL_CPU
 from megacore.models.config import flops_per_token
 from megacore.models.lora import Lora
 from megacore.models.registry import configure
-from megacore.models.stages import chooser_apart, layout_of
+from megacore.models.stages import default_layers, layout_of, source_apart, together
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload, Recompute
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
@@ -742,10 +742,19 @@ def test_pipelines_that_part_layers_from_their_indexer_are_left_out(every: int) 
     model = configure({"preset": "glm_moe_dsa-tiny", "num_hidden_layers": 12, "index_topk_freq": every})
     plain = configure({"preset": "glm_moe_dsa-tiny", "num_hidden_layers": 12, "index_topk_freq": 1})
     for pp in (1, 2, 3, 4, 6, 12):
-        sound = {each for each in range(1, 12 // pp + 1) if chooser_apart(model, pp * each, each > 1) is None}
+        sound = {each for each in range(1, 12 // pp + 1) if source_apart(model, pp * each, each > 1) is None}
         assert {*_chunks(model, pp)} <= sound
         assert bool([*_chunks(model, pp)]) == (1 in sound or bool(sound)) and 1 in {*_chunks(plain, pp)}
     assert not [*_chunks(model, 12)] and [*_chunks(model, 1)] == [1]
+
+
+def test_layers_that_share_keys_stay_in_one_part_of_a_pipeline() -> None:
+    """Where there are not too many parts: of 35 layers the last 22 are one of 14 runs."""
+    model = configure({"preset": "gemma-4-e2b"})
+    assert together(model) == [*range(14)] and default_layers(model, 2) == (13, 22)
+    for pp in (2, 4, 8, 14):
+        assert default_layers(model, pp)[-1] >= 22 and source_apart(model, pp, False) is None
+    assert source_apart(model, 15, False) is not None and not [*_chunks(model, 15)]
 
 
 def test_cpus_have_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

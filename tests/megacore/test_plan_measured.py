@@ -72,7 +72,7 @@ def small(name: str, vocab: int) -> dict[str, Any]:
     config = family(name).config
     derived = {
         *getattr(config, "derived", ()),
-        *(name for name, it in vars(config).items() if isinstance(it, property)),
+        *(name for base in config.__mro__ for name, it in vars(base).items() if isinstance(it, property)),
     }
     axes = {axis: config.saved.get(field, field) for axis, field in config.axes.items() if field not in derived}
     sizes = {field: SIZES[axis] for axis, field in axes.items() if axis in SIZES}
@@ -188,13 +188,13 @@ class Run:
         self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer, UNSCALED, *terms)
 
     def step(self) -> None:
-        case, width = self.case, self.model.config.width
+        case, carried = self.case, self.model.config.carried
         split = case.setting.packing.split if case.mesh.cp > 1 else None
         positions = torch.arange(case.length).repeat(case.micro)
         if split is not None:
             positions = positions[torch.from_numpy(split.indices(self.mesh.place.cp))]
         drawn = [torch.randint(0, case.vocab, positions.shape) for _ in range(case.microbatches)]
-        shape = (len(positions) // case.mesh.tp, width)
+        shape = (len(positions) // case.mesh.tp, carried)
         further = [(FurtherTokens(ids.clone(), ids.clone()),) * self.ahead for ids in drawn]
         batches = [
             Microbatch(ids, ids.clone(), positions, case.micro, shape, case.documents, split=split, ahead=ahead)
@@ -528,6 +528,17 @@ OF_CONTEXT = [
     replace(IN_TWO, family="jamba", fields=()),
     Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
 ]
+KEPT: tuple[tuple[str, Any], ...] = (
+    *(("num_hidden_layers", 6), ("layer_types", ("sliding_attention", "full_attention") * 3)),
+    *(("num_kv_shared_layers", 2), ("hidden_size_per_layer_input", 32), ("vocab_size_per_layer_input", 64)),
+    *(("enable_moe_block", False), ("use_double_wide_mlp", True)),
+)
+KEYS = Case(family="gemma4_text", vocab=64, fields=KEPT, microbatches=4)
+OF_KEYS = [
+    replace(KEYS, recompute="full"),
+    replace(KEYS, mesh=MeshShape(tp=2), microbatches=1),
+    replace(KEYS, mesh=MeshShape(pp=2), layers=(2, 4)),
+]
 INDEXED = Case(family="deepseek_v32", vocab=64, length=512, fields=(("index_topk", 16),))
 INDEXED_OF_TWO = [
     replace(INDEXED, mesh=MeshShape(cp=2)),
@@ -571,6 +582,8 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("muon-two", 2, BY_MUON[1:], {STATE, PEAK}, 8),
     ("muon-four", 4, BY_MUON_OF_FOUR, {STATE, PEAK}, 8),
     ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 8),
+    ("keys-one", 1, OF_KEYS[:1], {STATE, PEAK}, 8),
+    ("keys-two", 2, OF_KEYS[1:], {STATE, PEAK}, 8),
     ("indexed-two", 2, INDEXED_OF_TWO, {STATE, PEAK, SENT}, 8),
     ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 8),
     *(

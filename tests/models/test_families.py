@@ -492,8 +492,30 @@ REFUSED: list[tuple[str, Fields, str]] = [
         for name in GEMMAS
     ),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 would change the maths"),
-    ("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8 would change the maths"),
-    ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 would change the maths"),
+    ("gemma4_text", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1: it must be at least 0"),
+    *(
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": rows, "pad_token_id": 5},
+            message,
+        )
+        for rows, message in (
+            (0, "vocab_size_per_layer_input is 0: it must be at least 1"),
+            (5, "pad_token_id is 5: it"),
+        )
+    ),
+    ("gemma4_text", {"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3: it must be at least 0, and below 3, the"),
+    (
+        "gemma4_text",
+        {"num_kv_shared_layers": 1},
+        "num_kv_shared_layers is 1: no layer before those is of full_attention",
+    ),
+    (
+        "gemma4_text",
+        {"enable_moe_block": True, "top_k_experts": 2, "num_experts": 4, "moe_intermediate_size": 8}
+        | {"use_double_wide_mlp": True},
+        "use_double_wide_mlp and enable_moe_block: no model has both",
+    ),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all': only 'vision'"),
     ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "only the layers of full_attention may have another"),
     ("gemma4_text", {"per_layer_config": {"2": {"sliding_window": 8}}}, "only the layers of full_attention may have"),

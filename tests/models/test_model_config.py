@@ -57,7 +57,6 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
 # Where the defaults of a class are no model.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "glm4_moe": {"hidden_size": 6144},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
@@ -447,7 +446,7 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     # A norm may sum its weight's gradient by a product with one row, where a token has one, and of its heads.
     of_heads = [n for n in names if re.search(r"(attn|delta|ssm)\.", n) and not re.search(r"_a_norm|ssm\.\w+_norm", n)]
     alone = [n for n in names if n.endswith("norm.weight") and n not in of_heads]
-    tokens = sum(config.schema.numel(names[n]) for n in alone)
+    tokens = sum(config.schema.numel(names[n]) * ((names[n].at == "layers" and sizes["layer"]) or 1) for n in alone)
     heads = 0
     for kind, axis in (("attn", ""), ("local_attn", "local_")):
         if (normed := names.get(f"layers.{{layer}}.{kind}.q_norm.weight")) is not None:

@@ -182,6 +182,14 @@ def test_layers_that_share_an_indexer() -> None:
     same_numbers("glm_moe_dsa", of_transformers(base | {"indexer_types": kinds}), 0)
 
 
+def test_layers_that_share_keys_and_values() -> None:
+    """Of both kinds, behind several layers, and with networks that are twice as wide."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    shared = {"layer_types": kinds, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 5}
+    wide = {"enable_moe_block": False, "use_double_wide_mlp": True, "sliding_window": 3, "global_head_dim": 4}
+    same_numbers("gemma4_text", of_transformers(drawn("gemma4_text", 3, positions=32, vocab=17) | shared | wide), 0)
+
+
 def same_numbers(name: str, hf_config: PretrainedConfig, seed: int) -> None:
     theirs = theirs_of(hf_config, seed)
     config = family(name).config.from_hugging_face(hf_config.to_dict())

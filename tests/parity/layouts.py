@@ -595,6 +595,45 @@ OF_SHARED: list[Pair] = [
     (SHARED, Run(MeshShape(tp=2, pp=2), schedule="zb-h1", layers=(3, 2))),
 ]
 
+# -- layers that look at the keys and values of one before them, and are told of tokens by themselves
+
+INPUTS = {
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 97,  # padded, and below the vocabulary
+    "num_kv_shared_layers": 2,
+}
+KEYS = Case(
+    "shared-keys",
+    drawn(
+        "gemma4_text",
+        3,
+        layers=6,
+        vocab=101,
+        **INPUTS,
+        enable_moe_block=False,
+        use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
+    ignored=0.3,
+    documents=True,
+)
+OF_KEYS: list[Pair] = [
+    (KEYS, Run(MeshShape(tp=2, cp=2), layers=(6,), micro=2, activations=Activations("full"))),
+    (KEYS, Run(MeshShape(pp=2, dp=2), layers=(2, 4), shard="parameters", activations=Activations("full", True))),
+    (
+        KEYS,
+        Run(
+            MeshShape(pp=3, tp=2),
+            schedule="zb-h1",
+            layers=(1, 1, 4),
+            activations=Activations("selective"),
+            shard="optimizer",
+        ),
+    ),
+    (KEYS, Run(MeshShape(tp=4), layers=(6,), shard="gradients")),
+    (KEYS, Run(MeshShape(pp=2, tp=2), 2, "zb-v", (0, 1, 5, 0))),
+]
+
 # -- forwards and backwards in turns
 
 
@@ -669,6 +708,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
         meshes = CP_EXPERT_MESHES if name in MIXED else CP_MESHES
         yield 480, draw(name, of_family(name, seed), meshes)
     yield 6, OF_SHARED
+    yield 5, OF_KEYS
     yield 24, BARE_ENDS
     yield 8, UNEVEN
     yield 12, BY_MUON

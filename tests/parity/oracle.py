@@ -286,7 +286,7 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
                 labels,
                 positions,
                 run.micro,
-                (tokens, case.config.width),
+                (tokens, case.config.carried),
                 batch.documents,
                 seed=step,
                 wanted=wanted(batch.labels, run),

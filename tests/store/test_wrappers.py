@@ -115,6 +115,20 @@ def test_experts_that_lie_with_their_inputs_first(tmp_path: Path) -> None:
     assert found is not None and (found - wanted[0][0]).abs().max() <= 1e-5 * wanted[0].abs().max()
 
 
+def test_keys_that_nothing_multiplies_are_left_out(tmp_path: Path) -> None:
+    """Published files of Gemma 4 have some for layers that look at those of another one."""
+    theirs = saved("gemma4", tmp_path / "hf")
+    tensors = load_file(theirs / WEIGHTS)
+    unused = "model.language_model.layers.3.self_attn.k_proj.weight"
+    save_file({**tensors, unused: torch.zeros(2)}, theirs / WEIGHTS, {"format": "pt"})
+    said = "have none of their own; 1 tensors of model.layers.3.self_attn.k_proj are left out"
+    assert said in "\n".join(HuggingFace.open(theirs).remarks)
+    assert convert.main([str(theirs), str(tmp_path / "ours")]) == 0
+    assert convert.main([str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    found = load_file(tmp_path / "back" / WEIGHTS)
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+
+
 def test_experts_of_which_a_tensor_has_all_of_a_layer(tmp_path: Path) -> None:
     """Of Qwen3.5, as transformers has them in memory and reads them; it saves each by itself."""
     theirs, ours, back = (tmp_path / folder for folder in ("hf", "ours", "back"))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from megacore.parallel.weights.fingerprint import Logical, add_up, spell
+from megacore.parallel.weights.fingerprint import Logical, add_up, of_layers, spell
 from megacore.parallel.weights.layout import Layout
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, native, plan, whole_name
@@ -220,4 +220,6 @@ def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[F
             sentences = copy.source.pattern, schema[tensor.stored.param].sentence
             if len({sentence.piece_axes(copy.label)[-1:] for sentence in sentences}) > 1:
                 known.pop((whole_name(schema, tensor.stored), copy.label), None)
+        if tensor.stored.sizes.get("layer", 1) > 1:
+            known |= of_layers(schema, tensor.stored, known)
     return known

@@ -79,6 +79,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
         inside = {name: naming.inside(name) for name in part}
         outside = [name for name, found in inside.items() if found is None]
         part = {found: part[name] for name, found in inside.items() if found is not None}
+        others |= dict.fromkeys(part.pop(name).name for name in [*part] if name.startswith(config.left_out))
     held, problems = _with_prefix(config, part, lambda name: name in expected or ignorable(name))
     problems += _spares(config, held)
     ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))

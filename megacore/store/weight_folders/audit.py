@@ -53,7 +53,7 @@ def tensor_fingerprints(
                 for copy in block.copies:
                     axes = schema[tensor.param].sentence.piece_axes(copy.label)
                     add_to(found, {copy.label: of_copy(copy, copy.source_view, bits, axes)})
-        progress(bits.nbytes)
+        progress(bits.nbytes // (1 if tensor.of is None else tensor.of.sizes["layer"]))
         return found
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -102,9 +102,9 @@ class WeightFolder(ABC):
         found = list[str]()
         if self.others:
             further = self.config.left_out
-            begin = sorted({next(part[:-1] for part in further if name.startswith(part)) for name in self.others})
-            read = "only the model without layers that predict further tokens is read"
-            found.append(f"{read}; {len(self.others)} tensors of {', '.join(begin)} are left out")
+            begin = sorted({next((part[:-1] for part in further if part in name), name) for name in self.others})
+            shown = f"{', '.join(begin[:3])}{', ...' * (len(begin) > 3)}"
+            found.append(f"{self.config.without}; {len(self.others)} tensors of {shown} are left out")
         found += self.told
         if (carried := self.carried) is not None:
             names = carried.schema.by_name

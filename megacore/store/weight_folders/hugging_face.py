@@ -21,7 +21,7 @@ from megacore.models.registry import FAMILIES, family
 from megacore.models.wrappers import Wrapper, unwrapped
 from megacore.parallel.enum_errors import nearest
 from megacore.parallel.weights.layout import Layout, MeshShape
-from megacore.parallel.weights.transfer import Stored, hugging_face
+from megacore.parallel.weights.transfer import Stored, by_layer, hugging_face
 from megacore.say import err
 from megacore.store.io import hub
 from megacore.store.io.hub import HubName
@@ -121,7 +121,8 @@ class HuggingFace(SafetensorsFolder):
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
         """Yield the tensors under the names of the family's table; ``where`` is the folder."""
-        return hugging_face(self.schema, where=str(self.path)) if state in self.states else iter(())
+        tensors = hugging_face(self.schema, where=str(self.path)) if state in self.states else ()
+        return by_layer(tensors)
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         return self.weights[stored.name]

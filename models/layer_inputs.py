@@ -1,0 +1,56 @@
+"""What a layer is told of each token beside the activations: embeddings of its own (Gemma 3n, Google 2025)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megacore.models.blocks import activation_after, replicated
+from megacore.models.context import Context
+from megacore.models.decoder import rounded
+from megacore.parallel.layers.embedding import VocabParallelEmbedding
+from megacore.parallel.parameters import Parameters
+
+
+class LayerInputs(nn.Module):
+    """x: [tokens/tp, embed] -> same, what a layer adds to it: gates of x weigh what the layer is told of the tokens.
+
+    That is the sum of a row of the layer's own table and a projection of the embedding. All weights but the table's are
+    whole on each rank, which has its own tokens.
+
+    Args:
+        parameters: This rank's.
+        name: Prefix of ``.embed``, ``.proj``, ``.gate`` and ``.out``.
+        vocab: Rows of the table without padding; tokens beyond them have the first one.
+        padding_idx: That of :class:`~parallel.layers.embedding.VocabParallelEmbedding`.
+        activation: That of the gates.
+        norm, out_norm: The norms of the projection, which all layers share, and of what is added.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        vocab: int,
+        padding_idx: int | None,
+        activation: str,
+        norm: nn.Module,
+        out_norm: nn.Module,
+    ) -> None:
+        super().__init__()
+        table = parameters[f"{name}.embed.weight"]
+        self.embed = VocabParallelEmbedding.of(table, vocab, parameters.mesh, padding_idx)
+        self.scale = rounded(table.shape[1] ** 0.5, table.dtype)
+        self.proj, self.norm = replicated(parameters, f"{name}.proj"), norm
+        self.gate, self.activation = (
+            replicated(parameters, f"{name}.gate"),
+            activation_after(parameters, f"{name}.gate", activation),
+        )
+        self.out, self.out_norm = replicated(parameters, f"{name}.out"), out_norm
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        tokens, embedded = context.tokens, context.embedded
+        assert tokens is not None and embedded is not None  # those of a decoder that tells
+        rows = self.embed(tokens.masked_fill(tokens >= self.embed.vocab, 0))
+        told = self.norm(self.proj(embedded) * embedded.shape[-1] ** -0.5) + rows * self.scale
+        y: Tensor = self.out_norm(self.out(self.activation(self.gate(x)) * (told * 2**-0.5)))
+        return y
