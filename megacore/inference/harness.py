@@ -24,7 +24,6 @@ from megacore.inference.texts import Texts
 from megacore.models.assemble import Model
 from megacore.store.io.errors import StoreError
 
-Request = tuple[Sequence[int], Sequence[int]]
 _SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature"}
 
 
@@ -58,10 +57,10 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, Sequence[int], Sequence[int]]], **_: object
     ) -> list[tuple[float, bool]]:
-        asked: list[Request] = [(context, continuation) for _, context, continuation in requests]
+        asked = [(context, continuation) for _, context, continuation in requests]
         # The longest first: what does not fit into memory is found at once, and windows of one size go together.
         order = sorted(range(len(asked)), key=lambda i: -len(asked[i][0]) - len(asked[i][1]))
-        found = log_likelihoods(self._model, [asked[i] for i in order], self._tokens, self.eot_token_id)
+        found = log_likelihoods(self._model, [asked[i] for i in order], self._tokens)
         return [each for _, each in sorted(zip(order, found, strict=True))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
