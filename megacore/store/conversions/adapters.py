@@ -24,7 +24,7 @@ from megacore.parallel.weights.fingerprint import Logical, combined
 from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, plan
-from megacore.store.conversions.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
+from megacore.store.conversions.conversion import FolderPlan, StateFiles, tensors, to_hugging_face
 from megacore.store.io.hub import HubName, fetch
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.companions import Companion
@@ -143,7 +143,7 @@ def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
     made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
     files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
     texts = {ADAPTER: json.dumps(_config(checkpoint, adapters), indent=2, allow_nan=False).encode() + b"\n"}
-    part = StateFiles(files, schema, expected(schema, checkpoint, "weights", files))
+    part = StateFiles.of(schema, checkpoint, "weights", files)
     kind = "adapters for the peft library"
     return FolderPlan(kind, schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
 
@@ -267,16 +267,13 @@ class MergedFolder(WeightFolder):
 
         def read(stored: Stored, view: Piece | None = None) -> tuple[str, np.ndarray]:
             if self._is_changed(stored):
-                return self._merged(stored)
+                return self.dtype(state, stored), self._computed.get(stored.name, partial(self._merge, stored))
             return own(stored, view) if self._is_own(stored) else plain(stored, view)
 
         return read
 
     def _is_own(self, stored: Stored) -> bool:
         return stored.param in in_full(self.config.schema)
-
-    def _merged(self, stored: Stored) -> tuple[str, np.ndarray]:
-        return self.dtype("weights", stored), self._computed.get(stored.name, partial(self._merge, stored))
 
     def _is_changed(self, stored: Stored) -> bool:
         return stored.name in self._factors or stored.param in self._quantised

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megacore.models.config import ModelConfig
-from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, hugging_face, whole_name
 from megacore.store.io import hub
@@ -103,9 +102,6 @@ class ForeignFolder(SafetensorsFolder):
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         return state, self.weights[stored.name]
-
-    def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        return {}  # the format keeps none
 
     def companions(self) -> Mapping[str, Companion]:
         return companions(self.home, self.home)
