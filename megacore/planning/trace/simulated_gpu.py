@@ -125,7 +125,7 @@ class SimulatedGpu(DeviceWatch):
             self._current.pop()
 
     def record(self, stream: str, event: int | None = None, place: str = "") -> int:
-        """RecordEvent an event, a new one by default -> its number."""
+        """Record an event, a new one by default -> its number."""
         self.end_kernel()
         event = self.next_event() if event is None else event
         self.log.append(RecordEvent(event, stream, place))
