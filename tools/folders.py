@@ -52,12 +52,10 @@ def target(arguments: argparse.Namespace) -> FolderTarget:
     return FolderTarget(**asked)
 
 
-def opened(
-    path: Path, adapters: bool = False, told: bool = True, ignored_fields: Sequence[str] = ()
-) -> SafetensorsFolder:
+def opened(path: Path, adapters: bool = False, told: bool = True) -> SafetensorsFolder:
     """Open a folder as :func:`~megacore.store.conversions.formats.open_folder` does, and say what of it is taken.
     Raises StoreError: likewise."""
-    folder = open_folder(path, adapters, ignored_fields=ignored_fields)
+    folder = open_folder(path, adapters)
     if told:
         tell(path, folder)
     return folder
