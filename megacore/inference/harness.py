@@ -43,8 +43,7 @@ class HarnessModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        end: int = self._texts.end
-        return end
+        return self._texts.end
 
     @property
     def prefix_token_id(self) -> int:
@@ -131,15 +130,14 @@ def measure(
     """Return what the harness says of a model on some tasks, the same on all ranks, which all call this. ``shots``:
     examples before each question; None for the tasks' own number; ``limit``: the most questions of each task; None for
     all."""
-    options: dict[str, Any] = {"num_fewshot": shots, "limit": limit, "task_manager": manager}
-    found: dict[str, Any] = simple_evaluate(model, tasks=list(tasks), log_samples=False, **options)
-    return found
+    return simple_evaluate(
+        model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
+    )
 
 
 def table(found: dict[str, Any]) -> str:
     """Return the harness's own table of what :func:`measure` has found."""
-    made: str = utils.make_table(found)
-    return made
+    return utils.make_table(found)
 
 
 def _manager(tasks: Sequence[str], folder: Path | None) -> TaskManager:

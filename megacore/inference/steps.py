@@ -40,8 +40,7 @@ def on_all_ranks(model: Model, count: int, made: Callable[[], Tensor]) -> list[i
     mesh = model.parameters.mesh
     source = mesh.shape.rank(Coordinates(mesh.shape.pp - 1, 0, 0, 0, 0))
     numbers = made() if mesh.rank == source else torch.empty(count, dtype=torch.int64, device=mesh.device)
-    told: list[int] = broadcast_(numbers, mesh.world, source).tolist()
-    return told
+    return broadcast_(numbers, mesh.world, source).tolist()
 
 
 def prefill(

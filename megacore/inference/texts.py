@@ -66,13 +66,11 @@ class Texts:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones left out."""
-        text: str = self._ask("decode", list(ids))
-        return text
+        return self._ask("decode", list(ids))
 
     def begin(self) -> int | None:
         """Return the token that begins a text, as the tokenizer says it; None where there is none."""
-        found: int | None = self._ask("begin")
-        return found
+        return self._ask("begin")
 
     def stops(self) -> frozenset[int]:
         """Return the tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
@@ -106,20 +104,17 @@ class _TransformersTokenizer:
         return self._tokenizer.bos_token_id
 
     def encode(self, text: str, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
-        return ids
+        return self._tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
         if not self._tokenizer.chat_template:
             return None
-        ids: list[int] = self._tokenizer.apply_chat_template(
+        return self._tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        return ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def files_of(folder: WeightFolder) -> ModelFiles:

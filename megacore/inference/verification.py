@@ -249,10 +249,8 @@ def _their_logits(model: Any, ids: Sequence[int]) -> Tensor:
     given = {"input_ids": torch.tensor([ids]), "use_cache": False}
     with torch.no_grad():
         if hasattr(model, "score"):  # which gives those of the last token alone
-            scores: Tensor = model.score(model.base_model(**given)[0])[0]
-            return scores
-        logits: Tensor = model(**given).logits[0]
-    return logits
+            return model.score(model.base_model(**given)[0])[0]
+        return model(**given).logits[0]
 
 
 def _largest(values: Tensor) -> float | None:

@@ -162,8 +162,7 @@ def _between_nodes(mesh: MeshShape, parts: int, per_node: int) -> npt.NDArray[np
     nodes = np.array(mesh.along(0, "cp")).reshape(parts, -1) // per_node
     places, distances = np.arange(parts)[:, None], np.arange(1, parts)
     near, far = (nodes[(places + way * distances) % parts] for way in (-1, 1))
-    found: npt.NDArray[np.bool_] = ((near != nodes[:, None]) | (far != nodes[:, None])).any(-1)
-    return found
+    return ((near != nodes[:, None]) | (far != nodes[:, None])).any(-1)
 
 
 @dataclass(frozen=True)
