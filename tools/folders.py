@@ -86,18 +86,13 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the files, written or not, as JSON")
 
 
-def add_dtype(parser: argparse.ArgumentParser, *more: str) -> None:
-    parser.add_argument(
-        "--dtype", choices=[*FLOATS.values(), *more], help="of the weights; by default each keeps its own, bit for bit"
-    )
-
-
 def add_target(parser: argparse.ArgumentParser, formats: Sequence[str], about: str) -> None:
     """Add the arguments of :func:`target`, whose first format is the default one, and those of :func:`told`."""
     parser.add_argument("--to", choices=formats, default=formats[0], help=about)
     parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
     add_layout(parser)
-    add_dtype(parser, *["fp8", "q8_0"] * ("gguf" in formats))
+    dtypes = [*FLOATS.values(), *(["fp8", "q8_0"] if "gguf" in formats else [])]
+    parser.add_argument("--dtype", choices=dtypes, help="of the weights; by default each keeps its own, bit for bit")
     add_writing(parser)
 
 

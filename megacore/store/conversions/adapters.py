@@ -20,7 +20,7 @@ from megacore.models.lora import WEIGHT, Lora, factors, in_full, peft_problems, 
 from megacore.models.wrappers import unwrapped
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.block_formats import BLOCK
-from megacore.parallel.weights.fingerprint import Logical, combined
+from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, plan
@@ -32,7 +32,6 @@ from megacore.store.tensor_files.dtypes import as_floats, rounded
 from megacore.store.tensor_files.stream import File, Read, assemble
 from megacore.store.tensor_files.tensor_cache import TensorCache
 from megacore.store.tensor_files.tensors import DTYPES, TensorFile
-from megacore.store.weight_folders.audit import OnBytes, fingerprints, silent
 from megacore.store.weight_folders.compare import config_differences
 from megacore.store.weight_folders.folder import JoinedFolder, SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG
@@ -213,12 +212,6 @@ def merged(
     return to_hugging_face(
         MergedFolder(base.path, _with_head(base, checkpoint), checkpoint, dtype, base=base), max_shard_bytes, dtype
     )
-
-
-def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: OnBytes = silent) -> None:
-    """Read all weights of a model, and compare them with those that the adapters were trained on. Raises StoreError:
-    they are others."""
-    check_fingerprint(checkpoint, base.path, combined(fingerprints(base, "weights", jobs, progress)))
 
 
 @dataclass(frozen=True)

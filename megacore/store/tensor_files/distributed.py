@@ -322,9 +322,6 @@ class PartedFile(TensorFile):
             end += size
         return cls(source.path / METADATA, entries, {}, end, source.path, source=source, origins=origins)
 
-    def hold(self) -> None:
-        """Do nothing: the files are opened anew for each part."""
-
     def array(self, name: str, view: Piece | None = None) -> Bits:
         return self.kept.get(name, lambda: self._made(name))
 
