@@ -147,15 +147,18 @@ def _in_options(text: str, arguments: argparse.Namespace) -> str:
     return re.sub(r"`(\w+)(?:=([^`]*))?`", option, text)
 
 
-def lines(path: Path) -> list[str]:
-    """Return the prompts in a file, one on each line. Raises StoreError: there are none."""
+def prompts(arguments: argparse.Namespace) -> list[str]:
+    """Return the texts of ``--prompt`` and of the file ``--prompts``, one a line. Raises StoreError: that has none."""
+    path: Path | None = arguments.prompts
+    if path is None:
+        return arguments.prompt
     try:
         found = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:
         raise StoreError(f"cannot read {path}: {error}") from error
     if not found:
         raise StoreError(f"{path} has no prompts: write one on each line")
-    return found
+    return [*arguments.prompt, *found]
 
 
 def layers(text: str) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Prompts, Decoding]:
     """Return the prompts, and how they are answered. Raises StoreError: everything that is wrong with them."""
-    texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
+    texts = folders.prompts(arguments)
     if not texts:
         raise StoreError("there is no prompt: give --prompt TEXT, or --prompts FILE with one on each line")
     numbers = arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed

@@ -38,7 +38,6 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._model, self._texts, self._tokens, self._batch = model, texts, tokens, batch
         self.max_length = model.config.max_positions or LONGEST
-        self._begin = texts.begin()
 
     @property
     def eot_token_id(self) -> int:
@@ -48,7 +47,7 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text that has no context."""
-        return self.eot_token_id if self._begin is None else self._begin
+        return self.eot_token_id if self._texts.begin is None else self._texts.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         return self._texts.encode(string, add_special_tokens is not False)

@@ -20,11 +20,12 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokenizer of a folder, which another process holds (`megacore.data.guard`); end: the token that ends a text,
-    as the tokenizer says it."""
+    """The tokenizer of a folder, which another process holds (`megacore.data.guard`); begin, end: the tokens that begin
+    and end a text, as the tokenizer says it."""
 
     folder: WeightFolder
     guard: Guard
+    begin: Any
     end: Any
 
     @classmethod
@@ -34,7 +35,7 @@ class Texts:
         try:
             with files_of(folder).folder() as files:
                 guard = Guard(lambda: _TransformersTokenizer(files))
-                return cls(folder, guard, guard.call("end"))
+                return cls(folder, guard, *guard.call("ends"))
         except InputError as error:
             raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
         except GuardError as error:
@@ -68,10 +69,6 @@ class Texts:
         """Return the text of some tokens, special ones left out."""
         return self._ask("decode", list(ids))
 
-    def begin(self) -> int | None:
-        """Return the token that begins a text, as the tokenizer says it; None where there is none."""
-        return self._ask("begin")
-
     def stops(self) -> frozenset[int]:
         """Return the tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
         Raises StoreError: they are no ids of the model's tokens."""
@@ -97,11 +94,8 @@ class _TransformersTokenizer:
     def __init__(self, folder: Path) -> None:
         self._tokenizer = pretrained.tokenizer(folder)
 
-    def end(self) -> Any:
-        return self._tokenizer.eos_token_id
-
-    def begin(self) -> Any:
-        return self._tokenizer.bos_token_id
+    def ends(self) -> list[Any]:
+        return [self._tokenizer.bos_token_id, self._tokenizer.eos_token_id]
 
     def encode(self, text: str, special: bool) -> list[int]:
         return self._tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
