@@ -19,7 +19,7 @@ from megacore.say import err, write_out
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import FLOATS
 from megacore.tools import folders, processes
-from megacore.tools.generate import add_draft, add_sampling
+from megacore.tools.generate import add_decoding
 from megacore.tools.options import command_parser, count
 
 
@@ -28,8 +28,7 @@ def main(argv: Sequence[str]) -> int:
     processes.add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the system message says")
     parser.add_argument("--max-new-tokens", type=count, default=1024, metavar="N", help="of an answer (1024)")
-    add_sampling(parser)
-    add_draft(parser)
+    add_decoding(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--dtype", choices=FLOATS.values(), help="to compute in; by default that of the weights")
     return folders.program(_run, parser.parse_args(argv))

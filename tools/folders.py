@@ -52,12 +52,10 @@ def target(arguments: argparse.Namespace) -> FolderTarget:
     return FolderTarget(**asked)
 
 
-def opened(
-    path: Path, adapters: bool = False, told: bool = True, ignored_fields: Sequence[str] = ()
-) -> SafetensorsFolder:
+def opened(path: Path, adapters: bool = False, told: bool = True) -> SafetensorsFolder:
     """Open a folder as :func:`~megacore.store.conversions.formats.open_folder` does, and say what of it is taken.
     Raises StoreError: likewise."""
-    folder = open_folder(path, adapters, ignored_fields=ignored_fields)
+    folder = open_folder(path, adapters)
     if told:
         tell(path, folder)
     return folder
@@ -88,18 +86,13 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the files, written or not, as JSON")
 
 
-def add_dtype(parser: argparse.ArgumentParser, *more: str) -> None:
-    parser.add_argument(
-        "--dtype", choices=[*FLOATS.values(), *more], help="of the weights; by default each keeps its own, bit for bit"
-    )
-
-
 def add_target(parser: argparse.ArgumentParser, formats: Sequence[str], about: str) -> None:
     """Add the arguments of :func:`target`, whose first format is the default one, and those of :func:`told`."""
     parser.add_argument("--to", choices=formats, default=formats[0], help=about)
     parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
     add_layout(parser)
-    add_dtype(parser, *["fp8", "q8_0"] * ("gguf" in formats))
+    dtypes = [*FLOATS.values(), *(["fp8", "q8_0"] if "gguf" in formats else [])]
+    parser.add_argument("--dtype", choices=dtypes, help="of the weights; by default each keeps its own, bit for bit")
     add_writing(parser)
 
 
@@ -154,15 +147,18 @@ def _in_options(text: str, arguments: argparse.Namespace) -> str:
     return re.sub(r"`(\w+)(?:=([^`]*))?`", option, text)
 
 
-def lines(path: Path) -> list[str]:
-    """Return the prompts in a file, one on each line. Raises StoreError: there are none."""
+def prompts(arguments: argparse.Namespace) -> list[str]:
+    """Return the texts of ``--prompt`` and of the file ``--prompts``, one a line. Raises StoreError: that has none."""
+    path: Path | None = arguments.prompts
+    if path is None:
+        return arguments.prompt
     try:
         found = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:
         raise StoreError(f"cannot read {path}: {error}") from error
     if not found:
         raise StoreError(f"{path} has no prompts: write one on each line")
-    return found
+    return [*arguments.prompt, *found]
 
 
 def layers(text: str) -> tuple[int, ...]:

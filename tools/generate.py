@@ -34,24 +34,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="after each prompt (128)")
     parser.add_argument("--batch", type=count, default=8, metavar="N", help="prompts computed at a time (8)")
     parser.add_argument("--json", action="store_true", help="print an object for each prompt, one on each line")
-    add_sampling(parser)
-    add_draft(parser)
+    add_decoding(parser)
     processes.add_mesh(parser)
     arguments = parser.parse_args(argv)
     return folders.program(lambda parsed: run(parsed, argv), arguments)
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say how a token is chosen."""
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how a token is chosen, and whether some are drafted."""
     group = parser.add_argument_group("sampling", "Without --temperature each token is the most likely one.")
     group.add_argument("--temperature", type=_temperature, metavar="T", help="1 samples by the model's probabilities")
     group.add_argument("--top-k", type=count, metavar="K", help="among the K most likely tokens")
     group.add_argument("--top-p", type=share, metavar="P", help="among the likely tokens that make up P together")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (0)")
-
-
-def add_draft(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that has tokens drafted."""
     parser.add_argument(
         "--draft",
         type=count,
@@ -86,7 +81,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _prepare(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Prompts, Decoding]:
     """Return the prompts, and how they are answered. Raises StoreError: everything that is wrong with them."""
-    texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
+    texts = folders.prompts(arguments)
     if not texts:
         raise StoreError("there is no prompt: give --prompt TEXT, or --prompts FILE with one on each line")
     numbers = arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed

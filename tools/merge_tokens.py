@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from megacore.data.tokenizer import FILES
 from megacore.say import err, say
 from megacore.store.tensor_files.companions import Companion, copy_companion
 from megacore.tools.options import command_parser
-from megacore.tools.tokenize import token_files
+from megacore.tools.tokenize import add_output, token_files
 
 
 def find_parts(out: Path, name: str) -> dict[Path, StageProgress]:
@@ -91,18 +90,10 @@ def merge(out: Path, name: str = "corpus", shuffle: int | None = None, overwrite
         return stage.progress.tally.corpus(name, stage.progress.end)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=Path, metavar="DIR", help="the --out of the parts, where the token file goes")
-    parser.add_argument("--name", default="corpus", help="of the pair NAME.bin, NAME.idx (%(default)s)")
-    parser.add_argument(
-        "--shuffle", type=int, metavar="SEED", help="the documents in an order that belongs to SEED, by a second pass"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in DIR")
-
-
 def main(argv: Sequence[str]) -> int:
     parser = command_parser("merge-tokens", __doc__)
-    add_arguments(parser)
+    parser.add_argument("out", type=Path, metavar="DIR", help="the --out of the parts, where the token file goes")
+    add_output(parser)
     args = parser.parse_args(argv)
     try:
         corpus = merge(args.out, args.name, args.shuffle, args.overwrite)

@@ -30,7 +30,7 @@ from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
 from megacore.tools import folders, plan_goodput, plan_trace, scaling
 from megacore.tools.options import above_0, command_parser, count, counts, number
-from megacore.tools.tables import table
+from megacore.tools.tables import gb, table
 
 _SHORT = {"parameters": "weights", "gradients": "grads", "activations": "activ.", "working": "work"}
 """{term of the memory: the head of its column}, where that is shorter."""
@@ -247,26 +247,26 @@ def _memory(plan: Plan) -> Iterator[str]:
     # Stages that are alike in it stand in one line.
     alike = dict[tuple[str, ...], list[int]]()
     for m in plan.memory:
-        told = f"{m.elements / 1e6:,.1f}", _gb(m.per_microbatch), str(m.in_flight), m.peak_at
+        told = f"{m.elements / 1e6:,.1f}", gb(m.per_microbatch), str(m.in_flight), m.peak_at
         alike.setdefault(told, []).append(m.stage)
     rows = [(", ".join(map(str, stages)), *told) for told, stages in alike.items()]
     yield table(("stage", "M params", "GB of a microbatch", "in flight", "peak in"), rows)
     most, room = plan.fullest, plan.cluster.device.memory
     fits = "fits" if plan.fits else "does not fit"
     yield (
-        f"  The fullest ranks are those of stage {most.stage}: {_gb(most.peak)} GB, most of it {most.largest} "
-        f"({_gb(most.terms[most.largest])} GB). It {fits} {_gb(room)} GB less {MARGIN:.0%}."
+        f"  The fullest ranks are those of stage {most.stage}: {gb(most.peak)} GB, most of it {most.largest} "
+        f"({gb(most.terms[most.largest])} GB). It {fits} {gb(room)} GB less {MARGIN:.0%}."
     )
     number = plan.overheads.start.communicators
     if number and plan.setting.device == "cuda":
         yield (
-            f"  Of these {_gb(room * MARGIN)} GB NCCL takes about {_gb(number * COMMUNICATOR)} GB, for the {number} "
+            f"  Of these {gb(room * MARGIN)} GB NCCL takes about {gb(number * COMMUNICATOR)} GB, for the {number} "
             f"group{'s' * (number > 1)} of a rank (an assumption, not measured)."
         )
     if most.host:
-        yield f"  In host memory, for each rank: {_gb(most.host)} GB."
+        yield f"  In host memory, for each rank: {gb(most.host)} GB."
     if most.disk:
-        yield f"  In a file, for each rank: {_gb(most.disk)} GB."
+        yield f"  In a file, for each rank: {gb(most.disk)} GB."
 
 
 def _loads(plan: Plan) -> Iterator[str]:
@@ -337,8 +337,8 @@ def _time(plan: Plan) -> Iterator[str]:
 def _beside(x: Overheads) -> Iterator[str]:
     start, save, resume, data, connections = x.start, x.save, x.resume, x.data, x.connections
     yield (
-        f"Beside the steps, on {x.nodes:,} node{'s' * (x.nodes > 1)}, if the storage reaches {_gb(x.storage.total)} "
-        f"GB/s in all and {_gb(x.storage.per_node)} GB/s for a node"
+        f"Beside the steps, on {x.nodes:,} node{'s' * (x.nodes > 1)}, if the storage reaches {gb(x.storage.total)} "
+        f"GB/s in all and {gb(x.storage.per_node)} GB/s for a node"
     )
     took = "" if start.seconds is None else f", {start.seconds:,.0f} s (an order of magnitude)"
     each = "" if save.interval is None else f"; one is due every {save.interval:,.0f} s"
@@ -349,19 +349,19 @@ def _beside(x: Overheads) -> Iterator[str]:
         ),
         (
             "save",
-            f"{_gb(save.size)} GB in {save.files:,} files by {save.writers:,} ranks on {save.nodes:,} nodes, at most "
-            f"{_gb(save.busiest)} GB of a rank and {_gb(save.busiest_node)} GB of a node: {save.seconds:,.1f} s{each}",
+            f"{gb(save.size)} GB in {save.files:,} files by {save.writers:,} ranks on {save.nodes:,} nodes, at most "
+            f"{gb(save.busiest)} GB of a rank and {gb(save.busiest_node)} GB of a node: {save.seconds:,.1f} s{each}",
         ),
         (
             "memory",
             "no checkpoints are kept there (recovery.memory)"
             if x.in_memory is None
-            else f"{_gb(x.in_memory)} GB of a node's memory for checkpoints there, a copy of the state among them",
+            else f"{gb(x.in_memory)} GB of a node's memory for checkpoints there, a copy of the state among them",
         ),
         (
             "resume",
-            f"{_gb(resume.read)} GB are read, {resume.read / resume.size:.2f} times what there is, at most "
-            f"{_gb(resume.busiest)} GB by a rank, and {_gb(resume.received)} GB sent to it: {resume.seconds:,.1f} s",
+            f"{gb(resume.read)} GB are read, {resume.read / resume.size:.2f} times what there is, at most "
+            f"{gb(resume.busiest)} GB by a rank, and {gb(resume.received)} GB sent to it: {resume.seconds:,.1f} s",
         ),
         (
             "data",
@@ -382,10 +382,6 @@ def _beside(x: Overheads) -> Iterator[str]:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.1f}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f}"
 
 
 def _show_fit(

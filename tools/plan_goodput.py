@@ -29,7 +29,7 @@ from megacore.planning.goodput import (
 from megacore.planning.run_plan import Plan
 from megacore.recipe import ConfigError
 from megacore.tools.options import above_0, share
-from megacore.tools.tables import table
+from megacore.tools.tables import gb, table
 
 NOTICE_S, DETECT_S, PROCESSES_S = 1800.0, 3.0, 60.0
 COSTS = tuple(each.name for each in fields(FaultCosts) if each.name != "step")
@@ -215,8 +215,8 @@ def _memory(x: Outlook) -> Iterator[str]:
     took = x.costs.copy / (x.every * x.costs.step)
     yield "Checkpoints in memory"
     yield (
-        f"  Up to {_gb(x.of_rank)} GB of a rank, every {x.every:,} step{'s' * (x.every > 1)}, which takes {took:.2%} "
-        f"of the time. Two are kept{', and two of another node' * (x.nodes > 1)}: up to {_gb(kept)} GB of a node."
+        f"  Up to {gb(x.of_rank)} GB of a rank, every {x.every:,} step{'s' * (x.every > 1)}, which takes {took:.2%} "
+        f"of the time. Two are kept{', and two of another node' * (x.nodes > 1)}: up to {gb(kept)} GB of a node."
     )
     gone = x.levels[LEVELS[-1]].from_disk
     why = "a node and the one that keeps its copy are lost together" if x.nodes > 1 else "the one node is lost"
@@ -255,10 +255,6 @@ def _duration(seconds: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f}" if seconds >= 1 or not seconds else f"{seconds:.3f}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f}"
 
 
 def draw(x: Outlook, picture: Path) -> None:

@@ -132,12 +132,9 @@ class RunState:
         return f"{_ago((self.steps - self.training['step']) * each)} at this rate"
 
     def _held_out(self) -> str:
-        record = self.evaluation
-        return (
-            f", {_number(record['validation_loss'], '.4f')} on validation data at step {record['step']:,}"
-            if record
-            else ""
-        )
+        if (record := self.evaluation) is None:
+            return ""
+        return f", {_number(record['validation_loss'], '.4f')} on validation data at step {record['step']:,}"
 
 
 def _recipe(out: Path) -> Config | None:

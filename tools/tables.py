@@ -6,6 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 
+def gb(size: float) -> str:
+    """Return a number of bytes in GB of 10^9."""
+    return f"{size / 1e9:,.2f}"
+
+
 def table(head: Sequence[str] | Mapping[str, str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     """Return a table whose columns are as wide as they need; those of numbers are flush right. ``head``: the names of
     the columns, or {name: how its numbers are written, as :func:`format` has it}; texts stay as they are."""

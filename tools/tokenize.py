@@ -196,7 +196,8 @@ def _encode_into(stage: Stage, options: Options, made: Provenance, total: int) -
     return replace(progress, pieces=pieces, size=finished, extent=pair.extent)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str]) -> int:
+    parser = command_parser("tokenize", __doc__)
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -210,7 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="FOLDER_OR_NAME", help="a Hugging Face tokenizer, OWNER/NAME@REVISION of the hub too"
     )
     tokenizer.add_argument("--train-vocab", type=int, metavar="N", help="train a byte-level BPE of this vocabulary")
-    parser.add_argument("--name", default="corpus", help="of the pair NAME.bin, NAME.idx (%(default)s)")
+    add_output(parser)
     parser.add_argument("--workers", type=count, default=os.cpu_count(), metavar="W", help="processes (%(default)s)")
     parser.add_argument(
         "--text-key",
@@ -237,7 +238,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="leave out the files and folders of this name in a folder, such as site-packages; may be repeated",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in DIR")
     parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run has finished")
     parser.add_argument(
         "--part",
@@ -245,9 +245,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="of the input, the I-th of N parts, for megacore merge-tokens; in DIR/NAME.part-I-of-N",
     )
+    return run(parser.parse_args(argv))
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments about the token file in DIR."""
+    parser.add_argument("--name", default="corpus", help="of the pair NAME.bin, NAME.idx (%(default)s)")
     parser.add_argument(
         "--shuffle", type=int, metavar="SEED", help="the documents in an order that belongs to SEED, by a second pass"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in DIR")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -297,9 +304,3 @@ def token_files(prefix: Path, counts: Tally | Corpus) -> str:
     """Return what a pair of token files holds, in words."""
     size = sum(Path(f"{prefix}{end}").stat().st_size for end in (".bin", ".idx"))
     return f"{prefix}.bin, .idx: {counts.tokens:,} tokens in {counts.documents:,} documents, {size:,} bytes"
-
-
-def main(argv: Sequence[str]) -> int:
-    parser = command_parser("tokenize", __doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))

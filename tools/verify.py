@@ -17,6 +17,7 @@ import numpy as np
 
 from megacore.data.text import InputError
 from megacore.data.tokenizer import load
+from megacore.inference.answers import Prompt, problems_of
 from megacore.inference.placement import context_problems, live
 from megacore.rank import RankPlace
 from megacore.say import say, say_data
@@ -76,7 +77,7 @@ def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair
         raise StoreError(f"{arguments.checkpoint} is {checkpoint.kind}: give a checkpoint first, then the folder")
     if folder.format != HuggingFace.format:
         raise StoreError(f"{arguments.folder} is {folder.kind}: compare checkpoints with `megacore inspect --diff`")
-    texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
+    texts = folders.prompts(arguments)
     from megacore.inference.verification import Pair, mesh_shape
 
     mesh = mesh_shape(checkpoint, world, arguments.cp)
@@ -104,18 +105,12 @@ def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int)
         return [generator.integers(config.vocab_size, size=longest).tolist() for _ in TEXTS]
     texts = texts or TEXTS
     try:
-        encoded = [ids.tolist() for ids in load(path).encode(list(texts))]
+        cut = [ids.tolist()[:longest] for ids in load(path).encode(list(texts))]
     except (InputError, OSError, ValueError) as error:
         raise StoreError(f"{path}: the tokenizer cannot be used: {error}") from error
-    for text, ids in zip(texts, encoded, strict=True):
-        if not ids:
-            raise StoreError(f"the prompt {text!r} has no tokens")
-        if max(ids) >= config.vocab_size:
-            raise StoreError(
-                f"{path}: the tokenizer makes {max(ids)} of a token of {text[:40]!r}, and the model's vocabulary has "
-                f"{config.vocab_size}: the tokenizer is another model's"
-            )
-    cut = (ids[:longest] for ids in encoded)
+    given = map(Prompt, texts, cut)
+    if problems := [problem for prompt in given for problem in problems_of(prompt, folder)]:
+        raise StoreError("\n".join(problems))
     return [[ids[i % len(ids)] for i in range(-(-len(ids) // multiple) * multiple)] for ids in cut]
 
 

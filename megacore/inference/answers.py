@@ -48,7 +48,7 @@ class Prompts:
             Prompt(text, texts.chat([*first, {"role": "user", "content": text}]) if chat else texts.encode(text))
             for text in given
         ]
-        if wrong := [problem for prompt in prompts for problem in _wrong(prompt, folder)]:
+        if wrong := [problem for prompt in prompts for problem in problems_of(prompt, folder)]:
             raise StoreError("\n".join(wrong))
         return cls(texts, tuple(prompts), texts.stops())
 
@@ -57,7 +57,8 @@ class Prompts:
         return [Answer(prompt, Stream(self.texts.decode, prompt.ids), self.stops) for prompt in self.given]
 
 
-def _wrong(prompt: Prompt, folder: WeightFolder) -> Iterator[str]:
+def problems_of(prompt: Prompt, folder: WeightFolder) -> Iterator[str]:
+    """Yield why a model cannot read a prompt."""
     shown, longest, vocabulary = repr(prompt.text[:40]), folder.config.max_positions, folder.config.vocab_size
     if not prompt.ids:
         yield f"the prompt {shown} has no tokens"
@@ -113,7 +114,7 @@ class Conversation:
         has ended. Raises StoreError: the model has no chat template, or too few positions for all of it."""
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = Prompt(text, self.texts.chat(asked))
-        if wrong := [*_wrong(prompt, self.texts.folder)]:
+        if wrong := [*problems_of(prompt, self.texts.folder)]:
             raise StoreError("\n".join(wrong))
         answer = Answer(prompt, Stream(self.texts.decode, prompt.ids), self.texts.stops())
         # Random numbers go by the seed and the prompt, which is the first one in each turn.

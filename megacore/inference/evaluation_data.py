@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,7 @@ class DocumentFiles:
         for file in text.find_files([path]):
             pieces = text.cut(file)
             if _format(pieces) is not None:
-                yield from self._examples(pieces)
+                yield from chain.from_iterable(self._rows(pieces, self.count))
                 continue
             for piece in pieces:
                 for found in text.documents(piece, self.text_key):
@@ -112,10 +112,6 @@ class DocumentFiles:
             return file is not None and _format(text.cut(file)) == PREFERENCES
         except (InputError, OSError, ValueError) as error:
             raise StoreError(str(error)) from error
-
-    def _examples(self, pieces: Sequence[FileRange]) -> Iterator[Document]:
-        for documents in self._rows(pieces, self.count):
-            yield from documents
 
     def _rows(self, pieces: Sequence[FileRange], count: TrainOn | None) -> Iterator[list[Document]]:
         """Yield the documents of each row, of which so much counts; None: those of a pair."""

@@ -24,7 +24,6 @@ from megacore.inference.texts import Texts
 from megacore.models.assemble import Model
 from megacore.store.io.errors import StoreError
 
-Request = tuple[Sequence[int], Sequence[int]]
 _SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature"}
 
 
@@ -39,18 +38,16 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._model, self._texts, self._tokens, self._batch = model, texts, tokens, batch
         self.max_length = model.config.max_positions or LONGEST
-        self._begin = texts.begin()
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        end: int = self._texts.end
-        return end
+        return self._texts.end
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text that has no context."""
-        return self.eot_token_id if self._begin is None else self._begin
+        return self.eot_token_id if self._texts.begin is None else self._texts.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         return self._texts.encode(string, add_special_tokens is not False)
@@ -58,10 +55,10 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, Sequence[int], Sequence[int]]], **_: object
     ) -> list[tuple[float, bool]]:
-        asked: list[Request] = [(context, continuation) for _, context, continuation in requests]
+        asked = [(context, continuation) for _, context, continuation in requests]
         # The longest first: what does not fit into memory is found at once, and windows of one size go together.
         order = sorted(range(len(asked)), key=lambda i: -len(asked[i][0]) - len(asked[i][1]))
-        found = log_likelihoods(self._model, [asked[i] for i in order], self._tokens, self.eot_token_id)
+        found = log_likelihoods(self._model, [asked[i] for i in order], self._tokens)
         return [each for _, each in sorted(zip(order, found, strict=True))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -132,15 +129,14 @@ def measure(
     """Return what the harness says of a model on some tasks, the same on all ranks, which all call this. ``shots``:
     examples before each question; None for the tasks' own number; ``limit``: the most questions of each task; None for
     all."""
-    options: dict[str, Any] = {"num_fewshot": shots, "limit": limit, "task_manager": manager}
-    found: dict[str, Any] = simple_evaluate(model, tasks=list(tasks), log_samples=False, **options)
-    return found
+    return simple_evaluate(
+        model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
+    )
 
 
 def table(found: dict[str, Any]) -> str:
     """Return the harness's own table of what :func:`measure` has found."""
-    made: str = utils.make_table(found)
-    return made
+    return utils.make_table(found)
 
 
 def _manager(tasks: Sequence[str], folder: Path | None) -> TaskManager:

@@ -10,8 +10,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megacore.inference.answers import Answer, Decoding, Prompts
 from megacore.inference.placement import check_mesh, device_kind, live, sizes
@@ -100,11 +99,8 @@ class ModelSetup:
 class LoadedModel:
     """A model that computes: this rank's part of it, dropout off. Every rank of its mesh calls the same methods.
 
-    Within `with`, or until :meth:`close`, its ranks stay in one process group.
-
-    Args:
-        folder: The folder of its weights; ``folder.config`` is the model's.
-        model: The modules of this rank.
+    Within `with`, or until :meth:`close`, its ranks stay in one process group. ``folder``: that of its weights, whose
+    ``config`` is the model's.
     """
 
     folder: WeightFolder
@@ -114,10 +110,8 @@ class LoadedModel:
     def __enter__(self) -> LoadedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._held.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._held.__exit__(*error)
 
     def close(self) -> None:
         """Leave the other ranks, on all of them; of one process there is nothing to leave."""

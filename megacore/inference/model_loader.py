@@ -43,7 +43,6 @@ def model_from(
 
     Args:
         whole: Its weights; adapters are computed beside those of their base.
-        mesh: Any mesh that the model can be split over.
         dtype: None for that of the weights.
         verified: Whether damaged bytes are refused. Without it they are loaded as they are, for who compares them.
         split: The dimensions of the mesh that split an axis; None for those of a checkpoint that has the same ep and
@@ -109,5 +108,4 @@ def dtype_of(whole: WeightFolder) -> torch.dtype:
     weights = (stored for stored in whole.stored() if not whole.schema[stored.param].buffer)
     dtypes = {whole.dtype("weights", stored) for stored in weights}
     widest = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
-    dtype: torch.dtype = getattr(torch, FLOATS[widest])
-    return dtype
+    return getattr(torch, FLOATS[widest])

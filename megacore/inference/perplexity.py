@@ -46,8 +46,8 @@ class Excerpt(NamedTuple):
     sums: Integers
 
     @classmethod
-    def padding(cls, size: int, token: int) -> Excerpt:
-        return cls(np.full(size, token), np.full(size, IGNORE), np.zeros(size, np.int64))
+    def padding(cls, size: int) -> Excerpt:
+        return cls(np.zeros(size, np.int64), np.full(size, IGNORE), np.zeros(size, np.int64))
 
 
 Pack = list[Excerpt]
@@ -99,31 +99,28 @@ class EvaluationResult:
     buckets: tuple[PositionBucket, ...]
 
 
-def evaluate(
-    model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0
-) -> EvaluationResult:
+def evaluate(model: Model, documents: Iterable[Document], windows: Windows, together: int) -> EvaluationResult:
     """Return the loss on documents, which are read once, a few microbatches ahead.
 
     Every rank of the model's mesh calls this with the same ones, and gets the same answer; data-parallel ranks share
-    out the microbatches, of `together` tokens: as many windows as fit, or one. `pad` is a token that fills up where
-    tp x cp does not divide a microbatch, and where a rank has none.
+    out the microbatches, of `together` tokens: as many windows as fit, or one.
     """
     count = _Count()
     packs = fitting(count.windows(documents, windows), lambda window: len(window.tokens), together)
-    losses = summed(model, packs, "loss", pad)
+    losses = summed(model, packs, "loss")
     # Labels that do not count may lie beyond the last one that does.
     buckets = tuple(PositionBucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
     return EvaluationResult(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
 
 
 def log_likelihoods(
-    model: Model, requests: Sequence[tuple[Sequence[int], Sequence[int]]], together: int, pad: int = 0
+    model: Model, requests: Sequence[tuple[Sequence[int], Sequence[int]]], together: int
 ) -> list[tuple[float, bool]]:
     """Return (the log-likelihood in nats of the continuation, whether greedy decoding gives it) of each request, a
     context and its continuation, tokens of which there is one at least.
 
-    Of what has more tokens than the model positions the last ones count. The model is computed twice. Ranks, `together`
-    and `pad` are as of :func:`evaluate`.
+    Of what has more tokens than the model positions the last ones count. The model is computed twice. Ranks and
+    `together` are as of :func:`evaluate`.
     """
     longest = model.config.max_positions or sys.maxsize
 
@@ -135,7 +132,7 @@ def log_likelihoods(
             yield Excerpt(tokens[:-1], labels, np.full(len(labels), number))
 
     def scored(score: Score) -> list[float]:
-        return summed(model, fitting(excerpts(), lambda each: len(each.tokens), together), score, pad)
+        return summed(model, fitting(excerpts(), lambda each: len(each.tokens), together), score)
 
     rows = zip(requests, scored("loss"), scored("most_likely"), strict=True)
     return [(-loss, right == min(len(continuation), longest)) for (_, continuation), loss, right in rows]
@@ -151,9 +148,9 @@ class PairsResult:
     counted: Integers
 
 
-def of_pairs(model: Model, pairs: Iterable[Sequence[Document]], together: int, pad: int = 0) -> PairsResult:
-    """Return what a model makes of pairs, none of which has more tokens than the model positions. Ranks, `together` and
-    `pad` are as of :func:`evaluate`."""
+def of_pairs(model: Model, pairs: Iterable[Sequence[Document]], together: int) -> PairsResult:
+    """Return what a model makes of pairs, none of which has more tokens than the model positions. Ranks and `together`
+    are as of :func:`evaluate`."""
     scores, counted = model.config.labels, list[int]()
 
     def excerpts() -> Iterator[Excerpt]:
@@ -168,21 +165,21 @@ def of_pairs(model: Model, pairs: Iterable[Sequence[Document]], together: int, p
             yield Excerpt(tokens, labels, np.full(len(tokens), number))
 
     packs = fitting(excerpts(), lambda each: len(each.tokens), together)
-    sums = summed(model, packs, "logit" if scores else "loss", pad)
+    sums = summed(model, packs, "logit" if scores else "loss")
     rewards = np.array(sums[: len(counted)]).reshape(-1, 2)
     return PairsResult(rewards if scores else -rewards, np.array(counted).reshape(-1, 2))
 
 
-def summed(model: Model, packs: Iterator[Pack], score: Score, pad: int = 0) -> list[float]:
-    """Return the sums, over all labels, of what a score says of them; packs: the windows of each microbatch. Ranks and
-    `pad` are as of :func:`evaluate`."""
+def summed(model: Model, packs: Iterator[Pack], score: Score) -> list[float]:
+    """Return the sums, over all labels, of what a score says of them; packs: the windows of each microbatch. Ranks are
+    as of :func:`evaluate`."""
     mesh, found = model.parameters.mesh, list[Tensor]()
     # Every chunk but the last hands on activations; what the last one gives is kept here, and its sum is of no use.
     pipeline = Pipeline(mesh, [partial(_scored, chunk, score, found) for chunk in model.chunks], model.parameters.dtype)
     one = torch.ones((), device=mesh.device)
     total = torch.zeros(0, dtype=torch.float64, device=mesh.device)
-    own = _dealt(packs, mesh.shape.data, mesh.data_rank, pad)
-    while group := [_microbatch(model, pack, pad) for pack in islice(own, AT_ONCE * mesh.shape.pp)]:
+    own = _dealt(packs, mesh.shape.data, mesh.data_rank)
+    while group := [_microbatch(model, pack) for pack in islice(own, AT_ONCE * mesh.shape.pp)]:
         pipeline.evaluate([microbatch for microbatch, _ in group], one)
         ends = max(int(sums.max()) for _, sums in group) + 1
         total = F.pad(total, (0, max(0, ends - len(total))))
@@ -224,19 +221,20 @@ class _Count:
                 yield from windows.of(document)
 
 
-def _dealt(packs: Iterator[Pack], ranks: int, rank: int, pad: int) -> Iterator[Pack]:
+def _dealt(packs: Iterator[Pack], ranks: int, rank: int) -> Iterator[Pack]:
     """Yield one pack of each round of as many as there are ranks. Where the last round has none for this rank, it is a
     token of padding, for others may wait for this rank's experts."""
     while dealt := list(islice(packs, ranks)):
-        yield dealt[rank] if rank < len(dealt) else [Excerpt.padding(1, pad)]
+        yield dealt[rank] if rank < len(dealt) else [Excerpt.padding(1)]
 
 
-def _microbatch(model: Model, pack: Pack, pad: int) -> tuple[Microbatch, Integers]:
-    """Return the windows one after the other, none of which sees another, and the sums of this rank's share: [t/tp]."""
+def _microbatch(model: Model, pack: Pack) -> tuple[Microbatch, Integers]:
+    """Return the windows one after the other, none of which sees another, and the sums of this rank's share: [t/tp].
+    Where tp x cp does not divide their tokens, more fill them up."""
     mesh = model.parameters.mesh
     rest = -sum(len(window.tokens) for window in pack) % (mesh.shape.tp * mesh.shape.cp)
     if rest:
-        pack = [*pack, Excerpt.padding(rest, pad)]
+        pack = [*pack, Excerpt.padding(rest)]
     lengths = tuple(len(window.tokens) for window in pack)
     tokens, labels, sums = (np.concatenate(parts) for parts in zip(*pack, strict=True))
     positions = np.concatenate([np.arange(length) for length in lengths])

@@ -40,8 +40,7 @@ def on_all_ranks(model: Model, count: int, made: Callable[[], Tensor]) -> list[i
     mesh = model.parameters.mesh
     source = mesh.shape.rank(Coordinates(mesh.shape.pp - 1, 0, 0, 0, 0))
     numbers = made() if mesh.rank == source else torch.empty(count, dtype=torch.int64, device=mesh.device)
-    told: list[int] = broadcast_(numbers, mesh.world, source).tolist()
-    return told
+    return broadcast_(numbers, mesh.world, source).tolist()
 
 
 def prefill(
@@ -57,7 +56,7 @@ def prefill(
     lengths, cp = [len(ids) for ids in prompts], mesh.shape.cp
     tokens = [token for ids in prompts for token in ids]
     at = [position for length in lengths for position in range(length)]
-    documents = _padded(lengths, len(tokens), mesh.shape.tp * cp)
+    documents = _padded(lengths, mesh.shape.tp * cp)
     whole = _microbatch(model, tokens, at, documents, documents)
     # Of each prompt every rank has as many tokens: the cache has as much room for a sequence as the fullest one needs.
     context = ContextParallel(cp, balance="documents")
@@ -102,16 +101,16 @@ def _held(lengths: Sequence[int], shares: Sequence[npt.NDArray[np.int64]]) -> li
 def tokens_at(model: Model, tokens: list[int], at: list[int]) -> Microbatch:
     """Return tokens at these positions of their sequences, each by itself: no frequency goes by what is behind it. All
     are wanted."""
-    documents = _padded([1] * len(tokens), len(tokens), model.parameters.mesh.shape.tp)
+    documents = _padded([1] * len(tokens), model.parameters.mesh.shape.tp)
     lengths = [position + 1 for position in at] + documents[len(at) :]
     wanted = torch.arange(len(tokens), device=model.parameters.mesh.device)
     return replace(_microbatch(model, tokens, at, documents, lengths), wanted=wanted)
 
 
-def _padded(documents: list[int], tokens: int, ranks: int) -> list[int]:
+def _padded(documents: list[int], ranks: int) -> list[int]:
     """Add one more document where the tokens alone would not divide over the ranks that share them out: the one place
     where there is padding."""
-    rest = -tokens % ranks
+    rest = -sum(documents) % ranks
     return documents + [rest] * (rest > 0)
 
 

@@ -20,11 +20,12 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokenizer of a folder, which another process holds (`megacore.data.guard`); end: the token that ends a text,
-    as the tokenizer says it."""
+    """The tokenizer of a folder, which another process holds (`megacore.data.guard`); begin, end: the tokens that begin
+    and end a text, as the tokenizer says it."""
 
     folder: WeightFolder
     guard: Guard
+    begin: Any
     end: Any
 
     @classmethod
@@ -34,7 +35,7 @@ class Texts:
         try:
             with files_of(folder).folder() as files:
                 guard = Guard(lambda: _TransformersTokenizer(files))
-                return cls(folder, guard, guard.call("end"))
+                return cls(folder, guard, *guard.call("ends"))
         except InputError as error:
             raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
         except GuardError as error:
@@ -66,13 +67,7 @@ class Texts:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones left out."""
-        text: str = self._ask("decode", list(ids))
-        return text
-
-    def begin(self) -> int | None:
-        """Return the token that begins a text, as the tokenizer says it; None where there is none."""
-        found: int | None = self._ask("begin")
-        return found
+        return self._ask("decode", list(ids))
 
     def stops(self) -> frozenset[int]:
         """Return the tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
@@ -99,27 +94,21 @@ class _TransformersTokenizer:
     def __init__(self, folder: Path) -> None:
         self._tokenizer = pretrained.tokenizer(folder)
 
-    def end(self) -> Any:
-        return self._tokenizer.eos_token_id
-
-    def begin(self) -> Any:
-        return self._tokenizer.bos_token_id
+    def ends(self) -> list[Any]:
+        return [self._tokenizer.bos_token_id, self._tokenizer.eos_token_id]
 
     def encode(self, text: str, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
-        return ids
+        return self._tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
         if not self._tokenizer.chat_template:
             return None
-        ids: list[int] = self._tokenizer.apply_chat_template(
+        return self._tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        return ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def files_of(folder: WeightFolder) -> ModelFiles:

@@ -35,7 +35,7 @@ from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.fingerprint import Logical, spell
 from megacore.parallel.weights.layout import MeshShape
-from megacore.parallel.weights.transfer import strided, whole_name
+from megacore.parallel.weights.transfer import Stored, strided, whole_name
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.accounting import summary
 from megacore.store.tensor_files.dtypes import NUMBERS
@@ -197,22 +197,21 @@ def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[st
     """Return (groups, each piece that differs) of one of so many parts of the checkpoint's tensors."""
     checkpoint, schema = pair.checkpoint, pair.checkpoint.config.schema
     own, read = list(checkpoint.stored())[part::parts], checkpoint.read()
-    groups, differing = list[ComparedParameter](), list(_carried(pair, jobs)) if part == 0 else []
-    for compared in compare_bits(checkpoint, own, pair.folder, jobs):
-        groups.append(
-            ComparedParameter(compared.tensor.param, 1, compared.elements, compared.differ, (_dtype(compared),))
-        )
-        if compared.differ:
-            where = (
-                f"{checkpoint.location('weights', compared.tensor)[0]}: {spell((compared.tensor.name, compared.label))}"
-            )
-            differing.append(f"{where}: {compared.differ:,} of {compared.elements:,} elements differ")
+    groups, differing = list[dict[str, Any]](), list(_carried(pair, jobs)) if part == 0 else []
+
+    def where(tensor: Stored, label: str) -> str:
+        return f"{checkpoint.location('weights', tensor)[0]}: {spell((tensor.name, label))}"
+
+    for each in compare_bits(checkpoint, own, pair.folder, jobs):
+        groups.append(asdict(ComparedParameter(each.tensor.param, 1, each.elements, each.differ, (_dtype(each),))))
+        if each.differ:
+            told = f"{each.differ:,} of {each.elements:,} elements differ"
+            differing.append(f"{where(each.tensor, each.label)}: {told}")
     for tensor in own:
         for label, piece in padding(schema, tensor):
             if strided(read(tensor)[1], piece).any():
-                where = f"{checkpoint.location('weights', tensor)[0]}: {spell((tensor.name, label))}"
-                differing.append(f"{where}: its padding is not zero")
-    return [asdict(group) for group in groups], differing
+                differing.append(f"{where(tensor, label)}: its padding is not zero")
+    return groups, differing
 
 
 def _dtype(compared: PieceComparison) -> str:
@@ -250,10 +249,8 @@ def _their_logits(model: Any, ids: Sequence[int]) -> Tensor:
     given = {"input_ids": torch.tensor([ids]), "use_cache": False}
     with torch.no_grad():
         if hasattr(model, "score"):  # which gives those of the last token alone
-            scores: Tensor = model.score(model.base_model(**given)[0])[0]
-            return scores
-        logits: Tensor = model(**given).logits[0]
-    return logits
+            return model.score(model.base_model(**given)[0])[0]
+        return model(**given).logits[0]
 
 
 def _largest(values: Tensor) -> float | None:

@@ -41,8 +41,7 @@ class ExchangeWork:
         """[parts, parts - 1], the keys that a part gives to the one that is 1, 2, ... behind it."""
         places = np.arange(len(self.taken))
         distances = np.arange(1, len(self.taken))
-        given: Counts = self.taken[(places[:, None] + distances) % len(places), distances - 1]
-        return given
+        return self.taken[(places[:, None] + distances) % len(places), distances - 1]
 
     @cached_property
     def busiest(self) -> int:

@@ -147,11 +147,10 @@ def with_split_backward(setting: Setting, cluster: Cluster) -> Iterator[Setting]
 
 def _candidates(base: Setting, world: int, cluster: Cluster) -> Iterator[Candidate]:
     """Yield the settings that fit and that others do not leave far behind."""
-    room = cluster.room
     fastest = _Fastest()
     for shorter in _layouts(base, world, cluster):
         for alike in shorter:
-            found = (list(_of_layout(base, layout, cluster, room, fastest)) for layout in alike)
+            found = (list(_of_layout(base, layout, cluster, fastest)) for layout in alike)
             own = list(fastest.while_it_pays(found))
             yield from own
             if own and not fastest.may_gain(own):
@@ -249,7 +248,7 @@ def _spread(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Layout]:
             yield layout_of(base.model, spread, chunks, tuning=base.tuning, split=split)
 
 
-def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float, fastest: _Fastest) -> Iterator[Candidate]:
+def _of_layout(base: Setting, layout: Layout, cluster: Cluster, fastest: _Fastest) -> Iterator[Candidate]:
     """Yield what fits of a layout: microbatches as large as it pays, on every rung the least recomputation."""
     least = math.inf
 
@@ -257,7 +256,7 @@ def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float, fas
         nonlocal least
         candidates, choices = list[Candidate](), _choices(base)
         for rung in _rungs(base, layout):
-            fits = _least_recomputed(replace(setting, shard=rung), cluster, room, choices, least, fastest.seconds)
+            fits = _least_recomputed(replace(setting, shard=rung), cluster, choices, least, fastest.seconds)
             candidates += fits
             least = min([least, *(each.time.total for each in fits)])
             if fits and rung != "none":  # what splits more only sends more: it must recompute less
@@ -310,13 +309,13 @@ def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
 
 
 def _least_recomputed(
-    setting: Setting, cluster: Cluster, room: float, choices: Sequence[Kept], least: float, fastest: float
+    setting: Setting, cluster: Cluster, choices: Sequence[Kept], least: float, fastest: float
 ) -> list[Candidate]:
     """Return the setting that fits with the first of the choices, if any does and may take less than ``least`` seconds,
     those of another of its mesh. Where it may become the ``fastest`` of all, each stage has a choice of its own."""
+    room, stages = cluster.room, setting.layout.mesh.pp
     if not choices or any(state(own, setting).device(setting).total > room for own in Shares.of(setting).unlike):
         return []
-    stages = setting.layout.mesh.pp
     for at, choice in enumerate(choices):
         if at == 1 and least < math.inf:
             kept = estimate(_keeping(setting, [choices[0]] * stages), cluster, simulated=False)

@@ -783,12 +783,10 @@ def _attention(
 ) -> Tensor:
     """Return the choice of torch on an H100, cuDNN aside: flash attention for two bytes without a mask."""
     if q.dtype.itemsize == 2 and attn_mask is None:
-        y: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-        return y
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) if enable_gqa else x for x in (k, v))
     bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
-    y = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
-    return y
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
 
 
 def _in_fp32(normal: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:

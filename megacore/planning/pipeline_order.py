@@ -11,7 +11,7 @@ from typing import Any
 from megacore.config import Config
 from megacore.data.batches import filled_up
 from megacore.parallel.enum_errors import Placement
-from megacore.parallel.pipeline.schedules import SCHEDULES, B, F, I, Schedule, ScheduleError, W, check_order
+from megacore.parallel.pipeline.schedules import SCHEDULES, Action, B, F, I, Schedule, ScheduleError, W, check_order
 from megacore.recipe import ConfigError, named_json
 from megacore.say import brief
 
@@ -79,16 +79,15 @@ def _read(data: Mapping[str, Any], placement: Placement) -> Schedule:
     if len(data["rows"]) != data["stages"]:
         raise ScheduleError(f"it has {len(data['rows'])} rows for {data['stages']} stages")
     for stage, row in enumerate(data["rows"]):
-        words = row.split() if isinstance(row, str) else [row]
-        found = [
-            (at, word, _ACTION.fullmatch(word) if isinstance(word, str) else None) for at, word in enumerate(words)
-        ]
-        for at, word, match in found:
+        actions = list[Action]()
+        for at, word in enumerate(row.split() if isinstance(row, str) else [row]):
+            match = _ACTION.fullmatch(word) if isinstance(word, str) else None
             if match is None:
                 raise ScheduleError(
                     f"stage {stage}, action {at}: {brief(word)} is none of F, B, I, W (chunk,microbatch)"
                 )
-        rows.append(tuple(_MADE[match[1]](int(match[2]), int(match[3])) for _, _, match in found if match))
+            actions.append(_MADE[match[1]](int(match[2]), int(match[3])))
+        rows.append(tuple(actions))
     own = SCHEDULES[data["schedule"]](data["stages"], data["chunks"], data["microbatches"])
     order = tuple(rows)
     check_order(order, own, placement)

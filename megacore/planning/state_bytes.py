@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -287,9 +288,7 @@ def matrix_groups(setting: Setting, shares: Sequence[ParameterShare]) -> Iterato
         products, whole, largest = Counter[MatMul](), 0, 0
         for part in {part.param.name: part for part in parts}.values():
             spread = (dim for axis in part.param.leading for dim in layout.split.get(axis, ()))
-            stacked, ranks = 1, layout.mesh.size([*spread])
-            for axis in part.param.leading:
-                stacked *= sizes[axis]
+            stacked, ranks = math.prod(sizes[axis] for axis in part.param.leading), layout.mesh.size([*spread])
             number = part.tensors * part.trained // part.elements * stacked // ranks
             shapes = [sorted(pattern.shape(sizes)[-2:]) for pattern in part.param.matrices.values()]
             for short, long in shapes:

@@ -18,12 +18,12 @@ from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulat
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
-from megacore.planning.costs import ALL_TO_ALL, Collective, KeyExchange, LayerCost, MatMul
+from megacore.planning.costs import ALL_REDUCE, ALL_TO_ALL, SEND, Collective, KeyExchange, LayerCost, MatMul
 from megacore.planning.exchange import ExchangeWork, Packing
 from megacore.planning.peak_memory import held_bytes
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, state, updated
-from megacore.planning.traffic import ALL_REDUCE, GATHERED, RETURNED, SEND, WAYS, Traffic, traffic
+from megacore.planning.traffic import GATHERED, RETURNED, WAYS, Traffic, traffic
 
 _Of = npt.NDArray[np.float64]
 PRECISE = 512
@@ -65,14 +65,14 @@ class Cluster:
         """Whether the other products are in fp8."""
         return self.tflops > self.wide_tflops
 
-    def product_s(self, product: efficiency.MatMul, tflops: float) -> float:
+    def product_s(self, product: MatMul, tflops: float) -> float:
         """Return the seconds of a product on a device whose products could reach so many TFLOP/s, with what casts its
         factors to fp8."""
         narrow = tflops > self.wide_tflops and not product.attention
         cast = efficiency.CAST_BYTES * narrow * product.k * (product.m + product.n)
         return self.multiplied_s(product, tflops) + cast / self.device.bandwidth
 
-    def multiplied_s(self, product: efficiency.MatMul, tflops: float) -> float:
+    def multiplied_s(self, product: MatMul, tflops: float) -> float:
         """Return the seconds of a product alone."""
         if product.attention:
             return product.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION)
@@ -162,8 +162,7 @@ def _between_nodes(mesh: MeshShape, parts: int, per_node: int) -> npt.NDArray[np
     nodes = np.array(mesh.along(0, "cp")).reshape(parts, -1) // per_node
     places, distances = np.arange(parts)[:, None], np.arange(1, parts)
     near, far = (nodes[(places + way * distances) % parts] for way in (-1, 1))
-    found: npt.NDArray[np.bool_] = ((near != nodes[:, None]) | (far != nodes[:, None])).any(-1)
-    return found
+    return ((near != nodes[:, None]) | (far != nodes[:, None])).any(-1)
 
 
 @dataclass(frozen=True)

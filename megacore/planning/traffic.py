@@ -51,13 +51,13 @@ class Traffic:
 
 def traffic(setting: Setting, stage: int) -> tuple[Traffic, ...]:
     """Return all messages of a rank of a stage."""
-    act = ActivationMemory.of(setting)
+    act, shares = ActivationMemory.of(setting), Shares.of(setting).stages[stage]
     messages = [
         *_layers(setting, act, stage),
         *_pipeline(setting, stage),
-        *_data(setting, act, Shares.of(setting).stages[stage], stage),
-        *_matrices(setting, Shares.of(setting).stages[stage]),
-        *_ways(setting, Shares.of(setting).stages[stage]),
+        *_data(setting, act, shares, stage),
+        *_matrices(setting, shares),
+        *_ways(setting, shares),
     ]
     return tuple(each for each in messages if each.ranks > 1 and each.count and each.size)
 

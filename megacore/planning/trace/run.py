@@ -24,7 +24,7 @@ from megacore.models.config import flops_per_token
 from megacore.models.registry import configure
 from megacore.parallel.weights.layout import Coordinates
 from megacore.planning.costs import ALL_REDUCE
-from megacore.planning.run_plan import problems_on_paper
+from megacore.planning.run_plan import problems_on_paper, ranks_of
 from megacore.planning.step_time import Cluster
 from megacore.planning.trace.log import Entry, StepStart
 from megacore.planning.trace.timeline import Costs, Interval, StepTimeline, beside, covered, length, play
@@ -111,8 +111,13 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
     """Trace a step of a recipe on ranks of a cluster of GPUs; this machine needs none. Raises ConfigError: all that is
     wrong with the recipe, or what a trace does not know; RuntimeError: a traced rank has failed, or some would wait for
     ever."""
-    model, world = configure(config.model, config.scores), world or config.mesh.model_ranks * (config.mesh.dp or 1)
-    if found := [*problems_on_paper(config, world, model), *_unknown(config)]:
+    model, world = configure(config.model, config.scores), world or ranks_of(config)
+    found = problems_on_paper(config, world, model)
+    if config.train.async_tp:
+        found += [
+            "train.async_tp is not traced: products and messages in one kernel have no cost here; set it to false"
+        ]
+    if found:
         raise ConfigError(found)
     mesh = config.mesh.shape(world)
     microbatches = -(-config.batch.global_size // (config.batch.micro_size * mesh.data))
@@ -149,19 +154,8 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
 def between_records(config: Config) -> Config:
     """Return the recipe for steps between two records, without checksums: these take the share of the time that they
     may."""
-    return replace(
-        config,
-        recovery=replace(config.recovery, checksums=0.0),
-        log=replace(config.log, every=10**6),
-    )
-
-
-def _unknown(config: Config) -> list[str]:
-    return (
-        ["train.async_tp is not traced: products and messages in one kernel have no cost here; set it to false"]
-        if config.train.async_tp
-        else []
-    )
+    recovery, log = replace(config.recovery, checksums=0.0), replace(config.log, every=10**6)
+    return replace(config, recovery=recovery, log=log)
 
 
 # -- what a timeline says

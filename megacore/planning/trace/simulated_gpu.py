@@ -49,17 +49,6 @@ class SimulatedStream:
     def wait_event(self, event: SimulatedEvent) -> None:
         self.gpu.wait(self.name, event.number, where())
 
-    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
-        event = event or self.gpu.Event()
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self.gpu.wait(HOST, self.gpu.record(self.name), where())
-
-    def query(self) -> bool:
-        return False
-
 
 class SimulatedEvent:
     """torch.cuda.Event, of one simulated GPU: it never says that it has happened."""
@@ -125,7 +114,7 @@ class SimulatedGpu(DeviceWatch):
             self._current.pop()
 
     def record(self, stream: str, event: int | None = None, place: str = "") -> int:
-        """RecordEvent an event, a new one by default -> its number."""
+        """Record an event, a new one by default -> its number."""
         self.end_kernel()
         event = self.next_event() if event is None else event
         self.log.append(RecordEvent(event, stream, place))

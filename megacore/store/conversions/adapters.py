@@ -20,11 +20,11 @@ from megacore.models.lora import WEIGHT, Lora, factors, in_full, peft_problems, 
 from megacore.models.wrappers import unwrapped
 from megacore.parallel.enum_errors import BaseDtype
 from megacore.parallel.weights.block_formats import BLOCK
-from megacore.parallel.weights.fingerprint import Logical, combined
+from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.schema import Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face, plan
-from megacore.store.conversions.conversion import FolderPlan, StateFiles, expected, tensors, to_hugging_face
+from megacore.store.conversions.conversion import FolderPlan, StateFiles, tensors, to_hugging_face
 from megacore.store.io.hub import HubName, fetch
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.companions import Companion
@@ -32,7 +32,6 @@ from megacore.store.tensor_files.dtypes import as_floats, rounded
 from megacore.store.tensor_files.stream import File, Read, assemble
 from megacore.store.tensor_files.tensor_cache import TensorCache
 from megacore.store.tensor_files.tensors import DTYPES, TensorFile
-from megacore.store.weight_folders.audit import OnBytes, fingerprints, silent
 from megacore.store.weight_folders.compare import config_differences
 from megacore.store.weight_folders.folder import JoinedFolder, SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG
@@ -143,7 +142,7 @@ def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
     made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
     files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
     texts = {ADAPTER: json.dumps(_config(checkpoint, adapters), indent=2, allow_nan=False).encode() + b"\n"}
-    part = StateFiles(files, schema, expected(schema, checkpoint, "weights", files))
+    part = StateFiles.of(schema, checkpoint, "weights", files)
     kind = "adapters for the peft library"
     return FolderPlan(kind, schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
 
@@ -215,12 +214,6 @@ def merged(
     )
 
 
-def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: OnBytes = silent) -> None:
-    """Read all weights of a model, and compare them with those that the adapters were trained on. Raises StoreError:
-    they are others."""
-    check_fingerprint(checkpoint, base.path, combined(fingerprints(base, "weights", jobs, progress)))
-
-
 @dataclass(frozen=True)
 class MergedFolder(WeightFolder):
     """The weights of a model as they are with adapters. ``wanted``: the dtype of merged weights; None for that of the
@@ -267,16 +260,13 @@ class MergedFolder(WeightFolder):
 
         def read(stored: Stored, view: Piece | None = None) -> tuple[str, np.ndarray]:
             if self._is_changed(stored):
-                return self._merged(stored)
+                return self.dtype(state, stored), self._computed.get(stored.name, partial(self._merge, stored))
             return own(stored, view) if self._is_own(stored) else plain(stored, view)
 
         return read
 
     def _is_own(self, stored: Stored) -> bool:
         return stored.param in in_full(self.config.schema)
-
-    def _merged(self, stored: Stored) -> tuple[str, np.ndarray]:
-        return self.dtype("weights", stored), self._computed.get(stored.name, partial(self._merge, stored))
 
     def _is_changed(self, stored: Stored) -> bool:
         return stored.name in self._factors or stored.param in self._quantised

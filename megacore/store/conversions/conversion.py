@@ -39,6 +39,23 @@ class StateFiles:
     schema: Schema
     expected: Mapping[Logical, int]
 
+    @classmethod
+    def of(cls, schema: Schema, source: WeightFolder, state: str, files: tuple[File, ...]) -> StateFiles:
+        """Return files with the source's fingerprints of a state, as far as it knows them and if no number changes on
+        the way. Less those of pieces that another release stored with another axis last: fingerprints take the elements
+        along it together."""
+        known = dict(source.fingerprints(state))
+        for tensor in itertools.chain.from_iterable(file.tensors for file in files) if known else ():
+            for copy in tensor.copies:
+                if source.dtype(state, copy.source) != tensor.dtype:
+                    return cls(files, schema, {})
+                sentences = copy.source.pattern, schema[tensor.stored.param].sentence
+                if len({sentence.piece_axes(copy.label)[-1:] for sentence in sentences}) > 1:
+                    known.pop((whole_name(schema, tensor.stored), copy.label), None)
+            if tensor.stored.sizes.get("layer", 1) > 1:
+                known |= of_layers(schema, tensor.stored, known)
+        return cls(files, schema, known)
+
     @property
     def size(self) -> int:
         """Bytes of the files."""
@@ -125,7 +142,7 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
             for rank, found in by_rank
             if isinstance(rank, int)
         )
-        states[state] = StateFiles(files, layout.schema, expected(layout.schema, source, state, files))
+        states[state] = StateFiles.of(layout.schema, source, state, files)
     if source.carried is not None:
         states[_CARRIED] = carried_files(source.carried)
 
@@ -162,7 +179,7 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
     raw = source.raw if dtype is None else hugging_face_files.with_dtype(source.raw, dtype)
     texts = hugging_face_files.texts(raw, schema, shards, dtypes, None if of is None else of.config)
-    part = StateFiles(files, schema, expected(schema, source, "weights", files))
+    part = StateFiles.of(schema, source, "weights", files)
     beside = source.companions()
     return FolderPlan("a Hugging Face folder", schema, {"weights": part}, lambda _: texts, beside, HuggingFace.open)
 
@@ -185,7 +202,7 @@ def carried_files(carried: WeightFolder) -> StateFiles:
     """Return the file of a checkpoint that has the tensors which are carried, byte for byte."""
     made = tuple(tensors(carried.schema, carried, "weights", carried.stored(), None))
     files = (File(CARRIED, made, carried.read()),)
-    return StateFiles(files, carried.schema, expected(carried.schema, carried, "weights", files))
+    return StateFiles.of(carried.schema, carried, "weights", files)
 
 
 def tensors(
@@ -204,22 +221,3 @@ def tensors(
     for target, copies in planned:
         asked = None if schema[target.param].buffer else dtype
         yield Tensor(target, asked or next(iter(dtypes[whole_name(schema, target)])), copies)
-
-
-def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[File]) -> Mapping[Logical, int]:
-    """Return the source's fingerprints of a state, as far as it knows them and if no number changes on the way. Less
-    those of pieces that another release stored with another axis last: fingerprints take the elements along it
-    together."""
-    known = dict(source.fingerprints(state))
-    if not known:
-        return known
-    for tensor in (tensor for file in files for tensor in file.tensors):
-        for copy in tensor.copies:
-            if source.dtype(state, copy.source) != tensor.dtype:
-                return {}
-            sentences = copy.source.pattern, schema[tensor.stored.param].sentence
-            if len({sentence.piece_axes(copy.label)[-1:] for sentence in sentences}) > 1:
-                known.pop((whole_name(schema, tensor.stored), copy.label), None)
-        if tensor.stored.sizes.get("layer", 1) > 1:
-            known |= of_layers(schema, tensor.stored, known)
-    return known

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from megacore.store.conversions.adapters import check_base, merged, to_peft
+from megacore.parallel.weights.fingerprint import combined
+from megacore.store.conversions.adapters import check_fingerprint, merged, to_peft
 from megacore.store.conversions.conversion import FolderPlan
 from megacore.store.conversions.formats import open_folder
 from megacore.store.conversions.gguf_file import to_gguf
 from megacore.store.conversions.target import NARROW, FolderTarget, MadeFolder, Progress, make_folder, threads, unseen
 from megacore.store.io.strict_json import StoreError
+from megacore.store.weight_folders.audit import fingerprints
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.hugging_face import HuggingFace
@@ -125,7 +127,8 @@ def convert_opened(
         plan = merged(source, base, max_shard_bytes, asked.stored_dtype)
         if not dry_run:
             with progress(sum(record.size for record in base.index.files.values()), base.path.name) as done:
-                check_base(source, base, threads(jobs), done)
+                found = combined(fingerprints(base, "weights", threads(jobs), done))
+            check_fingerprint(source, base.path, found)
         return plan
 
     if asked.to == "gguf":

@@ -233,8 +233,7 @@ def _llama3_factors(rope: Llama3Rope, head_dim: int) -> np.ndarray:
     from megacore.models.rope import inverse_frequencies
 
     plain = inverse_frequencies(DefaultRope(rope_theta=rope.rope_theta), head_dim, 1)[0]
-    factors: np.ndarray = (plain / inverse_frequencies(rope, head_dim, 1)[0]).numpy()
-    return factors
+    return (plain / inverse_frequencies(rope, head_dim, 1)[0]).numpy()
 
 
 # -- tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megacore.parallel import limits
 
 
@@ -10,6 +12,11 @@ class StoreError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(limits.cut(message))
+
+
+def listed(problems: Sequence[object], most: int = 20) -> list[str]:
+    """Return the first of the problems, and how many more there are."""
+    return [*map(str, problems[:most]), *[f"and {len(problems) - most} more"] * (len(problems) > most)]
 
 
 def below_1(**numbers: int | None) -> list[str]:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter, FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from megacore.store.io.errors import StoreError
 from megacore.store.io.objects import ObjectPath
@@ -64,6 +64,13 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
 def leaves(path: Path, root: Path) -> bool:
     """Return whether the links of a path lead out of a folder, as :func:`open_file` has it."""
     return _home(Path(os.path.realpath(path)), root) is None
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a name in a file of strangers stays in the folder. Links there may lead out, as in the hub's
+    cache."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and name.isprintable() and "\\" not in name
 
 
 def _home(real: Path, root: Path) -> Path | None:

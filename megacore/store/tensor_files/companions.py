@@ -102,13 +102,9 @@ def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     data = file.read()
     if path.name in ("tokenizer_config.json", *SIGHT):
         found = parse_json(data, file.path, wide=True)
-        named = (
-            {key for key in found if found[key] is not None and _NAMES.fullmatch(key)}
-            if isinstance(found, dict)
-            else ()
-        )
-        if named:
-            kept = {key: value for key, value in found.items() if key not in named}
+        fields = found if isinstance(found, dict) else {}
+        kept = {key: value for key, value in fields.items() if value is None or not _NAMES.fullmatch(key)}
+        if len(kept) < len(fields):
             data = (json.dumps(kept, indent=2) + "\n").encode()
     with os_errors(path):
         path.parent.mkdir(exist_ok=True)

@@ -12,14 +12,15 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 
 from megacore.parallel.weights.pattern import Piece
 from megacore.parallel.weights.transfer import strided
-from megacore.store.io.files import open_file
+from megacore.store.io.errors import listed
+from megacore.store.io.files import is_inside, open_file
 from megacore.store.io.strict_json import StoreError, read_file, short
 from megacore.store.tensor_files.pickles import Call, Name, read_pickle
 from megacore.store.tensor_files.tensor_cache import TensorCache
@@ -213,8 +214,7 @@ def _storage(said: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None]
         file, start, length = _state(value, f"{_FILES}_StorageInfo", "relative_path", "offset", "length")
         if value.state.get("transform_descriptors"):
             raise ValueError(f"{short(name)} was transformed by {short(value.state['transform_descriptors'])}")
-        path = PurePosixPath(file)
-        if path.is_absolute() or ".." in path.parts or not file.isprintable() or "\\" in file:
+        if not is_inside(file):
             raise ValueError(f"{short(file)} is no file of the folder")
         if not _is_count(start) or not _is_count(length):
             raise ValueError(f"{short(name)} lies at {short(start)} with {short(length)} bytes")
@@ -283,8 +283,8 @@ def _sizes(path: Path, parts: Iterable[StoredPart]) -> Mapping[str, int]:
         except OSError as error:
             problems.append(f"{short(name)}: {error.strerror or error}")
     if problems:
-        listed = [*problems[:10], *[f"and {len(problems) - 10} more"] * (len(problems) > 10)]
-        raise StoreError("\n- ".join([f"{path} is not there to its end: copy all files of all ranks:", *listed]))
+        told = [f"{path} is not there to its end: copy all files of all ranks:", *listed(problems, 10)]
+        raise StoreError("\n- ".join(told))
     return sizes
 
 
@@ -321,9 +321,6 @@ class PartedFile(TensorFile):
             entries[name] = Entry(of.dtype, shape, end, end + size)
             end += size
         return cls(source.path / METADATA, entries, {}, end, source.path, source=source, origins=origins)
-
-    def hold(self) -> None:
-        """Do nothing: the files are opened anew for each part."""
 
     def array(self, name: str, view: Piece | None = None) -> Bits:
         return self.kept.get(name, lambda: self._made(name))

@@ -7,11 +7,12 @@ holds, or a part of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacore.parallel.weights.transfer import Stored
+from megacore.store.io.errors import listed
 from megacore.store.io.files import open_file
 from megacore.store.io.objects import place
 from megacore.store.io.strict_json import StoreError, read_json, short
@@ -25,12 +26,6 @@ from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.index import EMA, FORMAT, INDEX, FileRecord, path_of, read_index
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
-LISTED = 20  # problems of a checkpoint that are spelled out
-
-
-def listed(problems: Sequence[object]) -> list[str]:
-    """Return the first of the problems, and how many more there are."""
-    return [*map(str, problems[:LISTED]), *[f"and {len(problems) - LISTED} more"] * (len(problems) > LISTED)]
 
 
 @dataclass(frozen=True)

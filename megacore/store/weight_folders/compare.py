@@ -152,7 +152,7 @@ class PieceComparison:
 
 
 def compare_bits(
-    checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int, progress: OnBytes = silent
+    checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int
 ) -> Iterator[PieceComparison]:
     """Compare weights of a checkpoint bit for bit, replicas and all, with the elements that the plan finds elsewhere.
     Raises TransferError: it is not the same model."""
@@ -170,7 +170,6 @@ def compare_bits(
                 elements[copy.label] += equal.size
                 differ[copy.label] += equal.size - int(np.count_nonzero(equal))
                 dtypes[copy.label] = held
-        progress(bits.nbytes)
         return [
             PieceComparison(tensor, label, elements[label], differ[label], (dtypes[label], dtype)) for label in dtypes
         ]

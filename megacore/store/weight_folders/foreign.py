@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megacore.models.config import ModelConfig
-from megacore.parallel.weights.fingerprint import Logical
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, hugging_face, whole_name
 from megacore.store.io import hub
@@ -64,8 +63,6 @@ class ForeignFolder(SafetensorsFolder):
         if problems or kind is None or model is None:
             raise unusable(path, problems)
         made = _Names.of(source, model, problems)
-        if made is None:
-            raise unusable(path, problems)
         weights = made.file(made.weights, model, problems)
         if problems:
             raise unusable(path, problems)
@@ -103,9 +100,6 @@ class ForeignFolder(SafetensorsFolder):
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         return state, self.weights[stored.name]
-
-    def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        return {}  # the format keeps none
 
     def companions(self) -> Mapping[str, Companion]:
         return companions(self.home, self.home)
@@ -168,15 +162,16 @@ class _Names:
     others: Sequence[str]
 
     @classmethod
-    def of(cls, source: DistributedFiles, config: ModelConfig, problems: list[str]) -> _Names | None:
-        """Find a tensor of the first layer, whoever named it: what stands before it stands before all."""
+    def of(cls, source: DistributedFiles, config: ModelConfig, problems: list[str]) -> _Names:
+        """Find a tensor of the first layer, whoever named it: what stands before it stands before all. Raises
+        StoreError: there is none, or there are several."""
         looked_for = []
         for anchor, naming in anchors(config):
             begins = _before(anchor, source.tensors)
             if len(begins) > 1:
                 listed = ", ".join(short(begin) for begin in begins)
-                problems.append(f"there are {len(begins)} tensors {anchor}, after {listed}: keep one model in it")
-                return None
+                told = f"there are {len(begins)} tensors {anchor}, after {listed}: keep one model in it"
+                raise unusable(source.path, [told])
             if begins:
                 states = list(_states(begins[0], source.tensors))
                 roots = dict.fromkeys(state.root for state in states if state.kind in _STATES)
@@ -197,11 +192,11 @@ class _Names:
             looked_for.append(f"{anchor} ({naming.trainer if naming else 'Hugging Face'})")
         there = summary(source.tensors)
         more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
-        problems.append(
+        told = (
             f"its tensors are named neither of {', '.join(looked_for)}, of a {config.family} as {CONFIG} has it; there "
             f"are {', '.join(there[:_SHOWN])}{more}"
         )
-        return None
+        raise unusable(source.path, [told])
 
     def file(self, names: Mapping[str, str], config: ModelConfig, problems: list[str]) -> PartedFile:
         """Return tensors as Hugging Face names and stores them; those that nobody knows keep their names."""

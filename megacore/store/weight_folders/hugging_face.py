@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from megacore.models.config import ModelConfig, ModelConfigError
@@ -24,6 +24,7 @@ from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.transfer import Stored, by_layer, hugging_face
 from megacore.say import err
 from megacore.store.io import hub
+from megacore.store.io.files import is_inside
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files import bitsandbytes_files, fp8_files, mxfp4_files
@@ -146,7 +147,7 @@ def fetched(name: HubName, ignored_fields: Sequence[str] = ()) -> Path:
         raise unusable(pinned, problems)
     weights = [WEIGHTS] if (folder / WEIGHTS).exists() else []
     if not weights and (folder / INDEX).exists():
-        weights = sorted({*_weight_map(_object(folder, INDEX)).values()})
+        weights = sorted({*_weight_map(folder).values()})
     if weights and all((folder / file).exists() for file in weights):
         return folder
     sizes = hub.files_of(pinned)
@@ -235,7 +236,7 @@ def _files(folder: Path, problems: list[str]) -> tuple[tuple[TensorFile, ...], M
         problems.append(_no_weights(str(folder), [file.name for file in folder.iterdir()]))
         return None
     try:
-        named = _weight_map(_object(folder, INDEX))
+        named = _weight_map(folder)
     except StoreError as error:
         problems.append(str(error))
         return None
@@ -260,23 +261,19 @@ def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFi
     return tuple(opened)
 
 
-def _weight_map(index: Mapping[str, Any]) -> dict[str, str]:
-    """Return {tensor: file} of an index."""
-    names = index.get("weight_map")
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Return {tensor: file} of the index."""
+    names = _object(folder, INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise StoreError(f"{INDEX} has no weight_map, the object that names the file of each tensor")
-    outside = sorted({printable(str(name)) for name in names.values() if not _is_inside(name)})
+    outside = sorted({printable(str(name)) for name in names.values() if not _is_weights(name)})
     if outside:
         raise StoreError(f"{INDEX} names what is no .safetensors file of this folder: {', '.join(outside)}")
     return names
 
 
-def _is_inside(name: object) -> bool:
-    """Return whether a name stays in the folder. Links in the folder may lead out: the hub's cache is made of them."""
-    if not isinstance(name, str) or not name.endswith(".safetensors") or "\\" in name or not name.isprintable():
-        return False
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
+def _is_weights(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and is_inside(name)
 
 
 def _unnamed(files: Sequence[TensorFile], named: Mapping[str, TensorFile] | None, kind: type[ModelConfig]) -> list[str]:

@@ -25,6 +25,7 @@ from megacore.parallel.parameters import Parameters, view
 from megacore.parallel.rank_sets import parts_of_dp
 from megacore.parallel.weights.fingerprint import Logical, ReplicasDiffer, add_up, combined, spell
 from megacore.parallel.weights.transfer import Copy, Cut, Stored, native, plan
+from megacore.store.io.errors import listed
 from megacore.store.io.objects import place
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.accounting import summary
@@ -32,7 +33,6 @@ from megacore.store.tensor_files.dtypes import NUMBERS
 from megacore.store.tensor_files.shares import Turns, read_at_once
 from megacore.store.tensor_files.stream import assemble
 from megacore.store.weight_folders import audit
-from megacore.store.weight_folders.checkpoint import listed
 from megacore.store.weight_folders.folder import WeightFolder
 
 _Found = list[tuple[str, Cut | None, dict[str, int]]]
