@@ -1,5 +1,8 @@
 """Gradients that are rounded where they are sent: to what numbers, and which sums stay as they were."""
 
+from pathlib import Path
+
+import engine
 import numpy as np
 import pytest
 import torch
@@ -188,3 +191,18 @@ def test_what_is_sent_and_what_is_left_are_all_there_is(
         torch.testing.assert_close(sent + after, total, rtol=0, atol=0)
         # Of the gradients of a step and what was left before: of each rank, of a group's sum, of that of all.
         assert after.abs().max() <= 1.05 * roundings * 4 * largest / 128
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_losses_are_near_those_of_fp32(pool: Pool, recipe: str, tmp_path: Path, shard: ZeroShard) -> None:
+    overrides = [f"zero.shard={shard}", "train.precision=fp32", "train.steps=30", "evaluate.every=0"]
+    found = []
+    for word in ("none", "int8"):
+        run = [*overrides, f"zero.compress={word}", f"out={tmp_path / word}"]
+        one, other = pool.run(2, engine.train, recipe, run)
+        assert engine.same(one.weights, other.weights)
+        found.append(np.array(one.values("loss")))
+    whole, rounded = found
+    assert rounded[0] == whole[0] and not np.array_equal(rounded, whole) and whole[-1] < 0.75 * whole[0]
+    np.testing.assert_allclose(rounded, whole, rtol=0.01)
