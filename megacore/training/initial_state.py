@@ -46,7 +46,7 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
                 wanted = trained & going_on.names(kept) if mine else set[str]()
                 for name, tensor in loader.tensors(going_on, kept, wanted):
                     optimizer.load_from(state, name, tensor)
-        ours = len(residuals_of(optimizer.states()))
+        ours = optimizer.residuals
         for number, state in enumerate(residuals_of(going_on.states) if ours else ()):
             for name, tensor in loader.tensors(going_on, state, trained & going_on.names(state)):
                 if number % ours == optimizer.data_rank:  # what all have left together is as it was

@@ -134,8 +134,13 @@ class Optimizer:
             state: {name: dtype for name in self._names if state != MOMENTS[1] or name not in whole}
             for state, dtype in kept.items()
         }
-        ranks = range(len(self._gradients.data_ranks)) if self._gradients.feeds_back else ()
-        return states | {of_replica(RESIDUAL, rank): dict.fromkeys(self._names, torch.float32) for rank in ranks}
+        own = dict.fromkeys(self._names, torch.float32)
+        return states | {of_replica(RESIDUAL, rank): own for rank in range(self.residuals)}
+
+    @property
+    def residuals(self) -> int:
+        """The number of ranks that keep what rounding leaves of gradients: of those that differ in their data alone."""
+        return len(self._gradients.data_ranks) if self._gradients.feeds_back else 0
 
     @torch.no_grad()
     def read_into(self, state: str, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
