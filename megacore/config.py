@@ -188,8 +188,8 @@ class ZeroConfig:
     """Copies of what is shared out: it is split over groups of dp / replicas ranks (HSDP), of the dp of each replica
     that takes steps alone, where some do (`sync`)."""
     compress: Compression = "none"
-    """The numbers that gradients are rounded to where they are sent: `bf16` are half as many bytes, and layouts then
-    agree to its rounding (see docs/precision.md)."""
+    """The numbers that gradients are rounded to where they are sent: `bf16` are half as many bytes, `int8` a quarter,
+    and what rounding leaves is then kept and sent later; layouts agree to the rounding (see docs/precision.md)."""
 
 
 @dataclass(frozen=True, config=TYPED)

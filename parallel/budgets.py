@@ -9,6 +9,9 @@ REDUCE_SCATTERS = 2
 OFFLOAD_AHEAD = 256 << 20
 """Bytes of offloaded activations on their way in each direction, beside what the computation itself holds."""
 
+ROUNDING_BLOCK = 256
+"""Elements of a gradient that have one scale where they are sent in 8 bits: 1/256 of the bytes is scales."""
+
 NORM_BLOCK = 1 << 18
 """Elements of a gradient that a core widens at a time for the norm: they stay in its cache."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 ZeroShard = Literal["none", "optimizer", "gradients", "parameters"]
 """The states that ranks with the same shards split, each with what stands before it: ZeRO stages 0 to 3 (Rajbhandari et
 al. 2020, arXiv 1910.02054)."""
-Compression = Literal["none", "bf16"]
+Compression = Literal["none", "bf16", "int8"]
 """The numbers that gradients are rounded to where they are sent: none but those that they are summed in, or these."""
 Recompute = Literal["none", "selective", "full"]
 """The part of a block that the backward computes again."""

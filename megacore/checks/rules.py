@@ -470,6 +470,23 @@ def _compression(facts: RuleContext) -> Iterator[str]:
             f"zero.compress={width} is for gradients that are summed in fp32, and these are summed in {precision}: set "
             f"zero.compress=none, or {way_out}"
         )
+    if width != "int8":
+        return
+    if facts.config.zero.shard not in ("none", "optimizer"):
+        yield (
+            f"zero.compress=int8 keeps what rounding leaves of whole gradients, and zero.shard="
+            f"{facts.config.zero.shard} has none: choose zero.shard=optimizer or none, or zero.compress=bf16"
+        )
+    if precision == "fp16":
+        yield (
+            "zero.compress=int8 sends later what rounding leaves, and the loss scale of train.precision=fp16 changes "
+            "meanwhile: choose train.precision=bf16, or zero.compress=bf16"
+        )
+    if facts.config.sync.every is not None:
+        yield (
+            f"zero.compress=int8 and sync.every={facts.config.sync.every} each keep a state of their own for each "
+            "replica: choose zero.compress=bf16, or leave sync out"
+        )
 
 
 def _shards(facts: RuleContext) -> Iterator[str]:

@@ -41,7 +41,17 @@ from megacore.parallel.weights.transfer import Stored, native
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster
 from megacore.store.tensor_files.shares import share_out, share_reads
-from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS, OUTER, ROUND_STATES, STATES, on_disk
+from megacore.store.weight_folders.index import (
+    EMA,
+    KINDS,
+    MASTER,
+    MOMENTS,
+    OUTER,
+    RESIDUAL,
+    ROUND_STATES,
+    STATES,
+    on_disk,
+)
 
 WEIGHTS = STATES[0]
 STORAGE_OF_A_DEVICE = 2e12 / 16384
@@ -198,11 +208,12 @@ class Overheads:
 # -- who does what
 
 
-def _states(setting: Setting) -> Mapping[str, int]:
+def _states(setting: Setting) -> dict[str, int]:
     """Return {state of a checkpoint: bytes of an element}."""
     widths = setting.widths
     others = {MASTER: widths.master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS)), EMA: widths.average}
     others |= dict.fromkeys(ROUND_STATES, widths.outer // 2)
+    others[RESIDUAL] = widths.gradient * (setting.compress == "int8")
     return {WEIGHTS: widths.parameter, **{state: width for state, width in others.items() if width}}
 
 
@@ -211,7 +222,7 @@ def _lacking(setting: Setting) -> Mapping[str, frozenset[str]]:
     frozen = setting.frozen
     whole = frozenset(names.matrices(setting.model.schema)) if setting.muon_steps else frozenset[str]()
     _, second = MOMENTS
-    return {**dict.fromkeys((*STATES, *ROUND_STATES), frozen), WEIGHTS: frozenset(), second: frozen | whole}
+    return {**dict.fromkeys(KINDS, frozen), WEIGHTS: frozenset(), second: frozen | whole}
 
 
 def _writes(state: str, replica: int) -> bool:
@@ -234,6 +245,7 @@ def save_of(setting: Setting, per_node: int, storage: Storage, interval: float |
     layout = replace(setting.layout, schema=setting.tuning.kept(setting.model.schema))
     disk, states, lacking = on_disk(layout), _states(setting), _lacking(setting)
     by_rank, files = Counter[int](), 0
+    own_width = states.pop(RESIDUAL, 0)
     for replica, ranks in _together(setting):
         stored = list(native(disk, [disk.mesh.rank(replace(layout.mesh.place(ranks[0]), dp=0, cp=0))]))
         held = {
@@ -245,6 +257,8 @@ def save_of(setting: Setting, per_node: int, storage: Storage, interval: float |
         for rank, share in zip(ranks, share_out(disk, held, len(ranks)), strict=True):
             files += len(share)
             by_rank[rank] += sum(states[own.state] * math.prod(each.shape) for own in share for each in own.tensors)
+            if left := own_width * sum(math.prod(each.shape) for each in stored if each.name not in lacking[RESIDUAL]):
+                files, by_rank[rank] = files + 1, by_rank[rank] + left
     writers, nodes, busiest, busiest_node = _busiest(by_rank, per_node)
     seconds = storage.seconds(by_rank.total(), busiest_node)
     return Save(by_rank.total(), files, writers, nodes, busiest, busiest_node, seconds, interval)
@@ -261,7 +275,8 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
         held = {state: [each for each in stored if each.name not in names] for state, names in lacking.items()}
         rest = [each for each in stored if each.name in lacking[MASTER]]
         before = by_rank.total()
-        later = [(state, held[state]) for state in (*STATES[2:], *ROUND_STATES) if state in states]
+        of_each = [RESIDUAL] * len(ranks)  # all get that of each
+        later = [(state, held[state]) for state in (*STATES[2:], *ROUND_STATES, *of_each) if state in states]
         for state, tensors in ((first, held[MASTER]), (WEIGHTS, rest), *later):
             if _writes(state, replica):
                 size += states[state] * sum(_unpadded(each, sizes) for each in tensors)

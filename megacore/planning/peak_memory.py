@@ -343,16 +343,19 @@ class _Sharing:
 
         def under_way(elements: int) -> int:
             """Return the bytes of a sum: what is sent, and on CPUs the shards that come from each of the others."""
-            size = elements * setting.sent_gradient
+            size = setting.sent(elements)
             return size + (size - size * setting.replicas // setting.alone // data) * (setting.device == "cpu")
 
-        sent = setting.sent_gradient * (setting.compress != "none")  # a bucket is let go once it is rounded
+        sent = setting.sent(1) * (setting.compress != "none")  # a bucket is let go once it is rounded
         if rung < 2:
             if not sent:
                 return cls()
+            made = (8 if rung == 0 else 4) * setting.feeds_back(1)  # while one is made of 8 bits, or to them
             buckets = sum(part.trained for part in shares if data * part.model_replicas > 1) // most
-            rounded = most * min(1 + REDUCE_SCATTERS, buckets) * sent  # the last one is after the peak
-            larger = max(0, last.learning * (data > 1) - most) * sent
+            own = sent * (2 if made else 1)  # with what comes of others
+            rounded = most * min(1 + REDUCE_SCATTERS, buckets) * own  # the last one is after the peak
+            rounded += most * (buckets > 0) * made
+            larger = max(0, last.learning * (data > 1) - most) * (own + made)
             return cls(0, rounded + larger, rounded, rounded, rounded, rounded)
         backwards = setting.microbatches * setting.layout.chunks
         alone = [part for part in shares if sharing(part, setting) == 1 and "layer" in part.param.named_axes]

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import EVERYTHING, Tuning
-from megacore.parallel.budgets import BUCKET_BYTES
+from megacore.parallel.budgets import BUCKET_BYTES, ROUNDING_BLOCK
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
     SPLIT_BACKWARD,
@@ -124,10 +124,16 @@ class Setting:
     alone: int = 1
     round_steps: int = 0
 
-    @property
-    def sent_gradient(self) -> int:
-        """The bytes of an element of a gradient in a message."""
-        return 2 if self.compress == "bf16" else self.widths.gradient
+    def sent(self, elements: int, model_replicas: int = 1) -> int:
+        """Return the bytes of so many elements of a gradient in a message, of which so many ranks of a data parallel
+        replica hold copies."""
+        if self.feeds_back(model_replicas):
+            return elements + elements // ROUNDING_BLOCK
+        return elements * (2 if self.compress == "bf16" else self.widths.gradient)
+
+    def feeds_back(self, model_replicas: int) -> bool:
+        """Return whether what is left of such gradients is sent later: those that data parallel ranks alone sum."""
+        return self.compress == "int8" and model_replicas == 1 and self.layout.mesh.size(("dp", "cp")) > 1
 
     def widths_of(self, param: Param) -> Widths:
         """Return the widths of a parameter's elements: of matrices that are updated as wholes there is one moment."""

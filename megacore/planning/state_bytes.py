@@ -199,6 +199,9 @@ def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
             continue
         ranks = sharing(part, setting)
         total += state_of(part.trained, ranks, setting.widths_of(part.param), setting.shard)
+        if setting.feeds_back(part.model_replicas):  # what is left of all, and the sums in memory of their own
+            own = part.trained if setting.shard == "none" else -(-part.trained // ranks)
+            total += StateBytes(0, (part.trained + own) * widths.gradient, 0, 0)
         still = setting.bytes_of(part.param, part.elements - part.trained)
         alone += -(-still // ranks) if setting.shard == "parameters" else still
         if pieces[part.param.name] > 1 and setting.shard in ("optimizer", "gradients"):

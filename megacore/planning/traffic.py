@@ -107,7 +107,8 @@ def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterSha
         own = (*(("dp",) if mesh.dp > setting.alone else ()), *(("cp",) if mesh.cp > 1 else ()), *dims)
         numel = sum(part.trained for part in group)
         ranks, split = data * group[0].model_replicas, sharing(group[0], setting)
-        axis, gradient, sent = " x ".join(own), numel * widths.gradient, numel * setting.sent_gradient
+        axis, gradient = " x ".join(own), numel * widths.gradient
+        sent = setting.sent(numel, group[0].model_replicas)
         what = "gradients" if not dims else "gradients of what these ranks share"
         if rung == 0:
             yield buckets(ALL_REDUCE, axis, what, ranks, gradient, 1, sent)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megacore.control import Control
 from megacore.parallel.parameters import Parameters
 from megacore.store.weight_folders import audit
-from megacore.store.weight_folders.index import MASTER, kept_as, kind_of
+from megacore.store.weight_folders.index import MASTER, RESIDUAL, kept_as, kind_of, residuals_of
 from megacore.store.weight_folders.loader import Loader
 
 if TYPE_CHECKING:
@@ -41,11 +41,16 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
         assert going_on is not None  # it has said how far it is
         for state in optimizer.states():  # in one order on all ranks, whose sets of strings have orders of their own
             kept = kept_as(state, going_on.states)
-            if state != MASTER and kept is not None:
+            if state != MASTER and kind_of(state)[0] != RESIDUAL and kept is not None:
                 mine = kind_of(state)[1] in (None, optimizer.replica)
                 wanted = trained & going_on.names(kept) if mine else set[str]()
                 for name, tensor in loader.tensors(going_on, kept, wanted):
                     optimizer.load_from(state, name, tensor)
+        ours = optimizer.residuals
+        for number, state in enumerate(residuals_of(going_on.states) if ours else ()):
+            for name, tensor in loader.tensors(going_on, state, trained & going_on.names(state)):
+                if number % ours == optimizer.data_rank:  # what all have left together is as it was
+                    optimizer.add_residual(name, tensor)
         optimizer.updates = start.progress.updates
     loader.verify()
     source = start.source if start.adapters is None else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from megacore.parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
 from megacore.parallel.gradients.matrices import Matrices
 from megacore.parallel.gradients.reduce import Gradients
-from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS
+from megacore.store.weight_folders.index import EMA, MASTER, MOMENTS, RESIDUAL, kind_of, of_replica
 from megacore.training.states.device_store import DeviceStore, Nothing, Rule
 from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload, OffloadedStore
@@ -48,6 +48,8 @@ class Optimizer:
         self.replica = 0
         """The number of the replica whose states are here, where replicas take steps alone."""
         self._gradients = gradients
+        self.data_rank = gradients.data_ranks.index(gradients.parameters.mesh.rank)
+        """The number of this rank among those that differ in their data alone, by which it has residuals."""
         self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments, muon, ema)
         device, matrices = gradients.parameters.mesh.device, None if muon is None else Matrices(gradients)
         some = next(iter(gradients.parameters.values()))
@@ -69,7 +71,9 @@ class Optimizer:
         ``go``, a bool scalar on the device, is false nothing changes; by default, where ``norm`` is not finite.
         """
         self._wait_for_copies()
-        self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
+        go = torch.isfinite(norm) if go is None else go
+        self.store.update(lr, go, self._divisor(norm, scale))
+        self._gradients.keep_residuals(go)
 
     def change_after(self, event: torch.cuda.Event) -> None:
         """Have the next change of weights or states wait for an event, on the device: until then they are being copied.
@@ -106,6 +110,9 @@ class Optimizer:
                 if state in MOMENTS:
                     moments = self.store.of(part, state)
                     moments[...] = torch.zeros_like(moments[...])
+        for name in self._names:
+            for _, residual in self._gradients.residuals(name):
+                residual.zero_()
 
     # -- the state, by the names and in the shapes of the parameters
 
@@ -123,10 +130,17 @@ class Optimizer:
         shards, kept = self._gradients.parameters.shards, self._rule.kept(self._gradients.parameters.dtype)
         whole = {name for name in self._names if self._rule.muon is not None and shards[name].param.is_matrix}
         # A rank that trains nothing has the same states, and nothing in them.
-        return {
+        states = {
             state: {name: dtype for name in self._names if state != MOMENTS[1] or name not in whole}
             for state, dtype in kept.items()
         }
+        own = dict.fromkeys(self._names, torch.float32)
+        return states | {of_replica(RESIDUAL, rank): own for rank in range(self.residuals)}
+
+    @property
+    def residuals(self) -> int:
+        """The number of ranks that keep what rounding leaves of gradients: of those that differ in their data alone."""
+        return len(self._gradients.data_ranks) if self._gradients.feeds_back else 0
 
     @torch.no_grad()
     def read_into(self, state: str, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
@@ -136,6 +150,10 @@ class Optimizer:
         All ranks do so for all states and names in one order, for some hold a part of what others want: those that do
         not want it leave out ``host``.
         """
+        if kind_of(state)[0] == RESIDUAL:
+            if host is not None:
+                host.copy_(take(self._residual(name)), non_blocking=True)
+            return
         self._gradients.read(name, self._state(state), host, take)
 
     @torch.no_grad()
@@ -153,6 +171,13 @@ class Optimizer:
         """Fill the moments or averages of a parameter from a host tensor of its shape, of any float dtype."""
         self._wait_for_copies()
         self._gradients.write(name, self._state(state), host)
+
+    @torch.no_grad()
+    def add_residual(self, name: str, host: Tensor) -> None:
+        """Add to what rounding has left of this rank's gradients of a parameter, a host tensor of its shape."""
+        self._wait_for_copies()
+        for span, residual in self._gradients.residuals(name):
+            residual.add_(span.of(host.to(residual)))
 
     @torch.no_grad()
     def load_weight(self, name: str, host: Tensor) -> None:
@@ -192,6 +217,14 @@ class Optimizer:
         for part, each in zip(self._gradients.parts, values, strict=True):
             part.data.copy_(each.view(part.data.shape))
         self._gradients.updated()
+
+    def _residual(self, name: str) -> Tensor:
+        """Return what rounding has left of this rank's gradients of a parameter, in its shape: 0 where none is."""
+        parameter = self._gradients.parameters[name]
+        whole = torch.zeros(parameter.shape, device=parameter.device)
+        for span, residual in self._gradients.residuals(name):
+            span.of(whole).copy_(residual)
+        return whole
 
     def _state(self, state: str) -> Callable[[OwnedShard], Elements]:
         return partial(self.store.of, state=state)

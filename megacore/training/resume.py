@@ -36,7 +36,7 @@ from megacore.store.tensor_files.companions import TEMPLATES, TEXT, Companion
 from megacore.store.tensor_files.companions import companions as beside
 from megacore.store.weight_folders.checkpoint import TRAINER, Checkpoint
 from megacore.store.weight_folders.folder import WeightFolder
-from megacore.store.weight_folders.index import EMA, INDEX, MOMENTS, VersionError, kept_as, replicas_of
+from megacore.store.weight_folders.index import EMA, INDEX, MOMENTS, VersionError, kept_as, replicas_of, residuals_of
 from megacore.training.progress import DATA, Progress, recipe
 
 NOTED = "config.yaml"
@@ -362,6 +362,12 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
                 f"  {max(were, 1)} replicas took steps alone (sync), and there are {are} now: the moments of the first "
                 "ones are dealt out to all"
             )
+        left, ranks = (0 if source is None else len(residuals_of(source.states))), mesh.dp * mesh.cp
+        if left and (config.zero.compress != "int8" or ranks == 1):
+            yield "  what rounding has left of gradients (zero.compress=int8) is left out from here on"
+        elif left and left != ranks:
+            of_ranks = f"gradients on {left} ranks (dp x cp) is dealt out to {ranks}"
+            yield f"  what rounding has left of {of_ranks}: its sum stays"
         drops = any("drop" in each.name and getattr(model, each.name) for each in fields(model))
         if drops and any(key.startswith(_LAYOUT) for key in changed):
             yield "  the layout or microbatch has changed: dropout draws other masks than it would have drawn"

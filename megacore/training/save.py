@@ -44,7 +44,8 @@ from megacore.store.weight_folders.checkpoint import COMPANIONS, TRAINER, Checkp
 from megacore.store.weight_folders.folder import WeightFolder
 from megacore.store.weight_folders.index import (
     INDEX,
-    ROUND_STATES,
+    KINDS,
+    RESIDUAL,
     STATES,
     Adapters,
     Carried,
@@ -101,12 +102,14 @@ class Contents:
         """{state: {name: dtype}} of the tensors of this rank that are saved, here or by other replicas."""
         shards = self.layout.shards(self.parameters.mesh.place)
         there = {WEIGHTS: {each.name: self.parameters[each.name].dtype for each in shards}, **self.optimizer.states()}
-        order = sorted(there, key=lambda state: ((*STATES, *ROUND_STATES).index(kind_of(state)[0]), state))
+        order = sorted(there, key=lambda state: (KINDS.index(kind_of(state)[0]), state))
         return {state: there[state] for state in order}
 
     def writes(self, state: str) -> bool:
-        """Return whether this rank's replica writes a state: its own, or those of all if it is the first."""
-        return (kind_of(state)[1] or 0) == self.optimizer.replica
+        """Return whether this rank's replica writes a state: its own, or those of all if it is the first. A residual is
+        written by its rank."""
+        kind, replica = kind_of(state)
+        return (replica or 0) == (self.optimizer.data_rank if kind == RESIDUAL else self.optimizer.replica)
 
 
 def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,11 +148,15 @@ class Snapshot:
             # None where nothing of this rank is trained, or all of it is another's to write.
             and (found := [(stored, dtypes[stored.name].itemsize) for stored in kept if stored.name in dtypes])
         }
+        alone = {name: [stored for stored, _ in held.pop(name)] for name in [*held] if kind_of(name)[0] == RESIDUAL}
         replicas = mesh.shape.along(mesh.rank, "dp", "cp")
         self._device, on_device = mesh.device, mesh.device.type == "cuda"
         self.written = [
             self._written(part, file_name(part.state, place, part.number), on_device)
-            for part in share_out(disk, held, len(replicas))[replicas.index(mesh.rank)]
+            for part in (
+                *share_out(disk, held, len(replicas))[replicas.index(mesh.rank)],
+                *(FileContents(state, None, tensors) for state, tensors in alone.items()),
+            )
         ]
         self.copied_s = self.cpu_s = 0.0
         self._copy_begins, self._copy_ends = (

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter_
+from megacore.parallel.gradients import rounding
 from megacore.parallel.mesh import Group
 from megacore.parallel.parameters import Parameters, WeightGradient, view
 from megacore.parallel.weights.layout import MeshShape
@@ -220,12 +221,15 @@ class Bucket:
     parameters; ``full`` is there from the first gradient of a round to its end, and ``gradient`` sums the rounds. When
     all are summed, it is all-reduced over ``across``.
 
+    Where 8 bits are sent, ``residual``: [numel] is what earlier steps have left unsent, which goes with the sums of
+    this one. What that leaves is in ``full`` until :meth:`keep_residual`, and ``gradient`` in memory of its own.
+
     Args:
         flat: The layout of the bucket.
         across: The ranks that own the same shard.
         uses: {parameter: how many chunks of this rank use it}; all alike where the bucket does not keep.
         dtype: The dtype of the gradients.
-        sent: The dtype that they are rounded to where they are sent.
+        sent: The dtype that they are rounded to where they are sent; int8 only where the bucket keeps.
         keeps: Whether they stay from microbatch to microbatch.
         late: Whether the all-reduce waits for the end of the step: the other end of the pipeline has its gradients when
             what this one sends last has gone all the way. A sum that waited for it meanwhile would hold the device, for
@@ -247,7 +251,12 @@ class Bucket:
         self._dtype, self._device = dtype, flat.places[0].span.parameter.device
         self._uses = [uses[place.span.parameter] for place in flat.places]
         self.full = self._zeros(flat.numel) if keeps else None
-        self.gradient = self._zeros(flat.numel // self.group.size) if self.full is None else flat.shard(self.full)
+        self.residual = self._zeros(flat.numel) if sent == torch.int8 else None
+        self.gradient = (
+            self._zeros(flat.numel // self.group.size)
+            if self.full is None or self.residual is not None
+            else flat.shard(self.full)
+        )
         self.begin(0)
 
     def begin(self, microbatches: int) -> None:
@@ -307,20 +316,30 @@ class Bucket:
         self._waiting = sum(came < end for came, end in zip(self._came, ends, strict=True))
         if not self.keeps:
             self.full = None
+        if self.residual is not None:
+            return rounding.start_reduce_scatter(full.add_(self.residual), self.group)
         return start_reduce_scatter_(self._as_sent(full, self.group), self.group)
 
     def take(self, pending: Pending) -> None:
         """Wait for a reduce-scatter, and add what it gives to the gradient."""
         found = pending.wait()
-        if not self.keeps or found.dtype != self._dtype:
+        if not self.keeps or found.dtype != self._dtype or self.residual is not None:
             _ = self.gradient.add_(found) if self.summed else self.gradient.copy_(found)
         self.summed += 1
 
     def start_all_reduce(self) -> Pending:
         """Start the sum of the gradient over those who own the same shard."""
+        if self.residual is not None and self.full is not None:
+            return rounding.start_all_reduce(self.gradient, self.flat.shard(self.full), self.across)
         gradient, sent = self.gradient, self._as_sent(self.gradient, self.across)
         pending = start_all_reduce(sent, self.across)
         return pending if sent is gradient else pending.then(lambda: gradient.copy_(sent))
+
+    def keep_residual(self, go: Tensor) -> None:
+        """Keep what the step has left unsent for the next one, if ``go``, a bool scalar on the device, says that there
+        was an update."""
+        if self.residual is not None and self.full is not None:
+            torch.where(go, self.full, self.residual, out=self.residual)
 
     def _as_sent(self, x: Tensor, group: Group) -> Tensor:
         return x if group.size == 1 else x.to(self._sent)

@@ -2,9 +2,10 @@
 
 Gradients are accumulated in flat buckets (fp32 by default). A bucket is reduce-scattered over the group that splits it
 as soon as its last gradient is there, and each rank's shard is all-reduced over the ranks that own the same one; both
-go on beside the rest of the backward. What is sent may be rounded to bf16, which is half of the bytes. Every reduction
-is a sum: the loss has been divided by the global number of counted tokens before. The rungs of ZeRO (Rajbhandari et al.
-2020, arXiv 1910.02054) say what the replicas of a bucket split:
+go on beside the rest of the backward. What is sent may be rounded to bf16, which is half of the bytes, or to 8 bits
+with error feedback (`gradients.rounding`). Every reduction is a sum: the loss has been divided by the global number of
+counted tokens before. The rungs of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) say what the replicas of a bucket
+split:
 
     none         nothing: groups of one, and the all-reduce goes over all replicas
     optimizer    masters and moments
@@ -79,10 +80,11 @@ class Gradients:
         bucket_bytes: Largest size of a bucket of more than one parameter; on ``parameters`` each unit has its own.
         offload: Whether a rank's shard of split parameters lives in host memory.
         matrices: Whether matrices of blocks are updated as wholes, and are parts of their own.
-        compress: The numbers that gradients are rounded to where they are sent.
+        compress: The numbers that gradients are rounded to where they are sent; int8 what ranks of dp and cp alone sum,
+            in fp32, where whole gradients stay.
 
     Raises:
-        ValueError: ``shard`` or ``compress`` is another word.
+        ValueError: ``shard`` or ``compress`` is another word, or they do not fit.
     """
 
     def __init__(
@@ -105,7 +107,11 @@ class Gradients:
         self.replicas = replicas if self.splits else None
         """Groups of data parallel ranks that do not split with each other; None where nobody splits."""
         self._keeps = shard in ("none", "optimizer")
-        self._sent = torch.bfloat16 if compress == "bf16" else dtype
+        if compress == "int8" and (not self._keeps or dtype != torch.float32):
+            raise ValueError(f"compress=int8 is for fp32 sums and shard=none or optimizer, not {dtype} and {shard}")
+        self._sent = {"none": dtype, "bf16": torch.bfloat16, "int8": torch.int8}[compress]
+        self.data_ranks = self._mesh.shape.along(self._mesh.rank, "dp", "cp")
+        """The ranks that differ from this one in their data alone; each has residuals where 8 bits are sent."""
         self._mesh.make_groups(divided(parameters.layout, self.replicas))
         self.spans = spans_of(parameters, True, matrices)
         self.buckets: list[Bucket] = []
@@ -156,6 +162,11 @@ class Gradients:
         than the weights, on a GPU; a CPU's products would be rounded before."""
         wider = self.dtype.itemsize > self.parameters.dtype.itemsize
         return wider and self._mesh.device.type == "cuda"
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what rounding leaves of gradients is sent later."""
+        return self._sent == torch.int8 and len(self.data_ranks) > 1
 
     # -- sums
 
@@ -238,6 +249,20 @@ class Gradients:
         """
         self._norms += 1
         return norm_of(self.squares() if squares is None else squares, self._norms, self.dtype, self._mesh)
+
+    def keep_residuals(self, go: Tensor) -> None:
+        """Keep what rounding has left of this step's gradients for the next one, if ``go``, a bool scalar on the
+        device, is true: a step without an update leaves nothing."""
+        for bucket in self.buckets:
+            bucket.keep_residual(go)
+
+    def residuals(self, name: str) -> Iterator[tuple[Span, Tensor]]:
+        """Yield (span, what rounding has left of its gradients on this rank, in its shape) of a parameter: none of
+        those that are not sent in 8 bits."""
+        for bucket, number in self._places.get(self.parameters[name], ()):
+            if bucket.residual is not None:
+                place = bucket.flat.places[number]
+                yield place.span, place.of(bucket.residual)
 
     def receive(self, parameter: Tensor, gradient: Tensor | WeightGradient) -> None:
         """Add the gradient that the backward which runs has for a parameter: autograd's, or in its place what a linear
@@ -460,7 +485,10 @@ class Gradients:
 
     def _bucket(self, flat: FlatLayout, same: Group) -> Bucket:
         late = crosses_stages(self._mesh.shape, flat.places[0].span.replicas)
-        self.buckets.append(Bucket(flat, same, self._uses, self.dtype, self._sent, self._keeps, late))
+        replicas = flat.places[0].span.replicas
+        in_8_bits = self._sent == torch.int8 and len(replicas) > 1 and replicas == self.data_ranks
+        sent = self._sent if in_8_bits or self._sent != torch.int8 else self.dtype
+        self.buckets.append(Bucket(flat, same, self._uses, self.dtype, sent, self._keeps, late))
         return self.buckets[-1]
 
     def _share(self, bucket_bytes: int) -> None:

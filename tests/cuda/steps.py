@@ -167,6 +167,7 @@ CASES: Mapping[str, Case] = {
     "hsdp, gradients": Case("mesh.dp=4 zero.replicas=2 zero.shard=gradients"),
     "hsdp, parameters": Case("mesh.dp=4 zero.replicas=2 zero.shard=parameters"),
     "hsdp, gradients, rounded": Case("mesh.dp=4 zero.replicas=2 zero.shard=gradients zero.compress=bf16"),
+    "hsdp, optimizer, 8 bits": Case("mesh.dp=4 zero.replicas=2 zero.shard=optimizer zero.compress=int8"),
     "replicas alone, gradients": Case("mesh.dp=4 sync.every=2 sync.replicas=2 zero.shard=gradients"),
     "tp": Case("mesh.tp=2"),
     "tp, shared kv heads": Case("mesh.tp=4"),

@@ -331,6 +331,12 @@ BAD = [
     ),
     bad("zero.compress=bf16 train.precision=fp64", "these are summed in fp64: set zero.compress=none"),
     bad("zero.compress=bf16 train.precision=bf16 optimizer.master_weights=false", "or optimizer.master_weights=true"),
+    bad(
+        "zero.compress=int8 zero.shard=gradients",
+        "has none: choose zero.shard=optimizer or none, or zero.compress=bf16",
+    ),
+    bad("zero.compress=int8 train.precision=fp16", "changes meanwhile: choose train.precision=bf16"),
+    bad("zero.compress=int8 sync.every=4", "sync.every=4 each keep a state of their own for each replica"),
     # sequences and batches
     bad("data.sequence_length=2048", "data.sequence_length (2048)", "1024 positions", "at most 1024", "n_positions"),
     bad("data.sequence_length=511", "1 x 511", "2 x 1", "data.sequence_length=510 or 512"),

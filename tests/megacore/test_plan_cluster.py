@@ -83,7 +83,11 @@ def started_saved_and_resumed(recipe: str, overrides: list[str]) -> Seen:
 
 
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("overrides", [["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "overrides",
+    [["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"], ["mesh.tp=2", "zero.compress=int8"]],
+    ids=" ".join,
+)
 def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], pool: Pool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE)
     overrides = [*overrides, "train.precision=bf16", "evaluate.every=0", "checkpoint.at_end=true"]

@@ -206,11 +206,15 @@ class Run:
         """Of each part of the state, whatever memory it lies in."""
         split = (*self.gradients.values.values(), *self.gradients.frozen)
         parameters = [p.data for p in self.model.parameters.values()] + [values.own for values in split]
+        residuals = [each.residual for each in self.gradients.buckets if each.residual is not None]
+        residuals += [
+            each.full for each in self.gradients.buckets if each.residual is not None and each.full is not None
+        ]
         lazy = [p.grad for p in self.model.parameters.values() if p.grad is not None]
         store = device_store(self.optimizer)
         return {
             "parameters": parameters,
-            "gradients": lazy + [bucket.gradient for bucket in self.gradients.buckets],
+            "gradients": lazy + residuals + [bucket.gradient for bucket in self.gradients.buckets],
             "masters": [t.tensor for t in store.targets if t.master],
             "moments": [
                 store.of(t.part, each) for t in store.targets for each in store.states(t.part) if each != MASTER
@@ -347,6 +351,7 @@ OF_TWO = [
     Case(MeshShape(dp=2), shard="gradients", microbatches=2, bucket_bytes=1 << 19),
     Case(MeshShape(dp=2), shard="parameters", microbatches=2),
     *(Case(MeshShape(dp=2), shard=shard, microbatches=2, compress="bf16", bucket_bytes=1 << 19) for shard in SHARDS),
+    *(Case(MeshShape(dp=2), shard=each, microbatches=2, compress="int8", bucket_bytes=1 << 19) for each in SHARDS[:2]),
 ]
 # Few tokens and a large vocabulary: the sums of the model's ends, each of which is one message, decide.
 ENDS = Case(MeshShape(dp=2), vocab=8000, length=16, micro=1, microbatches=2, bucket_bytes=1 << 19)
@@ -355,6 +360,7 @@ OF_TWO += [
     *(replace(ENDS, shard=shard, tied=True) for shard in SHARDS[2:]),
     replace(ENDS, shard="gradients", tied=True, compress="bf16"),
     replace(ENDS, shard="optimizer", compress="bf16"),
+    replace(ENDS, shard="optimizer", compress="int8"),
 ]
 OF_FOUR = [
     Case(MeshShape(pp=2, tp=2), microbatches=4),
@@ -631,9 +637,12 @@ def sent_by_step(cases: list[Case]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
-def test_rounded_gradients_save_what_is_planned(pool: Pool, shard: ZeroShard) -> None:
-    rounded = Case(MeshShape(dp=2), shard=shard, microbatches=2, vocab=64, length=16, compress="bf16")
+@pytest.mark.parametrize(
+    ("shard", "to"),
+    [("optimizer", "bf16"), ("gradients", "bf16"), ("parameters", "bf16"), ("optimizer", "int8")],
+)
+def test_rounded_gradients_save_what_is_planned(pool: Pool, shard: ZeroShard, to: Compression) -> None:
+    rounded = Case(MeshShape(dp=2), shard=shard, microbatches=2, vocab=64, length=16, compress=to)
     cases = [replace(rounded, compress="none"), rounded]
     planned = [sum(each.sent for each in traffic(case.setting, 0)) for case in cases]
     for whole, half in pool.run(2, sent_by_step, cases):

@@ -60,6 +60,7 @@ def six(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, 3, ["train.precision=fp32"], id="dp2-fp32"),
         pytest.param(4, 16, ["train.precision=bf16", "mesh.tp=2", "mesh.pp=2"], id="tp2-pp2-bf16"),
         pytest.param(2, 4, ["train.precision=bf16", "zero.shard=gradients", "zero.compress=bf16"], id="dp2-rounded"),
+        pytest.param(4, 12, ["train.precision=bf16", "mesh.tp=2", "zero.compress=int8"], id="dp2-tp2-int8"),
     ],
 )
 def test_ten_steps_and_ten_are_twenty_bitwise(
@@ -82,6 +83,50 @@ def test_ten_steps_and_ten_are_twenty_bitwise(
     half, end = (engine.tensor_files(path_of(straight, step)) for step in (10, 20))
     engine.assert_same_files(path_of(straight, 20), path_of(resumed, 20), files)
     assert all(data != half[name] for name, data in end.items())
+
+
+def residuals(recipe: str, overrides: list[str]) -> tuple[dict[str, np.ndarray], bool]:
+    """What rounding has left of this rank's gradients when a run goes on, and whether that is saved again."""
+    optimizer = trainer(recipe, overrides).train_step.optimizer
+    found = {name: torch.empty(each.shape) for name, each in optimizer._gradients.parameters.items()}
+    for name, host in found.items():
+        optimizer.read_into("residual_of_0", name, host)
+    return {name: host.numpy() for name, host in found.items()}, "residual_of_0" in optimizer.states()
+
+
+def test_what_rounding_has_left_is_dealt_out_to_fewer_and_to_more_ranks(
+    recipe: str, pool: Pool, tmp_path: Path
+) -> None:
+    out = [f"out={tmp_path}", "zero.compress=int8", "train.precision=fp32", "train.steps=3", "checkpoint.every=3", *OFF]
+    pool.run(2, train, recipe, out)
+    saved = path_of(tmp_path, 3)
+    left = [engine.whole(saved, f"residual_of_{rank}") for rank in range(2)]
+    together = {name: left[0][name] + left[1][name] for name in left[0]}
+    assert all(np.abs(each).max() > 0 for each in together.values())
+    on = [*out, f"checkpoint.resume={saved}", f"out={tmp_path / 'on'}"]
+    for world, more in ((4, []), (4, ["mesh.cp=2"]), (2, ["zero.shard=optimizer"])):
+        found, _ = zip(*pool.run(world, residuals, recipe, [*on, *more]), strict=True)
+        assert all(np.array_equal(found[rank][name], left[rank][name]) for rank in range(2) for name in together)
+        assert not any(each.any() for rank in range(2, world) for each in found[rank].values())
+    for world, more, line in (
+        (2, [], None),
+        (4, [], "on 2 ranks (dp x cp) is dealt out to 4: its sum stays"),
+        (1, [], "(zero.compress=int8) is left out from here on"),
+        (2, ["zero.compress=none"], "(zero.compress=int8) is left out from here on"),
+    ):
+        told = [each for each in said(recipe, *on, *more, mesh=MeshShape(dp=world)) if "what rounding" in each]
+        assert line in told[0] if line else not told
+    ((nothing, again),) = pool.run(1, residuals, recipe, on)
+    assert not again and not any(each.any() for each in nothing.values())
+    pool.run(4, train, recipe, [*on, "train.steps=4", "checkpoint.every=4"])
+    four = path_of(tmp_path / "on", 4)
+    left = [engine.whole(four, f"residual_of_{rank}") for rank in range(4)]
+    on = [*out, f"checkpoint.resume={four}", f"out={tmp_path / 'two'}", "train.steps=4"]
+    (one, _), (other, _) = pool.run(2, residuals, recipe, on)
+    for name in together:
+        for found_here, first in ((one, 0), (other, 1)):
+            want = left[first][name].astype(np.float32) + left[first + 2][name].astype(np.float32)
+            assert np.array_equal(found_here[name], want), name
 
 
 def test_it_goes_on_where_it_was_stopped(recipe: str, six: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.foreign import ForeignFolder, is_foreign
 from megacore.store.weight_folders.hugging_face import ADAPTER, CONFIG, HuggingFace, fetched
-from megacore.store.weight_folders.index import EMA, INDEX, ROUND_STATES, STATES, VersionError, kind_of
+from megacore.store.weight_folders.index import EMA, INDEX, KINDS, STATES, VersionError, kind_of
 
 
 def open_folder(
@@ -130,7 +130,7 @@ def _known(path: Path) -> str | None:
         return None
     if (path / FOLDER).is_dir():
         return f"is the folder of a run, and there is no checkpoint in {path / FOLDER} yet"
-    if kind_of(path.name)[0] in (*STATES, *ROUND_STATES) and (path.parent / INDEX).exists():
+    if kind_of(path.name)[0] in KINDS and (path.parent / INDEX).exists():
         return f"is a part of a checkpoint: give {path.parent}"
     if any((path / state).is_dir() for state in STATES):
         return f"is a checkpoint without its {INDEX}: it was not written to its end, or not copied to its end"

@@ -39,6 +39,9 @@ and names."""
 OUTER, LOCAL = ROUND_STATES = "outer_momentum", "local"
 """The states that replicas which take steps alone have beside them, stored alike: the momentum of the outer step, and
 each replica's own weights."""
+RESIDUAL = "residual"
+"""What rounding has left of the gradients that a rank has sent in 8 bits: each of dp x cp has its own, stored alike."""
+KINDS = *STATES, *ROUND_STATES, RESIDUAL
 CARRIED = "carried/tensors.safetensors"
 """The file of a checkpoint that has the tensors of other parts of the model."""
 
@@ -57,15 +60,21 @@ def of_replica(state: str, replica: int) -> str:
 
 
 def kind_of(state: str) -> tuple[str, int | None]:
-    """Return the one of :data:`STATES` or :data:`ROUND_STATES` that a state is, and the replica that has it for itself;
-    None: all have it."""
+    """Return the one of :data:`KINDS` that a state is, and the replica that has it for itself; None: all have it."""
     found = _OF_REPLICA.fullmatch(state)
     return (state, None) if found is None else (found[1], int(found[2]))
 
 
 def replicas_of(states: Iterable[str]) -> int:
-    """Return the number of replicas that have states for themselves; 0: none have."""
-    return len({replica for _, replica in map(kind_of, states) if replica is not None})
+    """Return the number of replicas that take steps alone and have states for themselves; 0: none have."""
+    return len({replica for kind, replica in map(kind_of, states) if replica is not None and kind != RESIDUAL})
+
+
+def residuals_of(states: Iterable[str]) -> list[str]:
+    """Return those of some states that are residuals, in the order of their ranks."""
+    return sorted(
+        (state for state in states if kind_of(state)[0] == RESIDUAL), key=lambda state: kind_of(state)[1] or 0
+    )
 
 
 def kept_as(state: str, states: Sequence[str]) -> str | None:
@@ -198,7 +207,7 @@ class Index:
         schema = self.layout.schema
         some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
-        if replicas_of(self.states):
+        if any(kind_of(state)[1] is not None for state in self.states):
             return 5
         if self.layout.placement != "loop":
             return 4
@@ -349,10 +358,10 @@ def read_index(path: Path) -> Index:
     records = {name: _record(files.child(name)) for name in files.tree}
     mesh = tree.child("mesh").numbers()
     states = tuple(tree.get("states", list))
-    layers, kinds = tree.get("layers_per_stage", list), (*STATES, *ROUND_STATES)
-    strange = any(not isinstance(state, str) or kind_of(state)[0] not in kinds for state in states)
+    layers = tree.get("layers_per_stage", list)
+    strange = any(not isinstance(state, str) or kind_of(state)[0] not in KINDS for state in states)
     if strange or "weights" not in states or len(set(states)) != len(states):
-        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(kinds)} are known")
+        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(KINDS)} are known")
     if not all(type(n) is int and n >= least for n, least in zip(layers, least_layers(len(layers)), strict=True)):
         raise tree.error(f"has layers_per_stage={short(layers)}")
     ranks = math.prod(mesh.values())
