@@ -193,16 +193,35 @@ def test_what_is_sent_and_what_is_left_are_all_there_is(
         assert after.abs().max() <= 1.05 * roundings * 4 * largest / 128
 
 
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
-def test_losses_are_near_those_of_fp32(pool: Pool, recipe: str, tmp_path: Path, shard: ZeroShard) -> None:
-    overrides = [f"zero.shard={shard}", "train.precision=fp32", "train.steps=30", "evaluate.every=0"]
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize(
+    ("world", "more", "learned", "off"),
+    [
+        pytest.param(2, ["zero.shard=none"], 0.75, 0.01, id="none"),
+        pytest.param(2, ["zero.shard=optimizer"], 0.75, 0.01, id="optimizer"),
+        pytest.param(4, ["zero.shard=none", "mesh.pp=2"], 0.75, 0.01, id="pp"),
+        pytest.param(2, ["zero.shard=optimizer", "mesh.cp=2"], 0.75, 0.01, id="cp"),
+        pytest.param(2, ["optimizer.name=muon"], 0.75, 0.01, id="muon"),
+        # Tokens go to other experts where scores are near.
+        pytest.param(4, ["model.family=mixtral", "model.num_local_experts=4", "mesh.ep=2"], 0.9, 0.03, id="experts"),
+        pytest.param(2, ["lora.rank=8"], 0.96, 0.02, id="lora"),
+    ],
+)
+def test_losses_are_near_those_of_fp32(
+    pool: Pool, recipe: str, tmp_path: Path, world: int, more: list[str], learned: float, off: float
+) -> None:
+    overrides = [*more, "train.precision=fp32", "train.steps=30", "evaluate.every=0"]
+    if "lora.rank=8" in more:
+        engine.train(
+            recipe, [f"out={tmp_path / 'base'}", "train.precision=fp32", "train.steps=3", "checkpoint.at_end=true"]
+        )
+        overrides.append(f"checkpoint.init={tmp_path / 'base'}")
     found = []
     for word in ("none", "int8"):
         run = [*overrides, f"zero.compress={word}", f"out={tmp_path / word}"]
-        one, other = pool.run(2, engine.train, recipe, run)
-        assert engine.same(one.weights, other.weights)
-        found.append(np.array(one.values("loss")))
+        ranks = pool.run(world, engine.train, recipe, run)
+        assert world > 2 or engine.same(ranks[0].weights, ranks[1].weights)
+        found.append(np.array(ranks[0].values("loss")))
     whole, rounded = found
-    assert rounded[0] == whole[0] and not np.array_equal(rounded, whole) and whole[-1] < 0.75 * whole[0]
-    np.testing.assert_allclose(rounded, whole, rtol=0.01)
+    assert rounded[0] == whole[0] and not np.array_equal(rounded, whole) and whole[-1] < learned * whole[0]
+    np.testing.assert_allclose(rounded, whole, rtol=off)
