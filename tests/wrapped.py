@@ -244,8 +244,10 @@ PROCESSED: Mapping[str, Seeing] = {
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% set text = [{'type': 'text', 'text': m['content']}] %}"
-    "{% for part in (text if m['content'] is string else m['content']) %}{% if part['type'] == 'image' %}<image>{% elif m['role'] == 'assistant' %}"
-    "{% generation %}{{ part['text'] }}<|im_end|>{% endgeneration %}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% for part in (text if m['content'] is string else m['content']) %}"
+    "{% if part['type'] == 'image' %}<image>"
+    "{% elif m['role'] == 'assistant' %}{% generation %}{{ part['text'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{% if m['role'] != 'assistant' %}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -274,7 +276,7 @@ def processed(name: str, path: Path) -> Path:
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
-    saved(name, path, PROCESSED[name], vocab_size=288)
+    saved(name, path, PROCESSED[name], vocab_size=288, max_position_embeddings=256)
     (path / "preprocessor_config.json").unlink()
     marks = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<fake_token_around_image>", "<global-img>"]
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())

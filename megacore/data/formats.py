@@ -362,9 +362,10 @@ def _placed(name: str, message: Message, folder: Path) -> Message:
 
 def _part(name: str, part: object) -> str:
     """Return the text of a part of a message; of an image, none."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind not in ("text", "image"):
-        raise BadExample(f"{name} is {kind_of(part)} of type {brief(repr(kind))}: choose text or image")
+    if not isinstance(part, dict):
+        raise BadExample(f"{name} is {kind_of(part)}, not an object")
+    if (kind := part.get("type")) not in ("text", "image"):
+        raise BadExample(f"{name} has the type {brief(repr(kind))}: choose text or image")
     if kind == "text":
         return text_of(part.get("text"), f"the text of {name}")
     named = [key for key in _FILES if part.get(key) is not None]

@@ -1,5 +1,7 @@
 """Chats with images: transformers' tokens, features and losses, on any layout; what is none is told before training."""
 
+import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from chats import write_jsonl
-from engine import RECIPE, Result, train
+from chats import FAMILIES, write_jsonl, write_tokenizer
+from engine import LLAMA, RECIPE, Result, stopped, train
 from families import in_float64
 from PIL import Image
 from pool import Pool
@@ -18,13 +20,16 @@ from transformers import AutoProcessor
 from wrapped import PROCESSED, loaded, processed, prompts, saved
 
 from megacore.data.batches import Batch
+from megacore.data.formats import BadExample, example
 from megacore.data.model_tokenizer import ModelTokenizer
 from megacore.inference.model_loader import microbatch_of, model_from
 from megacore.models.decoder import MicrobatchImage
 from megacore.models.wrappers import WRAPPERS
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
+from megacore.recipe import ConfigError
 from megacore.store.conversions.formats import open_folder
+from megacore.training.check import check
 from megacore.training.sight import Tower
 
 LENGTH = 256
@@ -193,7 +198,7 @@ ALONE = ["chat.pack=false", "batch.global_size=6"]
 @cache
 def _alone(pool: Pool, folder: Path) -> Result:
     """Each chat in a row of its own, and all of them in a step."""
-    result: Result = pool.run(1, train, recipe(folder), [f"out={folder / 'alone'}", *ALONE])[0]
+    result: Result = pool.run(1, train, recipe(folder, "llava_next"), [f"out={folder / 'alone'}", *ALONE])[0]
     return result
 
 
@@ -205,8 +210,113 @@ def test_the_loss_is_that_of_transformers(pool: Pool, name: str, tmp_path: Path)
 
 
 LAYOUTS = {
-    "packed": (1, ["batch.global_size=0"]),
+    "packed": (1, []),
     "dp2-tp2": (4, ["mesh.dp=2", "mesh.tp=2", "zero.shard=parameters"]),
     "tp2-pp2": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full"]),
     "cp2-tp2": (4, ["mesh.cp=2", "mesh.tp=2"]),
 }
+PACKED = ["data.sequence_length=128", "batch.global_size=3"]
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: str) -> None:
+    alone = _alone(pool, folder)
+    world, overrides = LAYOUTS[layout]
+    common = [f"out={folder / layout}", *PACKED]
+    made = pool.run(world, train, str(folder / "recipe.yaml"), [*common, *overrides])
+    for key in ("loss", "grad_norm", "validation_loss"):
+        assert len(made[0].values(key)) == len(alone.values(key)) > 0
+        np.testing.assert_allclose(made[0].values(key), alone.values(key), rtol=1e-9)
+
+
+def test_a_run_with_adapters_goes_on_on_another_layout(pool: Pool, folder: Path) -> None:
+    """From a checkpoint, which carries the tower; the order of the images is that of the samples."""
+    recipe, lora = str(folder / "recipe.yaml"), ["lora.rank=2", *PACKED, "data.validation=[]", "evaluate.every=0"]
+    _alone(pool, folder)
+    whole = pool.run(1, train, recipe, [f"out={folder / 'whole'}", *lora, "batch.global_size=1", "train.steps=4"])[0]
+    split = [f"out={folder / 'split'}", *lora, "batch.global_size=1", "checkpoint.every=2", "train.steps=4"]
+    pool.run(1, stopped, recipe, split, 2)
+    last = pool.run(2, train, recipe, [*split, "mesh.pp=2", "checkpoint.resume=auto"])[0]
+    np.testing.assert_allclose(last.values("loss"), whole.values("loss"), rtol=1e-9)
+
+
+# -- what is told before anything starts
+
+
+def problem(folder: Path, *more: dict[str, Any], name: str = "llava") -> str:
+    with pytest.raises(ConfigError) as error:
+        check(recipe(folder, name, *more), [f"out={folder / 'run'}"], 1, 1)
+    return str(error.value)
+
+
+def shown(file: str, key: str = "path") -> dict[str, Any]:
+    return {"messages": [turn("user", part(**{key: file})), turn("assistant", part(text="ok"))]}
+
+
+def test_images_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    said = problem(tmp_path, shown("broken.png"), shown("nowhere.png", "image"))
+    assert (
+        f"chats.jsonl, line 7: message 1: path {tmp_path / 'broken.png'} cannot be read as an image: cannot id" in said
+    )
+    assert f"chats.jsonl, line 8: message 1: image {tmp_path / 'nowhere.png'} cannot be read as an image: [Err" in said
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "message"),
+    [
+        ([turn("user", part(url="http://a/b.png"))], {}, "message 1: url http://a/b.png is no file here: save it"),
+        ([turn("user", {"type": "video"})], {}, "part 1 of message 1 has the type 'video': choose text or image"),
+        ([turn("user", {"type": "image"})], {}, "part 1 of message 1 names no image: give it one file as path"),
+        ([turn("assistant", part(text="b"), part(path="0.png"))], {}, "message 1: the assistant says an image"),
+        (
+            [{"role": "user", "content": "a"}],
+            {"images": ["0.png"]},
+            "images names 1 images, and the texts of its messages have 0 <image>",
+        ),
+        ([{"role": "user", "content": "a"}], {"images": [3]}, "images is a list, not the names of files"),
+    ],
+)
+def test_rows_that_are_no_chats_with_images(
+    messages: list[dict[str, Any]], more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadExample, match=re.escape(message)):
+        example({"messages": messages, **more}, tmp_path)
+
+
+def test_an_image_token_that_is_text(tmp_path: Path) -> None:
+    row = {"messages": [turn("user", part(path="0.png"), part(text="no <image>")), turn("assistant", part(text="b"))]}
+    rows(tmp_path)
+    found = ModelTokenizer(processed("llava", tmp_path / "hf")).shown(row, "assistant", tmp_path)
+    assert isinstance(found, str) and "the model's processor fails" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "gemma3",
+            "not trained on in a gemma3, as its attention within an image goes in both directions: leave them out",
+        ),
+        ("qwen2_vl", "not trained on in a qwen2_vl, as its rope turns by three positions of a token"),
+        (None, "line 1: has images, and the model reads text alone: leave them out"),
+    ],
+)
+def test_models_that_do_not_see_here(name: str | None, message: str, tmp_path: Path) -> None:
+    path, family = recipe(tmp_path), FAMILIES["chatml"]
+    overrides = [
+        f"out={tmp_path / 'run'}",
+        "checkpoint.init=null",
+        "data.sequence_length=8",
+        f"model={json.dumps({**LLAMA, 'vocab_size': 400})}",
+    ]
+    if name is not None:
+        overrides = [
+            f"out={tmp_path / 'run'}",
+            f"checkpoint.init={saved(name, tmp_path / name, vocab_size=400)}",
+            "data.sequence_length=8",
+        ]
+    write_tokenizer(tmp_path / (name or "."), family.template, family.end)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(path, overrides, 1, 1)
