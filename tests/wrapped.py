@@ -253,7 +253,7 @@ CHATML = (
 )
 
 
-def saved(name: str, path: Path, of: Seeing | None = None, **text: Any) -> Path:
+def saved(name: str, path: Path, of: Seeing | None = None, /, **text: Any) -> Path:
     """A folder as transformers saves it, with the files of a processor. ``text``: fields of the text config."""
     torch.manual_seed(0)
     of = of or SEEING[name]
@@ -288,8 +288,8 @@ def processed(name: str, path: Path) -> Path:
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[first])
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<pad>"}
     more = {"extra_special_tokens": {"image_token": "<image>"}} if name == "aria" else {}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, **named, **more)
-    square = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, **named, **more)
+    square: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     made: Any = {
         "aria": lambda: AriaProcessor(AriaImageProcessorPil(), tokenizer, size_conversion={980: 2}),

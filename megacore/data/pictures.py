@@ -1,9 +1,7 @@
-"""Images of chats: read from their files, and made into what a model's tower takes, by another process."""
+"""Images of chats: read from their files, and made into what a model's tower takes."""
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data import pretrained
-from megacore.data.batches import Batch
 from megacore.data.formats import BadExample, ImageFile
-from megacore.data.guard import Guard, GuardError
-from megacore.data.text import InputError
 from megacore.store.io.files import open_file
 
 
@@ -43,27 +38,3 @@ class ImageProcessor:
         arrays = {name: np.asarray(made[name]) for name in made if name not in processor.tokenizer.model_input_names}
         kinds = {name: np.float32 if each.dtype.kind == "f" else np.int64 for name, each in arrays.items()}
         return [(name, each.shape, each.astype(kinds[name]).ravel()) for name, each in arrays.items()]
-
-
-@dataclass(frozen=True)
-class Eyes:
-    """Reads the images of which a rank holds tokens: part ``index`` of ``parts`` of those of a microbatch."""
-
-    guard: Guard
-    index: int
-    parts: int
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __call__(self, batch: Batch) -> Batch:
-        """Return a microbatch with the images of this part alone, and their inputs. InputError: one cannot be read."""
-        own = np.arange(batch.tokens.size).reshape(self.parts, -1)[self.index]
-        images = batch.of_tokens(own)
-        return replace(batch, images=tuple(replace(each, inputs=self._inputs(each.file)) for each in images))
-
-    def _inputs(self, file: str) -> dict[str, npt.NDArray[Any]]:
-        try:
-            with self._lock:  # of the threads that prepare steps and evaluations
-                found = self.guard.call("inputs", file)
-        except GuardError as error:
-            raise InputError(f"the image {file} can no longer be made into what the tower takes: {error}") from error
-        return {name: numbers.reshape(shape) for name, shape, numbers in found}

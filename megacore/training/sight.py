@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,7 +16,8 @@ from megacore.data import pretrained
 from megacore.data.batches import Batch
 from megacore.data.corpora import packed_of
 from megacore.data.guard import Guard, GuardError
-from megacore.data.pictures import Eyes, ImageProcessor
+from megacore.data.pictures import ImageProcessor
+from megacore.data.text import InputError
 from megacore.data.tokenizer import files_for_transformers, import_transformers
 from megacore.models.assemble import Model
 from megacore.models.decoder import MicrobatchImage
@@ -39,6 +44,30 @@ def open_eyes(setup: Setup, mesh: Mesh, model: Model) -> Callable[[Batch], Batch
         except GuardError as error:
             raise StoreError(f"the model's processor of images cannot be loaded: {error}") from error
     return Eyes(guard, mesh.tp.index, mesh.tp.size)
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """Reads the images of which a rank holds tokens: part ``index`` of ``parts`` of those of a microbatch."""
+
+    guard: Guard
+    index: int
+    parts: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return a microbatch with the images of this part alone, and their inputs. InputError: one cannot be read."""
+        own = np.arange(batch.tokens.size).reshape(self.parts, -1)[self.index]
+        images = batch.of_tokens(own)
+        return replace(batch, images=tuple(replace(each, inputs=self._inputs(each.file)) for each in images))
+
+    def _inputs(self, file: str) -> dict[str, npt.NDArray[Any]]:
+        try:
+            with self._lock:  # of the threads that prepare steps and evaluations
+                found = self.guard.call("inputs", file)
+        except GuardError as error:
+            raise InputError(f"the image {file} can no longer be made into what the tower takes: {error}") from error
+        return {name: numbers.reshape(shape) for name, shape, numbers in found}
 
 
 class Tower:

@@ -305,18 +305,8 @@ def test_an_image_token_that_is_text(tmp_path: Path) -> None:
 )
 def test_models_that_do_not_see_here(name: str | None, message: str, tmp_path: Path) -> None:
     path, family = recipe(tmp_path), FAMILIES["chatml"]
-    overrides = [
-        f"out={tmp_path / 'run'}",
-        "checkpoint.init=null",
-        "data.sequence_length=8",
-        f"model={json.dumps({**LLAMA, 'vocab_size': 400})}",
-    ]
-    if name is not None:
-        overrides = [
-            f"out={tmp_path / 'run'}",
-            f"checkpoint.init={saved(name, tmp_path / name, vocab_size=400)}",
-            "data.sequence_length=8",
-        ]
+    alone = ["checkpoint.init=null", f"model={json.dumps({**LLAMA, 'vocab_size': 400})}"]
+    init = alone if name is None else [f"checkpoint.init={saved(name, tmp_path / name, vocab_size=400)}"]
     write_tokenizer(tmp_path / (name or "."), family.template, family.end)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check(path, overrides, 1, 1)
+        check(path, [f"out={tmp_path / 'run'}", "data.sequence_length=8", *init], 1, 1)
