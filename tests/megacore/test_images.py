@@ -210,7 +210,7 @@ def test_the_loss_is_that_of_transformers(pool: Pool, name: str, tmp_path: Path)
 
 
 LAYOUTS = {
-    "packed": (1, []),
+    "packed": (1, ["batch.micro_size=3"]),
     "dp2-tp2": (4, ["mesh.dp=2", "mesh.tp=2", "zero.shard=parameters"]),
     "tp2-pp2": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full"]),
     "cp2-tp2": (4, ["mesh.cp=2", "mesh.tp=2"]),
@@ -230,12 +230,14 @@ def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: st
         np.testing.assert_allclose(made[0].values(key), alone.values(key), rtol=1e-9)
 
 
-def test_a_run_with_adapters_goes_on_on_another_layout(pool: Pool, folder: Path) -> None:
-    """From a checkpoint, which carries the tower; the order of the images is that of the samples."""
-    recipe, lora = str(folder / "recipe.yaml"), ["lora.rank=2", *PACKED, "data.validation=[]", "evaluate.every=0"]
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("tuned", [[], ["lora.rank=2"]], ids=["all", "lora"])
+def test_a_run_goes_on_on_another_layout(pool: Pool, folder: Path, tuned: list[str], tmp_path: Path) -> None:
+    """A checkpoint of all weights carries the tower; the order of the images is that of the samples."""
     _alone(pool, folder)
-    whole = pool.run(1, train, recipe, [f"out={folder / 'whole'}", *lora, "batch.global_size=1", "train.steps=4"])[0]
-    split = [f"out={folder / 'split'}", *lora, "batch.global_size=1", "checkpoint.every=2", "train.steps=4"]
+    recipe, common = str(folder / "recipe.yaml"), [*tuned, *PACKED, "batch.global_size=1", "train.steps=4"]
+    whole = pool.run(1, train, recipe, [f"out={tmp_path / 'whole'}", *common])[0]
+    split = [f"out={tmp_path / 'split'}", *common, "checkpoint.every=2"]
     pool.run(1, stopped, recipe, split, 2)
     last = pool.run(2, train, recipe, [*split, "mesh.pp=2", "checkpoint.resume=auto"])[0]
     np.testing.assert_allclose(last.values("loss"), whole.values("loss"), rtol=1e-9)
