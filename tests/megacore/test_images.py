@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from pool import Pool
 from transformers import AutoProcessor
 from wrapped import PROCESSED, loaded, processed, prompts, saved
 
-from megacore.data.batches import Batch
+from megacore.data.batches import Batch, BatchImage
+from megacore.data.examples import Examples
 from megacore.data.formats import BadExample, example
 from megacore.data.model_tokenizer import ModelTokenizer
 from megacore.inference.model_loader import microbatch_of, model_from
@@ -30,7 +32,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.recipe import ConfigError
 from megacore.store.conversions.formats import open_folder
 from megacore.training.check import check
-from megacore.training.sight import Tower
+from megacore.training.sight import Eyes, Tower
 
 LENGTH = 256
 SEE = [name for name, each in WRAPPERS.items() if not each.blind]
@@ -288,10 +290,32 @@ def test_rows_that_are_no_chats_with_images(
 
 
 def test_an_image_token_that_is_text(tmp_path: Path) -> None:
-    row = {"messages": [turn("user", part(path="0.png"), part(text="no <image>")), turn("assistant", part(text="b"))]}
+    tokenizer = ModelTokenizer(processed("llava", tmp_path / "hf"))
     rows(tmp_path)
-    found = ModelTokenizer(processed("llava", tmp_path / "hf")).shown(row, "assistant", tmp_path)
-    assert isinstance(found, str) and "the model's processor fails" in found
+    for image in ([part(path="0.png")], []):
+        messages = [turn("user", *image, part(text="no <image>")), turn("assistant", part(text="b"))]
+        found = tokenizer.shown({"messages": messages}, "assistant", tmp_path)
+        assert isinstance(found, str) and "the model's processor fails: " in found and "<image> tokens" in found
+
+
+def test_an_image_behind_the_last_token_is_left_out(tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path / 'run'}", "data.sequence_length=40"]
+    (found,) = check(recipe(tmp_path), overrides, 1, 1).corpora.corpora
+    assert isinstance(found, Examples) and found.lengths[1] <= 41
+    assert [len(found.images(number)) for number in range(6)] == [1, 1, 0, 1, 0, 1]
+
+
+def test_a_rank_reads_the_images_of_its_tokens_alone() -> None:
+    asked = list[str]()
+    guard: Any = SimpleNamespace(call=lambda _, file: asked.append(file) or [("x", (1, 2), np.zeros(2))])
+    places = {"a": [1, 2], "b": [7, 8, 9]}
+    images = tuple(BatchImage(file, len(at), np.arange(len(at)), np.array(at)) for file, at in places.items())
+    tokens = np.zeros((2, 8), np.int64)
+    batch = Batch(tokens, tokens, tokens, None, images=images)
+    first, second = (Eyes(guard, part, 2)(batch).images for part in range(2))
+    assert asked == ["a", "b", "b"] and second[0].inputs["x"].shape == (1, 2)
+    assert [each.places.tolist() for each in (*first, *second)] == [[1, 2], [7], [0, 1]]
+    assert [each.features.tolist() for each in (*first, *second)] == [[0, 1], [0], [1, 2]]
 
 
 @pytest.mark.parametrize(
