@@ -164,9 +164,14 @@ def shows(row: Mapping[str, Any]) -> bool:
 def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...] | None:
     """Return the images of the messages of an example, in their order; None where no content is in parts."""
     in_parts = [(number, said) for number, each in enumerate(messages, 1) if isinstance(said := each["content"], list)]
-    named = ((number, key, part[key]) for number, parts in in_parts for part in parts for key in _FILES if key in part)
-    found = tuple(ImageFile(Path(file), f"message {number}: {key} {file}") for number, key, file in named)
+    named = ((number, key, part) for number, parts in in_parts for part in parts for key in _named(part))
+    found = tuple(ImageFile(Path(part[key]), f"message {number}: {key} {part[key]}") for number, key, part in named)
     return found if in_parts else None
+
+
+def _named(part: Mapping[str, Any]) -> list[str]:
+    """Return the keys by which a part names an image. Tables have all keys in each, most of them null."""
+    return [key for key in _FILES if part["type"] == "image" and part.get(key) is not None]
 
 
 def example(row: Mapping[str, Any], folder: Path | None = None) -> Example:
@@ -347,9 +352,8 @@ def _placed(name: str, message: Message, folder: Path) -> Message:
     out in silence what is no list of parts."""
     content, parts = message["content"], list[Mapping[str, Any]]()
     for given in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        part = dict(given)
-        keys = [key for key in _FILES if key in part]
-        for key in keys:
+        part = {key: value for key, value in given.items() if value is not None}
+        for key in _named(part):
             file = part[key].removeprefix("file://")
             if "://" in file or file.startswith("data:"):
                 raise BadExample(f"{name}: {key} {brief(file)} is no file here: save it as one, and name that")
@@ -368,7 +372,7 @@ def _part(name: str, part: object) -> str:
         raise BadExample(f"{name} has the type {brief(repr(kind))}: choose text or image")
     if kind == "text":
         return text_of(part.get("text"), f"the text of {name}")
-    named = [key for key in _FILES if part.get(key) is not None]
+    named = _named(part)
     if len(named) != 1 or not isinstance(part[named[0]], str):
         raise BadExample(f"{name} names no image: give it one file as {', '.join(_FILES)}")
     return ""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from families import in_float64
 from PIL import Image
 from pool import Pool
 from transformers import AutoProcessor
-from wrapped import PROCESSED, loaded, processed, prompts, saved
+from wrapped import CHATML, PROCESSED, loaded, processed, prompts, saved
 
 from megacore.data.batches import Batch, BatchImage
 from megacore.data.examples import Examples
@@ -79,7 +80,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     for number, size in enumerate(((20, 28), (16, 40), (33, 17))):
         Image.fromarray(rng.integers(0, 255, (*size, 3), np.uint8)).save(folder / f"{number}.png")
-    user, said = part(text="what?"), turn("assistant", part(text="a cat"))
+    user, said = {**part(text="what?"), "path": None}, turn("assistant", part(text="a cat"))
     two = [turn("user", part(image="0.png"), user), said, turn("user", user, part(path="1.png")), said]
     return [
         {"messages": [turn("user", part(path=str(folder / "0.png")), user), said]},
@@ -128,6 +129,10 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
     folder = processed(name, tmp_path / "hf")
     tokenizer = ModelTokenizer(folder)
     processor = AutoProcessor.from_pretrained(folder)
+    template = tmp_path / "bare" / "chat_template.jinja"
+    shutil.copytree(folder, template.parent)
+    template.write_text(re.sub("{% (end)?generation %}", "", CHATML))
+    bare = ModelTokenizer(template.parent)
     for row in rows(tmp_path)[:4]:
         found = tokenizer.shown(row, "assistant", tmp_path)
         assert not isinstance(found, str), found
@@ -141,6 +146,8 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
         )
         assert ids.tolist() == np.asarray(wanted["input_ids"])[0].tolist()
         assert counted.tolist() == np.asarray(wanted["assistant_masks"])[0].astype(bool).tolist()
+        (((same, also), _),) = bare.shown(row, "assistant", tmp_path)
+        assert same.tolist() == ids.tolist() and also.tolist() == counted.tolist()  # as the template has no marks
         places = [at for _, runs in shown for run in runs for at in range(*run)]
         assert places == np.flatnonzero(ids == 60).tolist()
 
@@ -307,7 +314,12 @@ def test_an_image_behind_the_last_token_is_left_out(tmp_path: Path) -> None:
 
 def test_a_rank_reads_the_images_of_its_tokens_alone() -> None:
     asked = list[str]()
-    guard: Any = SimpleNamespace(call=lambda _, file: asked.append(file) or [("x", (1, 2), np.zeros(2))])
+
+    def call(method: str, file: str) -> list[tuple[str, tuple[int, int], np.ndarray]]:
+        asked.append(file)
+        return [("x", (1, 2), np.zeros(2))]
+
+    guard: Any = SimpleNamespace(call=call)
     places = {"a": [1, 2], "b": [7, 8, 9]}
     images = tuple(BatchImage(file, len(at), np.arange(len(at)), np.array(at)) for file, at in places.items())
     tokens = np.zeros((2, 8), np.int64)
