@@ -53,6 +53,18 @@ class FurtherTokens:
 
 
 @dataclass(frozen=True)
+class MicrobatchImage:
+    """An image of which a rank holds tokens: ``inputs`` of a tower, whose ``features``, [n] of them, stand for the
+    ``places`` [n] of this rank's tokens, [t/tp]; ``file``: what it was read from; ``tokens``: those of all of it."""
+
+    file: str
+    tokens: int
+    inputs: Mapping[str, Tensor]
+    features: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """Some sequences, flattened: t = sequences * sequence length.
 
@@ -82,6 +94,7 @@ class Microbatch:
         blank: The number of sequences that only fill it up: their tokens have no label, and are all padding.
         pairs: The pairs of documents of preferences; None where there are none.
         ahead: What layers behind the model are to predict, the first of them first; empty: nothing.
+        images: Those of which this rank holds tokens, if it embeds.
     """
 
     tokens: Tensor
@@ -105,6 +118,7 @@ class Microbatch:
     blank: int = 0
     pairs: MicrobatchPairs | None = None
     ahead: tuple[FurtherTokens, ...] = ()
+    images: tuple[MicrobatchImage, ...] = ()
 
     @property
     def sequence_length(self) -> int:
@@ -423,6 +437,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
+        self.tower: Callable[[MicrobatchImage], Tensor] | None = None
+        """An image to its features, [features, embed], which take the place of embeddings and are not trained."""
         self.told = told
         """Numbers of each token's embedding that all blocks are told, which therefore travels with the activations."""
         self._rotaries, self._seed, self._mesh = dict(rotaries or {}), seed, mesh or Mesh.single()
@@ -511,7 +527,12 @@ class Decoder(nn.Module):
         """Return the activations after the blocks: [tokens/tp, embed]."""
         context = context or self.context(microbatch)
         if self.embedding is not None:
-            x = embedded = self.embedding(microbatch)
+            x = self.embedding(microbatch)
+            if microbatch.images:
+                assert self.tower is not None  # where the data has images
+                features = torch.cat([self.tower(each)[each.features] for each in microbatch.images])
+                x = x.index_copy(0, torch.cat([each.places for each in microbatch.images]), features)
+            embedded = x
         assert x is not None  # the first chunk embeds, the others are given activations
         if not self.told:
             return self.run(self.layers.values(), x, context)

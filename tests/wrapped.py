@@ -1,13 +1,14 @@
 """Tiny models that also see, both parts of random weights, and a prompt with an image for each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB, IMAGE = 64, 60
 TEXT = {
@@ -233,10 +234,29 @@ SEEING: Mapping[str, Seeing] = {
 }
 
 
-def saved(name: str, path: Path, **text: Any) -> Path:
+# What a processor makes of images has other sizes than a tower has here.
+_ARIA = {**VIT, "patch_size": 490, "image_size": 980}
+PROCESSED: Mapping[str, Seeing] = {
+    "aria": replace(SEEING["aria"], tower=_ARIA, whole={**_INDEX, "projector_patch_to_query_dict": {4: 2}}),
+    **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next")},
+}
+"""Those of which transformers has a processor that needs no torchvision."""
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% set text = [{'type': 'text', 'text': m['content']}] %}"
+    "{% for part in (text if m['content'] is string else m['content']) %}"
+    "{% if part['type'] == 'image' %}<image>"
+    "{% elif m['role'] == 'assistant' %}{% generation %}{{ part['text'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% if m['role'] != 'assistant' %}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def saved(name: str, path: Path, of: Seeing | None = None, /, **text: Any) -> Path:
     """A folder as transformers saves it, with the files of a processor. ``text``: fields of the text config."""
     torch.manual_seed(0)
-    of = SEEING[name]
+    of = of or SEEING[name]
     kind: Any = CONFIG_MAPPING[name]
     own = PARTS.get(text.get("model_type", ""), {})
     config = kind(text_config={**TEXT, **of.text, **text, **own}, vision_config=dict(of.tower), **of.whole)
@@ -245,6 +265,44 @@ def saved(name: str, path: Path, **text: Any) -> Path:
         torch.nn.init.normal_(parameter, std=0.3)
     made.save_pretrained(path)
     (path / "preprocessor_config.json").write_text('{"image_std": [0.5], "auto_map": {"AutoImageProcessor": "code.P"}}')
+    return path
+
+
+def processed(name: str, path: Path) -> Path:
+    """A folder of one of PROCESSED with a processor, whose bytes and marks are tokens of its model."""
+    from transformers import AriaProcessor, Idefics3Processor, LlavaNextProcessor, LlavaProcessor
+    from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    saved(name, path, PROCESSED[name], vocab_size=288, max_position_embeddings=256)
+    (path / "preprocessor_config.json").unlink()
+    marks = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<fake_token_around_image>", "<global-img>"]
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*tokens[:IMAGE], "<image>", *tokens[IMAGE:], *marks, "<end_of_utterance>"]
+    fast = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast.add_special_tokens(["<image>", *marks, "<end_of_utterance>"])
+    first = ("<s>", fast.token_to_id("<s>"))
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[first])
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<pad>"}
+    more = {"extra_special_tokens": {"image_token": "<image>"}} if name == "aria" else {}
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, **named, **more)
+    square: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    made: Any = {
+        "aria": lambda: AriaProcessor(AriaImageProcessorPil(), tokenizer, size_conversion={980: 2}),
+        "idefics3": lambda: Idefics3Processor(
+            Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}), tokenizer, 1
+        ),
+        "llava": lambda: LlavaProcessor(CLIPImageProcessorPil(**square), tokenizer, **patches),
+        "llava_next": lambda: LlavaNextProcessor(
+            LlavaNextImageProcessorPil(**square, image_grid_pinpoints=[[32, 32]]), tokenizer, **patches
+        ),
+    }[name]()
+    made.chat_template = CHATML
+    made.save_pretrained(path)
     return path
 
 

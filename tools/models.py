@@ -96,9 +96,11 @@ def _table() -> Iterator[str]:
 def _seeing() -> Iterator[str]:
     yield "\nModels that also see: their text model is trained, and tower and projector are carried byte by byte"
     yield "([finetune.md](finetune.md#models-that-also-see)). Of each a random small one of transformers goes there and"
-    yield "back over tp=2 x pp=2 bitwise, with the same logits of text and image; ours of text agree in fp64 at 1e-9.\n"
-    yield "| model type | text model |\n|---|---|"
-    yield from (f"| {name} | {', '.join(each.families)} |" for name, each in sorted(WRAPPERS.items()))
+    yield "back over tp=2 x pp=2 bitwise, with the same logits of text and image; ours of text agree in fp64 at 1e-9,"
+    yield "and those of an image where chats with images are trained on.\n"
+    yield "| model type | text model | chats with images |\n|---|---|---|"
+    for name, each in sorted(WRAPPERS.items()):
+        yield f"| {name} | {', '.join(each.families)} | {f'no: {each.blind}' if each.blind else 'yes'} |"
 
 
 def _not_carried() -> Iterator[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,24 @@ class BatchAhead:
 
 
 @dataclass(frozen=True)
+class BatchImage:
+    """An image of a microbatch, by its file, for which ``tokens`` stand. Of all of its features those of ``features``
+    int64 [n] stand for the tokens ``places`` int64 [n] of the flattened microbatch, or of what a rank holds of it;
+    ``inputs``: {name: array} of what a tower makes them of, where it is read."""
+
+    file: str
+    tokens: int
+    features: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+    inputs: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def within(self, places: npt.NDArray[np.int64]) -> BatchImage:
+        """Return what is within some tokens. places: [tokens] -> where each is then; below 0, left out."""
+        kept = places[self.places] >= 0
+        return replace(self, features=self.features[kept], places=places[self.places[kept]])
+
+
+@dataclass(frozen=True)
 class Batch:
     """One microbatch.
 
@@ -53,8 +71,8 @@ class Batch:
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
     true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up. pairs:
     those of preferences. ahead: what is further on by one token, by two, and so on; empty where nobody predicts that.
-    Of a rank of cp: split, how the tokens are shared out, and rows: [its tokens], the row that each is of; the other
-    arrays are of those tokens, too.
+    images: those of its tokens. Of a rank of cp: split, how the tokens are shared out, and rows: [its tokens], the row
+    that each is of; the other arrays are of those tokens, too.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -67,6 +85,14 @@ class Batch:
     blank: int = 0
     pairs: BatchPairs | None = None
     ahead: tuple[BatchAhead, ...] = ()
+    images: tuple[BatchImage, ...] = ()
+
+    def of_tokens(self, own: npt.NDArray[np.int64]) -> tuple[BatchImage, ...]:
+        """Return the images of some of its tokens, [n], by their places among these."""
+        places = np.full(self.tokens.size, -1)
+        places[own] = np.arange(own.size)
+        found = (each.within(places) for each in self.images)
+        return tuple(each for each in found if each.places.size)
 
     def looking(self, ahead: int) -> Batch:
         """Return the whole microbatch with what is up to ``ahead`` tokens further on."""
@@ -95,8 +121,8 @@ class Batch:
         tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
         pairs = None if self.pairs is None else replace(self.pairs, places=self.pairs.places.ravel()[own])
         ahead = tuple(BatchAhead(each.tokens.ravel()[own], each.labels.ravel()[own]) for each in self.ahead)
-        rows = own // length
-        return Batch(tokens, labels, positions, self.documents, padding, split, rows, self.blank, pairs, ahead)
+        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own)
+        return Batch(tokens, labels, positions, self.documents, padding, split, *rest)
 
 
 def collate(samples: list[Sample], separate_documents: bool = False, scores: bool = False) -> Batch:
@@ -109,8 +135,10 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     filled = np.array([tokens.shape[1] if sample.filled is None else sample.filled for sample in samples])
     padding = positions >= filled[:, None] if filled.min() < inputs.shape[1] else None
     blank = int((filled == 0).sum())
+    shown = [(file, at + row * inputs.shape[1]) for row, each in enumerate(samples) for file, at in each.images]
+    images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at in shown)
     if not separate_documents:
-        return Batch(inputs, labels, positions, None, padding, blank=blank)
+        return Batch(inputs, labels, positions, None, padding, blank=blank, images=images)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
     labels[last] = IGNORE
@@ -119,9 +147,9 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     first = np.ones_like(last)
     first[:, 1:] = last[:, :-1]
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
-    lengths = np.diff(np.flatnonzero(first), append=first.size)
     pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
-    return Batch(inputs, labels, positions, tuple(lengths.tolist()), padding, blank=blank, pairs=pairs)
+    lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
+    return Batch(inputs, labels, positions, lengths, padding, blank=blank, pairs=pairs, images=images)
 
 
 def _pairs(
@@ -174,7 +202,7 @@ class Batches:
     global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
     where `context` shares it out, and what is up to `ahead` tokens further on. With `scores` the last token of each
     document has a label, and no other. Ids outside of the vocabulary, if one is
-    given, raise a TokenError when they are met.
+    given, raise a TokenError when they are met. ``eyes`` read the images of what it gives, on ranks that embed.
     """
 
     source: Source
@@ -191,6 +219,7 @@ class Batches:
     ahead: int = 0
     scores: bool = False
     replicas: int = 1
+    eyes: Callable[[Batch], Batch] | None = None
 
     def __post_init__(self) -> None:
         if min(self.global_batch, self.micro_batch) < 1:
@@ -218,7 +247,8 @@ class Batches:
         first = range(start + rank * self.micro_batch, start + share, ranks * self.micro_batch)
         how = self.separate_documents, self.scores
         whole = (collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], *how) for begin in first)
-        return [batch.looking(self.ahead).of_rank(self.context, self.context_rank) for batch in whole]
+        own = [batch.looking(self.ahead).of_rank(self.context, self.context_rank) for batch in whole]
+        return own if self.eyes is None else list(map(self.eyes, own))
 
     def _row(self, position: int, end: int) -> Sample:
         """Return the sample at a position, or what stands in its place where the global batch has ended before."""

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from megacore.data.formats import WEIGHT, BadExample, Example, Message, example, preference, text_of
+from megacore.data.formats import (
+    WEIGHT,
+    BadExample,
+    Example,
+    ImageFile,
+    Message,
+    example,
+    images_of,
+    preference,
+    text_of,
+)
 
 TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
@@ -22,12 +33,14 @@ _WRITTEN = "what the chat template writes"
 @dataclass(frozen=True)
 class Passage:
     """A text, and the spans of it that count. templated: whether a chat template has written it, special tokens
-    included; ends: whether the tokenizer's token of the end follows, which counts."""
+    included; ends: whether the tokenizer's token of the end follows, which counts; images: those that its marks stand
+    for, None of a chat whose contents are text alone."""
 
     text: str
     spans: list[Span]
     templated: bool
     ends: bool
+    images: tuple[ImageFile, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,14 +56,17 @@ class Template:
     stops: tuple[str, ...]
 
 
-def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on: TrainOn) -> list[Passage]:
-    """Return the example in a row, whatever its format.
+def passages(
+    row: Mapping[str, Any], template: Callable[[], Template], train_on: TrainOn, folder: Path | None = None
+) -> list[Passage]:
+    """Return the example in a row, whatever its format; ``folder`` is that of
+    :func:`~megacore.data.formats.example`.
 
     Messages after the assistant's last are left out, as nothing of them is learned, unless all tokens count. A chat is
     several passages where the template rewrites what is past: each counted turn stands in one of them, once, behind the
     text that the assistant is given when it generates that turn. Raises BadExample: it is none.
     """
-    said = example(row)
+    said = example(row, folder)
     if said.messages:
         return _chat(said.messages, said.tools, template(), train_on)
     text, at, spans = "".join(part for part, _ in said.parts), 0, list[Span]()
@@ -91,7 +107,7 @@ def _chat(messages: Sequence[Message], tools: list[Any] | None, template: Templa
             raise BadExample(f"a turn has the {WEIGHT} 0, and all tokens count: choose another chat.train_on")
         text = text_of(template.render(messages, tools, False)[0], _WRITTEN)
         ends = turns[-1:] == [len(messages) - 1] and _closed(text, 0, template) is None
-        made.append(Passage(text, [(0, len(text))], templated=True, ends=ends))
+        made.append(Passage(text, [(0, len(text))], templated=True, ends=ends, images=images_of(messages)))
     elif turns:
         messages = messages[: turns[-1] + 1]
         for turn in reversed(turns) if train_on == "assistant" else turns[-1:]:
@@ -113,6 +129,7 @@ def _turn(messages: list[Message], tools: list[Any] | None, template: Template) 
     """Return a chat that ends with a turn of the assistant, of which this turn counts. It is what the template marks of
     it, or all from the end of what prompts it to the token that ends the turn."""
     *before, message = messages
+    images = images_of(messages)
     text, marked = template.render(messages, tools, False)
     text_of(text, _WRITTEN)
     for key in LEARNED:
@@ -128,7 +145,7 @@ def _turn(messages: list[Message], tools: list[Any] | None, template: Template) 
                 f"message {len(messages)}: the chat template marks the turns before it otherwise when it follows, so "
                 "that what the assistant generates cannot be told: set chat.template to another one"
             )
-        return Passage(text, marked[len(known) :], templated=True, ends=False)
+        return Passage(text, marked[len(known) :], templated=True, ends=False, images=images)
     prompt, _ = template.render(before, tools, True)
     if not text.startswith(prompt):
         raise BadExample(
@@ -137,7 +154,8 @@ def _turn(messages: list[Message], tools: list[Any] | None, template: Template) 
             "{% generation %}"
         )
     stop = _closed(text, len(prompt), template)
-    return Passage(text, [(len(prompt), len(text) if stop is None else stop)], templated=True, ends=stop is None)
+    span = len(prompt), len(text) if stop is None else stop
+    return Passage(text, [span], templated=True, ends=stop is None, images=images)
 
 
 def _same(text: str, messages: Sequence[Message], tools: list[Any] | None, template: Template) -> bool:

@@ -2,7 +2,8 @@
 
 A document of its token file is an example. Its sequences are by turns tokens that do not count and tokens that do; the
 first one does not. It is empty where the example is of the same chat as the one before. A pair of preferences is two
-documents of one chat: what was chosen, and what was rejected.
+documents of one chat: what was chosen, and what was rejected. The images of a document are a line beside them: its
+number, and [file, runs of the tokens that stand for it] of each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from importlib.metadata import version
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +27,17 @@ import numpy.typing as npt
 from megacore.config import ChatConfig
 from megacore.data import text
 from megacore.data.encode import EncodedPieces, with_progress
-from megacore.data.formats import BadExample, check_preference, example, format_of, preference, renamed
+from megacore.data.formats import BadExample, check_preference, example, format_of, preference, renamed, shows
 from megacore.data.grouping import grouped
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
-from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, Tokens
+from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, Shown, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record
-from megacore.store.io.files import open_lock
+from megacore.store.io.files import open_file, open_lock
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.publish import publish, write_file
 
 FORMAT = 4
-NAME, FACTS = "examples", "examples.json"
+NAME, FACTS, IMAGES = "examples", "examples.json", "images.jsonl"
 LISTED = 10  # bad lines that are spelled out
 WORKER = 2**23  # bytes of a file that are worth a process more
 LOOKED_AT, LOOKED_AT_BYTES = 1000, 2**26  # of the beginning of files, before a tokenizer is loaded
@@ -83,6 +84,7 @@ class Examples:
             known = read_json(folder / FACTS, folder)
             formats = {str(name): int(count) for name, count in known["formats"].items()}
             self.facts = Facts(**known | {"faults": tuple(known["faults"]), "formats": formats})
+            self._images = dict(_images(folder / IMAGES)) if (folder / IMAGES).exists() else {}
             chats = np.cumsum(self._dataset.lengths[self._dataset.bounds[:-1]] > 0) - 1
             self.chats = chats.reshape(-1, self.documents)[:, 0]
         except (StoreError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -90,6 +92,16 @@ class Examples:
         self.lengths = self._dataset.document_lengths().reshape(-1, self.documents).sum(1)
         self.count = len(self.lengths)
         self.reference = np.full((self.count, 2), np.nan) if pairs else None
+
+    @property
+    def shows(self) -> bool:
+        """Whether there are images."""
+        return bool(self._images)
+
+    def images(self, index: int) -> Shown:
+        """Return the images of a document."""
+        found: Shown = json.loads(self._images[index])[1] if index in self._images else ()
+        return found
 
     @property
     def identity(self) -> str:
@@ -101,6 +113,13 @@ class Examples:
         dataset = self._dataset
         runs = dataset.lengths[int(dataset.bounds[index]) : int(dataset.bounds[index + 1])]
         return dataset.document(index), np.repeat(np.arange(runs.size) % 2 == 1, runs)
+
+
+def _images(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (document, its line): as text, for there may be many."""
+    with open_file(path, path.parent) as file:
+        for line in file:
+            yield int(json.loads(line)[0]), line
 
 
 # -- preparing
@@ -157,7 +176,7 @@ def recognized(rows: Iterable[Record | Fault], keys: Mapping[str, str], pairs: b
 
 def _fault(row: Record, pairs: bool) -> Fault | None:
     try:
-        preference(row.values) if pairs else example(row.values)
+        preference(row.values) if pairs else example(row.values, row.path.parent)
     except BadExample as error:
         return row.fault(str(error))
     return None
@@ -221,7 +240,8 @@ class Preparation:
         with publish(target) as made, self.model.folder() as folder:
             facts, parts = Facts(), (part for piece in pieces for part in text.blocks(piece))
             groups = grouped(parts, lambda part: part.work)
-            encoder = partial(encode_examples, folder, self.chat, self.length, self.source)
+            encoder = partial(encode_examples, folder, self.chat, self.length, self.source, self.model.blind)
+            images, number = list[bytes](), count()
             name = f"prepare {Path(self.source.name).name}"
             with (
                 IndexedWriter(made / NAME, self.model.vocabulary) as writer,
@@ -230,7 +250,9 @@ class Preparation:
                 for result in results:
                     facts += result.facts
                     _check_ids(facts.vocabulary, self.model.vocabulary, self.source.name)
-                    for example in result.examples():
+                    for example, shown in zip(result.examples(), result.images, strict=True):
+                        line = json.dumps([next(number), shown])
+                        images += [f"{line}\n".encode()] if shown else []
                         writer.write(*example)
             if facts.skipped and self.chat.bad_lines == "stop":
                 raise InputError(_bad_lines(self.source.name, facts))
@@ -239,6 +261,8 @@ class Preparation:
                     f"{self.source.name} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} "
                     f"dropped as they are too long for data.sequence_length={self.length}"
                 )
+            if images:
+                write_file(made / IMAGES, b"".join(images))
             write_file(made / FACTS, (json.dumps(asdict(facts), indent=2) + "\n").encode())
 
 
@@ -270,14 +294,15 @@ def _lock(path: Path) -> Iterator[None]:
 
 @dataclass
 class EncodedExamples(EncodedPieces):
-    """The examples that a worker has made so far of some pieces: the tokens of each, and the lengths of its sequences,
-    by turns uncounted and counted. ``room``: the most tokens of one, or of a pair; ``drops``: whether longer ones are
-    dropped."""
+    """The examples that a worker has made so far of some pieces: the tokens of each, the lengths of its sequences, by
+    turns uncounted and counted, and its images. ``room``: the most tokens of one, or of a pair; ``drops``: whether
+    longer ones are dropped."""
 
     room: int
     drops: bool
     tokens: list[Integers] = field(default_factory=list)
     runs: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    images: list[Shown] = field(default_factory=list)
     facts: Facts = Facts()
 
     def examples(self) -> Iterator[list[Integers]]:
@@ -288,13 +313,15 @@ class EncodedExamples(EncodedPieces):
     def skip(self, fault: Fault) -> None:
         self.facts = _with_fault(self.facts, fault)
 
-    def add(self, examples: Sequence[Tokens], kind: str) -> None:
-        """Keep each example of a row up to its last token that counts, or drop it."""
+    def add(self, examples: Sequence[tuple[Tokens, Shown]], kind: str) -> None:
+        """Keep each example of a row up to its last token that counts, or drop it. It ends within no image: tokens of
+        these never count."""
         self.facts += Facts(split=int(len(examples) > 1), formats={kind: 1})
         goes_on = False
-        for ids, counted in map(_until_counted, examples):
+        for tokens, shown in examples:
+            ids, counted = _until_counted(tokens)
             kept = _until_counted((ids[: self.room], counted[: self.room]))
-            goes_on |= self._keep([kept], ids.size > self.room, goes_on)
+            goes_on |= self._keep([kept], ids.size > self.room, goes_on, shown)
 
     def add_pair(self, pair: Sequence[Tokens], kind: str) -> None:
         """Keep a pair, or drop it. What does not fit into a row is cut at the ends of both answers, but no answer to
@@ -305,7 +332,7 @@ class EncodedExamples(EncodedPieces):
         kept = [(ids[:limit], counted[:limit]) for (ids, counted), limit in zip(pair, limits, strict=True)]
         self._keep(kept, sum(sizes) > self.room)
 
-    def _keep(self, documents: Sequence[Tokens], cut: bool, goes_on: bool = False) -> bool:
+    def _keep(self, documents: Sequence[Tokens], cut: bool, goes_on: bool = False, shown: Shown = ()) -> bool:
         """Keep an example -> whether it was kept: one that was cut may be unwanted, or have nothing that counts."""
         if cut and (self.drops or not all(counted.any() for _, counted in documents)):
             self.facts += Facts(dropped=1)
@@ -313,6 +340,7 @@ class EncodedExamples(EncodedPieces):
         for number, (ids, counted) in enumerate(documents):
             self.tokens.append(ids)
             runs = np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size)
+            self.images.append([each for each in shown if each[1][-1][1] <= ids.size])
             self.runs.append(np.concatenate([np.zeros(2 * (goes_on or number > 0), np.int64), runs]))
             self.facts += Facts(0, ids.size, int(counted.sum()), vocabulary=int(ids.max()) + 1)
         self.facts += Facts(1, cut=int(cut))
@@ -329,24 +357,32 @@ _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
 def encode_examples(
-    folder: Path, chat: ChatConfig, length: int, source: ExampleFiles, pieces: list[FileRange]
+    folder: Path, chat: ChatConfig, length: int, source: ExampleFiles, blind: str, pieces: list[FileRange]
 ) -> EncodedExamples:
-    """Encode pieces of a source in this process by the tokenizer in a folder."""
+    """Encode pieces of a source in this process by the tokenizer in a folder. ``blind``: that of its
+    :class:`~megacore.data.model_tokenizer.ModelFiles`. InputError, then, where there are images."""
     tokenizer, pairs = _load(folder), source.pairs
     made = EncodedExamples(sum(piece.size for piece in pieces), length + 1, chat.too_long == "drop")
     rows = (row for piece in pieces for row in recognized(text.rows(piece), source.keys, pairs))
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
-        records = [each for each in group if isinstance(each, Record)]
+        records = [each for each in group if isinstance(each, Record) and (pairs or not shows(each.values))]
         encoded = iter(tokenizer.examples(records, None if pairs else chat.train_on))
         for row in group:
-            found = row if isinstance(row, Fault) else next(encoded)
-            if isinstance(found, Fault):
-                made.skip(found)
+            if isinstance(row, Fault):
+                made.skip(row)
                 continue
-            assert isinstance(row, Record)
-            if pairs:
-                made.add_pair(found, str(format_of(row.values)))
-            elif kept := [tokens for tokens in found if tokens[1].any()]:
+            if not pairs and shows(row.values):
+                if blind:
+                    raise InputError(str(row.fault(blind)))
+                shown = tokenizer.shown(row, chat.train_on)
+            else:
+                found = next(encoded)
+                shown = found if isinstance(found, Fault) else [(tokens, []) for tokens in found]
+            if isinstance(shown, Fault):
+                made.skip(shown)
+            elif pairs:
+                made.add_pair([tokens for tokens, _ in shown], str(format_of(row.values)))
+            elif kept := [each for each in shown if each[0][1].any()]:
                 made.add(kept, str(format_of(row.values)))
             else:
                 made.skip(row.fault("the loss would count none of its tokens"))

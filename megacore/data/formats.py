@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megacore.data.text import kind_of, text_problem
@@ -28,6 +29,10 @@ WEIGHT = "weight"
 """The field of a message that is 0 where a turn of the assistant is not to be learned."""
 TRAINED, UNTRAINED = "trained", "untrained"
 """In the place of a role: bare text, that no template writes."""
+MARK = "<image>"
+"""The place of an image in a text, of chats that name their images beside their messages."""
+_IMAGES, _FILES = ("images", "image"), ("path", "url", "image")
+"""The keys of a row that names them so, and of a part of a message that is one."""
 _RATED = "which are ratings, and there is no training on them here"
 
 
@@ -59,6 +64,7 @@ FORMATS = (
         not_read=(
             _KWARGS,
             ("system", "make it the first message of the prompt"),
+            ("images", "preferences are of text alone"),
             *((key, f"name it by data.map={{prompt: {key}}}") for key in ("question", "instruction", "input", "query")),
         ),
         refused="which are preferences: learn from both by preference.loss=dpo (or ipo, simpo, orpo), or what was "
@@ -107,6 +113,14 @@ class Example:
     parts: Sequence[tuple[str, bool]] = ()
 
 
+@dataclass(frozen=True)
+class ImageFile:
+    """An image of a chat. ``where``: what names it there."""
+
+    path: Path
+    where: str
+
+
 def renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
     """Return a row, and the turns in it, under the keys that are read here: `names` is {one of these: the row's}. What
     has none of the row's keys is as it was. Raises BadExample: it has some of them alone."""
@@ -140,15 +154,36 @@ def format_of(row: Mapping[str, Any]) -> Format:
     return found
 
 
-def example(row: Mapping[str, Any]) -> Example:
-    """Return what a row holds. Raises BadExample: it is no example."""
+def shows(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a chat with images, or with contents in parts as these have."""
+    turns = next((turns for key in ("messages", "conversations") if isinstance(turns := row.get(key), list)), [])
+    in_parts = any(isinstance(turn, Mapping) and isinstance(turn.get("content"), list) for turn in turns)
+    return in_parts or bool(turns and any(row.get(key) for key in _IMAGES))
+
+
+def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...] | None:
+    """Return the images of the messages of an example, in their order; None where no content is in parts."""
+    in_parts = [(number, said) for number, each in enumerate(messages, 1) if isinstance(said := each["content"], list)]
+    named = ((number, key, part) for number, parts in in_parts for part in parts for key in _named(part))
+    found = tuple(ImageFile(Path(part[key]), f"message {number}: {key} {part[key]}") for number, key, part in named)
+    return found if in_parts else None
+
+
+def _named(part: Mapping[str, Any]) -> list[str]:
+    """Return the keys by which a part names an image. Tables have all keys in each, most of them null."""
+    return [key for key in _FILES if part["type"] == "image" and part.get(key) is not None]
+
+
+def example(row: Mapping[str, Any], folder: Path | None = None) -> Example:
+    """Return what a row holds. ``folder``: that which images are named from, where chats may have some; None: they may
+    not. Raises BadExample: it is no example."""
     kind = format_of(row)
     if kind.refused:
         raise BadExample(f"has {' and '.join(map(repr, kind.needs))}, {kind.refused}")
     present = _read(row, kind)
     tools = _tools(present.get("tools")) if "tools" in kind.also else None
     if not kind.turns:
-        return Example(_listed(present, kind), tools)
+        return Example(_listed(present, kind, folder), tools)
     if all(isinstance(present.get(key), list) for key in ("prompt", "completion")) and kind.turns[0][0] == UNTRAINED:
         before, after = (_messages(present[key], key) for key in ("prompt", "completion"))
         asked = [{**each, WEIGHT: 0} if each["role"] == "assistant" else each for each in before]  # not learned
@@ -235,13 +270,17 @@ def _joined(present: Mapping[str, Any], keys: Sequence[str], kind: Format) -> st
     return "\n\n".join(text for text in texts.values() if text)
 
 
-def _listed(present: Mapping[str, Any], kind: Format) -> list[Message]:
-    messages = _messages(present[kind.needs[0]], kind.needs[0])
-    if "system" not in kind.also or not present.get("system"):
+def _listed(present: Mapping[str, Any], kind: Format, folder: Path | None) -> list[Message]:
+    messages = _messages(present[kind.needs[0]], kind.needs[0], folder is not None)
+    if "system" in kind.also and present.get("system"):
+        if messages[0]["role"] == "system":
+            raise BadExample(f"has 'system' beside {kind.needs[0]!r} that begin with one of their own: leave one out")
+        messages = [{"role": "system", "content": text_of(present["system"], "system")}, *messages]
+    if folder is None:
         return messages
-    if messages[0]["role"] == "system":
-        raise BadExample(f"has 'system' beside {kind.needs[0]!r} that begin with one of their own: leave one out")
-    return [{"role": "system", "content": text_of(present["system"], "system")}, *messages]
+    key = next((key for key in _IMAGES if present.get(key)), None)
+    messages = messages if key is None else _marked(messages, key, present[key])
+    return [_placed(f"message {number}", each, folder) for number, each in enumerate(messages, 1)]
 
 
 # -- what is none
@@ -282,15 +321,64 @@ def text_of(value: object, what: str) -> str:
     return str(value)
 
 
-def _messages(value: object, key: str) -> list[Message]:
+def _messages(value: object, key: str, parts: bool = False) -> list[Message]:
     if not isinstance(value, list):
         raise BadExample(f"{key} is {kind_of(value)}, not a list")
     if not value:
         raise BadExample("has no messages")
-    return [_message(f"message {number}", message) for number, message in enumerate(value, start=1)]
+    return [_message(f"message {number}", message, parts) for number, message in enumerate(value, start=1)]
 
 
-def _message(name: str, value: object) -> Message:
+def _marked(messages: Sequence[Message], key: str, images: object) -> list[Message]:
+    """Return messages with images in the places that their texts mark."""
+    files = [images] if isinstance(images, str) else images
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise BadExample(f"{key} is {kind_of(images)}, not the names of files")
+    contents = [each["content"] for each in messages]
+    texts = [content.split(MARK) if isinstance(content, str) else [] for content in contents]
+    if (marks := sum(len(pieces) - 1 for pieces in texts if pieces)) != len(files) or not all(texts):
+        raise BadExample(f"{key} names {len(files)} images, and the texts of its messages have {marks} {MARK}")
+    left, made = iter(files), list[Message]()
+    for message, (first, *more) in zip(messages, texts, strict=True):
+        said = [[{"type": "image", "image": next(left)}, {"type": "text", "text": text}] for text in more]
+        parts = [{"type": "text", "text": first}, *(part for pair in said for part in pair)]
+        parts = [part for part in parts if part.get("text") != ""]
+        made.append({**message, "content": parts} if more else message)
+    return made
+
+
+def _placed(name: str, message: Message, folder: Path) -> Message:
+    """Return a message in parts, whose images have paths that hold anywhere. Templates that write images would leave
+    out in silence what is no list of parts."""
+    content, parts = message["content"], list[Mapping[str, Any]]()
+    for given in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        part = {key: value for key, value in given.items() if value is not None}
+        for key in _named(part):
+            file = part[key].removeprefix("file://")
+            if "://" in file or file.startswith("data:"):
+                raise BadExample(f"{name}: {key} {brief(file)} is no file here: save it as one, and name that")
+            if message["role"] == "assistant":
+                raise BadExample(f"{name}: the assistant says an image, which is not learned")
+            part[key] = str(folder / file)
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _part(name: str, part: object) -> str:
+    """Return the text of a part of a message; of an image, none."""
+    if not isinstance(part, dict):
+        raise BadExample(f"{name} is {kind_of(part)}, not an object")
+    if (kind := part.get("type")) not in ("text", "image"):
+        raise BadExample(f"{name} has the type {brief(repr(kind))}: choose text or image")
+    if kind == "text":
+        return text_of(part.get("text"), f"the text of {name}")
+    named = _named(part)
+    if len(named) != 1 or not isinstance(part[named[0]], str):
+        raise BadExample(f"{name} names no image: give it one file as {', '.join(_FILES)}")
+    return ""
+
+
+def _message(name: str, value: object, parts: bool = False) -> Message:
     if not isinstance(value, dict):
         raise BadExample(f"{name} is {kind_of(value)}, not an object")
     message = {key: each for key, each in value.items() if each is not None}
@@ -304,7 +392,10 @@ def _message(name: str, value: object) -> Message:
         raise BadExample(f"{name}: tool_calls is {kind_of(calls)}, not a list of objects")
     if "content" not in message and calls:
         message["content"] = ""
-    content = text_of(message.get("content"), f"the content of {name}")
+    content: Any = message.get("content")
+    if parts and isinstance(content, list):
+        content = "".join(_part(f"part {number} of {name}", each) for number, each in enumerate(content, 1))
+    content = text_of(content, f"the content of {name}")
     if role == "assistant" and not calls and not content.strip():
         raise BadExample(f"{name}: the assistant says nothing")
     if (weight := message.get(WEIGHT, 1)) not in (0, 1):

@@ -29,7 +29,7 @@ import numpy as np
 from megacore.parallel import limits
 
 _ARRAY = "array"
-_ARRAYS = ("int32", "int64", "bool")
+_ARRAYS = ("int32", "int64", "bool", "float32")
 """The kinds of numbers of the arrays that are passed."""
 
 

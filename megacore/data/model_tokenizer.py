@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megacore.data import pretrained
 from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, of_pair, passages
 from megacore.data.grouping import grouped
 from megacore.data.guard import Guard, GuardError
+from megacore.data.pictures import picture
 from megacore.data.text import Fault, InputError, Record
 from megacore.data.tokenizer import files_for_transformers, import_transformers
 from megacore.store.io.strict_json import StoreError, read_json
@@ -28,11 +30,12 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 @dataclass(frozen=True)
 class ModelFiles:
     """The files that travel with a model's weights, {name: file}, its Hugging Face config, and the number of its
-    tokens."""
+    tokens. blind: why chats with images are not read; empty where they are."""
 
     files: Mapping[str, Companion]
     config: Mapping[str, Any]
     vocabulary: int
+    blind: str = "has images, and the model reads text alone: leave them out, or start from a model that also sees"
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
@@ -49,6 +52,8 @@ class ModelFiles:
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """ids [n], and whether the loss counts the prediction of each [n]."""
+Shown = Sequence[tuple[str, Sequence[tuple[int, int]]]]
+"""(file, the runs [first, stop) of the tokens that stand for it) of each image of a text, in their order."""
 
 
 class NoTemplateError(InputError):
@@ -63,6 +68,7 @@ class ModelTokenizer:
             self._tokenizer: Any = pretrained.tokenizer(folder)
         except StoreError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
+        self._folder = folder
         if not self._tokenizer.is_fast:
             raise InputError(
                 "the model's tokenizer does not say where in a text its tokens are: save it as tokenizer.json"
@@ -73,30 +79,40 @@ class ModelTokenizer:
     @cached_property
     def template(self) -> Template:
         """The chat template. NoTemplateError if there is none."""
-        if not self._tokenizer.chat_template:
+        tokenizer = self._tokenizer
+        return self._template(tokenizer, tokenizer.chat_template, partial(tokenizer.get_chat_template, None))
+
+    def _template(self, tokenizer: Any, templates: Any, chosen: Callable[[list[Any] | None], str]) -> Template:
+        if not templates:
             raise NoTemplateError(
                 "the data has chats, and the model's tokenizer no chat template: set chat.template to a file of one, "
                 "or start from a model that was made for chats"
             )
-        templates = self._tokenizer.chat_template
         named = templates.values() if isinstance(templates, dict) else [templates]
         marks = all(_MARK.search(each) for each in named)
-        special = tuple(self._tokenizer.get_added_vocab())
-        return Template(self._render, marks, special, self._tokenizer.eos_token or "", self._stops)
+        special, render = tuple(tokenizer.get_added_vocab()), partial(self._render, tokenizer, chosen, marks)
+        return Template(render, marks, special, tokenizer.eos_token or "", self._stops)
 
-    def _render(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> tuple[str, list[Span]]:
+    def _render(
+        self,
+        tokenizer: Any,
+        chosen: Callable[[list[Any] | None], str],
+        marks: bool,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        prompt: bool,
+    ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            template = self._tokenizer.get_chat_template(None, tools)
             render: Any = render_jinja_template  # what it gives is typed as less than it is
             texts, spans = render(
                 conversations=[list(messages)],
                 tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=self.template.marks,
+                chat_template=chosen(tools),
+                return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **self._tokenizer.special_tokens_map,
+                **tokenizer.special_tokens_map,
             )
         except Exception as error:  # a template is a program
             raise BadExample(f"the chat template fails: {str(error) or type(error).__name__}") from error
@@ -157,6 +173,70 @@ class ModelTokenizer:
             return tokens
         return [found if isinstance(found, str) else _behind(*(ids for ids, _ in found)) for found in tokens]
 
+    # -- chats that have images
+
+    @cached_property
+    def _processor(self) -> Any:
+        try:
+            return pretrained.processor(self._folder)
+        except StoreError as error:
+            raise InputError(f"the model's processor of images cannot be loaded: {error}") from error
+
+    @cached_property
+    def _shown_template(self) -> Template:
+        """The processor's chat template, or the tokenizer's where it has none of its own."""
+        template = self._processor.chat_template
+        template = template.get("default") if isinstance(template, dict) else template
+        template = template or self._tokenizer.chat_template
+        return self._template(self._processor.tokenizer, template, lambda _: template)
+
+    def shown(self, row: Mapping[str, Any], train_on: TrainOn, folder: Path) -> list[tuple[Tokens, Shown]] | str:
+        """Return the tokens of the examples that a chat in parts makes, with their images, or why there are none, as
+        transformers' processor makes them. ``folder``: the one that files are named from. NoTemplateError as above."""
+        try:
+            found = passages(row, lambda: self._shown_template, train_on, folder)
+            return [self._encode_shown(each) for each in found]
+        except BadExample as error:
+            return str(error)
+
+    def _encode_shown(self, passage: Passage) -> tuple[Tokens, Shown]:
+        processor, images = self._processor, passage.images or ()
+        pictures, begin = [picture(each) for each in images], processor.tokenizer.bos_token
+        try:
+            made = processor(
+                text=passage.text,
+                images=[pictures] if pictures else None,
+                add_special_tokens=begin is None or not passage.text.startswith(begin),
+                return_offsets_mapping=True,
+                return_text_replacement_offsets=True,
+                return_tensors="np",
+            )
+        except Exception as error:  # of files of strangers
+            raise BadExample(f"the model's processor fails: {str(error) or type(error).__name__}") from error
+        ids, offsets = (np.asarray(made[key]).astype(np.int64) for key in ("input_ids", "offset_mapping"))
+        places = [(each["span"], each["new_span"]) for each in made.get("text_replacement_offsets", [[]])[0]]
+        ends, gained = [end for (_, end), _ in places], [0, *(new - old for (_, old), (_, new) in places)]
+        spans = [tuple(char + gained[bisect_right(ends, char)] for char in span) for span in passage.spans]
+        tokens, counted = self._counted(replace(passage, spans=spans), ids[0].tolist(), offsets[0])
+        start, stop = offsets[0].T
+        marks, found = tokens[: start.size] == processor.image_token_id, list[npt.NDArray[np.int64]]()
+        for _, (first, last) in places:
+            own = (start < last) & (stop > first)
+            found.append(np.flatnonzero(own & marks))
+            counted[: start.size][own] = False
+        if len(found) != len(images) or sum(map(len, found)) != marks.sum():
+            raise BadExample(
+                f"has {len(images)} images, and its text {len(found)} places of one and {marks.sum()} tokens of "
+                f"{processor.image_token!r}, {sum(map(len, found))} of them there: write no such token as text"
+            )
+        return (tokens, counted), [(str(each.path), _runs(of)) for each, of in zip(images, found, strict=True)]
+
+
+def _runs(places: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the runs [first, stop) of ascending numbers."""
+    pieces = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    return [(int(each[0]), int(each[-1]) + 1) for each in pieces if each.size]
+
 
 def _behind(prompt: npt.NDArray[np.int64], *texts: npt.NDArray[np.int64]) -> list[Tokens]:
     """Return texts that begin with a prompt; what is behind it counts, but for a first token."""
@@ -198,6 +278,17 @@ class GuardedTokenizer:
             row.fault(each) if isinstance(each, str) else [(ids, counted) for ids, counted in each]
             for row, each in zip(rows, found, strict=True)
         ]
+
+    def shown(self, row: Record, train_on: TrainOn) -> list[tuple[Tokens, Shown]] | Fault:
+        """Return the tokens of the examples that a chat in parts makes, and their images, or why there are none; errors
+        as of :meth:`examples`."""
+        try:
+            found = self._guard.call("shown", row.values, train_on, row.path.parent.absolute())
+        except GuardError as error:
+            raise InputError(str(row.fault(f"the model's processor of images fails on it: {error}"))) from error
+        if isinstance(found, str):
+            return row.fault(found)
+        return [((ids, counted), images) for (ids, counted), images in found]
 
 
 def counts(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -3,7 +3,7 @@ for anywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,43 @@ def tokenizer(folder: Path) -> Any:
             "must be text and a number"
         )
     return found
+
+
+def processor(folder: Path) -> Any:
+    """Return what makes tokens and arrays of texts with images. Raises StoreError: whatever its files lead to."""
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    found = _load(AutoProcessor, folder)
+    # The other one computes with torch, which is not to run in a fork.
+    found.image_processor = _load(AutoImageProcessor, folder, backend="pil")
+    return found
+
+
+def tower(config: Mapping[str, Any], tensors: Mapping[str, Any], dtype: Any) -> Any:
+    """Return a model that also sees without its text model: its ``get_image_features`` is what tower and projector make
+    of images. ``config``: the whole ``config.json``; ``tensors``: {name: tensor} of these parts. Raises
+    StoreError: they do not belong together."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+
+    try:
+        made = AutoConfig.for_model(**config)
+        text = made.get_text_config()
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+        text.layer_types = []
+        kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(made)]
+        options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
+        found, told = kind.from_pretrained(None, config=made, state_dict=dict(tensors), **options)
+    except Exception as error:
+        raise StoreError(f"transformers cannot make the tower of a {config.get('model_type')}: {error}") from error
+    lacking = [name for name in told["missing_keys"] if not name.startswith(_OF_TEXT)]
+    if wrong := [*lacking, *told["mismatched_keys"]]:
+        raise StoreError(
+            f"the tower of a {config.get('model_type')} has other tensors than its config says: {wrong[0]}"
+        )
+    return found.eval().requires_grad_(False)
+
+
+_OF_TEXT = ("lm_head.", "model.language_model.", "model.text_model.")
 
 
 def model(folder: Path, scores: bool = False, **options: Any) -> Any:

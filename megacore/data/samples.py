@@ -51,17 +51,19 @@ class Sample:
     """tokens int64 [length + 1]; documents int32 [length + 1], which of the sample's documents 0, 1, ... each is of;
     counted bool [length + 1], whether the loss counts the prediction of each; filled, the number of tokens that are not
     the padding at the end, None where that is all; reference fp64 [pairs, 2], where documents 2i and 2i + 1 are the
-    chosen and the rejected one of a pair: the log-probabilities of their answers by the reference."""
+    chosen and the rejected one of a pair: the log-probabilities of their answers by the reference; images, (file, int64
+    [its tokens], the places of those that stand for it) of each."""
 
     tokens: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int32]
     counted: npt.NDArray[np.bool_]
     filled: int | None = None
     reference: npt.NDArray[np.float64] | None = None
+    images: Sequence[tuple[str, npt.NDArray[np.int64]]] = ()
 
     def blank(self) -> Sample:
         """Return a sample of the same tokens that all count as padding: the model computes it, and learns nothing."""
-        return replace(self, counted=np.zeros_like(self.counted), filled=0)
+        return replace(self, counted=np.zeros_like(self.counted), filled=0, images=())
 
 
 class Source(Protocol):

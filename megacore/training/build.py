@@ -13,7 +13,7 @@ import torch
 from megacore import checkpoints
 from megacore.config import Config
 from megacore.control import Control, Made
-from megacore.data.batches import Batches
+from megacore.data.batches import Batch, Batches
 from megacore.data.corpora import end_of_text, packed_of
 from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
@@ -64,6 +64,7 @@ from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
 from megacore.training.save import NAMES, Contents, Saver
 from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.sight import open_eyes
 from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
@@ -101,30 +102,39 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     step = TrainStep(own, *parts, replicas=mesh if own is not mesh else None)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
-    batches = _batches(setup, setup.corpora.train, mesh, model)
+    eyes = _on_all(control, "checkpoint.init", lambda: open_eyes(setup, mesh, model))
+    batches = _batches(setup, setup.corpora.train, mesh, model, eyes)
     alone = config.sync.replicas_of(mesh.shape.dp)
     batches = replace(batches, sizes=config.batch.sizes, skipped=start.progress.skipped_samples, replicas=alone)
-    callbacks = _callbacks(setup, contents, mesh, model, control, given)
+    callbacks = _callbacks(setup, contents, mesh, model, control, given, eyes)
     upload = Uploader(config, mesh, model)
     return Trainer(config, mesh, model, step, batches, upload, control, contents, start, callbacks)
 
 
-def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:
+def _batches(
+    setup: Setup, source: Source, mesh: Mesh, model: Model, eyes: Callable[[Batch], Batch] | None = None
+) -> Batches:
     config, vocabulary = setup.config, setup.model.vocab_size
     sizes = config.batch.global_size, config.batch.micro_size, mesh.data_rank, mesh.shape.data
     ahead = setup.model.mtp_layers if config.mtp_factor(setup.model.schema) else 0
     how = setup.corpora.separate, vocabulary, model.context, mesh.place.cp
-    return Batches(source, *sizes, *how, ahead=ahead, scores=config.scores)
+    return Batches(source, *sizes, *how, ahead=ahead, scores=config.scores, eyes=eyes)
 
 
 def _callbacks(
-    setup: Setup, contents: Contents, mesh: Mesh, model: Model, control: Control, given: Sequence[Callback]
+    setup: Setup,
+    contents: Contents,
+    mesh: Mesh,
+    model: Model,
+    control: Control,
+    given: Sequence[Callback],
+    eyes: Callable[[Batch], Batch] | None,
 ) -> list[Callback]:
     """Return what happens beside the steps, in its order: what decides whether a step stands, what others bring along,
     what shows the step, what keeps it."""
     config, optimizer = setup.config, setup.config.optimizer
     held_out = setup.corpora.validation
-    evaluation = Evaluation(_batches(setup, held_out, mesh, model)) if held_out else None
+    evaluation = Evaluation(_batches(setup, held_out, mesh, model, eyes)) if held_out else None
     checkpoints_on_disk = Checkpoints(_saver(config, contents, control), setup.corpora.identities, evaluation)
     spikes = TellSpikes()
     bad: Callback = BadSteps(optimizer.max_skipped if optimizer.non_finite == "skip" else 0)

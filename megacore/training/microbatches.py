@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.data.batches import Batch, BatchAhead, BatchPairs
+from megacore.data.batches import Batch, BatchAhead, BatchImage, BatchPairs
 from megacore.models.assemble import Model
-from megacore.models.decoder import FurtherTokens, Microbatch
+from megacore.models.decoder import FurtherTokens, Microbatch, MicrobatchImage
 from megacore.parallel.labels import with_labels
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.preference import MicrobatchPairs
@@ -55,7 +55,13 @@ class Uploader:
             pairs=None if batch.pairs is None else self._pairs(batch.pairs),
             ahead=tuple(map(self._ahead, batch.ahead)),
             replica=self.mesh.place.dp,
+            images=tuple(self._image(each) for each in batch.images if each.inputs),  # which ranks that embed have
         )
+
+    def _image(self, image: BatchImage) -> MicrobatchImage:
+        inputs = {name: self._to_device(each).view(each.shape) for name, each in image.inputs.items()}
+        own = self._to_device(image.features), self._to_device(image.places)
+        return MicrobatchImage(image.file, image.tokens, inputs, *own)
 
     def _ahead(self, batch: BatchAhead) -> FurtherTokens:
         tokens, labels = map(self._to_device, (batch.tokens, batch.labels))

@@ -1,0 +1,102 @@
+"""The tower of a model that also sees, on the ranks that embed: frozen, and run by transformers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megacore.data import pretrained
+from megacore.data.batches import Batch
+from megacore.data.corpora import packed_of
+from megacore.data.guard import Guard, GuardError
+from megacore.data.pictures import ImageProcessor
+from megacore.data.text import InputError
+from megacore.data.tokenizer import files_for_transformers, import_transformers
+from megacore.models.assemble import Model
+from megacore.models.decoder import MicrobatchImage
+from megacore.parallel.mesh import Mesh
+from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.dtypes import NUMBERS, as_dtype, dtype_named
+from megacore.store.weight_folders.folder import WeightFolder
+from megacore.training.check import Setup
+
+
+def open_eyes(setup: Setup, mesh: Mesh, model: Model) -> Callable[[Batch], Batch] | None:
+    """Give the chunk that embeds the model's tower, if this rank has it and the data have images, and return what reads
+    them. Raises StoreError: the folder that the run starts from has no such tower, or no processor of images."""
+    chunk = next((each for each in model.chunks if each.embedding is not None), None)
+    sides = [side for side in (setup.corpora.train, setup.corpora.validation) if side is not None]
+    source = setup.start.source
+    if chunk is None or source is None or not any(each.examples.shows for side in sides for each in packed_of(side)):
+        return None
+    chunk.tower = Tower(source, chunk.dtype, mesh.device)
+    import_transformers()
+    with files_for_transformers(setup.companions, None) as folder:
+        try:
+            guard = Guard(lambda: ImageProcessor(folder))
+        except GuardError as error:
+            raise StoreError(f"the model's processor of images cannot be loaded: {error}") from error
+    return Eyes(guard, mesh.tp.index, mesh.tp.size)
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """Reads the images of which a rank holds tokens: part ``index`` of ``parts`` of those of a microbatch."""
+
+    guard: Guard
+    index: int
+    parts: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return a microbatch with the images of this part alone, and their inputs. InputError: one cannot be read."""
+        own = np.arange(batch.tokens.size).reshape(self.parts, -1)[self.index]
+        images = batch.of_tokens(own)
+        return replace(batch, images=tuple(replace(each, inputs=self._inputs(each.file)) for each in images))
+
+    def _inputs(self, file: str) -> dict[str, npt.NDArray[Any]]:
+        try:
+            with self._lock:  # of the threads that prepare steps and evaluations
+                found = self.guard.call("inputs", file)
+        except GuardError as error:
+            raise InputError(f"the image {file} can no longer be made into what the tower takes: {error}") from error
+        return {name: numbers.reshape(shape) for name, shape, numbers in found}
+
+
+class Tower:
+    """An image of a microbatch -> its features, [n, embed]: what the tower and the projector of a folder make of it, in
+    a dtype on a device. Raises StoreError: as of :func:`megacore.data.pretrained.tower`; ValueError: these are not as
+    many as the tokens that stand for them."""
+
+    def __init__(self, source: WeightFolder, dtype: torch.dtype, device: torch.device) -> None:
+        carried, of = source.carried, source.index.carried
+        assert carried is not None and of is not None  # or its chats had no images
+        name, read = dtype_named(str(dtype).removeprefix("torch.")), carried.read()
+        tensors = dict[str, Tensor]()
+        for stored in carried.stored():
+            kind, bits = read(stored)
+            if kind in NUMBERS:  # the others are no weights
+                made = as_dtype(bits, kind, name)
+                tensors[stored.name] = torch.from_numpy(made.copy().view(f"i{made.itemsize}")).view(dtype)
+        self._model = pretrained.tower(of.config, tensors, dtype).to(device)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def __call__(self, image: MicrobatchImage) -> Tensor:
+        floats = {name: each.to(self._dtype) for name, each in image.inputs.items() if each.is_floating_point()}
+        found: Any = self._model.get_image_features(**{**image.inputs, **floats}).pooler_output
+        parts = [found] if isinstance(found, Tensor) else found
+        features = torch.cat([each.flatten(0, -2) for each in parts])
+        if len(features) != image.tokens:
+            raise ValueError(
+                f"{image.file} has {len(features)} features, and {image.tokens} tokens stand for it: the model's "
+                "processor is another model's, or the file has changed since it was prepared"
+            )
+        return features
