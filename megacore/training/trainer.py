@@ -155,6 +155,9 @@ class Trainer:
     """The error that all ranks have found, which ends the run."""
     vetoed: Tensor | None = field(default=None, init=False)
     """Whether the update of this step is left out, a bool on the device; None: nobody has said so."""
+    halted: Tensor | None = field(default=None, init=False)
+    """Whether all stays as it was before this step, as ``vetoed``: of replicas that take steps alone the outer step is
+    left out too."""
     _back_to: tuple[int, Progress] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -207,7 +210,7 @@ class Trainer:
     def _commit(self, stats: Stats) -> None:
         """Do the second half of a step: no rank needs another for it, but for whole matrices, and to gather split
         parameters afterwards."""
-        self.vetoed = None
+        self.vetoed = self.halted = None
         self.call("on_gradients", stats)
         self.enter("update")
         self.train_step.update(stats, self.lr, self.vetoed)
@@ -239,8 +242,15 @@ class Trainer:
     # -- for callbacks
 
     def veto(self, flag: Tensor) -> None:
-        """Leave the update of this step out where a bool on the device is true."""
+        """Leave the update of this step out where a bool on the device is true, the same on all ranks; a round of steps
+        that replicas take alone (``sync``) ends all the same."""
         self.vetoed = flag if self.vetoed is None else self.vetoed | flag
+
+    def halt(self, flag: Tensor) -> None:
+        """Let all be as it was before this step where a bool on the device is true, for a run that :meth:`rewind` or
+        :meth:`fail` is about to be called for: what :meth:`veto` leaves out, and no round ends either."""
+        self.halted = flag if self.halted is None else self.halted | flag
+        self.veto(flag)
 
     def rewind(self, step: int, start: Progress | None = None) -> None:
         """Go on after an earlier step, whose state is that of now; all ranks say so after the same step. ``start`` is
