@@ -584,7 +584,11 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False would change the maths"),
     ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim is 8: it must be hidden_size, 16"),
     ("opt", {"rope_parameters": {"rope_type": "default"}}, "unknown field 'rope_parameters'"),
+    ("falcon_h1", {"key_multiplier": -0.5}, "key_multiplier is -0.5: it must be above 0"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0: it must be above 0"),
+    ("granite", {"attention_multiplier": 0.0}, "attention_multiplier is 0.0: it must be above 0"),
     ("granitemoe", {"logits_scaling": 0}, "logits_scaling is 0"),
+    ("mpt", {"attn_config": {"softmax_scale": -1.0}}, "softmax_scale is -1.0: it must be above 0, or null"),
     ("granitemoe", {"num_local_experts": None}, "num_local_experts is None, which is not of type int"),
 ]
 MIXTURES = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
