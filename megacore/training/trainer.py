@@ -213,7 +213,7 @@ class Trainer:
         self.vetoed = self.halted = None
         self.call("on_gradients", stats)
         self.enter("update")
-        self.train_step.update(stats, self.lr, self.vetoed)
+        self.train_step.update(stats, self.lr, _either(self.vetoed, self.halted))
         self.train_step.gradients.updated()
         self.call("on_step", stats)
 
@@ -244,13 +244,12 @@ class Trainer:
     def veto(self, flag: Tensor) -> None:
         """Leave the update of this step out where a bool on the device is true, the same on all ranks; a round of steps
         that replicas take alone (``sync``) ends all the same."""
-        self.vetoed = flag if self.vetoed is None else self.vetoed | flag
+        self.vetoed = _either(self.vetoed, flag)
 
     def halt(self, flag: Tensor) -> None:
         """Let all be as it was before this step where a bool on the device is true, for a run that :meth:`rewind` or
         :meth:`fail` is about to be called for: what :meth:`veto` leaves out, and no round ends either."""
-        self.halted = flag if self.halted is None else self.halted | flag
-        self.veto(flag)
+        self.halted = _either(self.halted, flag)
 
     def rewind(self, step: int, start: Progress | None = None) -> None:
         """Go on after an earlier step, whose state is that of now; all ranks say so after the same step. ``start`` is
@@ -307,3 +306,8 @@ class Trainer:
         """The progress until this step, for a checkpoint: this waits for the device."""
         step = self.train_step
         return self.start.at(self.step, self.config, step.optimizer.updates, step.scaler.state())
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return whether one of two flags is true that somebody has set."""
+    return other if one is None else one if other is None else one | other
