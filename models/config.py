@@ -348,8 +348,11 @@ def positive(config: ModelConfig, *names: str) -> list[str]:
 
 def above_zero(config: ModelConfig, *names: str) -> list[str]:
     """Return a problem for each named field that is 0 or below, and not null."""
-    given = {name: getattr(config, name) for name in names}
-    return [f"{name} is {n}: it must be above 0, or null" for name, n in given.items() if n is not None and n <= 0]
+    given = {each.name: (getattr(config, each.name), "None" in str(each.type)) for each in fields(config)}
+    held = [(name, *given[name]) for name in names]
+    return [
+        f"{name} is {n}: it must be above 0{', or null' * null}" for name, n, null in held if n is not None and n <= 0
+    ]
 
 
 def probabilities(config: ModelConfig, *names: str) -> list[str]:

@@ -76,7 +76,9 @@ class GatedDeltaRule(nn.Module):
         q, k = (each.unflatten(1, (self.heads, self.key)) for each in (q, k))
         v, z = (each.unflatten(1, (self.heads, self.each, self.value)) for each in (v, z))
         (g,) = keeping_inputs(left, fades, self.fade.flatten(), self.fade_bias)
-        g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, self.most * wide(share).sigmoid()))
+        share = wide(share).sigmoid()
+        beta = share if self.most == 1 else self.most * share
+        g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, beta))
         y = self.norm(states.delta_rule(self.name, q, k, v, g, beta))
         (y,) = keeping_inputs(self.weighed, y, z)
         return y.flatten(1, 2)

@@ -246,7 +246,13 @@ def run(pool: Any, folder: Path, one: Slowed, steps: int = 1) -> Path:
     out = folder / "run"
     recipe = engine.write_recipe(folder, engine.RECIPE | ({"model": dict(one.model)} if one.model else {}))
     overrides = [f"out={out}", "mesh.pp=2", "mesh.dp=2", "evaluate.every=0", f"train.steps={1 + steps}"]
-    overrides += ["log.trace=1", "batch.global_size=16", "schedule.warmup_steps=1", *one.overrides]
+    overrides += [
+        "log.trace=1",
+        "batch.global_size=16",
+        "batch.micro_size=1",
+        "schedule.warmup_steps=1",
+        *one.overrides,
+    ]
     pool.run(4, _rank, recipe, overrides, one)
     (out / "config.yaml").write_text(load(recipe, overrides).to_yaml())
     return out

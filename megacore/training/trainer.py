@@ -155,6 +155,9 @@ class Trainer:
     """The error that all ranks have found, which ends the run."""
     vetoed: Tensor | None = field(default=None, init=False)
     """Whether the update of this step is left out, a bool on the device; None: nobody has said so."""
+    halted: Tensor | None = field(default=None, init=False)
+    """Whether all stays as it was before this step, as ``vetoed``: of replicas that take steps alone the outer step is
+    left out too."""
     _back_to: tuple[int, Progress] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -207,10 +210,10 @@ class Trainer:
     def _commit(self, stats: Stats) -> None:
         """Do the second half of a step: no rank needs another for it, but for whole matrices, and to gather split
         parameters afterwards."""
-        self.vetoed = None
+        self.vetoed = self.halted = None
         self.call("on_gradients", stats)
         self.enter("update")
-        self.train_step.update(stats, self.lr, self.vetoed)
+        self.train_step.update(stats, self.lr, _either(self.vetoed, self.halted))
         self.train_step.gradients.updated()
         self.call("on_step", stats)
 
@@ -239,8 +242,14 @@ class Trainer:
     # -- for callbacks
 
     def veto(self, flag: Tensor) -> None:
-        """Leave the update of this step out where a bool on the device is true."""
-        self.vetoed = flag if self.vetoed is None else self.vetoed | flag
+        """Leave the update of this step out where a bool on the device is true, the same on all ranks; a round of steps
+        that replicas take alone (``sync``) ends all the same."""
+        self.vetoed = _either(self.vetoed, flag)
+
+    def halt(self, flag: Tensor) -> None:
+        """Let all be as it was before this step where a bool on the device is true, for a run that :meth:`rewind` or
+        :meth:`fail` is about to be called for: what :meth:`veto` leaves out, and no round ends either."""
+        self.halted = _either(self.halted, flag)
 
     def rewind(self, step: int, start: Progress | None = None) -> None:
         """Go on after an earlier step, whose state is that of now; all ranks say so after the same step. ``start`` is
@@ -297,3 +306,8 @@ class Trainer:
         """The progress until this step, for a checkpoint: this waits for the device."""
         step = self.train_step
         return self.start.at(self.step, self.config, step.optimizer.updates, step.scaler.state())
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return whether one of two flags is true that somebody has set."""
+    return other if one is None else one if other is None else one | other

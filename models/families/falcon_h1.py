@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy, Factors
+from megacore.models.config import above_zero
 from megacore.models.presets import shape, tiny
 from megacore.models.ssm_config import StateSpaceConfig
 from megacore.models.weight_rows import Rows, Table
@@ -71,7 +72,7 @@ class FalconH1Config(StateSpaceConfig):
         return t.gated_mlp("feed_forward.{gate,up}_proj", "feed_forward.down_proj", bias=self.mlp_bias)
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        found = super().problems() + above_zero(self, "key_multiplier")
         for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
             if len(given := getattr(self, name)) != count:
                 found.append(f"{name} has {len(given)} numbers: it must have {count}")

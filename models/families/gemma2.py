@@ -41,8 +41,8 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
         return replace(super().anatomy, attention_scale=self.query_pre_attn_scalar**-0.5)
 
     def problems(self) -> list[str]:
-        found = ["query_pre_attn_scalar must be above 0"] if self.query_pre_attn_scalar <= 0 else []
-        return super().problems() + found + above_zero(self, "attn_logit_softcapping", "final_logit_softcapping")
+        factors = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+        return super().problems() + above_zero(self, *factors)
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Anatomy
+from megacore.models.config import above_zero
 from megacore.models.decoder_config import DecoderConfig
 from megacore.models.families.llama import LlamaConfig
 from megacore.models.presets import shape
@@ -31,7 +32,7 @@ class Multipliers(DecoderConfig):
 
     def problems(self) -> list[str]:
         found = ["logits_scaling is 0: the logits are divided by it"] if self.logits_scaling == 0 else []
-        return super().problems() + found
+        return super().problems() + above_zero(self, "attention_multiplier") + found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megacore.models.anatomy import Alibi, Anatomy
-from megacore.models.config import positive
+from megacore.models.config import above_zero, positive
 from megacore.models.learned_positions import NoRopeConfig
 from megacore.models.weight_rows import QKV_EACH, Rows, Table, around
 
@@ -65,7 +65,7 @@ class MptConfig(NoRopeConfig):
         return t.plain_mlp("ffn.up_proj", "ffn.down_proj")
 
     def problems(self) -> list[str]:
-        return super().problems() + positive(self, "alibi_bias_max")
+        return super().problems() + positive(self, "alibi_bias_max") + above_zero(self, "softmax_scale")
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -18,7 +18,12 @@ class Qwen3_5Config(QwenDeltaConfig):
     architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4, "head_dim": 256}
     # Published files say these, and transformers' class has none of them.
-    fixed: ClassVar[Mapping[str, Any]] = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "attn_output_gate": True,
+        "mlp_only_layers": [],
+        "mtp_use_dedicated_embeddings": False,
+        "output_gate_type": "swish",  # of the delta rule; that of attention is a sigmoid, whatever a file says
+    }
     harmless: ClassVar[frozenset[str]] = frozenset({"mamba_ssm_dtype"})
     saved: ClassVar[Mapping[str, str]] = {FIELD: "mtp_num_hidden_layers"}
     # Of text all three sections of a position are one number.

@@ -30,6 +30,8 @@ from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.local_steps import LocalSteps
 from megacore.training.lr import learning_rate
 from megacore.training.start import in_no_round
+from megacore.training.step import Stats
+from megacore.training.trainer import Callback, Trainer
 
 OUTER = ["sync.every=2", "sync.lr=0.6", "sync.momentum=0.8"]
 CLIP = 0.5
@@ -247,6 +249,28 @@ def test_what_one_replica_cannot_do_none_does(pool: Pool, recipe: str, tmp_path:
     engine.assert_same_files(engine.path_of(tmp_path / "repeated", 8), engine.path_of(tmp_path / "good", 8), 8)
     left_out = pool.run(2, bad_once, recipe, [f"out={tmp_path / 'bad'}", *run, "optimizer.non_finite=skip"], 1)
     assert left_out[0].values("skipped_steps") == [1]
+
+
+class VetoesTheLastOfARound(Callback):
+    """Leaves the update of step 4 out, and notes what is common and what has gone its own way before each step."""
+
+    def __init__(self) -> None:
+        self.held = dict[int, tuple[Tensor, Tensor]]()
+
+    def on_gradients(self, run: Trainer, stats: Stats) -> None:
+        optimizer = run.train_step.optimizer
+        self.held[run.step] = optimizer.weight(NORM).clone(), run.model.parameters[NORM].detach().clone()
+        run.veto(torch.tensor(run.step == 4))
+
+
+def test_a_round_ends_though_its_last_update_is_left_out(recipe: str, tmp_path: Path) -> None:
+    """A checkpoint of this step is one of a round that has ended, whose ways no resuming would bring together."""
+    vetoes = VetoesTheLastOfARound()
+    trainer(recipe, [f"out={tmp_path}", *OUTER, "sync.momentum=0"], callbacks=[vetoes]).fit()
+    (start, _), (_, own), (common, from_there) = (vetoes.held[step] for step in (3, 4, 5))
+    assert not torch.equal(start, own)
+    torch.testing.assert_close(common, start - 0.6 * (start - own), rtol=1e-14, atol=0)
+    assert torch.equal(from_there, common)
 
 
 def test_last_steps_that_no_round_ends_with_are_told(recipe: str) -> None:

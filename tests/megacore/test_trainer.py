@@ -173,7 +173,7 @@ def stats_of(loss: float, overflow: bool = False) -> Stats:
 def test_skipped_steps_are_forgotten_after_a_hundred_and_overflows_do_not_count() -> None:
     def ended(allowed: int | None, period: int, overflow: bool = False) -> tuple[int, int]:
         steps, mesh = BadSteps(allowed), SimpleNamespace(device=torch.device("cpu"))
-        run = SimpleNamespace(start=Progress(step=7), mesh=mesh, step=0, veto=lambda flag: None)
+        run = SimpleNamespace(start=Progress(step=7), mesh=mesh, step=0, halt=lambda flag: None)
         steps.on_start(cast(engine.Trainer, run))
         for run.step in range(1, 1001):
             bad = run.step % period == 0

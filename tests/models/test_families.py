@@ -577,6 +577,8 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("olmo_hybrid", {"layer_types": [FULL] * 3}, "layer_types names one kind of layers: its class takes both"),
     ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm=True would change the maths"),
     ("codegen", {"n_head": 6, "n_embd": 48}, "n_head is 6: it must be a multiple of 4, the groups that heads lie in"),
+    ("qwen3_5_moe_text", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' would change the maths"),
+    ("qwen3_5_text", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] would change the maths"),
     ("mpt", {"attn_config": {"alibi": False, "qk_ln": True}}, "attn_config has alibi=False, which is not supported"),
     ("mpt", {"attn_config": 3}, "attn_config is 3, not fields by name"),
     ("nanochat", {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0: it must be above 0, or null"),
@@ -584,7 +586,11 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False would change the maths"),
     ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim is 8: it must be hidden_size, 16"),
     ("opt", {"rope_parameters": {"rope_type": "default"}}, "unknown field 'rope_parameters'"),
+    ("falcon_h1", {"key_multiplier": -0.5}, "key_multiplier is -0.5: it must be above 0"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0: it must be above 0"),
+    ("granite", {"attention_multiplier": 0.0}, "attention_multiplier is 0.0: it must be above 0"),
     ("granitemoe", {"logits_scaling": 0}, "logits_scaling is 0"),
+    ("mpt", {"attn_config": {"softmax_scale": -1.0}}, "softmax_scale is -1.0: it must be above 0, or null"),
     ("granitemoe", {"num_local_experts": None}, "num_local_experts is None, which is not of type int"),
 ]
 MIXTURES = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")

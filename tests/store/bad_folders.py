@@ -292,7 +292,7 @@ refused(
         "another-name": (reheaded(lambda tree: tree.update({OTHER_OUT: tree.pop(OUT)})), OUT, OTHER_OUT),
         "tensor-more": (reheaded(lambda tree: tree.update(x=NO_ELEMENTS)), RECORD, "also holds x"),
         "another-shape": (reheaded(lambda tree: tree[OUT]["shape"].reverse()), OUT, "[8, 6]"),
-        "integers": (reheaded(lambda tree: tree[OUT].update(dtype="I16")), OUT, "I16"),
+        "integers": (reheaded(lambda tree: tree[OUT].update(dtype="I16")), f"{OUT} is I16[", "of F64/F32/F16/BF16["),
         "of-the-other-stage": (exchange(WEIGHTS, WEIGHTS.replace("pp0", "pp1")), "lacks", "embed.weight"),
         "of-the-other-rank": (
             exchange(WEIGHTS, WEIGHTS.replace("tp0", "tp1")),

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from changes import header
 from extended_family import extended
 from safetensors.torch import load_file
-from tiny import LLAMA, Section, assert_holds, hugging_face_folder, layout_of, run_checkpoint, whole
+from tiny import LLAMA, SECTIONS, Section, assert_holds, hugging_face_folder, layout_of, run_checkpoint, whole
 
 from megacore.inference.model_loader import dtype_of, model_from
 from megacore.models.registry import configure
@@ -17,6 +19,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.transfer import hugging_face
 from megacore.store.conversions.conversion import to_checkpoint, to_hugging_face
 from megacore.store.conversions.formats import open_folder
+from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.store.weight_folders.index import STATES
@@ -94,3 +97,27 @@ def test_a_narrow_buffer_of_a_file_is_widened_where_it_is_loaded(tmp_path: Path)
     held = load_file(tmp_path / "hf/model.safetensors")["model.layers.1.mlp.gate.correction"].float()
     assert model.parameters[name].dtype == torch.float32
     assert np.array_equal(model.parameters[name].detach().numpy(), held.numpy(), equal_nan=True)
+
+
+def test_a_wrong_dtype_of_a_table_is_told_beside_those_that_it_may_have(tmp_path: Path) -> None:
+    """Of whole numbers, which may be integers, unlike weights."""
+    hugging_face_folder(tmp_path / "hf", SECTIONS["deepseek_v4"][0], "F32")
+    folder = HuggingFace.open(tmp_path / "hf")
+    to_checkpoint(folder, layout_of(SECTIONS["deepseek_v4"][0])).write(tmp_path / "ours", jobs=1)
+
+    def said(file: Path, dtype: str) -> str:
+        def change(tree: dict[str, Any]) -> None:
+            next(each for name, each in tree.items() if "table" in name or "tid2eid" in name)["dtype"] = dtype
+
+        header(file.name, change)(file.parent)
+        try:
+            open_folder(tmp_path / file.relative_to(tmp_path).parts[0])
+        except StoreError as error:
+            return str(error)
+        return ""
+
+    (ours,) = (tmp_path / "ours").rglob("*.safetensors")
+    theirs = tmp_path / "hf/model.safetensors"
+    assert "table is U32[13, 2] instead of F64/F32/F16/BF16/I64/I32[13, 2]" in said(ours, "U32")
+    assert "dtype U32 is not one of F64, F32, F16, BF16, I64, I32: " in said(theirs, "U32")
+    assert "router.table" not in said(ours, "I32") and not said(theirs, "I32")

@@ -121,6 +121,7 @@ def test_the_layer_of_a_model_that_sees_goes_there_and_back(tmp_path: Path) -> N
     theirs, ours, back = (tmp_path / name for name in ("hf", "c", "back"))
     saved("qwen3_5", theirs)
     said = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False}
+    said |= {"output_gate_type": "swish", "mlp_only_layers": []}
     whole = json.loads((theirs / "config.json").read_text())
     count = {"mtp_num_hidden_layers": 1}
     config = configure({"family": "qwen3_5_text", **HuggingFace.open(theirs).raw, **count})

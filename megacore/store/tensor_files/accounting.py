@@ -15,7 +15,7 @@ from megacore.models.config import ModelConfig
 from megacore.models.wrappers import Naming, Wrapper
 from megacore.parallel.weights.schema import NAMED, Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face
-from megacore.store.tensor_files.dtypes import FLOATS, NUMBERS
+from megacore.store.tensor_files.dtypes import kinds_of
 from megacore.store.tensor_files.tensors import Bits, Entry, TensorFile
 
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
@@ -232,12 +232,13 @@ def _nearest(names: list[str], missing: list[str]) -> list[str]:
 def _unfit(
     schema: Schema, expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]
 ) -> Iterator[tuple[str, str]]:
-    floats = f"{', '.join(FLOATS)} (a quantised model? Take the one it was made from)"
+    way_out = " (a quantised model? Take the one it was made from)"
     for name, held in weights.items():
         if held.entry.shape != expected[name].shape:
             yield f"shape {list(held.entry.shape)} instead of {list(expected[name].shape)}", held.name
-        if held.entry.dtype not in (NUMBERS if schema[expected[name].param].below else FLOATS):
-            yield f"dtype {held.entry.dtype} is not one of {floats}", held.name
+        param = schema[expected[name].param]
+        if held.entry.dtype not in (kinds := kinds_of(param)):
+            yield f"dtype {held.entry.dtype} is not one of {', '.join(kinds)}{way_out * (not param.below)}", held.name
 
 
 def alike(found: Iterable[tuple[str, str]]) -> list[str]:

@@ -6,10 +6,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megacore.parallel.weights.schema import Param
+
 FLOATS: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """{name in a file: torch's}: what a weight may be."""
 NUMBERS: Mapping[str, str] = {**FLOATS, "I64": "int64", "I32": "int32"}
 """And what a table of whole numbers may be."""
+
+
+def kinds_of(param: Param) -> Mapping[str, str]:
+    """Return what a parameter may be in a file: floats, and where it is a table of whole numbers these too."""
+    return NUMBERS if param.below else FLOATS
 
 
 def dtype_named(kind: str) -> str:

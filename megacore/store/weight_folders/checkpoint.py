@@ -18,7 +18,7 @@ from megacore.store.io.objects import place
 from megacore.store.io.strict_json import StoreError, read_json, short
 from megacore.store.tensor_files.accounting import summary
 from megacore.store.tensor_files.companions import Companion, companions
-from megacore.store.tensor_files.dtypes import FLOATS, NUMBERS
+from megacore.store.tensor_files.dtypes import kinds_of
 from megacore.store.tensor_files.object_files import Files
 from megacore.store.tensor_files.tensors import TensorFile, os_errors
 from megacore.store.weight_folders import hugging_face_files
@@ -105,9 +105,10 @@ class Checkpoint(SafetensorsFolder):
             yield f"{name} also holds {', '.join(summary(sorted(unknown)))}"
         for tensor in sorted(wanted.keys() & file.entries.keys()):
             entry, stored = file.entries[tensor], wanted[tensor]
-            kinds = NUMBERS if self.schema[stored.param].below else FLOATS
+            kinds = kinds_of(self.schema[stored.param])
             if entry.shape != stored.shape or entry.dtype not in kinds:
-                yield f"{name}: {tensor} is {entry.dtype}{list(entry.shape)}, not floats of {list(stored.shape)}"
+                here = f"{entry.dtype}{list(entry.shape)}"
+                yield f"{name}: {tensor} is {here} instead of {'/'.join(kinds)}{list(stored.shape)}"
             if set(record.fingerprints.get(tensor, ())) != set(stored.labels):
                 yield f"{INDEX} has no fingerprints of {tensor} in {name}"
 

@@ -61,7 +61,7 @@ class BadSteps(Callback):
         self._first = torch.where(now, run.step, self._first)
         self._here = self._here | (now & ~torch.isfinite(stats.own_loss))
         self._note(now, stats)
-        run.veto(self._halted)
+        run.halt(self._halted)
 
     def _halts(self, stats: Stats) -> Tensor:
         """Return whether a step is one too many, a bool scalar on the device."""

@@ -16,5 +16,5 @@ class EndRounds(Callback):
     def on_step(self, run: Trainer, stats: Stats) -> None:
         optimizer = run.train_step.optimizer
         if run.step % self._every == 0 and isinstance(optimizer, LocalSteps):
-            optimizer.end_round(run.vetoed)
+            optimizer.end_round(run.halted)
             run.train_step.gradients.updated()

@@ -45,7 +45,7 @@ class ShardChecksums(Callback):
     def on_gradients(self, run: Trainer, stats: Stats) -> None:
         if self._watched:
             self._verify()
-            run.veto(self._changed)
+            run.halt(self._changed)
             self._seen.copy_(self._changed, non_blocking=True)
 
     def on_step(self, run: Trainer, stats: Stats) -> None:
