@@ -5,5 +5,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 prepare dev
 cd "$root"
-# Here the working folder is meant: tests of a changed copy of the tree (sensitivity.py) import that copy.
-exec env -u PYTHONSAFEPATH "$python" -m pytest "$@"
+# Here the working folder is meant: tests of a changed copy of the tree (sensitivity.py) import that copy. Hundreds of
+# processes import the same files, which the first one compiles, also where images tell Python to keep nothing of that.
+exec env -u PYTHONSAFEPATH -u PYTHONDONTWRITEBYTECODE "$python" -m pytest "$@"

@@ -82,6 +82,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     imported += ["megacore.models.decoder", "megacore.training.main"]
     if "transformers" in sys.modules:  # else nobody in this session needs it
         imported.append("transformers.modeling_utils")
+    imported += [name for name in sys.modules if name.startswith("megacore.models.families.")]
     context.set_forkserver_preload(imported)
     return context
 

@@ -43,13 +43,18 @@ def sections(names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-SOME = ("ceilings", "calibration", "1b: ours", "1b: like torchtitan, compiled")
-
-
 ALL = [name for name in SECTIONS if name not in NUMBERS and "8b" not in name and "Hugging Face" not in name]
 
 
-@pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.grid)])
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["ceilings", "calibration", "1b: ours"], id="ours"),
+        pytest.param(["1b: like torchtitan, compiled"], id="compiled"),
+        pytest.param(ALL, id="all", marks=pytest.mark.grid),
+    ],
+)
 def test_sections_run_on_fake_cuda(names: Sequence[str]) -> None:
     found = in_a_process(sections, names)
     for name, rows in found.items():

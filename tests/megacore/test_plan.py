@@ -615,7 +615,7 @@ def test_stages_that_have_room_recompute_less(offload: bool) -> None:
     )
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(4, 3)
 @pytest.mark.slow
 def test_fit_finds_stages_that_recompute_less_than_others() -> None:
     """Mixtral 8x7B on 32 L40S in four stages: only the first ones have selective recomputation, which saves 1 %."""
@@ -650,7 +650,7 @@ def test_fit_cuts_no_blocks() -> None:
     assert {each.setting.layout.mesh.tp for each in fit(base, 8, H100)} <= {1, 2, 4}
 
 
-@pytest.mark.in_turn(2, 0)
+@pytest.mark.in_turn(6, 0)
 @pytest.mark.slow
 def test_fit_of_256_experts_in_61_layers_takes_seconds() -> None:
     start = time.process_time()

@@ -2,6 +2,7 @@
 transformers."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, starmap
 
@@ -58,6 +59,28 @@ def step_by_step(
     return torch.stack(outputs), state
 
 
+def draw_scan(t: int, channels: int = 3, key: int = 5) -> Inputs:
+    """c, b, x, step, rate of t tokens, all with gradients; of some steps nothing is left, of others nearly all."""
+    generator = torch.Generator().manual_seed(t)
+    c, b, x, step, rate = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((t, key), (t, key), (t, channels, 1), (t, channels), (channels, key))
+    )
+    step = F.softplus(step) * torch.tensor([1e-6, 1.0, 300.0])
+    return tuple(each.requires_grad_() for each in (c, b, x, step.detach(), -rate.exp().detach()))  # type: ignore[return-value]
+
+
+def scanned_step_by_step(
+    c: Tensor, b: Tensor, x: Tensor, step: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition: one token after the other, and one span."""
+    outputs = []
+    for i in range(len(c)):
+        state = (step[i, :, None] * rate).exp()[..., None] * state + (step[i, :, None] * x[i] * b[i])[..., None]
+        outputs.append((state * c[i, :, None]).sum(1))
+    return torch.stack(outputs), state
+
+
 def same_gradients(made: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> None:
     factor = torch.randn(made[0][0].shape, dtype=torch.float64)
     each = [torch.autograd.grad((y * factor).sum() + end.square().sum(), wanted) for y, end in made]
@@ -69,45 +92,60 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-RULES = pytest.mark.parametrize(
-    ("corrects", "channels"),
-    [(True, False), (False, False), (True, True), (False, True)],
-    ids=["delta", "state-space", "channels", "channels-state-space"],
-)
+@dataclass(frozen=True)
+class Rule:
+    """A recurrence: what draws its inputs, of which the first ``split`` have tokens, its definition, what computes it,
+    and the shape of its state."""
+
+    draw: Callable[[int], Inputs]
+    step_by_step: Callable[..., tuple[Tensor, Tensor]]
+    computed: Callable[..., tuple[Tensor, Tensor]]
+    split: int = 5
+    state: tuple[int, ...] = (2, 3, 5, 4)
+
+
+RULES = {
+    name: Rule(
+        partial(draw, channels=channels),
+        partial(step_by_step, corrects=corrects),
+        partial(delta_rule, corrects=corrects),
+    )
+    for name, corrects, channels in (
+        ("delta", True, False),
+        ("state-space", False, False),
+        ("channels", True, True),
+        ("channels-state-space", False, True),
+    )
+} | {"scan": Rule(draw_scan, scanned_step_by_step, selective_scan, 4, (3, 5, 1))}
+OF_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 @pytest.mark.in_turn(3)
-@RULES
+@OF_RULES
 @pytest.mark.parametrize(("lengths", "size"), CASES)
 @pytest.mark.parametrize("enters", [False, True], ids=["", "with-states"])
-def test_chunks_are_the_steps(
-    lengths: tuple[int, ...], size: int, enters: bool, corrects: bool, channels: bool
-) -> None:
-    inputs = draw(sum(lengths), channels=channels)
-    spans, shape = Spans(lengths, CPU), (len(lengths), 2, 3, 5, 4)
-    states = torch.randn(shape, dtype=torch.float64) if enters else torch.zeros(shape, dtype=torch.float64)
-    states.requires_grad_(enters)
-    each = zip(*(x.split(lengths) for x in inputs), states, strict=True)
-    found = starmap(partial(step_by_step, corrects=corrects), each)
+def test_chunks_are_the_steps(rule: Rule, lengths: tuple[int, ...], size: int, enters: bool) -> None:
+    inputs = rule.draw(sum(lengths))
+    states = (torch.randn(len(lengths), *rule.state, dtype=torch.float64) * enters).requires_grad_(enters)
+    of_spans = [x.split(lengths) for x in inputs[: rule.split]] + [[x] * len(lengths) for x in inputs[rule.split :]]
+    found = starmap(rule.step_by_step, zip(*of_spans, states, strict=True))
     want, ends = (torch.cat(x) for x in zip(*((y, end[None]) for y, end in found), strict=True))
-    got, last = delta_rule(*inputs, states if enters else None, spans, size, corrects)
+    got, last = rule.computed(*inputs, states if enters else None, Spans(lengths, CPU), size)
     close(got, want)
     close(last, ends)
     same_gradients([(want, ends), (got, last)], [*inputs, *[states] * enters])
 
 
-@RULES
+@OF_RULES
 @pytest.mark.parametrize(("lengths", "size"), CASES)
-def test_spans_of_a_document_hand_their_states_on(
-    lengths: tuple[int, ...], size: int, corrects: bool, channels: bool
-) -> None:
-    inputs, nothing = draw(sum(lengths), channels=channels), torch.zeros(2, 3, 5, 4, dtype=torch.float64)
+def test_spans_of_a_document_hand_their_states_on(rule: Rule, lengths: tuple[int, ...], size: int) -> None:
+    inputs, nothing = rule.draw(sum(lengths)), torch.zeros(rule.state, dtype=torch.float64)
 
     def enter(transitions: Tensor) -> Tensor:
         return torch.stack([*accumulate(transitions[:-1], lambda state, each: handed_on(each, state), initial=nothing)])
 
-    want, end = step_by_step(*inputs, nothing, corrects)
-    got, last = delta_rule(*inputs, enter, Spans(lengths, CPU), size, corrects)
+    want, end = rule.step_by_step(*inputs, nothing)
+    got, last = rule.computed(*inputs, enter, Spans(lengths, CPU), size)
     close(got, want)
     close(last[-1], end)
     same_gradients([(want, end), (got, last[-1])], inputs)
@@ -144,57 +182,6 @@ def test_channels_that_fade_at_once_are_exact(size: int) -> None:
     got, last = delta_rule(q, k, v, g, beta, None, Spans((64,), CPU), size)
     close(got, want[0])
     same_gradients([want, (got, last[0])], (q, k, v, g, beta))
-
-
-def draw_scan(t: int, channels: int = 3, key: int = 5) -> Inputs:
-    """c, b, x, step, rate of t tokens, all with gradients; of some steps nothing is left, of others nearly all."""
-    generator = torch.Generator().manual_seed(t)
-    c, b, x, step, rate = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((t, key), (t, key), (t, channels, 1), (t, channels), (channels, key))
-    )
-    step = F.softplus(step) * torch.tensor([1e-6, 1.0, 300.0])
-    return tuple(each.requires_grad_() for each in (c, b, x, step.detach(), -rate.exp().detach()))  # type: ignore[return-value]
-
-
-def scanned_step_by_step(
-    c: Tensor, b: Tensor, x: Tensor, step: Tensor, state: Tensor, rate: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition: one token after the other, and one span."""
-    outputs = []
-    for i in range(len(c)):
-        state = (step[i, :, None] * rate).exp()[..., None] * state + (step[i, :, None] * x[i] * b[i])[..., None]
-        outputs.append((state * c[i, :, None]).sum(1))
-    return torch.stack(outputs), state
-
-
-@pytest.mark.parametrize(("lengths", "size"), CASES)
-@pytest.mark.parametrize("enters", [False, True], ids=["", "with-states"])
-def test_chunks_of_a_scan_are_the_steps(lengths: tuple[int, ...], size: int, enters: bool) -> None:
-    inputs = draw_scan(sum(lengths))
-    states = torch.randn(len(lengths), 3, 5, 1, dtype=torch.float64) * enters
-    states.requires_grad_(enters)
-    each = zip(*(x.split(lengths) for x in inputs[:4]), states, strict=True)
-    found = starmap(partial(scanned_step_by_step, rate=inputs[4]), each)
-    want, ends = (torch.cat(x) for x in zip(*((y, end[None]) for y, end in found), strict=True))
-    got, last = selective_scan(*inputs, states if enters else None, Spans(lengths, CPU), size)
-    close(got, want)
-    close(last, ends)
-    same_gradients([(want, ends), (got, last)], [*inputs, *[states] * enters])
-
-
-@pytest.mark.parametrize(("lengths", "size"), CASES)
-def test_spans_of_a_document_hand_the_states_of_a_scan_on(lengths: tuple[int, ...], size: int) -> None:
-    inputs, nothing = draw_scan(sum(lengths)), torch.zeros(3, 5, 1, dtype=torch.float64)
-
-    def enter(transitions: Tensor) -> Tensor:
-        return torch.stack([*accumulate(transitions[:-1], lambda state, each: handed_on(each, state), initial=nothing)])
-
-    want, end = scanned_step_by_step(*inputs[:4], nothing, inputs[4])
-    got, last = selective_scan(*inputs, enter, Spans(lengths, CPU), size)
-    close(got, want)
-    close(last[-1], end)
-    same_gradients([(want, end), (got, last[-1])], inputs)
 
 
 def test_a_scan_is_that_of_transformers() -> None:

@@ -40,7 +40,7 @@ def compiled(shard: ZeroShard) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_blocks_can_be_compiled(pool: Pool, shard: ZeroShard) -> None:

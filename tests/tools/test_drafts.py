@@ -59,18 +59,20 @@ def saved(path: Path, name: str, depth: int, seed: int = 0, vocab: int = VOCAB) 
     return path
 
 
+def loaded(folder: Path, shape: MeshShape | None = None) -> Model:
+    return model_from(open_folder(folder), Mesh.create(shape) if shape else Mesh.single(), torch.float64)
+
+
 def texts(
-    folder: Path,
+    model: Model,
     drafts: int,
     choose: Choice = Greedy(),  # noqa: B008
-    shape: MeshShape | None = None,
     together: int = 3,
     prompts: Sequence[list[int]] = PROMPTS,
     stops: Sequence[int] = (),
     new: int = 20,
 ) -> tuple[list[list[int]], int, int]:
     """What this rank learns: the new tokens of each prompt, the forwards of them all, and the drafts."""
-    model = model_from(open_folder(folder), Mesh.create(shape) if shape else Mesh.single(), torch.float64)
     found: list[list[int]] = [[] for _ in prompts]
     forwards = made = 0
     for step in generate(model, prompts, choose, Ending(frozenset(stops), new, 32), together, drafts):
@@ -80,22 +82,24 @@ def texts(
     return found, forwards, made
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(7)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(("name", "depth"), CASES)
 def test_greedy_texts_are_those_without_drafts(name: str, depth: int, seed: int, tmp_path: Path) -> None:
     """Prompts of different lengths together, the texts of which end at a token, or where the positions do."""
-    folder, most = saved(tmp_path / "hf", name, depth, seed), 1 + seed % 4
-    wanted, steps, none = texts(folder, 0)
+    model, most = loaded(saved(tmp_path / "hf", name, depth, seed)), 1 + seed % 4
+    wanted, steps, none = texts(model, 0)
     assert none == 0 and steps == sum(map(len, wanted)) == 4 * 20
-    found, forwards, made = texts(folder, most)
+    found, forwards, made = texts(model, most)
     assert found == wanted and 0 <= steps - forwards <= made <= most * forwards
     stops = [wanted[0][4], wanted[2][1]]
-    assert texts(folder, most, stops=stops)[0] == texts(folder, 0, stops=stops)[0]
+    ends = [next((at for at, token in enumerate(text, 1) if token in stops), 20) for text in wanted]
+    assert texts(model, most, stops=stops)[0] == [text[:end] for text, end in zip(wanted, ends, strict=True)]
 
 
 def on_a_mesh(folder: Path, shape: MeshShape | None) -> list[Any]:
-    return [texts(folder, 3, choose, shape) for choose in (Greedy(), Sampling(1.3, top_k=5, top_p=0.9, seed=11))]
+    model = loaded(folder, shape)
+    return [texts(model, 3, choose) for choose in (Greedy(), Sampling(1.3, top_k=5, top_p=0.9, seed=11))]
 
 
 @pytest.mark.in_turn(4)
@@ -114,7 +118,7 @@ def test_every_layout_makes_the_same_drafts(
 ) -> None:
     folder = saved(tmp_path / "hf", name, depth)
     wanted = on_a_mesh(folder, None)
-    assert wanted[0][0] == texts(folder, 0)[0]
+    assert wanted[0][0] == texts(loaded(folder), 0)[0]
     assert all(result == wanted for result in pool.run(shape.world, on_a_mesh, folder, shape))
 
 
@@ -146,7 +150,8 @@ def test_drafts_are_those_of_the_formula(
     name: str, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many of the drafts before were kept."""
-    folder, seen, real = saved(tmp_path / "hf", name, depth, 4), list[tuple[list[int], list[int]]](), Drafter.draft
+    model = loaded(saved(tmp_path / "hf", name, depth, 4))
+    seen, real = list[tuple[list[int], list[int]]](), Drafter.draft
 
     def watched(self: Drafter, sequences: Sequence[Growing]) -> list[list[int]]:
         made = real(self, sequences)
@@ -154,8 +159,7 @@ def test_drafts_are_those_of_the_formula(
         return made
 
     monkeypatch.setattr(Drafter, "draft", watched)
-    texts(folder, 4)
-    model = model_from(open_folder(folder), Mesh.single(), torch.float64)
+    texts(model, 4)
     assert len(seen) > 20 and any(ids for _, ids in seen)
     for ids, made in seen:
         assert made == by_the_formula(model, ids, len(made))
@@ -194,10 +198,10 @@ def test_what_is_kept_has_just_the_probabilities_of_the_model(monkeypatch: pytes
 
 def test_sampled_texts_have_the_probabilities_of_the_model(tmp_path: Path) -> None:
     """Those of all texts of three tokens, as often as they come of thousands."""
-    folder, times, choose = saved(tmp_path / "hf", "glm4_moe", 1, 5, vocab=3), 4000, Sampling(1.5, seed=1)
-    found, forwards, made = texts(folder, 2, choose, together=times, prompts=[[2, 0, 1]] * times, new=3)
+    model = loaded(saved(tmp_path / "hf", "glm4_moe", 1, 5, vocab=3))
+    times, choose = 4000, Sampling(1.5, seed=1)
+    found, forwards, made = texts(model, 2, choose, together=times, prompts=[[2, 0, 1]] * times, new=3)
     assert 0 < 3 * times - forwards < made
-    model = model_from(open_folder(folder), Mesh.single(), torch.float64)
     seen = Counter(map(tuple, found))
     for text in itertools.product(range(3), repeat=3):
         rows = choose.distribution(logits_of(model, [2, 0, 1, *text]))[2:5]
@@ -207,10 +211,10 @@ def test_sampled_texts_have_the_probabilities_of_the_model(tmp_path: Path) -> No
 
 @pytest.mark.quick
 def test_a_seed_gives_the_same_text_however_prompts_are_batched(tmp_path: Path) -> None:
-    folder, choose = saved(tmp_path / "hf", "glm4_moe", 1), Sampling(2.0, seed=3)
-    sampled = texts(folder, 3, choose)
-    assert sampled == texts(folder, 3, choose, together=1)
-    assert sampled[0] != texts(folder, 3, Sampling(2.0, seed=4))[0]
+    model, choose = loaded(saved(tmp_path / "hf", "glm4_moe", 1)), Sampling(2.0, seed=3)
+    sampled = texts(model, 3, choose)
+    assert sampled == texts(model, 3, choose, together=1)
+    assert sampled[0] != texts(model, 3, Sampling(2.0, seed=4))[0]
 
 
 # -- the commands

@@ -88,7 +88,7 @@ def data(capsys: Capture, *arguments: object) -> dict[str, Any]:
 # -- what transformers finds
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("length", "stride"), [(32, None), (12, None), (12, 5), (7, 1)])
 def test_the_loss_is_that_of_transformers(
     folder: Path, length: int, stride: int | None, tmp_path: Path, capsys: Capture
