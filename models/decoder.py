@@ -511,7 +511,8 @@ class Decoder(nn.Module):
         """Return the activations after the blocks: [tokens/tp, embed]."""
         context = context or self.context(microbatch)
         if self.embedding is not None:
-            x = embedded = self.embedding(microbatch)
+            x = self.embedding(microbatch)
+            embedded = x[:, : self.told]  # of several streams the first
         assert x is not None  # the first chunk embeds, the others are given activations
         if not self.told:
             return self.run(self.layers.values(), x, context)

@@ -123,6 +123,7 @@ _QWEN3_MOE = {
     LIE: "inputs",
 }
 _VISUAL = ("visual.",)
+_SEES_AND_HEARS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SMOL = Wrapper(
     ("llama",),
     others=("connector.", "vision_model."),
@@ -140,7 +141,8 @@ _SMOL = Wrapper(
 WRAPPERS: Mapping[str, Wrapper] = {
     "aria": Wrapper(("aria_text",)),
     "gemma3": Wrapper(("gemma3_text",)),
-    "gemma4": Wrapper(("gemma4_text",), others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")),
+    "gemma3n": Wrapper(("gemma3n_text",), others=_SEES_AND_HEARS),
+    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS),
     "gemma4_unified": Wrapper(("gemma4_unified_text",), others=("vision_embedder.", "embed_vision.", "embed_audio.")),
     "glm4v": Wrapper(
         ("glm4",),
