@@ -93,6 +93,22 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class AltUp:
+    """Residual streams of which a layer computes one (Baykal et al. 2023, arXiv 2301.13310).
+
+    Args:
+        count: The number of them.
+        active: The one that is computed.
+        limit: Weights by which streams are predicted and corrected count as within plus and minus this in training;
+            None: as they are.
+    """
+
+    count: int
+    active: int
+    limit: float | None
+
+
+@dataclass(frozen=True)
 class LayerAttention:
     """The positions that the attention of one layer sees, and how it encodes them.
 
@@ -162,6 +178,9 @@ class Anatomy:
         step_limits: The lower and the upper bound of the steps of state space layers.
         routing: The rule by which experts are chosen, where layers have some.
         streams: The residual streams, where there are several.
+        cut: The share of its gates that each layer's network cuts off, those that would be the lowest if they were
+            normal; empty: none.
+        round_input_scales: Whether factors of what layers are told are rounded as ``round_embedding_scale`` says.
     """
 
     layers: tuple[LayerAttention, ...]
@@ -197,7 +216,9 @@ class Anatomy:
     alibi: Alibi | None = None
     step_limits: tuple[float, ...] = (0.0, math.inf)
     routing: Routing | None = None
-    streams: Streams | None = None
+    streams: Streams | AltUp | None = None
+    cut: tuple[float, ...] = ()
+    round_input_scales: bool = False
 
 
 def by_kind(

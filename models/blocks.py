@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,9 @@ from megacore.models.context import Context
 from megacore.parallel import kernels
 from megacore.parallel.enum_errors import check_choice
 from megacore.parallel.kernels.activation import FUNCTIONS
+from megacore.parallel.kernels.again import keeping_inputs
 from megacore.parallel.layers.chunked import in_chunks
+from megacore.parallel.layers.cutoff import Cutoff
 from megacore.parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megacore.parallel.layers.norm import LayerNorm, PlainNorm, RMSNorm
 from megacore.parallel.parameters import Parameters
@@ -46,6 +49,8 @@ class Block(nn.Module):
         dropout: Probability of dropping an element of what a branch adds.
         factor: [1], by which x is multiplied in the end; None: it is not.
         inputs: What is told of each token and added before that, (x, context) -> x; None: nothing is.
+        beside: What stands beside the branch that mixes tokens and is given the same, x -> x; it is added, too, and all
+            divided by the root of 2. None: nothing does.
 
     Attributes:
         mlp_tokens: The number of this rank's tokens whose feed-forward activations are there at a time; None for all.
@@ -61,9 +66,10 @@ class Block(nn.Module):
         dropout: float = 0.0,
         factor: nn.Parameter | None = None,
         inputs: nn.Module | None = None,
+        beside: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.factor, self.inputs = factor, inputs
+        self.factor, self.inputs, self.beside = factor, inputs, beside
         self.attn_norm, self.attn = norms.get("attn_norm", nn.Identity()), attn
         self.attn_out_norm = norms.get("attn_out_norm", nn.Identity())
         self.mlp_norm, self.mlp = norms.get("mlp_norm", nn.Identity()), mlp
@@ -80,7 +86,9 @@ class Block(nn.Module):
         """x: [tokens/tp, embed] -> same, with what the branches add."""
         attn, mlp = self.attn, self.mlp
         if attn is not None:
-            x = self._add(x, self.attn_out_norm(attn(self.attn_norm(x), context)))
+            given = self.attn_norm(x)
+            x = self._add(x, self.attn_out_norm(attn(given, context)))
+            x = x if self.beside is None else (x + self.beside(given)) * 0.5**0.5
         if mlp is None:
             return x
         return self.by_tokens(lambda x: self._add(x, self.mlp_out_norm(mlp(self.mlp_norm(x), context))), x)
@@ -121,6 +129,23 @@ class SideBySide(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         first, *others = (mixer(x, context) for mixer in self.mixers)
         y: Tensor = sum(others, first)
+        return y
+
+
+class LowRank(nn.Module):
+    """What residuals are augmented by (LAuReL, Menghani et al. 2024, arXiv 2411.07501). x: [tokens/tp, embed] -> same.
+
+    Args:
+        left, right: Linears to a low rank and from it.
+        norm: The norm of what they give, which is added to x.
+    """
+
+    def __init__(self, left: nn.Module, right: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.left, self.right, self.norm = left, right, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.norm(self.right(self.left(x)))
         return y
 
 
@@ -196,7 +221,24 @@ class XIELU(nn.Module):
         return (curved + beta * x).masked_fill(x == 0, 0.0)  # eps makes it less, and features that pad must stay 0
 
 
-CHEAP = (RMSNorm, LayerNorm, PlainNorm, Activation, XIELU)
+class CutGates(nn.Module):
+    """Gates, less what they are cut off at, and their activation. y: [tokens, 2 mlp/tp], gates first, cutoff: [tokens,
+    1] -> [tokens, mlp/tp]. Autograd keeps y and the cutoff alone."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, y: Tensor, cutoff: Tensor) -> Tensor:
+        (z,) = (self.formula if torch.compiler.is_compiling() else partial(keeping_inputs, self.formula))(y, cutoff)
+        return z
+
+    def formula(self, y: Tensor, cutoff: Tensor) -> tuple[Tensor]:
+        gate, up = y.chunk(2, -1)
+        return (self.activation(torch.cat([F.relu(gate - cutoff), up], -1)),)
+
+
+CHEAP = (RMSNorm, LayerNorm, PlainNorm, Activation, XIELU, CutGates)
 """Modules whose outputs take less to compute again than to keep."""
 
 
@@ -208,12 +250,25 @@ class FeedForward(nn.Module):
         name: Prefix of ``.up`` and ``.down``.
         activation: That of :func:`activation_after`.
         factors: Those of what gates and of what is gated; empty: there are none.
+        cut: The share of gates that are cut off, of normal ones the lowest; 0: none.
     """
 
-    def __init__(self, parameters: Parameters, name: str, activation: str, factors: Sequence[float] = ()) -> None:
+    def __init__(
+        self, parameters: Parameters, name: str, activation: str, factors: Sequence[float] = (), cut: float = 0.0
+    ) -> None:
         super().__init__()
         self.factors = factors
         function = activation_after(parameters, f"{name}.up", activation)
+        self.cutoff = None
+        if cut:
+            share, features = (
+                torch.tensor(cut, dtype=torch.float32, device="cpu"),
+                parameters.layout.schema.sizes["mlp"],
+            )
+            deviations = ((2 * share - 1).erfinv() * 2**0.5).to(parameters.dtype).item()
+            first, last = parameters.shards[f"{name}.up.weight"].box["mlp"]
+            own = max(0, min(last, features) - first)
+            self.cutoff, function = Cutoff(deviations, features, own, parameters.mesh.tp), CutGates(function)
         self.up, self.activation, self.down = (
             column(parameters, f"{name}.up"),
             function,
@@ -222,4 +277,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         y = self.up(x)
-        return self.down(self.activation(times(y, self.factors, (y.shape[-1] // 2,) * 2)))
+        y = times(y, self.factors, (y.shape[-1] // 2,) * 2)
+        y = self.activation(y) if self.cutoff is None else self.activation(y, self.cutoff(y.chunk(2, -1)[0]))
+        return self.down(y)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megacore.models import scores
-from megacore.models.anatomy import ACTIVATIONS, Anatomy, Factors
+from megacore.models.anatomy import ACTIVATIONS, AltUp, Anatomy, Factors, Streams
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
-    from megacore.models.blocks import Block, ParallelBlock, SideBySide, replicated
+    from megacore.models.alt_up import AltUpBlock, Mean, Spread
+    from megacore.models.blocks import Block, LowRank, ParallelBlock, SideBySide, replicated
     from megacore.models.decoder import (
         Decoder,
         DenseHead,
@@ -65,20 +66,29 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             if feeds
             else None,
         )
-        if streams is not None:
+        if isinstance(streams, Streams):
             around = {each: HyperConnection(p, f"{name}.{each}_streams", streams, anatomy.norm_eps) for each in _AROUND}
             return HyperBlock(branches[0], branches[1], norms, around)
         told = inputs(f"{name}.inputs") if f"{name}.inputs.embed.weight" in p else None
-        scale, factor = anatomy.branch_scale, p.get(f"{name}.factor")
-        return kind(*branches, norms, scale=scale, dropout=anatomy.branch_dropout, factor=factor, inputs=told)
+        others: dict[str, Any] = {"dropout": anatomy.branch_dropout, "factor": p.get(f"{name}.factor"), "inputs": told}
+        if f"{name}.laurel.left.weight" in p:
+            left, right = (replicated(p, f"{name}.laurel.{each}") for each in ("left", "right"))
+            others["beside"] = LowRank(left, right, norm(anatomy, p, f"{name}.laurel.norm"))
+        if streams is not None:
+            of_router = norm(anatomy, p, f"{name}.streams.norm")
+            return AltUpBlock(*branches, norms, p, f"{name}.streams", streams, of_router, **others)
+        return kind(*branches, norms, scale=anatomy.branch_scale, **others)
 
     def inputs(name: str) -> nn.Module:
-        norms = (norm(anatomy, p, each) for each in ("inputs_norm", f"{name}.out_norm"))
-        return LayerInputs(p, name, sizes["input_vocab"], anatomy.padding_idx, anatomy.activation, *norms)
+        plain, last = (norm(anatomy, p, each) for each in ("inputs_norm", f"{name}.out_norm"))
+        how = sizes["input_vocab"], anatomy.padding_idx, anatomy.activation
+        return LayerInputs(p, name, *how, plain, last, anatomy.round_input_scales)
 
     def embedding() -> nn.Module:
         plain = embedded()
         plain = NormedEmbedding(plain, norm(anatomy, p, "embed_norm")) if has_norm("embed_norm") else plain
+        if isinstance(streams, AltUp):
+            return Spread(plain, p["first_streams.proj"])
         return plain if streams is None else Repeated(plain, streams.count)
 
     def has_norm(name: str) -> bool:
@@ -116,6 +126,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
     def before_head() -> nn.Module:
         last = norm(anatomy, p, "norm")
+        if isinstance(streams, AltUp):
+            return Mean(p["last_streams.proj"], last)
         if streams is not None:
             return Collapse(p, "last_streams", streams, anatomy.norm_eps, last)
         if "dense_head.weight" not in p:
@@ -254,7 +266,8 @@ def feed(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.
     from megacore.models.moe import NORMED, MixtureOfExperts
 
     if f"{name}.router.weight" not in parameters:
-        return FeedForward(parameters, name, anatomy.activation, anatomy.factors.get("mlp", Factors()).inner)
+        factors, cut = anatomy.factors.get("mlp", Factors()).inner, anatomy.cut[layer] if anatomy.cut else 0.0
+        return FeedForward(parameters, name, anatomy.activation, factors, cut)
     assert anatomy.routing is not None  # whose table declares routers
     normed = (each for each in NORMED if f"{name}.{each}_norm.weight" in parameters)
     norms = {each: norm(anatomy, parameters, f"{name}.{each}_norm") for each in normed}

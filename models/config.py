@@ -433,14 +433,13 @@ def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
 def _matmuls(schema: Schema) -> list[Param]:
     # Layers that predict further tokens look up the embedding at the last stage, and it is no head of theirs.
     return [
-        p
-        for p in schema.params
-        if p.decays and not p.is_table and ("layer" in p.named_axes or ("last" in p.at and not _looked_up(p, schema)))
+        p for p in schema.params if p.decays and not p.is_table and ("layer" in p.named_axes or _at_ends(p, schema))
     ]
 
 
-def _looked_up(param: Param, schema: Schema) -> bool:
-    return param.name == "embed.weight" and "head.weight" in schema.by_name
+def _at_ends(param: Param, schema: Schema) -> bool:
+    looked_up = param.name == "embed.weight" and "head.weight" in schema.by_name
+    return ("last" in param.at and not looked_up) or "turned" in param.sentence.axes
 
 
 _STATES: Mapping[str, int] = {

@@ -532,7 +532,7 @@ class Decoder(nn.Module):
                 assert self.tower is not None  # where the data has images
                 features = torch.cat([self.tower(each)[each.features] for each in microbatch.images])
                 x = x.index_copy(0, torch.cat([each.places for each in microbatch.images]), features)
-            embedded = x
+            embedded = x[:, : self.told]  # of several streams the first
         assert x is not None  # the first chunk embeds, the others are given activations
         if not self.told:
             return self.run(self.layers.values(), x, context)

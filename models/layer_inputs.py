@@ -24,6 +24,7 @@ class LayerInputs(nn.Module):
         padding_idx: That of :class:`~parallel.layers.embedding.VocabParallelEmbedding`.
         activation: That of the gates.
         norm, out_norm: The norms of the projection, which all layers share, and of what is added.
+        round_scales: Whether all factors are rounded as that of the table is, and not that one alone.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class LayerInputs(nn.Module):
         activation: str,
         norm: nn.Module,
         out_norm: nn.Module,
+        round_scales: bool,
     ) -> None:
         super().__init__()
-        table = parameters[f"{name}.embed.weight"]
+        table, embed = parameters[f"{name}.embed.weight"], parameters[f"{name}.gate.weight"].shape[1]
         self.embed = VocabParallelEmbedding.of(table, vocab, parameters.mesh, padding_idx)
-        self.scale = rounded(table.shape[1] ** 0.5, table.dtype)
+        self.scale, others = rounded(table.shape[1] ** 0.5, table.dtype), (embed**-0.5, 2**-0.5)
+        self.of_proj, self.of_sum = (rounded(each, table.dtype) if round_scales else each for each in others)
         self.proj, self.norm = replicated(parameters, f"{name}.proj"), norm
         self.gate, self.activation = (
             replicated(parameters, f"{name}.gate"),
@@ -51,6 +54,6 @@ class LayerInputs(nn.Module):
         tokens, embedded = context.tokens, context.embedded
         assert tokens is not None and embedded is not None  # those of a decoder that tells
         rows = self.embed(tokens.masked_fill(tokens >= self.embed.vocab, 0))
-        told = self.norm(self.proj(embedded) * embedded.shape[-1] ** -0.5) + rows * self.scale
-        y: Tensor = self.out_norm(self.out(self.activation(self.gate(x)) * (told * 2**-0.5)))
+        told = self.norm(self.proj(embedded) * self.of_proj) + rows * self.scale
+        y: Tensor = self.out_norm(self.out(self.activation(self.gate(x)) * (told * self.of_sum)))
         return y

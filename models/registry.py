@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma": "megacore.models.families.gemma.GemmaConfig",
     "gemma2": "megacore.models.families.gemma2.Gemma2Config",
     "gemma3_text": "megacore.models.families.gemma3.Gemma3Config",
+    "gemma3n_text": "megacore.models.families.gemma3n.Gemma3nConfig",
     "gemma4_text": "megacore.models.families.gemma4.Gemma4Config",
     "gemma4_unified_text": "megacore.models.families.gemma4_unified.Gemma4UnifiedConfig",
     "glm": "megacore.models.families.glm.GlmConfig",

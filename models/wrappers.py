@@ -127,6 +127,7 @@ _QWEN3_MOE = {
 _VISUAL = ("visual.",)
 _PLACES = "its rope turns by three positions of a token, in time, height and width"
 _BOTH_WAYS = "its attention within an image goes in both directions"
+_SEES_AND_HEARS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SMOL = Wrapper(
     ("llama",),
     others=("connector.", "vision_model."),
@@ -144,9 +145,10 @@ _SMOL = Wrapper(
 WRAPPERS: Mapping[str, Wrapper] = {
     "aria": Wrapper(("aria_text",)),
     "gemma3": Wrapper(("gemma3_text",), blind=_BOTH_WAYS),
-    "gemma4": Wrapper(
-        ("gemma4_text",), others=("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."), blind=_BOTH_WAYS
+    "gemma3n": Wrapper(
+        ("gemma3n_text",), others=_SEES_AND_HEARS, blind="its layers are told of tokens, and images have none of those"
     ),
+    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, blind=_BOTH_WAYS),
     "gemma4_unified": Wrapper(
         ("gemma4_unified_text",), others=("vision_embedder.", "embed_vision.", "embed_audio."), blind=_BOTH_WAYS
     ),

@@ -191,6 +191,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "attn_logit_softcapping": (None, 3.0),
         "final_logit_softcapping": (None, 3.0),
     },
+    "Gemma3nConfig": {"laurel_rank": (3, 5), "final_logit_softcapping": (3.0, 30.0)},
     "Gemma4Config": {
         "hidden_act": (TANH, "relu"),
         "global_head_dim": (4, 8),
@@ -418,6 +419,15 @@ def gemma4(d: Draw) -> Fields:
     return {"num_experts": d.experts, "use_double_wide_mlp": False, **layer_inputs(d), **told, **wide}
 
 
+def gemma3n(d: Draw) -> Fields:
+    streams = d.one(2, 3)
+    return layer_inputs(d) | {
+        "altup_num_inputs": streams,
+        "altup_active_idx": d.rng.randrange(streams),
+        "activation_sparsity_pattern": d.one(None, d.of_layers(0.0, 0.3, 0.9)),
+    }
+
+
 def gpt2(d: Draw) -> Fields:
     heads = d.tp * d.one(1, 2, 3)
     return {
@@ -581,6 +591,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "FalconConfig": falcon,
     "FalconH1Config": falcon_h1,
     "FlintConfig": lambda d: {"sliding_window": d.window},
+    "Gemma3nConfig": gemma3n,
     "Gemma4Config": gemma4,
     "Gemma4UnifiedConfig": lambda d: dict.fromkeys(d.config.derived, ABSENT),
     "Gpt2Config": gpt2,

@@ -166,6 +166,9 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
         own |= {"num_key_value_heads": 1, "n_shared_experts": 1, "head_dim": 8, "partial_rotary_factor": 0.5}
         own |= {"layer_types": [kinds[layer % 3] for layer in range(layers)], "num_hash_layers": 1}
         own |= {"compress_rates": {SPARSE: 2, HEAVY: 4}, "o_groups": 4, "o_lora_rank": 3}
+    if "laurel_rank" in known:  # which cannot do without what layers are told; and their first gates are cut off
+        own |= {"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": 43, "laurel_rank": 3}
+        own |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.9, *[0.0] * (layers - 1)]}
     known -= {"head_dim"} if "kv_lora_rank" in known else set()  # which follows
     known |= {"num_hash_layers"} if "hc_mult" in known else set()
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.gemma3n.configuration_gemma3n import Gemma3nVisionConfig
 
 VOCAB, IMAGE = 64, 60
 TEXT = {
@@ -134,6 +142,30 @@ _GEMMA4 = {
     "pad_token_id": 0,
 }
 
+
+class Tower(PreTrainedModel):
+    """In place of that of Gemma 3n, for which transformers asks a library that is not here."""
+
+    config_class = Gemma3nVisionConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: Gemma3nVisionConfig) -> None:
+        super().__init__(config)
+        self.timm_model = torch.nn.Conv2d(3, config.hidden_size, 8, 8)
+        self.post_init()
+
+    def forward(self, pixel_values: Tensor, **others: Any) -> BaseModelOutputWithPooling:
+        return BaseModelOutputWithPooling(last_hidden_state=self.timm_model(pixel_values))
+
+
+AutoModel.register(Gemma3nVisionConfig, Tower, exist_ok=True)
+_HEARS = {
+    "hidden_size": 16,
+    "conf_num_attention_heads": 2,
+    "conf_num_hidden_layers": 1,
+    "sscp_conv_channel_size": (4, 4),
+}
+
 SEEING: Mapping[str, Seeing] = {
     "aria": Seeing(
         {"moe_num_experts": 4, "intermediate_size": 16},
@@ -143,6 +175,26 @@ SEEING: Mapping[str, Seeing] = {
         {**_INDEX, "projector_patch_to_query_dict": {4: 2}},
     ),
     "gemma3": Seeing({"sliding_window": 8}, VIT, 1, _square, {**_INDEX, "mm_tokens_per_image": 1}),
+    "gemma3n": Seeing(
+        {
+            "sliding_window": 8,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": 58,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 1,
+            "laurel_rank": 3,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
+            "pad_token_id": 0,
+        },
+        {"hidden_size": 16, "vocab_offset": 58, "vocab_size": 4},
+        4,
+        _square,
+        {
+            "image_token_id": IMAGE,
+            "vision_soft_tokens_per_image": 4,
+            "audio_config": {**_HEARS, "vocab_offset": 62, "vocab_size": 2},
+        },
+    ),
     "gemma4": Seeing(
         {
             **_GEMMA4,

@@ -16,7 +16,7 @@ from megacore.data.indexed import IndexedDataset
 from megacore.models.config import active_parameters
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Layout, MeshShape, spelled_layers
-from megacore.parallel.weights.transfer import Stored, hugging_face, native, whole_name
+from megacore.parallel.weights.transfer import Stored, by_layer, hugging_face, native, whole_name
 from megacore.progress_bar import progress_bar
 from megacore.say import brief, say, say_data
 from megacore.store.io.strict_json import StoreError
@@ -211,11 +211,11 @@ def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
     """Return the tensors of the model, whole, and where their shards lie."""
     schema = folder.schema
     names: dict[str, list[str]] = {}
-    for stored in hugging_face(schema):
+    for stored in by_layer(hugging_face(schema)):
         names.setdefault(whole_name(schema, stored), []).append(stored.name)
     shards: dict[str, list[dict[str, Any]]] = {}
     for state in folder.states:
-        for stored in folder.stored(state):
+        for stored in by_layer(folder.stored(state)):
             shards.setdefault(whole_name(schema, stored), []).append(_shard(folder, state, stored))
     values = {state: folder.fingerprints(state) for state in folder.states}
     rows = []

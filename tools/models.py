@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megacore.models.anatomy import Anatomy
+from megacore.models.anatomy import AltUp, Anatomy
 from megacore.models.config import ModelConfig, active_parameters, parameters_in_words
 from megacore.models.registry import FAMILIES, configure, family, presets
 from megacore.models.wrappers import WRAPPERS
@@ -38,7 +38,6 @@ NOT_CARRIED = {
     "a rope for some kinds of layers and none for the others": "cohere_compass_text",
     "experts in place of the linears of attention": "jetmoe",
     "differences of attentions, or masks that are learned": "diffllama, doge",
-    "residual streams that predict each other (AltUp), and activations that are cut off": "gemma3n, gemma3n_text",
     "layers that are passed through more than once": "hrm_text",
     "weights of three values, which every step rounds": "bitnet",
     "patches of bytes": "blt",
@@ -185,6 +184,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "a norm of the embeddings"
     if "inputs.embed.weight" in names:
         yield "embeddings of each layer"
+    if "laurel.left.weight" in names:
+        yield "low-rank linears beside attention"
     if "dense_head.weight" in names:
         yield "a dense layer before the head"
     if "head.weight" not in names:
@@ -229,7 +230,10 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     if sharing := sum(each.keys is not None for each in layers):
         yield f"in {sharing} of {len(layers)} layers another's keys and values"
     if anatomy.streams is not None:
-        yield f"{anatomy.streams.count} residual streams"
+        predicted = " that a layer predicts" if isinstance(anatomy.streams, AltUp) else ""
+        yield f"{anatomy.streams.count} residual streams{predicted}"
+    if some := sum(map(bool, anatomy.cut)):
+        yield f"gates that are cut off in {some} of {len(layers)} layers"
     if chunks := [each.chunk for each in layers if each.chunk is not None]:
         yield f"chunks of {chunks[0]:,} in {len(chunks)} of {len(layers)} layers"
     if still := sum(each.rope is None for each in layers) * bool(anatomy.ropes):

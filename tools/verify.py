@@ -102,7 +102,9 @@ def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int)
         if texts:
             raise StoreError(f"{path} has no tokenizer for the prompts: without them, random tokens are compared")
         generator = np.random.default_rng(0)
-        return [generator.integers(config.vocab_size, size=longest).tolist() for _ in TEXTS]
+        # Of images and sounds are those that layers have no embeddings of, where they have some.
+        tokens = min(config.vocab_size, config.sizes.get("input_vocab", config.vocab_size))
+        return [generator.integers(tokens, size=longest).tolist() for _ in TEXTS]
     texts = texts or TEXTS
     try:
         cut = [ids.tolist()[:longest] for ids in load(path).encode(list(texts))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,8 +10,7 @@ from megacore.models.anatomy import FULL, SLIDING, Anatomy
 from megacore.models.config import above_zero, positive
 from megacore.models.families.gemma import GemmaConfig
 from megacore.models.families.gemma3 import Gemma3Config
-from megacore.models.layer_types import WindowedConfig
-from megacore.models.local_rope import LocalHeadsConfig
+from megacore.models.local_rope import LocalHeadsConfig, LocalRopeConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention, Kinds
 from megacore.models.weight_rows import Rows, Table, in_layers
@@ -24,25 +23,13 @@ _EVERY = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
-    family: ClassVar[str] = "gemma4_text"
-    architecture: ClassVar[str] = "Gemma4ForCausalLM"
-    reads: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
+class SharedKeysConfig(GemmaConfig, LocalRopeConfig):
+    """Layers are told of tokens by embeddings of their own, and the last ones look at others' keys and values."""
+
     of_text: ClassVar[bool] = True
     harmless: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, Any]] = {}
-    defaults: ClassVar[Mapping[str, Any]] = {**Gemma3Config.defaults, "vocab_size": 262144}
     saved: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
-    axes: ClassVar[Mapping[str, str]] = {
-        **GemmaConfig.axes,
-        "head": "global_head_dim",
-        "kv": "global_kv",
-        **{f"local_{axis}": GemmaConfig.axes[axis] for axis in ("kv", "head")},
-    }
-    rope_kinds: ClassVar[Kinds] = {
-        FULL: Convention(parameters={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}),
-        SLIDING: Convention(),
-    }
     constants: ClassVar[Mapping[str, Any]] = {
         "attention_scale": 1.0,
         "norm_offset": 0.0,
@@ -53,21 +40,101 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
     without: ClassVar[str] = "layers that look at the keys and values of another one have none of their own"
 
     sliding_window: int | None = 512
+    final_logit_softcapping: float | None = None
+    # Embeddings of each layer's own; 0: there are none.
+    hidden_size_per_layer_input: int = 256
+    vocab_size_per_layer_input: int = 262144
+    # The last layers look at the keys and values of the last one of their kind before them.
+    num_kv_shared_layers: int = 0
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        told = {"input": self.hidden_size_per_layer_input, "input_vocab": self.vocab_size_per_layer_input}
+        return {**super().sizes, **(told if self.hidden_size_per_layer_input else {})}
+
+    @property
+    def keys(self) -> Mapping[int, int]:
+        """The layers that share keys and values, each with that whose they are."""
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {kind: layer for layer, kind in enumerate(self.kinds[:first])}
+        return {layer: last[kind] for layer, kind in enumerate(self.kinds) if layer >= first}
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        made = super().anatomy_of(**own)
+        layers = (replace(each, keys=self.keys.get(layer)) for layer, each in enumerate(made.layers))
+        return replace(made, layers=tuple(layers))
+
+    def attention_of(self, t: Table, layers: Collection[int], local: str = "", pieces: str = "qkv") -> Rows:
+        """Return the rows of the attention of some layers, without ``v`` where keys are the values, too."""
+        bias, name, head = self.attention_bias, f"{local}attn", f"{local}head"
+        axes = {"q": f"heads {head}", "k": f"{local}kv {head}", "v": f"{local}kv {head}"}
+        here = " + ".join(f"{piece}: {axes[piece]}" for piece in pieces)
+        hf, q = f"self_attn.{{{','.join(pieces)}}}_proj", f"({axes['q']})"
+        sharing = {*layers} & self.keys.keys()
+        k_norm = t.norm(f"{name}.k_norm", "self_attn.k_norm", head)
+        return (
+            *in_layers({*layers} - sharing, t.linear(f"{name}.qkv", f"({here})", "embed", hf, bias=bias) + k_norm),
+            *in_layers(sharing, t.linear(f"{name}.q", q, "embed", "self_attn.q_proj", bias=bias)),
+            *t.linear(f"{name}.out", "embed", q, "self_attn.o_proj", bias=bias, ends=True),
+            *t.norm(f"{name}.q_norm", "self_attn.q_norm", head),
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        return *super().params(), *(self.table().layer_inputs() if self.hidden_size_per_layer_input else ())
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        # Published files have what nothing multiplies.
+        unused = ("k_proj.", "v_proj.", "k_norm.")
+        return tuple(f"{self.layer.format(layer=layer)}.self_attn.{each}" for layer in self.keys for each in unused)
+
+    def problems(self) -> list[str]:
+        found = super().problems() + above_zero(self, "final_logit_softcapping")
+        if self.hidden_size_per_layer_input < 0:
+            found.append(f"hidden_size_per_layer_input is {self.hidden_size_per_layer_input}: it must be at least 0")
+        elif self.hidden_size_per_layer_input:
+            rows, padding = self.vocab_size_per_layer_input, self.pad_token_id or 0
+            found += positive(self, "vocab_size_per_layer_input")
+            if padding >= max(rows, 1):
+                found.append(
+                    f"pad_token_id is {padding}: it must be below vocab_size_per_layer_input ({rows}), or null"
+                )
+        shared, layers = self.num_kv_shared_layers, self.num_hidden_layers
+        if not 0 <= shared < layers:
+            found.append(f"num_kv_shared_layers is {shared}: it must be at least 0, and below {layers}, the layers")
+        elif alone := sorted({*self.kinds} - {*self.kinds[: layers - shared]}):
+            found.append(
+                f"num_kv_shared_layers is {shared}: no layer before those is of {', '.join(alone)}, as some are"
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(SharedKeysConfig, LocalHeadsConfig):
+    family: ClassVar[str] = "gemma4_text"
+    architecture: ClassVar[str] = "Gemma4ForCausalLM"
+    reads: ClassVar[frozenset[str]] = frozenset({"per_layer_config"})
+    defaults: ClassVar[Mapping[str, Any]] = {**Gemma3Config.defaults, "vocab_size": 262144}
+    axes: ClassVar[Mapping[str, str]] = {
+        **GemmaConfig.axes,
+        "head": "global_head_dim",
+        "kv": "global_kv",
+        **{f"local_{axis}": GemmaConfig.axes[axis] for axis in ("kv", "head")},
+    }
+    rope_kinds: ClassVar[Kinds] = {
+        FULL: Convention(parameters={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}),
+        SLIDING: Convention(),
+    }
+
     global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
     attention_k_eq_v: bool = False
-    final_logit_softcapping: float | None = None
     # Tokens of images may look at those behind them, of which text has none.
     use_bidirectional_attention: str | None = None
     enable_moe_block: bool = False
     num_experts: int | None = None
     top_k_experts: int | None = None
     moe_intermediate_size: int | None = None
-    # Embeddings of each layer's own; 0: there are none.
-    hidden_size_per_layer_input: int = 256
-    vocab_size_per_layer_input: int = 262144
-    # The last layers look at the keys and values of the last one of their kind before them.
-    num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
 
     @property
@@ -81,16 +148,7 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         if self.enable_moe_block:
             experts, hidden = self.num_experts or 0, self.moe_intermediate_size or 0
             sizes |= {"experts": experts, "routes": experts, "expert_mlp": hidden, "shared_mlp": sizes.pop("mlp")}
-        if self.hidden_size_per_layer_input:
-            sizes |= {"input": self.hidden_size_per_layer_input, "input_vocab": self.vocab_size_per_layer_input}
         return sizes | {"wide": 2}
-
-    @property
-    def keys(self) -> Mapping[int, int]:
-        """The layers that share keys and values, each with that whose they are."""
-        first = self.num_hidden_layers - self.num_kv_shared_layers
-        last = {kind: layer for layer, kind in enumerate(self.kinds[:first])}
-        return {layer: last[kind] for layer, kind in enumerate(self.kinds) if layer >= first}
 
     @property
     def routing(self) -> Routing | None:
@@ -100,30 +158,14 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         return Routing(experts=experts, top_k=top_k, logit_factor=factor, normalised=True) if many else None
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        made = super().anatomy_of(routing=self.routing, **own)
-        layers = (replace(each, keys=self.keys.get(layer)) for layer, each in enumerate(made.layers))
-        return replace(made, layers=tuple(layers))
+        return super().anatomy_of(routing=self.routing, **own)
 
     def slides(self, layer: int) -> bool:
         return (layer + 1) % _EVERY > 0
 
     def attention(self, t: Table, kind: str) -> Rows:
-        bias, local = self.attention_bias, "local_" if kind == SLIDING else ""
-        name, head, kv = f"{local}attn", f"{local}head", f"{local}kv {local}head"
-        pieces = {"q": f"heads {head}", "k": kv, "v": kv}
-        if self.attention_k_eq_v and kind == FULL:
-            del pieces["v"]
-        here = " + ".join(f"{piece}: {axes}" for piece, axes in pieces.items())
-        hf, q = f"self_attn.{{{','.join(pieces)}}}_proj", f"({pieces['q']})"
-        layers = {*self.layers_of(kind)}
-        sharing = layers & self.keys.keys()
-        k_norm = t.norm(f"{name}.k_norm", "self_attn.k_norm", head)
-        return (
-            *in_layers(layers - sharing, t.linear(f"{name}.qkv", f"({here})", "embed", hf, bias=bias) + k_norm),
-            *in_layers(sharing, t.linear(f"{name}.q", q, "embed", "self_attn.q_proj", bias=bias)),
-            *t.linear(f"{name}.out", "embed", q, "self_attn.o_proj", bias=bias, ends=True),
-            *t.norm(f"{name}.q_norm", "self_attn.q_norm", head),
-        )
+        pieces = "qk" if self.attention_k_eq_v and kind == FULL else "qkv"
+        return self.attention_of(t, self.layers_of(kind), "local_" if kind == SLIDING else "", pieces)
 
     def network(self, t: Table) -> Rows:
         if not self.enable_moe_block:
@@ -150,36 +192,13 @@ class Gemma4Config(GemmaConfig, LocalHeadsConfig, WindowedConfig):
         factor = Param("layers.{layer}.factor", "one", f"{self.layer}.layer_scalar", mean=1.0, buffer=True)
         # What stands before the network is of it alone where there are experts beside it.
         place = "mlp.shared_norm" if self.enable_moe_block else "mlp_norm"
-        rows = (replace(row, name=row.name.replace("mlp_norm", place)) for row in super().params())
-        return *rows, *(self.table().layer_inputs() if self.hidden_size_per_layer_input else ()), factor
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        # Published files have what nothing multiplies.
-        unused = ("k_proj.", "v_proj.", "k_norm.")
-        return tuple(f"{self.layer.format(layer=layer)}.self_attn.{each}" for layer in self.keys for each in unused)
+        return *(replace(row, name=row.name.replace("mlp_norm", place)) for row in super().params()), factor
 
     def problems(self) -> list[str]:
-        found = super().problems() + above_zero(self, "final_logit_softcapping", "num_global_key_value_heads")
+        found = super().problems() + above_zero(self, "num_global_key_value_heads")
         if self.use_bidirectional_attention not in (None, "vision"):
             seen = self.use_bidirectional_attention
             found.append(f"use_bidirectional_attention is {seen!r}: only 'vision', or null, leaves text as it is")
-        if self.hidden_size_per_layer_input < 0:
-            found.append(f"hidden_size_per_layer_input is {self.hidden_size_per_layer_input}: it must be at least 0")
-        elif self.hidden_size_per_layer_input:
-            rows, padding = self.vocab_size_per_layer_input, self.pad_token_id or 0
-            found += positive(self, "vocab_size_per_layer_input")
-            if padding >= max(rows, 1):
-                found.append(
-                    f"pad_token_id is {padding}: it must be below vocab_size_per_layer_input ({rows}), or null"
-                )
-        shared, layers = self.num_kv_shared_layers, self.num_hidden_layers
-        if not 0 <= shared < layers:
-            found.append(f"num_kv_shared_layers is {shared}: it must be at least 0, and below {layers}, the layers")
-        elif alone := sorted({*self.kinds} - {*self.kinds[: layers - shared]}):
-            found.append(
-                f"num_kv_shared_layers is {shared}: no layer before those is of {', '.join(alone)}, as some are"
-            )
         if self.use_double_wide_mlp and self.enable_moe_block:
             found.append("use_double_wide_mlp and enable_moe_block: no model has both, set one of them to false")
         if self.enable_moe_block and not found:

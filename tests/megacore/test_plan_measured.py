@@ -545,6 +545,16 @@ OF_KEYS = [
     replace(KEYS, mesh=MeshShape(tp=2), microbatches=1),
     replace(KEYS, mesh=MeshShape(pp=2), layers=(2, 4)),
 ]
+STREAMS = replace(
+    KEYS,
+    family="gemma3n_text",
+    fields=(*KEPT[:5], ("laurel_rank", 8), ("activation_sparsity_pattern", (0.9, 0.9, 0.0, 0.0, 0.0, 0.0))),
+)
+OF_STREAMS = [
+    replace(STREAMS, recompute="selective"),
+    replace(STREAMS, mesh=MeshShape(tp=2), microbatches=1),
+    replace(STREAMS, mesh=MeshShape(pp=2), layers=(2, 4), recompute="full"),
+]
 INDEXED = Case(family="deepseek_v32", vocab=64, length=512, fields=(("index_topk", 16),))
 INDEXED_OF_TWO = [
     replace(INDEXED, mesh=MeshShape(cp=2)),
@@ -590,6 +600,8 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("context-two", 2, OF_CONTEXT, {STATE, PEAK, SENT}, 12),
     ("keys-one", 1, OF_KEYS[:1], {STATE, PEAK}, 12),
     ("keys-two", 2, OF_KEYS[1:], {STATE, PEAK}, 12),
+    ("streams-one", 1, OF_STREAMS[:1], {STATE, PEAK}, 12),
+    ("streams-two", 2, OF_STREAMS[1:], {STATE, PEAK, SENT}, 12),
     ("indexed-two", 2, INDEXED_OF_TWO, {STATE, PEAK, SENT}, 12),
     ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 12),
     *(

@@ -492,6 +492,28 @@ REFUSED: list[tuple[str, Fields, str]] = [
         for name in GEMMAS
     ),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 would change the maths"),
+    *(
+        ("gemma3n_text", fields, message)
+        for fields, message in (
+            ({"altup_correct_scale": False}, "altup_correct_scale=False would change the maths"),
+            ({"altup_num_inputs": 1}, "altup_num_inputs is 1: it must be at least 2"),
+            ({"altup_active_idx": 4}, "altup_active_idx is 4: it must be at least 0, and below altup_num_inputs (4)"),
+            ({"altup_coef_clip": 0.0}, "altup_coef_clip is 0.0: it must be above 0, or null"),
+            ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input is 0: it must be at least 1"),
+            (
+                {"activation_sparsity_pattern": [0.5]},
+                "activation_sparsity_pattern names 1 layers, and num_hidden_layers",
+            ),
+            (
+                {"activation_sparsity_pattern": [0.5, 1.0, 0]},
+                "activation_sparsity_pattern has 1.0: each must lie in [0",
+            ),
+            (
+                {"intermediate_size": [8, 8, 12]},
+                "intermediate_size is [8, 8, 12]: it must be one number, or 3 of these",
+            ),
+        )
+    ),
     ("gemma4_text", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1: it must be at least 0"),
     *(
         (

@@ -190,16 +190,22 @@ def test_layers_that_share_keys_and_values() -> None:
     same_numbers("gemma4_text", of_transformers(drawn("gemma4_text", 3, positions=32, vocab=17) | shared | wide), 0)
 
 
-def same_numbers(name: str, hf_config: PretrainedConfig, seed: int) -> None:
-    theirs = theirs_of(hf_config, seed)
+def test_weights_of_streams_are_kept_within_a_limit_in_training() -> None:
+    """Beyond it those that correct have no gradient, and those that predict have one."""
+    fields = section("gemma3n_text", 1) | {"altup_coef_clip": 0.2}
+    same_numbers("gemma3n_text", of_transformers(fields), 0, training=True)
+
+
+def same_numbers(name: str, hf_config: PretrainedConfig, seed: int, training: bool = False) -> None:
+    theirs = theirs_of(hf_config, seed).train(training)
     config = family(name).config.from_hugging_face(hf_config.to_dict())
     layout = layout_of(config, MeshShape())
     ours = Model.create(config, layout, Mesh.single(), torch.float64)
-    ours.train(False)
+    ours.train(training)
     (decoder,) = ours.chunks
 
     buffers = saved_buffers(theirs)
-    state = as_saved(theirs, {name: p.detach() for name, p in theirs.named_parameters()} | buffers)
+    state = as_saved(theirs, {name: p.detach().clone() for name, p in theirs.named_parameters()} | buffers)
     names = {stored.name for stored in hugging_face(config.schema)}
     assert names == set(state), "a tensor that one side does not know"
     mine = move(config.schema, state, hugging_face(config.schema), native(layout, [0]))
@@ -302,6 +308,7 @@ SPREAD = {
     "llama": ContextParallel(4, "ring", "documents"),
     "gpt2": ContextParallel(2, "gather", "rows"),
     "gemma2": ContextParallel(4, "gather", "auto"),
+    "gemma3n_text": ContextParallel(4, "ring", "rows"),
     "gemma4_text": ContextParallel(4, "ring", "documents"),
     "gpt_oss": ContextParallel(4, "ring", "rows", 2),
     "deepseek_v3": ContextParallel(2, "ring", "documents"),

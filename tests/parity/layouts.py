@@ -634,6 +634,36 @@ OF_KEYS: list[Pair] = [
     (KEYS, Run(MeshShape(pp=2, tp=2), 2, "zb-v", (0, 1, 5, 0))),
 ]
 
+# -- and of which several streams are predicted and corrected, and most gates cut off
+
+STREAMS = replace(
+    KEYS,
+    name="alt-up",
+    model=drawn(
+        "gemma3n_text",
+        3,
+        layers=6,
+        vocab=101,
+        **INPUTS,
+        layer_types=KEYS.model["layer_types"],
+        intermediate_size=30,  # padded
+        altup_num_inputs=3,
+        altup_active_idx=1,
+        altup_coef_clip=0.02,
+        activation_sparsity_pattern=[0.9, 0.3, 0.0, 0.0, 0.5, 0.9],
+    ),
+)
+OF_STREAMS: list[Pair] = [
+    (STREAMS, Run(MeshShape(tp=2, cp=2), layers=(6,), micro=2, activations=Activations("full", mlp_chunk=3))),
+    (
+        STREAMS,
+        Run(MeshShape(pp=2, dp=2), layers=(2, 4), shard="parameters", activations=Activations("selective", True)),
+    ),
+    (STREAMS, Run(MeshShape(pp=3, tp=2), schedule="zb-h1", layers=(1, 1, 4), shard="optimizer")),
+    (STREAMS, Run(MeshShape(tp=4), layers=(6,), activations=Activations("selective"), shard="gradients")),
+    (STREAMS, Run(MeshShape(pp=2, tp=2), 2, "zb-v", (0, 1, 5, 0))),
+]
+
 # -- forwards and backwards in turns
 
 
@@ -709,6 +739,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
         yield 480, draw(name, of_family(name, seed), meshes)
     yield 6, OF_SHARED
     yield 5, OF_KEYS
+    yield 5, OF_STREAMS
     yield 24, BARE_ENDS
     yield 8, UNEVEN
     yield 12, BY_MUON

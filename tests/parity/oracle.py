@@ -112,7 +112,7 @@ class Case:
         lists = {
             name: each
             for name, each in listed.items()
-            if name.startswith("layer_") or not any(isinstance(one, float) for one in each)
+            if name.startswith(("layer_", "activation_")) or not any(isinstance(one, float) for one in each)
         }
         return replace(
             self,

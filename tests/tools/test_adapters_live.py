@@ -105,6 +105,8 @@ def theirs(folder: Path) -> Said:
     model.generation_config.eos_token_id = None
     for parameter in model.parameters():  # routers that stay in float32
         parameter.data = parameter.data.double()
+    for buffer in model.buffers():  # factors, which are rounded
+        buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
     with in_float64():
         return _said(model)
 
@@ -137,8 +139,7 @@ def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: 
     live = ours(made.adapters)
     assert live.logits is not None and live.logits.dtype == torch.float64 and len(live.tokens[0]) == NEW
     assert_said(live, ours(made.merged), 1e-12)
-    with in_float64():
-        assert_said(live, theirs(made.merged), 1e-9)
+    assert_said(live, theirs(made.merged), 1e-9)
     plain = ours(made.base)
     assert plain.logits is not None
     assert (live.logits - plain.logits).abs().max() > 0.1 * plain.logits.abs().max()

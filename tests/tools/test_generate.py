@@ -73,21 +73,15 @@ def ours(
 
 
 # Of five layers, the last two look at the keys of one before them, as gemma-4-e2b's.
+SHARED: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 6,
+}
 KEYS: dict[str, dict[str, Any]] = {
-    "gemma4_text": {
-        "num_hidden_layers": 5,
-        "layer_types": [
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-            "sliding_attention",
-            "full_attention",
-        ],
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 6,
-        "enable_moe_block": False,
-        "use_double_wide_mlp": True,
-    }
+    "gemma3n_text": {**SHARED, "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.9, 0.0]},
+    "gemma4_text": {**SHARED, "enable_moe_block": False, "use_double_wide_mlp": True},
 }
 
 # -- tokens
@@ -130,6 +124,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("mixtral", MeshShape(pp=2, ep=2)),
         ("gpt_oss", MeshShape(cp=2, tp=2)),
         ("gemma2", MeshShape(cp=4)),
+        ("gemma3n_text", MeshShape(cp=2, tp=2)),
         ("gemma4_text", MeshShape(cp=2, tp=2)),
         ("qwen3_5_text", MeshShape(cp=2, tp=2)),
         ("lfm2", MeshShape(cp=4)),

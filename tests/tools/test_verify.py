@@ -47,7 +47,7 @@ def elements(checkpoint: Checkpoint) -> int:
     count, sizes = 0, checkpoint.index.layout.schema.sizes
     for stored in checkpoint.stored():
         whole = math.prod(stored.shape)
-        for axis in {"vocab", "shared_mlp"} & stored.box.keys():
+        for axis in {"vocab", "input_vocab", "shared_mlp"} & stored.box.keys():
             start, stop = stored.box[axis]
             whole = whole // (stop - start) * max(0, min(stop, sizes[axis]) - start)
         count += whole
