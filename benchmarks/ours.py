@@ -40,7 +40,7 @@ MODES = {
 def microbatches(work: Workload, mesh: Mesh) -> list[Microbatch]:
     """The microbatches of this data-parallel rank, on the tokens that the peers train on too."""
     positions = torch.arange(work.sequence).repeat(work.micro_batch)
-    activation = len(positions) // mesh.shape.tp, work.config.carried
+    activation = len(positions) // mesh.shape.tp, work.config.boundary_width
     return [
         Microbatch(rows[:, :-1].flatten(), rows[:, 1:].flatten(), positions, work.micro_batch, activation)
         for rows in steps.tokens(work, mesh.data_rank, mesh.shape.data)

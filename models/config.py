@@ -176,7 +176,7 @@ class ModelConfig(ABC):
         return self.sizes["embed"] * (1 if streams is None else streams.count)
 
     @property
-    def carried(self) -> int:
+    def boundary_width(self) -> int:
         """The numbers of a token that travel between the stages of a pipeline: its embedding too, where blocks are told
         it."""
         return self.width + self.sizes["embed"] * any(param.is_table for param in self.params())

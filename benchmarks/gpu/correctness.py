@@ -200,7 +200,7 @@ def microbatch(run: Run, count: int, device: torch.device) -> Microbatch:
         return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
     inputs, labels, places = map(upload, (drawn[:, :-1].flatten(), drawn[:, 1:].flatten(), positions))
-    activation = (SEQUENCES * LENGTH, config.carried)
+    activation = (SEQUENCES * LENGTH, config.boundary_width)
     return Microbatch(inputs, labels, places, SEQUENCES, activation, DOCUMENTS if run.documents else None)
 
 

@@ -138,7 +138,7 @@ def microbatch(shape: Shape, device: torch.device) -> Microbatch:
     rows = batch(shape, device)
     positions = torch.arange(shape.sequence_length, device=device).repeat(shape.sequences)
     inputs, labels = rows[:, :-1].flatten(), rows[:, 1:].flatten()
-    return Microbatch(inputs, labels, positions, shape.sequences, (shape.tokens, shape.config.carried))
+    return Microbatch(inputs, labels, positions, shape.sequences, (shape.tokens, shape.config.boundary_width))
 
 
 def ours(shape: Shape, device: torch.device, way: Way) -> Step:

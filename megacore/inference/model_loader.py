@@ -82,7 +82,7 @@ def microbatch_of(model: Model, whole: Batch) -> Microbatch:
     tokens, labels, positions = (
         torch.from_numpy(each.ravel()).to(mesh.device) for each in (batch.tokens, batch.labels, batch.positions)
     )
-    activation = len(tokens) // mesh.shape.tp, model.config.carried
+    activation = len(tokens) // mesh.shape.tp, model.config.boundary_width
     documents = batch.documents
     return Microbatch(tokens, labels, positions, 1, activation, documents, lengths=documents, split=batch.split)
 

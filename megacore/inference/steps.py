@@ -121,5 +121,5 @@ def _microbatch(
     mesh, total = model.parameters.mesh, sum(documents)
     zeros = [0] * (total - len(tokens))
     ids, at = (torch.tensor(each + zeros, device=mesh.device) for each in (tokens, positions))
-    activation = (total // mesh.shape.tp, model.config.carried)
+    activation = (total // mesh.shape.tp, model.config.boundary_width)
     return Microbatch(ids, ids, at, 1, activation, tuple(documents), lengths=tuple(lengths))

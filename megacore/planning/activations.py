@@ -200,7 +200,7 @@ class ActivationMemory:
         and sin, and of the embedding."""
         blocks = [sum(block.kept for block in own) + _tables(own) for own in self.chunks]
         tokens = self.packing.length * self.packing.sequences // self.mesh.size(("cp", "tp"))
-        told = tokens * (self.model.carried - self.model.width) * self.width  # it came with the activations
+        told = tokens * (self.model.boundary_width - self.model.width) * self.width  # it came with the activations
         return blocks[0] + self.embedding.kept, *(each + told for each in blocks[1:])
 
     @cached_property

@@ -199,4 +199,4 @@ class Setting:
     @property
     def activation(self) -> int:
         """Bytes of what travels between blocks and stages: [tokens/tp, embed]."""
-        return self.tokens // self.layout.mesh.tp * self.model.carried * self.widths.parameter
+        return self.tokens // self.layout.mesh.tp * self.model.boundary_width * self.widths.parameter

@@ -36,7 +36,7 @@ class Uploader:
         return [self._microbatch(batch, step, number) for number, batch in enumerate(batches, first)]
 
     def _microbatch(self, batch: Batch, step: int, number: int) -> Microbatch:
-        tp, carried = self.mesh.shape.tp, self.model.config.carried
+        tp, width = self.mesh.shape.tp, self.model.config.boundary_width
         tokens, labels, positions = map(self._to_device, (batch.tokens, batch.labels, batch.positions))
         balanced = self.model.balance is not None
         return Microbatch(
@@ -44,7 +44,7 @@ class Uploader:
             labels,
             positions,
             self.config.batch.micro_size,
-            (len(tokens) // tp, carried),
+            (len(tokens) // tp, width),
             batch.documents,
             key(self.config.train.seed, step, number),
             wanted=self._wanted(batch.labels),

@@ -188,13 +188,13 @@ class Run:
         self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer, UNSCALED, *terms)
 
     def step(self) -> None:
-        case, carried = self.case, self.model.config.carried
+        case, width = self.case, self.model.config.boundary_width
         split = case.setting.packing.split if case.mesh.cp > 1 else None
         positions = torch.arange(case.length).repeat(case.micro)
         if split is not None:
             positions = positions[torch.from_numpy(split.indices(self.mesh.place.cp))]
         drawn = [torch.randint(0, case.vocab, positions.shape) for _ in range(case.microbatches)]
-        shape = (len(positions) // case.mesh.tp, carried)
+        shape = (len(positions) // case.mesh.tp, width)
         further = [(FurtherTokens(ids.clone(), ids.clone()),) * self.ahead for ids in drawn]
         batches = [
             Microbatch(ids, ids.clone(), positions, case.micro, shape, case.documents, split=split, ahead=ahead)

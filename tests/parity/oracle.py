@@ -286,7 +286,7 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
                 labels,
                 positions,
                 run.micro,
-                (tokens, case.config.carried),
+                (tokens, case.config.boundary_width),
                 batch.documents,
                 seed=step,
                 wanted=wanted(batch.labels, run),

@@ -88,7 +88,7 @@ def ours(folder: Path, base: Path | None = None, shape: MeshShape | None = None)
     """On this rank, in the dtype that all of the weights have room in."""
     model = model_loader.model_from(open_model(folder, base), Mesh.create(shape) if shape else Mesh.single())
     mesh = model.parameters.mesh
-    activation = (len(TOKENS) // mesh.shape.tp, model.config.carried)
+    activation = (len(TOKENS) // mesh.shape.tp, model.config.boundary_width)
     logits = model.logits(Microbatch(TOKENS, TOKENS, torch.arange(len(TOKENS)), 1, activation))
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     if mesh.shape.data == 1:

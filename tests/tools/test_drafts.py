@@ -128,7 +128,7 @@ def by_the_formula(model: Model, ids: list[int], most: int) -> list[int]:
 
     def microbatch(tokens: list[int]) -> Microbatch:
         t = len(tokens)
-        made, shape = torch.tensor(tokens), (t, model.config.carried)
+        made, shape = torch.tensor(tokens), (t, model.config.boundary_width)
         return Microbatch(made, made, torch.arange(t), 1, shape, (t,), lengths=(t,), wanted=torch.arange(t))
 
     known, hidden = list(ids), model.hidden(microbatch(ids[:-1]))
