@@ -132,6 +132,13 @@ def _turn(messages: list[Message], tools: list[Any] | None, template: Template) 
     images = images_of(messages)
     text, marked = template.render(messages, tools, False)
     text_of(text, _WRITTEN)
+    said = message.get("content")
+    lost = isinstance(said, str) and said.strip() not in text
+    if lost and _same(text, [*before, {**message, "content": ""}], tools, template):
+        raise BadExample(
+            f"message {len(messages)}: the chat template writes nothing of its content: set chat.template to one that "
+            "does"
+        )
     for key in LEARNED:
         if message.get(key):
             others = {each: value for each, value in message.items() if each != key}

@@ -91,7 +91,10 @@ class ModelTokenizer:
         named = templates.values() if isinstance(templates, dict) else [templates]
         marks = all(_MARK.search(each) for each in named)
         special, render = tuple(tokenizer.get_added_vocab()), partial(self._render, tokenizer, chosen, marks)
-        return Template(render, marks, special, tokenizer.eos_token or "", self._stops)
+        made = Template(render, marks, special, tokenizer.eos_token or "", self._stops)
+        if pretrained.wants_parts(lambda messages: render(messages, None, False)[0]):
+            return replace(made, render=lambda messages, *rest: render(pretrained.in_parts(messages), *rest))
+        return made
 
     def _render(
         self,

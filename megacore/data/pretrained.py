@@ -3,11 +3,14 @@ for anywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megacore.data.formats import Message
 from megacore.store.io.strict_json import StoreError, short
+
+_PROBE = "What is it?"
 
 
 def tokenizer(folder: Path) -> Any:
@@ -23,6 +26,29 @@ def tokenizer(folder: Path) -> Any:
             "must be text and a number"
         )
     return found
+
+
+def wants_parts(render: Callable[[list[Message]], str]) -> bool:
+    """Return whether a chat template writes a text that is a part of a content, and none that is all of it, as those of
+    models that see may. ``render``: messages to what it writes, or an error."""
+
+    def writes(content: object) -> bool:
+        try:
+            return _PROBE in render([{"role": "user", "content": content}])
+        except Exception:  # a template is a program
+            return False
+
+    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+
+
+def in_parts(messages: Iterable[Message]) -> list[Message]:
+    """Return messages in whose contents texts are parts."""
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}]}
+        if isinstance(each.get("content"), str)
+        else each
+        for each in messages
+    ]
 
 
 def processor(folder: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,10 @@ class _TransformersTokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
         if not self._tokenizer.chat_template:
             return None
-        return self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        given, written = list(messages), self._tokenizer.apply_chat_template
+        if pretrained.wants_parts(partial(written, tokenize=False)):
+            given = pretrained.in_parts(given)
+        return written(given, add_generation_prompt=True, tokenize=True, return_dict=False)
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

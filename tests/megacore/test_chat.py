@@ -22,6 +22,7 @@ from megacore.data.examples import ExampleFiles, Preparation
 from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, Tokens, counts
 from megacore.data.text import InputError
 from megacore.inference.evaluation_data import DocumentFiles
+from megacore.inference.texts import _TransformersTokenizer
 from megacore.store.tensor_files.companions import companions
 
 Spelled = Callable[..., ModelTokenizer]
@@ -132,6 +133,25 @@ def test_a_marked_turn_may_have_several_parts_and_the_last_turn_keeps_all_of_its
     first, last = "user:hi\nassistant:⟦a⟧||⟦b</s>⟧\n", "user:and\nassistant:⟦c⟧||⟦d</s>⟧"
     assert learned(tokenizer, row) == [first + last]
     assert learned(tokenizer, row, "last") == [re.sub("[⟦⟧]", "", first) + last]
+
+
+def test_a_template_that_writes_parts_alone_is_given_texts_as_parts(tmp_path: Path) -> None:
+    """As those of models that also see, which leave a text out that is all of a content."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' }}"
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+        "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
+    )
+    folder = write_tokenizer(tmp_path, template, "<|im_end|>")
+    tokenizer, row = ModelTokenizer(folder), {"messages": chat("hi", "hello", "and", "so", system="be kind")}
+    prompt = "<|im_start|>system:be kind<|im_end|><|im_start|>user:hi<|im_end|><|im_start|>assistant:"
+    more = "<|im_start|>user:and<|im_end|><|im_start|>assistant:"
+    assert learned(tokenizer, row) == [f"{prompt}⟦hello<|im_end|>⟧{more}⟦so<|im_end|>⟧"]
+    asked = _TransformersTokenizer(folder).chat(row["messages"][:2])
+    assert asked is not None and tokenizer._tokenizer.decode(asked) == prompt
+    silent = ModelTokenizer(write_tokenizer(tmp_path / "silent", template.replace("part.text", "'...'"), "<|im_end|>"))
+    with pytest.raises(BadExample, match="message 5: the chat template writes nothing of its content: set chat"):
+        encoded(silent, row)
 
 
 # -- prompts with completions, and texts
