@@ -29,6 +29,9 @@ class Numbered:
         size = int(self.lengths[index])
         return 1000 * index + 1 + np.arange(size), np.arange(size) % 3 > 0
 
+    def images(self, index: int) -> tuple[()]:
+        return ()
+
 
 def packed(lengths: list[int], length: int, **options: object) -> Packed:
     return Packed(Numbered(np.array(lengths)), length, seed=3, **options)  # type: ignore[arg-type]
