@@ -67,6 +67,7 @@ def tower(config: Mapping[str, Any], tensors: Mapping[str, Any], dtype: Any) -> 
     StoreError: they do not belong together."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
+    _be_quiet()  # of what the text model lacks
     try:
         made = AutoConfig.for_model(**config)
         text = made.get_text_config()
@@ -119,11 +120,15 @@ def parameters(model: Any) -> Iterator[tuple[Any, list[str]]]:
 
 
 def _load(kind: Any, folder: Path, **options: Any) -> Any:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # warnings quote the files
+    _be_quiet()
     try:
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:
         raise StoreError(f"transformers cannot load {folder}: {error}") from error
+
+
+def _be_quiet() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # warnings quote the files

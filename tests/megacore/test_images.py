@@ -48,14 +48,16 @@ def float64_of(path: Path) -> Any:
 
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", SEE)
-def test_logits_of_a_text_with_an_image(name: str, tmp_path: Path) -> None:
+def test_logits_of_a_text_with_an_image(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = open_folder(saved(name, tmp_path / "hf"))
     prompt = dict(prompts(name)[1])
     tokens = prompt.pop("input_ids")
     places = torch.nonzero(tokens[0] == 60).flatten()
     model = model_from(folder, Mesh.single(), torch.float64)
     (chunk,) = model.chunks
+    capfd.readouterr()
     chunk.tower = Tower(folder, torch.float64, torch.device("cpu"))
+    assert capfd.readouterr() == ("", "")
     batch = Batch(tokens.numpy(), np.full(tokens.shape, IGNORE), np.arange(tokens.numel())[None], None)
     image = MicrobatchImage("", len(places), prompt, torch.arange(len(places)), places)
     with in_float64(), torch.no_grad():  # transformers' towers cast to float32 too
