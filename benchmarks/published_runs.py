@@ -83,6 +83,7 @@ class Published:
             "interleaved" if self.chunks > 1 else "1f1b",
             self.shard,
             recompute=self.recompute,
+            fp8=self.precision == "fp8",
         )
 
     def cluster(self) -> Cluster:
@@ -178,7 +179,7 @@ PUBLISHED = (
         MeshShape(pp=16, dp=128, tp=8), 8192, microbatches=16, shard="optimizer", chunks=8
     ),
     *(_mpt(*row) for row in _MPT),
-    Published("8B, 8 H100, FSDP, fp8", _NVIDIA, 14451, _8B, MeshShape(dp=8), 8192, 1, 16, precision="fp8"),
+    Published("8B, 8 H100, FSDP, fp8, NVIDIA", _NVIDIA, 14451, _8B, MeshShape(dp=8), 8192, 1, 16, precision="fp8"),
     Published(
         "70B, 64 H100, TP 4 x PP 8 x DP 2, fp8", _NVIDIA, 1602, _70B, MeshShape(pp=8, dp=2, tp=4), 8192, 1, 64,
         precision="fp8", shard="optimizer", chunks=5

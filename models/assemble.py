@@ -24,10 +24,7 @@ from megacore.parallel.alignment import Alignment
 from megacore.parallel.balance import NONE, Balance, Coefficients
 from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.kernels.documents import Documents
-from megacore.parallel.layers.compressed import CompressedTokens
 from megacore.parallel.layers.fp8 import Fp8, Fp8Weight
-from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.layers.linear import hand_to, multiply_by
 from megacore.parallel.layers.product import SymmetricMemory
 from megacore.parallel.memory.recompute import Activations, runner
@@ -200,15 +197,18 @@ class Model:
         torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
         if self.parameters.mesh.device.type == "cpu":
             kernels.cpu_has_bf16()  # the compiler finds the answer, and cannot look for it
-        # How many pieces there are is known where it runs; as a decorator there it would import the compiler.
-        Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
-        for kind in (Indexed, CompressedTokens, Compressor):
-            kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign]
         for chunk in self.chunks:
             for block in chunk.blocks:
+                if "forward" in vars(block):  # it is compiled
+                    continue
+                # Of these alone: a decorator would import the compiler, and reach models that are not compiled.
                 for module in block.modules():
-                    if isinstance(module, MixtureOfExperts):
+                    if isinstance(module, MixtureOfExperts | Compressor):
                         module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+                    if isinstance(module, CompressedAttention):
+                        module.attend_blocks = torch.compiler.disable(module.attend_blocks)  # type: ignore[method-assign]
+                    if isinstance(module, Attention) and module.chooses:
+                        module.attend = torch.compiler.disable(module.attend)  # type: ignore[method-assign]
                 if isinstance(block, Block) and block.mlp_tokens is not None:
                     block.by_tokens = torch.compiler.disable(block.by_tokens)  # type: ignore[method-assign]
                 # Not the call: hooks that gather its parameters run outside of it.

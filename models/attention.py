@@ -71,6 +71,11 @@ class Attention(nn.Module):
         y = self.out((y if gate is None else y * gate.sigmoid()).flatten(1))
         return y
 
+    @property
+    def chooses(self) -> bool:
+        """Whether only where it runs it is known how many pieces documents have, or what tokens look at."""
+        return self.scoring.chunk is not None
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, index: IndexVectors | None, scoring: Scoring, context: Context
     ) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,11 @@ class CompressedAttention(Attention):
             index = self.indexer(x, latent, context.rotations[self.rope], compressed, self.alignment is not None)
         if self.alignment is not None:
             learn = partial(self.alignment.attach, self.layer, context.routed)
-        return compressed(self.name, q, k, means, looks.block, scoring, index, looks.top, learn)
+        return self.attend_blocks(compressed, q, k, means, looks.block, scoring, index, looks.top, learn)
+
+    def attend_blocks(self, compressed: CompressedTokens, *given: Any) -> Tensor:
+        """-> [tokens, heads, head], what tokens that are compressed make of what is given them."""
+        return compressed(self.name, *given)
 
 
 class Compressor(nn.Module):

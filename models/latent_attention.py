@@ -79,6 +79,10 @@ class LatentAttention(Attention):
         index = None if self.indexer is None else self.indexer(x, of_queries, rotation, self.alignment is not None)
         return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v, None, index
 
+    @property
+    def chooses(self) -> bool:
+        return super().chooses or self.looks.top is not None
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, index: IndexVectors | None, scoring: Scoring, context: Context
     ) -> Tensor:

@@ -377,7 +377,8 @@ class _Watch(TorchDispatchMode):
         out = _called(op, args, kwargs)
         if multiplied := product(op, args, kwargs):
             found, count = multiplied
-            self._ops.products[replace(found, attention=True) if self._inside else found] += count
+            weight = any(_key(factor) in self._known for factor in _tensors(args))
+            self._ops.products[replace(found, attention=found.attention or self._inside, weight=weight)] += count
             self.started += 1
         elif self._inside and not op.is_view and "empty" not in name:
             moved = _tensors((args, *kwargs.values(), out))
@@ -555,7 +556,7 @@ def _of_groups(given: Mapping[str, Any]) -> tuple[MatMul, int]:
     a, b, groups = given["self"], given["mat2"], len(given["offs"])
     each = -(-a.shape[0 if b.dim() == 3 else 1] // groups)
     m, k = (each, a.shape[1]) if b.dim() == 3 else (a.shape[0], each)
-    return MatMul(m, b.shape[-1], k, groups, _name(a)), 1
+    return MatMul(m, b.shape[-1], k, groups, _name(a), grouped=True), 1
 
 
 def _of_sequences(given: Mapping[str, Any]) -> tuple[MatMul, int]:

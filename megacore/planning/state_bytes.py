@@ -221,19 +221,25 @@ def cast(part: ParameterShare, setting: Setting, stage: int) -> int:
     return part.elements * inner // max(1, len(held))
 
 
-def cast_bytes(shares: Iterable[ParameterShare], setting: Setting, stage: int) -> int:
-    """Return the bytes of what :func:`cast` counts: of whole weights, on a GPU a transposed copy too; of slices, that
-    of one. Pieces of a weight that different ranks update, and slices in host memory, are cast for each product."""
+def casts(shares: Iterable[ParameterShare], setting: Setting, stage: int) -> Iterator[tuple[int, int]]:
+    """Yield the elements of each part that :func:`cast` counts, with the number of ranks that have slices of it; 0 of
+    pieces of a weight that different ranks update and of slices in host memory, which are cast for each product."""
     shares = list(shares)
     pieces, split = Counter(part.param.name for part in shares), setting.shard == "parameters"
-    total = 0
     for part in shares:
         ranks = sharing(part, setting) if split else 1
-        if ranks > 1 and (setting.offload_parameters or pieces[part.param.name] > 1):
-            continue
-        copies = 1 if ranks > 1 or setting.device == "cpu" else 2
-        total += copies * -(-cast(part, setting, stage) // ranks)
-    return total
+        each = ranks > 1 and (setting.offload_parameters or pieces[part.param.name] > 1)
+        yield cast(part, setting, stage), 0 if each else ranks
+
+
+def cast_bytes(shares: Iterable[ParameterShare], setting: Setting, stage: int) -> int:
+    """Return the bytes of :func:`casts`: of whole weights, on a GPU a transposed copy too; of slices, that of one."""
+    copies = 1 if setting.device == "cpu" else 2
+    return sum(
+        -(-elements // ranks) * (1 if ranks > 1 else copies)
+        for elements, ranks in casts(shares, setting, stage)
+        if ranks
+    )
 
 
 def updated(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:

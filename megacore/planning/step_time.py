@@ -22,7 +22,7 @@ from megacore.planning.costs import ALL_REDUCE, ALL_TO_ALL, SEND, Collective, Ke
 from megacore.planning.exchange import ExchangeWork, Packing
 from megacore.planning.peak_memory import held_bytes
 from megacore.planning.setting import SHARDS, Setting
-from megacore.planning.state_bytes import ParameterShare, Shares, matrix_groups, state, updated
+from megacore.planning.state_bytes import ParameterShare, Shares, casts, matrix_groups, state, updated
 from megacore.planning.traffic import GATHERED, RETURNED, WAYS, Traffic, traffic
 
 _Of = npt.NDArray[np.float64]
@@ -67,9 +67,11 @@ class Cluster:
 
     def product_s(self, product: MatMul, tflops: float) -> float:
         """Return the seconds of a product on a device whose products could reach so many TFLOP/s, with what casts its
-        factors to fp8."""
+        factors to fp8 but weights (:func:`_casts`). What experts and routers multiply stays as it is."""
+        if product.grouped or product.batch > 1 or product.dtype != "bfloat16":
+            tflops = min(tflops, self.wide_tflops)
         narrow = tflops > self.wide_tflops and not product.attention
-        cast = efficiency.CAST_BYTES * narrow * product.k * (product.m + product.n)
+        cast = efficiency.CAST_BYTES * narrow * product.k * (product.m + product.n * (not product.weight))
         return self.multiplied_s(product, tflops) + cast / self.device.bandwidth
 
     def multiplied_s(self, product: MatMul, tflops: float) -> float:
@@ -211,9 +213,11 @@ class Estimate:
 def parts(act: ActivationMemory, virtual: int) -> Iterator[tuple[LayerCost, LayerCost, bool, int]]:
     """Yield each part of a virtual stage: what it costs, and without recomputation; whether its products are in fp8
     where the run is; and how often it is there."""
-    plain = act.without_recomputation
-    for (block, like), number in Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True)).items():
-        yield block, like, True, number
+    plain, start, last = act.without_recomputation, sum(act.layers[:virtual]), sum(act.layers) - 1
+    inner = [0 < layer < last for layer in range(start, start + act.layers[virtual])]
+    blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], inner, strict=True))
+    for (block, like, narrow), number in blocks.items():
+        yield block, like, narrow, number
     if virtual == 0:
         yield act.embedding, plain.embedding, False, 1
     if virtual == len(act.chunks) - 1:
@@ -288,8 +292,9 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     away_s = away / cluster.device.host
     offload = max(away_s - busy, (1 - cluster.overlap) * away_s)
     per_token = flops_per_token(setting.model, setting.sequence_length, setting.tuning)
+    cast = max(_casts(setting, cluster, shares.stages[stage], stage) for stage in act.unlike)
     return Estimate(
-        m * slowest.products.total,
+        m * slowest.products.total + cast,
         m * slowest.products.again,
         m * slowest.tensor.total,
         m * slowest.experts.total - hidden,
@@ -380,14 +385,14 @@ class _Times:
 
 def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) -> Sequence[_Times]:
     """Return the seconds of one microbatch in each virtual stage."""
-    mesh, packing, last = setting.layout.mesh, setting.packing, len(act.chunks) - 1
+    mesh, packing = setting.layout.mesh, setting.packing
     known = dict[object, _Times]()
     found = []
-    for virtual, blocks in enumerate(act.chunks):
-        key = blocks, virtual == 0, virtual == last
+    for virtual in range(len(act.chunks)):
+        key = tuple(parts(act, virtual))
         if key not in known:
             known[key] = _Times()
-            for part, plain, narrow, number in parts(act, virtual):
+            for part, plain, narrow, number in key:
                 known[key] = known[key].plus(_part_times(cluster, mesh, packing, part, plain, narrow), number)
         found.append(known[key])
     return found
@@ -434,6 +439,19 @@ def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _T
     # A sum starts with the last gradient of the step, so it hides behind one backward; what is split goes with each.
     beside = times.backward * (m if rung == 2 else 1)
     return whole + cluster.shown(mesh, sums, beside) + cluster.shown(mesh, gathers, times.forward)
+
+
+def _casts(setting: Setting, cluster: Cluster, shares: Sequence[ParameterShare], stage: int) -> float:
+    """Return the seconds of casting weights to fp8: once a step those that change, wholes or slices, with a transposed
+    copy, which what is gathered gets for each backward; or for both products of each microbatch."""
+    moved, m = 0.0, setting.microbatches
+    for part, (elements, ranks) in zip(shares, casts(shares, setting, stage), strict=True):
+        changed = elements * part.trained // part.elements
+        if ranks > 1:
+            moved += changed * efficiency.CAST_SLICE_BYTES / ranks + elements * efficiency.TURN_BYTES * m
+        else:
+            moved += 2 * efficiency.CAST_BYTES * (changed if ranks else elements * m)
+    return moved / cluster.device.bandwidth
 
 
 def _optimizer(setting: Setting, cluster: Cluster, shares: Sequence[ParameterShare]) -> float:

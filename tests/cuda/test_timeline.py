@@ -13,13 +13,16 @@ import torch
 from test_trace import in_a_process, pytestmark
 
 from megacore.devices import DEVICES
+from megacore.models.registry import configure
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.costs import ALL_GATHER, MatMul
+from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of, plan
-from megacore.planning.step_time import Cluster
+from megacore.planning.setting import Setting
+from megacore.planning.step_time import Cluster, estimate
 from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, Wait
-from megacore.planning.trace.run import TracedRank, _stage, between_records, trace, trace_rank
+from megacore.planning.trace.run import TracedRank, _stage, between_records, trace, trace_rank, trace_ranks
 from megacore.planning.trace.simulated_gpu import FusedKernel
 from megacore.planning.trace.timeline import Costs, StepTimeline, beside, covered, length, play
 from megacore.recipe import ConfigError, load
@@ -179,6 +182,31 @@ def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixtur
     ran = [each for each in events if each["ph"] == "X"]
     assert {each["cat"] for each in ran} >= {"products", "attention", "memory", "messages"}
     assert all(each["dur"] > 0 and each["ts"] >= 0 for each in ran)
+
+
+@pytest.mark.in_turn(2, 1)
+@pytest.mark.parametrize("split", ["mesh.dp=1", "mesh.dp=2 zero.shard=parameters"])
+def test_a_step_casts_to_fp8_what_the_plan_says(split: str) -> None:
+    """By bytes, of the one layer between the ends: weights once, whole or in slices, of which those that are gathered
+    are turned in each microbatch; what they are multiplied with, and gradients, for each microbatch."""
+    sizes = "model.num_hidden_layers=3 data.train=none data.sequence_length=512 batch.micro_size=2"
+    said = f"model.preset=llama-tiny {sizes} batch.global_size=4 train.precision=fp8 {split}"
+    config = load({}, said.split())
+    (traced,) = trace_ranks(between_records(config), config.mesh.dp or 1, [0], (1, 1, 3)).values()
+    made = setting_of(config, configure(config.model), config.mesh.dp or 1, "cuda")
+
+    def passes(made: Setting) -> float:
+        """The bytes that pass through memory: the seconds of the compute that do with its speed."""
+        cluster = cluster_of("h100-80", "fp8" if made.fp8 else "bf16", None, {})
+        half = replace(cluster, device=replace(cluster.device, bandwidth=cluster.device.bandwidth / 2))
+        return (estimate(made, half).compute - estimate(made, cluster).compute) * cluster.device.bandwidth
+
+    for log, microbatches in zip(traced.logs[1:], (1, 3), strict=True):
+        places = "cast_transpose.py", "fp8.py", "zero.py:FlatParameters._cast"
+        casts = [each for each in log if isinstance(each, Launch) and any(place in each.place for place in places)]
+        each = replace(made, microbatches=microbatches)
+        want = passes(each) - passes(replace(each, fp8=False))
+        assert sum(cast.moved for cast in casts if cast.product is None) == pytest.approx(want, rel=0.01)
 
 
 @pytest.mark.in_turn(3)

@@ -17,6 +17,9 @@ from megacore.models.lora import Lora
 from megacore.models.registry import configure
 from megacore.models.stages import default_layers, layout_of
 from megacore.models.tuning import EVERYTHING, Tuning
+from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.layers.compressed import CompressedTokens
+from megacore.parallel.layers.indexed import Indexed
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape, balanced_layers
 from megacore.parallel.weights.schema import Param
@@ -106,7 +109,27 @@ def test_compile_is_for_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", note)
     model = tiny(chunks=3)
     model.compile()
-    assert compiled == [block for chunk in model.chunks for block in chunk.layers.values()] and len(compiled) == 3
+    blocks = [block for chunk in model.chunks for block in chunk.layers.values()]
+    assert compiled == blocks and len(compiled) == 3
+    model.compile()
+    assert compiled == blocks, "once is enough"
+
+
+@pytest.mark.parametrize("preset", ["deepseek_v32-tiny", "deepseek_v4-tiny", "llama4_text-tiny", "mixtral-tiny"])
+def test_what_is_left_out_of_graphs_is_of_one_model(preset: str) -> None:
+    """Of models with what data decides: others in the process run as they are written."""
+
+    def left_out(*owners: object) -> list[object]:
+        return [x for owner in owners for x in vars(owner).values() if hasattr(x, "_torchdynamo_disable")]
+
+    config = configure({"preset": preset})
+    first, other = (Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float32) for _ in "ab")
+    mine, others = ([each for chunk in model.chunks for each in chunk.modules()] for model in (first, other))
+    first.compile()
+    there = left_out(*mine)
+    first.compile()
+    assert there and all(x is y for x, y in zip(there, left_out(*mine), strict=True))
+    assert not left_out(*others, *map(type, others), Documents, Indexed, CompressedTokens)
 
 
 @dataclass(frozen=True, kw_only=True)
