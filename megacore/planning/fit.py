@@ -141,7 +141,7 @@ def _if_overlapped(cluster: Cluster, each: Candidate) -> float:
 
 
 def with_other_schedules(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
-    """Yield those that fit of the settings whose weight gradients come later, where it has a pipeline, and of that whose
+    """Yield what fits of the settings whose weight gradients come later, where it has a pipeline, and of that whose
     messages of experts go under another microbatch, where experts are spread."""
     layout, choices = setting.layout, _choices(setting)
     ways: list[tuple[PipelineSchedule, Layout, Sequence[Kept]]] = []

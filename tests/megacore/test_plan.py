@@ -606,8 +606,8 @@ def test_two_chunks_in_a_v_are_tried_where_interleaved_ones_do_not_fit() -> None
 )
 def test_messages_of_experts_are_hidden_where_rules_accept_it(overrides: str, expected: bool) -> None:
     """On devices that have room for it with full recomputation alone; where there is more, stages recompute less."""
-    config = load("experts", ["batch.global_size=32", "mesh.dp=1", *overrides.split()])
-    made = setting_of(config, configure(config.model), None, "cuda")
+    config = load(RECIPES / "experts.yaml", ["batch.global_size=32", "mesh.dp=1", *overrides.split()])
+    made = setting_of(config, configure(config.model), config.mesh.model_ranks, "cuda")
     least = replace(made, schedule="overlapped", recompute="full")
     tight = replace(H100, device=replace(H100.device, memory=(max(peaks(least)) + 1) / (1 - MARGIN)))
     found, wide = ([x for x in with_other_schedules(made, c) if x.schedule == "overlapped"] for c in (tight, H100))
@@ -684,7 +684,7 @@ def test_fit_of_256_experts_in_61_layers_takes_seconds() -> None:
     start = time.process_time()
     model = deep()
     base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 4096, 1, 2048)
-    assert fit(base, 1024, H100)
+    assert {each.setting.schedule for each in fit(base, 1024, H100)} == {"overlapped"}  # as slow ones by themselves are
     assert time.process_time() - start < 20
 
 
