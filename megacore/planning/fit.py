@@ -121,11 +121,12 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     with _uncollected():
         candidates = sorted(_candidates(base, world, cluster), key=lambda each: each.time.total)
         again = list[Candidate]()
-        overlapped = partial(_if_overlapped, cluster)
-        for each in sorted(_distinct(candidates, 3 * best), key=overlapped):
-            if len(again) >= best and again[best - 1].time.total <= overlapped(each):
+        finalists = sorted(_distinct(candidates, 3 * best), key=partial(_if_overlapped, cluster))
+        finalists[best:] = sorted(finalists[best:], key=lambda each: each.time.total)
+        for at, each in enumerate(finalists):
+            if at >= best and again[best - 1].time.total <= each.time.total:
                 break  # a simulated pipeline is no faster than its formula
-            settings = (each.setting, *with_other_schedules(each.setting, cluster))
+            settings = (each.setting, *with_other_schedules(each.setting, cluster, overlapped=at < best))
             again.append(
                 min((Candidate(x, memory(x), estimate(x, cluster)) for x in settings), key=lambda one: one.time.total)
             )
@@ -140,9 +141,9 @@ def _if_overlapped(cluster: Cluster, each: Candidate) -> float:
     return each.time.total - share_beside(replace(each.setting, schedule=OVERLAPPED), cluster) * each.time.experts
 
 
-def with_other_schedules(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
+def with_other_schedules(setting: Setting, cluster: Cluster, overlapped: bool = True) -> Iterator[Setting]:
     """Yield what fits of the settings whose weight gradients come later, where it has a pipeline, and of that whose
-    messages of experts go under another microbatch, where experts are spread."""
+    messages of experts go under another microbatch, where experts are spread, if it is asked for."""
     layout, choices = setting.layout, _choices(setting)
     ways: list[tuple[PipelineSchedule, Layout, Sequence[Kept]]] = []
     if layout.mesh.pp > 1 and setting.may_split:
@@ -152,7 +153,7 @@ def with_other_schedules(setting: Setting, cluster: Cluster) -> Iterator[Setting
             # Two chunks in a V hold what one of 1F1B does, so they may fit where interleaved ones did not.
             in_two = layout_of(setting.model, layout.mesh, 2, tuning=setting.tuning, split=layout.split, placement="v")
             ways.append(("zb-v", in_two, as_much))
-    if setting.may_overlap:
+    if overlapped and setting.may_overlap:
         ways.append((OVERLAPPED, layout, [each for each in choices if each.recompute != "full" or not setting.drops]))
     for schedule, placed, (*others, least) in ways:
         made = _keeping(replace(setting, schedule=schedule, layout=placed), [least] * layout.mesh.pp)
