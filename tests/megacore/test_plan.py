@@ -686,7 +686,8 @@ def test_fit_of_256_experts_in_61_layers_takes_seconds() -> None:
     start = time.process_time()
     model = deep()
     base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 4096, 1, 2048)
-    assert {each.setting.schedule for each in fit(base, 1024, H100)} == {"overlapped"}  # as slow ones by themselves are
+    found = fit(base, 1024, H100)  # of those that are fast in turn fewer are overlapped
+    assert sum(each.setting.schedule == "overlapped" for each in found) >= 4
     assert time.process_time() - start < 20
 
 
