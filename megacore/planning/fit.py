@@ -16,7 +16,14 @@ from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of, source_apart
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import ContextBalance, ContextExchange, PipelineSchedule, Recompute, ZeroShard
+from megacore.parallel.enum_errors import (
+    OVERLAPPED,
+    ContextBalance,
+    ContextExchange,
+    PipelineSchedule,
+    Recompute,
+    ZeroShard,
+)
 from megacore.parallel.virtual_stages import of_stage
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
@@ -25,7 +32,7 @@ from megacore.planning.exchange import WHOLE
 from megacore.planning.peak_memory import Memory, memory, peaks, stage_peak
 from megacore.planning.setting import SHARDS, Setting
 from megacore.planning.state_bytes import Shares, state
-from megacore.planning.step_time import Cluster, Estimate, estimate
+from megacore.planning.step_time import Cluster, Estimate, estimate, share_beside
 
 BEHIND = 2.0
 """A candidate that takes so many times as long as the fastest is not looked at any closer."""
@@ -114,10 +121,12 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     with _uncollected():
         candidates = sorted(_candidates(base, world, cluster), key=lambda each: each.time.total)
         again = list[Candidate]()
-        for each in _distinct(candidates, 3 * best):
-            if len(again) >= best and again[best - 1].time.total <= each.time.total:
+        finalists = sorted(_distinct(candidates, 3 * best), key=partial(_if_overlapped, cluster))
+        finalists[best:] = sorted(finalists[best:], key=lambda each: each.time.total)
+        for at, each in enumerate(finalists):
+            if at >= best and again[best - 1].time.total <= each.time.total:
                 break  # a simulated pipeline is no faster than its formula
-            settings = (each.setting, *with_split_backward(each.setting, cluster))
+            settings = (each.setting, *with_other_schedules(each.setting, cluster, overlapped=at < best))
             again.append(
                 min((Candidate(x, memory(x), estimate(x, cluster)) for x in settings), key=lambda one: one.time.total)
             )
@@ -127,22 +136,29 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     return tuple(again[:best])
 
 
-def with_split_backward(setting: Setting, cluster: Cluster) -> Iterator[Setting]:
-    """Yield the settings whose weight gradients come later, where it has a pipeline and they fit."""
-    layout, room = setting.layout, cluster.room
-    if layout.mesh.pp == 1:
-        return
-    ways: list[tuple[PipelineSchedule, Layout]] = [("zb-h1" if layout.chunks == 1 else "zb-interleaved", layout)]
-    if layout.chunks <= 2 and _divides(setting.model, layout.mesh.pp, 2):
-        # Two chunks in a V hold what one of 1F1B does, so they may fit where interleaved ones did not.
-        in_two = layout_of(setting.model, layout.mesh, 2, tuning=setting.tuning, split=layout.split, placement="v")
-        ways.append(("zb-v", in_two))
-    choices = _choices(setting)
-    *choices, least = choices[: 1 + max(map(choices.index, _kept(setting)))]
-    for schedule, placed in ways:
-        late = _keeping(replace(setting, schedule=schedule, layout=placed), [least] * layout.mesh.pp)
-        if late.may_split and all(peak <= room for peak in peaks(late)):
-            yield _keeping_most(late, choices, room)
+def _if_overlapped(cluster: Cluster, each: Candidate) -> float:
+    """Return the seconds of a candidate of whose messages of experts all are hidden that another action may hide."""
+    return each.time.total - share_beside(replace(each.setting, schedule=OVERLAPPED), cluster) * each.time.experts
+
+
+def with_other_schedules(setting: Setting, cluster: Cluster, overlapped: bool = True) -> Iterator[Setting]:
+    """Yield what fits of the settings whose weight gradients come later, where it has a pipeline, and of that whose
+    messages of experts go under another microbatch, where experts are spread, if it is asked for."""
+    layout, choices = setting.layout, _choices(setting)
+    ways: list[tuple[PipelineSchedule, Layout, Sequence[Kept]]] = []
+    if layout.mesh.pp > 1 and setting.may_split:
+        as_much = choices[: 1 + max(map(choices.index, _kept(setting)))]
+        ways.append(("zb-h1" if layout.chunks == 1 else "zb-interleaved", layout, as_much))
+        if layout.chunks <= 2 and _divides(setting.model, layout.mesh.pp, 2):
+            # Two chunks in a V hold what one of 1F1B does, so they may fit where interleaved ones did not.
+            in_two = layout_of(setting.model, layout.mesh, 2, tuning=setting.tuning, split=layout.split, placement="v")
+            ways.append(("zb-v", in_two, as_much))
+    if overlapped and setting.may_overlap:
+        ways.append((OVERLAPPED, layout, [each for each in choices if each.recompute != "full" or not setting.drops]))
+    for schedule, placed, (*others, least) in ways:
+        made = _keeping(replace(setting, schedule=schedule, layout=placed), [least] * layout.mesh.pp)
+        if all(peak <= cluster.room for peak in peaks(made)):
+            yield _keeping_most(made, others, cluster.room)
 
 
 def _candidates(base: Setting, world: int, cluster: Cluster) -> Iterator[Candidate]:

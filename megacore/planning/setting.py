@@ -168,6 +168,16 @@ class Setting:
         return not self.compiled and not (whole and self.shard in SHARDS[2:])
 
     @property
+    def may_overlap(self) -> bool:
+        """Whether a schedule may have actions run beside others' messages of experts (`megacore.checks.rules`)."""
+        return self.has_experts and self.layout.mesh.size(self.layout.split["experts"]) > 1
+
+    @property
+    def drops(self) -> bool:
+        """Whether blocks or adapters drop anything."""
+        return self.model.drops or (self.tuning.lora is not None and self.tuning.lora.dropout > 0)
+
+    @property
     def summing(self) -> int:
         """The ranks along dp and cp whose gradients are summed."""
         return self.layout.mesh.dp * self.layout.mesh.cp // self.alone

@@ -274,13 +274,15 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     hop = _hop(setting, cluster)
     busy, hidden = m * slowest.total, 0.0
     costs = [act.of_stage(stage, [each.cost(hop) for each in virtual]) for stage in range(pp)]
-    if share := _share_beside(setting, cluster):
+    share = share_beside(setting, cluster)
+    in_turn = _simulated(setting, costs) if share or (simulated and pp > 1) else busy
+    if share:
         beside = [act.of_stage(stage, [each.cost(hop, share) for each in virtual]) for stage in range(pp)]
-        hidden = _simulated(setting, costs) - _simulated(setting, beside)
+        hidden = in_turn - _simulated(setting, beside)
     if pp == 1:
         idle = 0.0
     elif simulated:
-        idle = _simulated(setting, costs) - busy
+        idle = in_turn - busy
     else:
         waits = [max(0.0, row.total - 2 * row.products.late) for row in rows]
         idle = (sum(waits) - waits[rows.index(slowest)]) / chunks + 2 * (pp - 1) * hop
@@ -315,9 +317,9 @@ def _hop(setting: Setting, cluster: Cluster) -> float:
     return cluster.seconds(mesh, [message]) if mesh.pp > 1 else 0.0
 
 
-def _share_beside(setting: Setting, cluster: Cluster) -> float:
+def share_beside(setting: Setting, cluster: Cluster) -> float:
     """Return the share of the messages of experts that the action beside hides where actions run two by two."""
-    if setting.schedule != OVERLAPPED or "experts" not in setting.layout.schema.sizes:
+    if setting.schedule != OVERLAPPED or not setting.may_overlap:
         return 0.0
     total, here = _ring(setting.layout.mesh, " x ".join(setting.layout.split["experts"]), cluster.device.per_node)
     return cluster.overlap if here == total else cluster.overlap_between
@@ -326,7 +328,7 @@ def _share_beside(setting: Setting, cluster: Cluster) -> float:
 def virtual_costs(setting: Setting, cluster: Cluster) -> Sequence[Cost]:
     """Return what each virtual stage takes for a microbatch, and what it holds of it."""
     times = _virtual_times(setting, ActivationMemory.of(setting), cluster)
-    hop, share, held = _hop(setting, cluster), _share_beside(setting, cluster), held_bytes(setting)
+    hop, share, held = _hop(setting, cluster), share_beside(setting, cluster), held_bytes(setting)
     return [
         replace(each.cost(hop, share), kept=kept, waiting=waiting)
         for each, (kept, waiting) in zip(times, held, strict=True)

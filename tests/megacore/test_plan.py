@@ -32,7 +32,7 @@ from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, spli
 from megacore.planning import capacity
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
-from megacore.planning.fit import _choices, _chunks, _keeping, _keeping_most, _kept, fit, with_split_backward
+from megacore.planning.fit import _choices, _chunks, _keeping, _keeping_most, _kept, fit, with_other_schedules
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, stage_peak
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of
@@ -40,7 +40,7 @@ from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
 from megacore.planning.step_time import MARGIN, Cluster, MatMul, estimate, virtual_costs
 from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
-from megacore.recipe import ConfigError, load
+from megacore.recipe import ConfigError, changed, load
 from megacore.tools.main import main
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
@@ -591,8 +591,34 @@ def test_two_chunks_in_a_v_are_tried_where_interleaved_ones_do_not_fit() -> None
     room = (max(peaks(placed)) + max(peaks(two))) / 2
     assert max(peaks(placed)) < 0.95 * room
     tight = replace(H100, device=replace(H100.device, memory=room / (1 - MARGIN)))
-    assert placed in with_split_backward(one, tight)
-    assert [each.schedule for each in with_split_backward(two, tight)] == ["zb-v"]
+    assert placed in with_other_schedules(one, tight)
+    assert [each.schedule for each in with_other_schedules(two, tight)] == ["zb-v"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("mesh.ep=2", True),
+        ("mesh.ep=2 mesh.pp=2 pipeline.schedule=interleaved pipeline.chunks=2 train.compile=true", True),
+        ("mesh.ep=1 mesh.tp=2", True),
+        ("mesh.ep=1 mesh.tp=2 mesh.etp=2", False),
+        ("mesh.ep=1 mesh.pp=2", False),
+        ("mesh.ep=2 lora.rank=4 lora.dropout=0.1 lora.targets=[attn] checkpoint.init=x", False),
+    ],
+)
+def test_messages_of_experts_are_hidden_where_rules_accept_it(overrides: str, expected: bool) -> None:
+    """On devices that have room for it with full recomputation alone; where there is more, stages recompute less."""
+    plain = ["model.preset=mixtral-tiny", "data.train=x", "batch.global_size=32", "mesh.dp=1"]
+    config = load({}, [*plain, *overrides.split()])
+    made = setting_of(config, configure(config.model), config.mesh.model_ranks, "cuda")
+    least = replace(made, schedule="overlapped", recompute="full")
+    tight = replace(H100, device=replace(H100.device, memory=(max(peaks(least)) + 1) / (1 - MARGIN)))
+    found, wide = ([x for x in with_other_schedules(made, c) if x.schedule == "overlapped"] for c in (tight, H100))
+    assert found == ([least] if expected else [])
+    assert [each.recompute for each in wide] == (["none"] if expected or config.lora else [])
+    whole = changed(config, ["pipeline.schedule=overlapped", "memory.recompute=full"])
+    sound, overlapped = (problems(each, made.layout.mesh.world, made.model) for each in (config, whole))
+    assert sound == [] and (overlapped == []) == expected
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -635,12 +661,16 @@ def test_fit_finds_stages_that_recompute_less_than_others() -> None:
 
 @pytest.mark.in_turn(2, 1)
 def test_fit_spreads_experts() -> None:
-    """Mixtral 8x7B on 32 H100: an expert on each rank of a node."""
+    """Mixtral 8x7B on 32 H100: an expert on each rank of a node, some of whose messages another microbatch hides."""
     model = configure({"preset": "mixtral-8x7b"})
     base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 4096, 1, 256)
     found = fit(base, 32, H100)
     best = found[0].overrides
     assert best["mesh.ep"] == 8 and best["mesh.etp"] == best["mesh.tp"] == 1
+    overlapped = [each for each in found if each.setting.schedule == "overlapped"]
+    assert overlapped
+    for each in overlapped:
+        assert estimate(replace(each.setting, schedule="interleaved"), H100).total > each.time.total
     assert all(each.fullest.peak <= (1 - MARGIN) * H100.device.memory for each in found)
 
 
@@ -658,7 +688,8 @@ def test_fit_of_256_experts_in_61_layers_takes_seconds() -> None:
     start = time.process_time()
     model = deep()
     base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 4096, 1, 2048)
-    assert fit(base, 1024, H100)
+    found = fit(base, 1024, H100)  # of those that are fast in turn fewer are overlapped
+    assert sum(each.setting.schedule == "overlapped" for each in found) >= 4
     assert time.process_time() - start < 20
 
 
