@@ -646,7 +646,8 @@ def test_stages_that_have_room_recompute_less(offload: bool) -> None:
 @pytest.mark.in_turn(4, 3)
 @pytest.mark.slow
 def test_fit_finds_stages_that_recompute_less_than_others() -> None:
-    """Mixtral 8x7B on 32 L40S in four stages: only the first ones have selective recomputation, which saves 1 %."""
+    """Mixtral 8x7B on 32 L40S in four stages, messages of experts beside other microbatches: only the first stages have
+    selective recomputation, which saves 0.4 %."""
     model, device = configure({"preset": "mixtral-8x7b"}), DEVICES["l40s"]
     cluster = Cluster(device, device.tflops("bf16"))
     base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 4096, 1, 128)
@@ -656,7 +657,8 @@ def test_fit_finds_stages_that_recompute_less_than_others() -> None:
     assert pasted.memory.recompute == best.setting.recompute
     alike = [replace(best.setting, recompute=each) for each in ("none", "selective")]
     assert max(peaks(alike[0])) > cluster.room > max(peaks(alike[1]))
-    assert estimate(alike[0], cluster).total < best.time.total < 0.99 * estimate(alike[1], cluster).total
+    assert best.setting.schedule == "overlapped"
+    assert estimate(alike[0], cluster).total < best.time.total < 0.996 * estimate(alike[1], cluster).total
 
 
 @pytest.mark.in_turn(2, 1)
