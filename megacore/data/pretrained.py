@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megacore.data.formats import Message
 from megacore.store.io.strict_json import StoreError, short
 
 _PROBE = "What is it?"
@@ -28,7 +27,7 @@ def tokenizer(folder: Path) -> Any:
     return found
 
 
-def wants_parts(render: Callable[[list[Message]], str]) -> bool:
+def wants_parts(render: Callable[[list[Mapping[str, Any]]], str]) -> bool:
     """Return whether a chat template writes a text that is a part of a content, and none that is all of it, as those of
     models that see may. ``render``: messages to what it writes, or an error."""
 
@@ -41,7 +40,7 @@ def wants_parts(render: Callable[[list[Message]], str]) -> bool:
     return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
 
 
-def in_parts(messages: Iterable[Message]) -> list[Message]:
+def in_parts(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages in whose contents texts are parts."""
     return [
         {**each, "content": [{"type": "text", "text": each["content"]}]}
