@@ -65,7 +65,7 @@ class Wrapper:
         defaults: What transformers' class takes for fields that the part leaves out, where the family's takes another.
         harmless: Fields of the part that say nothing of text.
         flat: Whether there are files in which the part's fields stand among those of the whole.
-        blind: Why chats that have images are not trained on; empty if they are.
+        no_images: Why chats that have images are not trained on; empty if they are.
     """
 
     families: tuple[str, ...]
@@ -75,7 +75,7 @@ class Wrapper:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     harmless: tuple[str, ...] = ()
     flat: bool = False
-    blind: str = ""
+    no_images: str = ""
 
     def carries(self, name: str) -> bool:
         """Return whether a tensor of the whole is of another part."""
@@ -144,47 +144,49 @@ _SMOL = Wrapper(
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "aria": Wrapper(("aria_text",)),
-    "gemma3": Wrapper(("gemma3_text",), blind=_BOTH_WAYS),
+    "gemma3": Wrapper(("gemma3_text",), no_images=_BOTH_WAYS),
     "gemma3n": Wrapper(
-        ("gemma3n_text",), others=_SEES_AND_HEARS, blind="its layers are told of tokens, and images have none of those"
+        ("gemma3n_text",),
+        others=_SEES_AND_HEARS,
+        no_images="its layers are told of tokens, and images have none of those",
     ),
-    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, blind=_BOTH_WAYS),
+    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, no_images=_BOTH_WAYS),
     "gemma4_unified": Wrapper(
-        ("gemma4_unified_text",), others=("vision_embedder.", "embed_vision.", "embed_audio."), blind=_BOTH_WAYS
+        ("gemma4_unified_text",), others=("vision_embedder.", "embed_vision.", "embed_audio."), no_images=_BOTH_WAYS
     ),
     "glm4v": Wrapper(
         ("glm4",),
         "glm4v_text",
         others=_VISUAL,
         defaults={"head_dim": None, "pad_token_id": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
-        blind=_PLACES,
+        no_images=_PLACES,
     ),
     "glm4v_moe": Wrapper(
-        ("glm4_moe",), "glm4v_moe_text", others=_VISUAL, defaults={"attention_bias": True}, blind=_PLACES
+        ("glm4_moe",), "glm4v_moe_text", others=_VISUAL, defaults={"attention_bias": True}, no_images=_PLACES
     ),
     "idefics3": _SMOL,
     "internvl": Wrapper(("qwen2", "qwen3", "llama")),
     "llama4": Wrapper(
         ("llama4_text",),
         others=("multi_modal_projector.", "vision_model."),
-        blind="transformers makes its images by torch alone",
+        no_images="transformers makes its images by torch alone",
     ),
     "llava": Wrapper(("llama", "mistral", "qwen2")),
     "llava_next": Wrapper(("llama", "mistral", "qwen2")),
     "llava_onevision": Wrapper(("qwen2",)),
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4")),
-    "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True, blind=_PLACES),
-    "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True, blind=_PLACES),
-    "qwen3_5": Wrapper(("qwen3_5_text",), others=_VISUAL, blind=_PLACES),
-    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), others=_VISUAL, blind=_PLACES),
-    "qwen3_vl": Wrapper(("qwen3",), "qwen3_vl_text", others=_VISUAL, defaults={"rope_theta": 5e5}, blind=_PLACES),
+    "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True, no_images=_PLACES),
+    "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True, no_images=_PLACES),
+    "qwen3_5": Wrapper(("qwen3_5_text",), others=_VISUAL, no_images=_PLACES),
+    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), others=_VISUAL, no_images=_PLACES),
+    "qwen3_vl": Wrapper(("qwen3",), "qwen3_vl_text", others=_VISUAL, defaults={"rope_theta": 5e5}, no_images=_PLACES),
     "qwen3_vl_moe": Wrapper(
         ("qwen3_moe",),
         "qwen3_vl_moe_text",
         others=_VISUAL,
         defaults=_QWEN3_MOE,
         harmless=("norm_topk_prob", "tie_word_embeddings"),
-        blind=_PLACES,
+        no_images=_PLACES,
     ),
     "smolvlm": _SMOL,
 }
@@ -233,11 +235,11 @@ def unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None
     return {**defaults, **shared, **plain, **ropes, **tied, "model_type": found}, wrapper
 
 
-def blindness(whole: Mapping[str, Any]) -> str:
+def images_refusal(whole: Mapping[str, Any]) -> str:
     """Return why a model cannot be trained on chats that have images; empty if it can. ``whole``: the ``config.json``
     of what it is the text part of."""
-    reason = WRAPPERS[str(whole["model_type"])].blind
-    run = ", ".join(name for name, each in WRAPPERS.items() if not each.blind)
+    reason = WRAPPERS[str(whole["model_type"])].no_images
+    run = ", ".join(name for name, each in WRAPPERS.items() if not each.no_images)
     return reason and (
         f"has images, which are not trained on in a {whole['model_type']}, as {reason}: leave them out, or start from "
         f"one of {run}"

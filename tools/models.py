@@ -99,7 +99,7 @@ def _seeing() -> Iterator[str]:
     yield "and those of an image where chats with images are trained on.\n"
     yield "| model type | text model | chats with images |\n|---|---|---|"
     for name, each in sorted(WRAPPERS.items()):
-        yield f"| {name} | {', '.join(each.families)} | {f'no: {each.blind}' if each.blind else 'yes'} |"
+        yield f"| {name} | {', '.join(each.families)} | {f'no: {each.no_images}' if each.no_images else 'yes'} |"
 
 
 def _not_carried() -> Iterator[str]:

@@ -201,8 +201,8 @@ class Batches:
     All ranks have as many microbatches, and all of these one shape, for messages between ranks want it so: where the
     global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
     where `context` shares it out, and what is up to `ahead` tokens further on. With `scores` the last token of each
-    document has a label, and no other. Ids outside of the vocabulary, if one is
-    given, raise a TokenError when they are met. ``eyes`` read the images of what it gives, on ranks that embed.
+    document has a label, and no other. Ids outside of the vocabulary, if one is given, raise a TokenError when they
+    are met. ``image_reader`` reads the images of what it gives, on ranks that embed.
     """
 
     source: Source
@@ -219,7 +219,7 @@ class Batches:
     ahead: int = 0
     scores: bool = False
     replicas: int = 1
-    eyes: Callable[[Batch], Batch] | None = None
+    image_reader: Callable[[Batch], Batch] | None = None
 
     def __post_init__(self) -> None:
         if min(self.global_batch, self.micro_batch) < 1:
@@ -248,7 +248,7 @@ class Batches:
         how = self.separate_documents, self.scores
         whole = (collate([self._row(i, end) for i in range(begin, begin + self.micro_batch)], *how) for begin in first)
         own = [batch.looking(self.ahead).of_rank(self.context, self.context_rank) for batch in whole]
-        return own if self.eyes is None else list(map(self.eyes, own))
+        return own if self.image_reader is None else list(map(self.image_reader, own))
 
     def _row(self, position: int, end: int) -> Sample:
         """Return the sample at a position, or what stands in its place where the global batch has ended before."""

@@ -27,10 +27,10 @@ import numpy.typing as npt
 from megacore.config import ChatConfig
 from megacore.data import text
 from megacore.data.encode import EncodedPieces, with_progress
-from megacore.data.formats import BadExample, check_preference, example, format_of, preference, renamed, shows
+from megacore.data.formats import BadExample, check_preference, example, format_of, has_images, preference, renamed
 from megacore.data.grouping import grouped
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
-from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, Shown, Tokens
+from megacore.data.model_tokenizer import GuardedTokenizer, ImageTokens, ModelFiles, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record
 from megacore.store.io.files import open_file, open_lock
 from megacore.store.io.strict_json import StoreError, read_json
@@ -94,13 +94,13 @@ class Examples:
         self.reference = np.full((self.count, 2), np.nan) if pairs else None
 
     @property
-    def shows(self) -> bool:
+    def has_images(self) -> bool:
         """Whether there are images."""
         return bool(self._images)
 
-    def images(self, index: int) -> Shown:
+    def images(self, index: int) -> ImageTokens:
         """Return the images of a document."""
-        found: Shown = json.loads(self._images[index])[1] if index in self._images else ()
+        found: ImageTokens = json.loads(self._images[index])[1] if index in self._images else ()
         return found
 
     @property
@@ -240,7 +240,7 @@ class Preparation:
         with publish(target) as made, self.model.folder() as folder:
             facts, parts = Facts(), (part for piece in pieces for part in text.blocks(piece))
             groups = grouped(parts, lambda part: part.work)
-            encoder = partial(encode_examples, folder, self.chat, self.length, self.source, self.model.blind)
+            encoder = partial(encode_examples, folder, self.chat, self.length, self.source, self.model.no_images)
             images, number = list[bytes](), count()
             name = f"prepare {Path(self.source.name).name}"
             with (
@@ -302,7 +302,7 @@ class EncodedExamples(EncodedPieces):
     drops: bool
     tokens: list[Integers] = field(default_factory=list)
     runs: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    images: list[Shown] = field(default_factory=list)
+    images: list[ImageTokens] = field(default_factory=list)
     facts: Facts = Facts()
 
     def examples(self) -> Iterator[list[Integers]]:
@@ -313,7 +313,7 @@ class EncodedExamples(EncodedPieces):
     def skip(self, fault: Fault) -> None:
         self.facts = _with_fault(self.facts, fault)
 
-    def add(self, examples: Sequence[tuple[Tokens, Shown]], kind: str) -> None:
+    def add(self, examples: Sequence[tuple[Tokens, ImageTokens]], kind: str) -> None:
         """Keep each example of a row up to its last token that counts, or drop it. It ends within no image: tokens of
         these never count."""
         self.facts += Facts(split=int(len(examples) > 1), formats={kind: 1})
@@ -332,7 +332,7 @@ class EncodedExamples(EncodedPieces):
         kept = [(ids[:limit], counted[:limit]) for (ids, counted), limit in zip(pair, limits, strict=True)]
         self._keep(kept, sum(sizes) > self.room)
 
-    def _keep(self, documents: Sequence[Tokens], cut: bool, goes_on: bool = False, shown: Shown = ()) -> bool:
+    def _keep(self, documents: Sequence[Tokens], cut: bool, goes_on: bool = False, shown: ImageTokens = ()) -> bool:
         """Keep an example -> whether it was kept: one that was cut may be unwanted, or have nothing that counts."""
         if cut and (self.drops or not all(counted.any() for _, counted in documents)):
             self.facts += Facts(dropped=1)
@@ -357,24 +357,24 @@ _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
 def encode_examples(
-    folder: Path, chat: ChatConfig, length: int, source: ExampleFiles, blind: str, pieces: list[FileRange]
+    folder: Path, chat: ChatConfig, length: int, source: ExampleFiles, no_images: str, pieces: list[FileRange]
 ) -> EncodedExamples:
-    """Encode pieces of a source in this process by the tokenizer in a folder. ``blind``: that of its
+    """Encode pieces of a source in this process by the tokenizer in a folder. ``no_images``: that of its
     :class:`~megacore.data.model_tokenizer.ModelFiles`. InputError, then, where there are images."""
     tokenizer, pairs = _load(folder), source.pairs
     made = EncodedExamples(sum(piece.size for piece in pieces), length + 1, chat.too_long == "drop")
     rows = (row for piece in pieces for row in recognized(text.rows(piece), source.keys, pairs))
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
-        records = [each for each in group if isinstance(each, Record) and (pairs or not shows(each.values))]
+        records = [each for each in group if isinstance(each, Record) and (pairs or not has_images(each.values))]
         encoded = iter(tokenizer.examples(records, None if pairs else chat.train_on))
         for row in group:
             if isinstance(row, Fault):
                 made.skip(row)
                 continue
-            if not pairs and shows(row.values):
-                if blind:
-                    raise InputError(str(row.fault(blind)))
-                shown = tokenizer.shown(row, chat.train_on)
+            if not pairs and has_images(row.values):
+                if no_images:
+                    raise InputError(str(row.fault(no_images)))
+                shown = tokenizer.with_images(row, chat.train_on)
             else:
                 found = next(encoded)
                 shown = found if isinstance(found, Fault) else [(tokens, []) for tokens in found]

@@ -154,7 +154,7 @@ def format_of(row: Mapping[str, Any]) -> Format:
     return found
 
 
-def shows(row: Mapping[str, Any]) -> bool:
+def has_images(row: Mapping[str, Any]) -> bool:
     """Return whether a row is a chat with images, or with contents in parts as these have."""
     turns = next((turns for key in ("messages", "conversations") if isinstance(turns := row.get(key), list)), [])
     in_parts = any(isinstance(turn, Mapping) and isinstance(turn.get("content"), list) for turn in turns)

@@ -18,7 +18,7 @@ from megacore.data import pretrained
 from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, of_pair, passages
 from megacore.data.grouping import grouped
 from megacore.data.guard import Guard, GuardError
-from megacore.data.pictures import picture
+from megacore.data.images import open_image
 from megacore.data.text import Fault, InputError, Record
 from megacore.data.tokenizer import files_for_transformers, import_transformers
 from megacore.store.io.strict_json import StoreError, read_json
@@ -30,12 +30,12 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 @dataclass(frozen=True)
 class ModelFiles:
     """The files that travel with a model's weights, {name: file}, its Hugging Face config, and the number of its
-    tokens. blind: why chats with images are not read; empty where they are."""
+    tokens. no_images: why chats with images are not read; empty where they are."""
 
     files: Mapping[str, Companion]
     config: Mapping[str, Any]
     vocabulary: int
-    blind: str = "has images, and the model reads text alone: leave them out, or start from a model that also sees"
+    no_images: str = "has images, and the model reads text alone: leave them out, or start from a model that also sees"
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
@@ -52,7 +52,7 @@ class ModelFiles:
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """ids [n], and whether the loss counts the prediction of each [n]."""
-Shown = Sequence[tuple[str, Sequence[tuple[int, int]]]]
+ImageTokens = Sequence[tuple[str, Sequence[tuple[int, int]]]]
 """(file, the runs [first, stop) of the tokens that stand for it) of each image of a text, in their order."""
 
 
@@ -186,25 +186,27 @@ class ModelTokenizer:
             raise InputError(f"the model's processor of images cannot be loaded: {error}") from error
 
     @cached_property
-    def _shown_template(self) -> Template:
+    def _processor_template(self) -> Template:
         """The processor's chat template, or the tokenizer's where it has none of its own."""
         template = self._processor.chat_template
         template = template.get("default") if isinstance(template, dict) else template
         template = template or self._tokenizer.chat_template
         return self._template(self._processor.tokenizer, template, lambda _: template)
 
-    def shown(self, row: Mapping[str, Any], train_on: TrainOn, folder: Path) -> list[tuple[Tokens, Shown]] | str:
+    def with_images(
+        self, row: Mapping[str, Any], train_on: TrainOn, folder: Path
+    ) -> list[tuple[Tokens, ImageTokens]] | str:
         """Return the tokens of the examples that a chat in parts makes, with their images, or why there are none, as
         transformers' processor makes them. ``folder``: the one that files are named from. NoTemplateError as above."""
         try:
-            found = passages(row, lambda: self._shown_template, train_on, folder)
-            return [self._encode_shown(each) for each in found]
+            found = passages(row, lambda: self._processor_template, train_on, folder)
+            return [self._encode_with_images(each) for each in found]
         except BadExample as error:
             return str(error)
 
-    def _encode_shown(self, passage: Passage) -> tuple[Tokens, Shown]:
+    def _encode_with_images(self, passage: Passage) -> tuple[Tokens, ImageTokens]:
         processor, images = self._processor, passage.images or ()
-        pictures, begin = [picture(each) for each in images], processor.tokenizer.bos_token
+        pictures, begin = [open_image(each) for each in images], processor.tokenizer.bos_token
         try:
             made = processor(
                 text=passage.text,
@@ -282,11 +284,11 @@ class GuardedTokenizer:
             for row, each in zip(rows, found, strict=True)
         ]
 
-    def shown(self, row: Record, train_on: TrainOn) -> list[tuple[Tokens, Shown]] | Fault:
+    def with_images(self, row: Record, train_on: TrainOn) -> list[tuple[Tokens, ImageTokens]] | Fault:
         """Return the tokens of the examples that a chat in parts makes, and their images, or why there are none; errors
         as of :meth:`examples`."""
         try:
-            found = self._guard.call("shown", row.values, train_on, row.path.parent.absolute())
+            found = self._guard.call("with_images", row.values, train_on, row.path.parent.absolute())
         except GuardError as error:
             raise InputError(str(row.fault(f"the model's processor of images fails on it: {error}"))) from error
         if isinstance(found, str):

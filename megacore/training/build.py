@@ -64,11 +64,11 @@ from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
 from megacore.training.save import NAMES, Contents, Saver
 from megacore.training.scaler import UNSCALED, Scaling
-from megacore.training.sight import open_eyes
 from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
 from megacore.training.trainer import Callback, Trainer
+from megacore.training.vision_tower import load_vision_tower
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -102,23 +102,23 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     step = TrainStep(own, *parts, replicas=mesh if own is not mesh else None)
     step.scaler.load(start.progress.scaler)
     load_initial_state(start, model.parameters, optimizer, config.train.seed, control)
-    eyes = _on_all(control, "checkpoint.init", lambda: open_eyes(setup, mesh, model))
-    batches = _batches(setup, setup.corpora.train, mesh, model, eyes)
+    image_reader = _on_all(control, "checkpoint.init", lambda: load_vision_tower(setup, mesh, model))
+    batches = _batches(setup, setup.corpora.train, mesh, model, image_reader)
     alone = config.sync.replicas_of(mesh.shape.dp)
     batches = replace(batches, sizes=config.batch.sizes, skipped=start.progress.skipped_samples, replicas=alone)
-    callbacks = _callbacks(setup, contents, mesh, model, control, given, eyes)
+    callbacks = _callbacks(setup, contents, mesh, model, control, given, image_reader)
     upload = Uploader(config, mesh, model)
     return Trainer(config, mesh, model, step, batches, upload, control, contents, start, callbacks)
 
 
 def _batches(
-    setup: Setup, source: Source, mesh: Mesh, model: Model, eyes: Callable[[Batch], Batch] | None = None
+    setup: Setup, source: Source, mesh: Mesh, model: Model, image_reader: Callable[[Batch], Batch] | None = None
 ) -> Batches:
     config, vocabulary = setup.config, setup.model.vocab_size
     sizes = config.batch.global_size, config.batch.micro_size, mesh.data_rank, mesh.shape.data
     ahead = setup.model.mtp_layers if config.mtp_factor(setup.model.schema) else 0
     how = setup.corpora.separate, vocabulary, model.context, mesh.place.cp
-    return Batches(source, *sizes, *how, ahead=ahead, scores=config.scores, eyes=eyes)
+    return Batches(source, *sizes, *how, ahead=ahead, scores=config.scores, image_reader=image_reader)
 
 
 def _callbacks(
@@ -128,13 +128,13 @@ def _callbacks(
     model: Model,
     control: Control,
     given: Sequence[Callback],
-    eyes: Callable[[Batch], Batch] | None,
+    image_reader: Callable[[Batch], Batch] | None,
 ) -> list[Callback]:
     """Return what happens beside the steps, in its order: what decides whether a step stands, what others bring along,
     what shows the step, what keeps it."""
     config, optimizer = setup.config, setup.config.optimizer
     held_out = setup.corpora.validation
-    evaluation = Evaluation(_batches(setup, held_out, mesh, model, eyes)) if held_out else None
+    evaluation = Evaluation(_batches(setup, held_out, mesh, model, image_reader)) if held_out else None
     checkpoints_on_disk = Checkpoints(_saver(config, contents, control), setup.corpora.identities, evaluation)
     spikes = TellSpikes()
     bad: Callback = BadSteps(optimizer.max_skipped if optimizer.non_finite == "skip" else 0)

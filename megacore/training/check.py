@@ -18,7 +18,7 @@ from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import own_family
-from megacore.models.wrappers import blindness
+from megacore.models.wrappers import images_refusal
 from megacore.parallel.import_path import ImportPathError, imported
 from megacore.parallel.pipeline.schedules import Schedule
 from megacore.planning.capacity import capacity_problems
@@ -142,7 +142,7 @@ def check(
         travelling = companions(start, config)
         files = ModelFiles(travelling, raw_of(model, start.source), model.vocab_size)
         if start.source is not None and (carried := start.source.index.carried) is not None:
-            files = replace(files, blind=blindness(carried.config))
+            files = replace(files, no_images=images_refusal(carried.config))
     except (StoreError, InputError) as error:
         raise ConfigError([f"data: {error}"]) from error
     order = order_of(config, world_size)

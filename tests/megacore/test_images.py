@@ -33,10 +33,10 @@ from megacore.parallel.mesh import Mesh
 from megacore.recipe import ConfigError
 from megacore.store.conversions.formats import open_folder
 from megacore.training.check import check
-from megacore.training.sight import Eyes, Tower
+from megacore.training.vision_tower import ImageReader, Tower
 
 LENGTH = 256
-SEE = [name for name, each in WRAPPERS.items() if not each.blind]
+SEE = [name for name, each in WRAPPERS.items() if not each.no_images]
 
 
 def float64_of(path: Path) -> Any:
@@ -136,7 +136,7 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
     template.write_text(re.sub("{% (end)?generation %}", "", CHATML))
     bare = ModelTokenizer(template.parent)
     for row in rows(tmp_path)[:4]:
-        found = tokenizer.shown(row, "assistant", tmp_path)
+        found = tokenizer.with_images(row, "assistant", tmp_path)
         assert not isinstance(found, str), found
         (((ids, counted), shown),) = found
         wanted = processor.apply_chat_template(
@@ -148,7 +148,7 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
         )
         assert ids.tolist() == np.asarray(wanted["input_ids"])[0].tolist()
         assert counted.tolist() == np.asarray(wanted["assistant_masks"])[0].astype(bool).tolist()
-        without = bare.shown(row, "assistant", tmp_path)
+        without = bare.with_images(row, "assistant", tmp_path)
         assert not isinstance(without, str), without
         (((same, also), _),) = without
         assert same.tolist() == ids.tolist() and also.tolist() == counted.tolist()  # as the template has no marks
@@ -305,7 +305,7 @@ def test_an_image_token_that_is_text(tmp_path: Path) -> None:
     rows(tmp_path)
     for image in ([part(path="0.png")], []):
         messages = [turn("user", *image, part(text="no <image>")), turn("assistant", part(text="b"))]
-        found = tokenizer.shown({"messages": messages}, "assistant", tmp_path)
+        found = tokenizer.with_images({"messages": messages}, "assistant", tmp_path)
         assert isinstance(found, str) and "the model's processor fails: " in found and "<image> tokens" in found
 
 
@@ -328,7 +328,7 @@ def test_a_rank_reads_the_images_of_its_tokens_alone() -> None:
     images = tuple(BatchImage(file, len(at), np.arange(len(at)), np.array(at)) for file, at in places.items())
     tokens = np.zeros((2, 8), np.int64)
     batch = Batch(tokens, tokens, tokens, None, images=images)
-    first, second = (Eyes(guard, part, 2)(batch).images for part in range(2))
+    first, second = (ImageReader(guard, part, 2)(batch).images for part in range(2))
     assert asked == ["a", "b", "b"] and second[0].inputs["x"].shape == (1, 2)
     assert [each.places.tolist() for each in (*first, *second)] == [[1, 2], [7], [0, 1]]
     assert [each.features.tolist() for each in (*first, *second)] == [[0, 1], [0], [1, 2]]

@@ -13,7 +13,7 @@ from megacore.data.formats import BadExample, ImageFile
 from megacore.store.io.files import open_file
 
 
-def picture(image: ImageFile) -> Any:
+def open_image(image: ImageFile) -> Any:
     """Return an image as PIL has it, upright and in RGB, as transformers reads it. Raises BadExample: the file is not
     there, or is no image."""
     from PIL import Image, ImageOps
@@ -33,7 +33,7 @@ class ImageProcessor:
 
     def inputs(self, file: str) -> list[tuple[str, tuple[int, ...], npt.NDArray[Any]]]:
         """Return (name, shape, numbers) of each input that a tower takes of an image."""
-        image, processor = picture(ImageFile(Path(file), file)), self._processor
+        image, processor = open_image(ImageFile(Path(file), file)), self._processor
         made = processor(text=processor.image_token, images=[[image]], return_tensors="np")
         arrays = {name: np.asarray(made[name]) for name in made if name not in processor.tokenizer.model_input_names}
         kinds = {name: np.float32 if each.dtype.kind == "f" else np.int64 for name, each in arrays.items()}

@@ -16,7 +16,7 @@ from megacore.data import pretrained
 from megacore.data.batches import Batch
 from megacore.data.corpora import packed_of
 from megacore.data.guard import Guard, GuardError
-from megacore.data.pictures import ImageProcessor
+from megacore.data.images import ImageProcessor
 from megacore.data.text import InputError
 from megacore.data.tokenizer import files_for_transformers, import_transformers
 from megacore.models.assemble import Model
@@ -28,13 +28,17 @@ from megacore.store.weight_folders.folder import WeightFolder
 from megacore.training.check import Setup
 
 
-def open_eyes(setup: Setup, mesh: Mesh, model: Model) -> Callable[[Batch], Batch] | None:
+def load_vision_tower(setup: Setup, mesh: Mesh, model: Model) -> Callable[[Batch], Batch] | None:
     """Give the chunk that embeds the model's tower, if this rank has it and the data have images, and return what reads
     them. Raises StoreError: the folder that the run starts from has no such tower, or no processor of images."""
     chunk = next((each for each in model.chunks if each.embedding is not None), None)
     sides = [side for side in (setup.corpora.train, setup.corpora.validation) if side is not None]
     source = setup.start.source
-    if chunk is None or source is None or not any(each.examples.shows for side in sides for each in packed_of(side)):
+    if (
+        chunk is None
+        or source is None
+        or not any(each.examples.has_images for side in sides for each in packed_of(side))
+    ):
         return None
     chunk.tower = Tower(source, chunk.dtype, mesh.device)
     import_transformers()
@@ -43,11 +47,11 @@ def open_eyes(setup: Setup, mesh: Mesh, model: Model) -> Callable[[Batch], Batch
             guard = Guard(lambda: ImageProcessor(folder))
         except GuardError as error:
             raise StoreError(f"the model's processor of images cannot be loaded: {error}") from error
-    return Eyes(guard, mesh.tp.index, mesh.tp.size)
+    return ImageReader(guard, mesh.tp.index, mesh.tp.size)
 
 
 @dataclass(frozen=True)
-class Eyes:
+class ImageReader:
     """Reads the images of which a rank holds tokens: part ``index`` of ``parts`` of those of a microbatch."""
 
     guard: Guard
