@@ -19,10 +19,11 @@ from megacore.models.config import ModelConfigError, parameters_in_words
 from megacore.models.registry import configure
 from megacore.pictures import pyplot, save
 from megacore.planning.fit import Candidate, fit, spelled
+from megacore.planning.layout_choice import overrides
 from megacore.planning.overheads import COMMUNICATOR, Overheads
 from megacore.planning.packed_documents import with_documents
 from megacore.planning.peak_memory import TERMS
-from megacore.planning.recipe_setting import alone, overrides, setting_of
+from megacore.planning.recipe_setting import alone, setting_of
 from megacore.planning.run_plan import CPU, Plan, Survival, cluster_of, ranks_of
 from megacore.planning.step_time import MARGIN, Cluster
 from megacore.planning.traffic import Traffic
