@@ -29,10 +29,15 @@ RUNS: Mapping[str, str] = {
         "model.preset=llama-3.1-8b mesh.dp=8 zero.shard=parameters batch.global_size=128 train.precision=fp8"
     ),
     "8B, tp=8": "model.preset=llama-3.1-8b mesh.tp=8 batch.global_size=128",
+    "8B, tp=8, async": "model.preset=llama-3.1-8b mesh.tp=8 batch.global_size=128 train.async_tp=true",
     "Mixtral 8x7B, ep=8": "model.preset=mixtral-8x7b mesh.ep=8 zero.shard=optimizer batch.global_size=128",
     "70B, tp=8 pp=4 dp=2": (
         "model.preset=llama-3.1-70b mesh.tp=8 mesh.pp=4 mesh.dp=2 pipeline.schedule=interleaved pipeline.chunks=5 "
         "batch.global_size=128"
+    ),
+    "70B, tp=8 pp=4 dp=2, async": (
+        "model.preset=llama-3.1-70b mesh.tp=8 mesh.pp=4 mesh.dp=2 pipeline.schedule=interleaved pipeline.chunks=5 "
+        "batch.global_size=128 train.async_tp=true"
     ),
 }
 """{run: what its recipe says}, of sequences of 8,192 tokens."""

@@ -46,11 +46,14 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
                 wanted = trained & going_on.names(kept) if mine else set[str]()
                 for name, tensor in loader.tensors(going_on, kept, wanted):
                     optimizer.load_from(state, name, tensor)
-        ours = optimizer.residuals
-        for number, state in enumerate(residuals_of(going_on.states) if ours else ()):
-            for name, tensor in loader.tensors(going_on, state, trained & going_on.names(state)):
-                if number % ours == optimizer.data_rank:  # what all have left together is as it was
+        if ours := optimizer.residuals:
+            apart = Loader(parameters, control, share=())
+            for number, state in enumerate(residuals_of(going_on.states)):
+                # Dealt out in turns: what all have left together is as it was.
+                mine = number % ours == optimizer.data_rank
+                for name, tensor in apart.tensors(going_on, state, trained & going_on.names(state) if mine else set()):
                     optimizer.add_residual(name, tensor)
+            apart.verify()
         optimizer.updates = start.progress.updates
     loader.verify()
     source = start.source if start.adapters is None else None

@@ -16,7 +16,7 @@ from megacore.devices import DEVICES
 from megacore.models.registry import configure
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
-from megacore.planning.costs import ALL_GATHER, MatMul
+from megacore.planning.costs import ALL_GATHER, REDUCE_SCATTER, MatMul
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of, plan
 from megacore.planning.setting import Setting
@@ -25,7 +25,7 @@ from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, Record
 from megacore.planning.trace.run import TracedRank, _stage, between_records, trace, trace_rank, trace_ranks
 from megacore.planning.trace.simulated_gpu import FusedKernel
 from megacore.planning.trace.timeline import Costs, StepTimeline, beside, covered, length, play
-from megacore.recipe import ConfigError, load
+from megacore.recipe import load
 from megacore.tools.main import main
 
 __all__ = ["pytestmark"]
@@ -248,6 +248,34 @@ def test_what_a_trace_does_not_go_with(options: list[str], said: str, capsys: py
     assert said in capsys.readouterr().err
 
 
-def test_products_and_messages_in_one_kernel_have_no_cost() -> None:
-    with pytest.raises(ConfigError, match=r"train\.async_tp is not traced"):
-        trace(load("llama-3.2-1b", ["mesh.tp=2", "mesh.dp=4", "train.async_tp=true"]), H100)
+@pytest.mark.parametrize("kind", [ALL_GATHER, REDUCE_SCATTER])
+@pytest.mark.parametrize("size", [8 << 20, 8 << 30])
+def test_a_product_that_sends_takes_as_long_as_the_longer_of_both(kind: str, size: int) -> None:
+    """Of four ranks: a product of a quarter of the rows stands before the copies of the others, or behind them."""
+    costs, ranks = Costs(H100, MeshShape(tp=4)), (0, 1, 2, 3)
+    whole = MatMul(8192, 4096, 4096)
+    launch = Launch("main", "", "", NcclMessage("a", [("a #1", ranks)], "", kind, size), product=(whole, 1))
+    two = H100.multiplied_s(replace(whole, m=4096), 989.4)
+    sent, _ = costs.message(NcclMessage("b", [("b #1", ranks)], "", kind, size))
+    passes = 1.25 * size if kind == REDUCE_SCATTER else 0.5 * size
+    copies = passes / (H100.device.bandwidth * efficiency.MEMORY) + 3 * START
+    product, message, after = play({rank: [launch, kernel()] for rank in ranks}, costs).ran[0]
+    assert (product.kind, message.kind) == ("products", "messages") and message.axis == "tp"
+    assert product.seconds == pytest.approx(2 * two + copies)
+    assert product.start == HOST_S and after.start == max(message.end, 9 * HOST_S)
+    assert message.end - HOST_S == pytest.approx(max(2 * two, two / 2 + sent) + copies)
+    assert message.seconds == pytest.approx(min(sent, message.end - HOST_S))
+
+
+@pytest.mark.in_turn(3)
+def test_products_that_send_expose_less() -> None:
+    sizes = "model.num_hidden_layers=2 data.train=none data.sequence_length=8192 mesh.tp=8 batch.global_size=2"
+    common = ["model.preset=llama-3.1-8b", *sizes.split(), "batch.micro_size=1"]
+    configs = [load({}, [*common, f"train.async_tp={on}"]) for on in ("false", "true")]
+    plain, turned = (trace(config, H100, 8) for config in configs)
+    for kind in (ALL_GATHER, REDUCE_SCATTER):
+        before, after = (each.messages["tp", kind] for each in (plain, turned))
+        assert (after.count, after.size) == (before.count, before.size)
+        assert after.exposed < 0.5 * before.exposed
+    assert turned.stages[0].products > plain.stages[0].products, "a quarter of the tokens at a time"
+    assert turned.seconds < plain.seconds

@@ -81,6 +81,16 @@ def test_one_bit_is_found_on_any_layout(
     assert "when it was written" in message
 
 
+def test_one_bit_of_what_rounding_has_left_is_found(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    """Each rank reads its own alone."""
+    overrides = [f"out={tmp_path}", "zero.compress=int8", "train.precision=fp32", *STEPS, "checkpoint.every=6"]
+    pool.run(2, train, recipe, overrides)
+    file = "residual_of_1/pp0-ep0-tp0.safetensors"
+    flip(path_of(tmp_path, 6) / file, TENSOR)
+    (message,) = {*pool.run(2, refused, recipe, [*overrides, f"checkpoint.resume={path_of(tmp_path, 6)}"])}
+    assert f"{file}: {TENSOR} (" in message
+
+
 def opened(folder: Path, tp: int) -> str:
     with pytest.raises(DamageError) as error:
         model_from(open_folder(folder), Mesh.create(MeshShape(tp=tp)))

@@ -551,6 +551,19 @@ def _of_triangle(given: Mapping[str, Any]) -> tuple[MatMul, int]:
     return MatMul(a.shape[-1], b.shape[-1], -(-a.shape[-1] // 2), math.prod(a.shape[:-2]), _name(a)), 1
 
 
+def _of_gathered(given: Mapping[str, Any]) -> tuple[MatMul, int]:
+    """a: [m / ranks, k] of each rank, b: [k, n], the only one."""
+    a, (b,) = given["A"], given["Bs"]
+    ranks = dist.distributed_c10d._resolve_process_group(given["group_name"]).size()
+    return MatMul(a.shape[:-1].numel() * ranks, b.shape[-1], a.shape[-1], 1, _name(a)), 1
+
+
+def _of_scattered(given: Mapping[str, Any]) -> tuple[MatMul, int]:
+    """a: [..., k], b: [k, n]; a row of the product goes to one rank."""
+    a, b = given["A"], given["B"]
+    return MatMul(a.shape[:-1].numel(), b.shape[-1], a.shape[-1], 1, _name(a)), 1
+
+
 def _of_groups(given: Mapping[str, Any]) -> tuple[MatMul, int]:
     """a: [rows, k], b: [groups, k, n], or a: [m, rows], b: [rows, n]; all groups have as many rows."""
     a, b, groups = given["self"], given["mat2"], len(given["offs"])
@@ -579,6 +592,8 @@ _MULTIPLY = {
     "linalg_solve_triangular": _of_triangle,
     ".*scaled_dot_product.*": _of_sequences,
     ".*flash_attention.*": _of_documents,
+    ".*fused_all_gather_matmul": _of_gathered,
+    ".*fused_matmul_reduce_scatter": _of_scattered,
 }
 """{operators of torch, the first that match: their product and how often it is, by {argument: value}}."""
 

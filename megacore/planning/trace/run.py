@@ -113,10 +113,6 @@ def trace(config: Config, cluster: Cluster, world: int | None = None) -> StepTra
     ever."""
     model, world = configure(config.model, config.scores), world or ranks_of(config)
     found = problems_on_paper(config, world, model)
-    if config.train.async_tp:
-        found += [
-            "train.async_tp is not traced: products and messages in one kernel have no cost here; set it to false"
-        ]
     if found:
         raise ConfigError(found)
     mesh = config.mesh.shape(world)

@@ -246,18 +246,22 @@ class SimulatedGpu(DeviceWatch):
             name,
             ins,
             writes,
-            self._symmetric(op, given),
+            self._symmetric(op, given, outs),
             moved=moved,
             product=multiplied,
             crosses=crosses,
         )
 
-    def _symmetric(self, op: Any, given: Mapping[str, Any]) -> NcclMessage | None:
+    def _symmetric(self, op: Any, given: Mapping[str, Any], outs: Sequence[Tensor]) -> NcclMessage | None:
         """What ranks do with memory of each other, in the stream of the caller."""
         if op.namespace != "symm_mem":
             return None
-        group = _group(given["group_name"])
-        return self._collective(f"symmetric {group.group_name}", group, op._schema.name)
+        name, group = op._schema.name, _group(given["group_name"])
+        message, part = (
+            self._collective(f"symmetric {group.group_name}", group, name),
+            given["A"] if "Bs" in given else outs[0],
+        )
+        return replace(message, kind=kind_of(name) or SEND, size=part.nbytes * group.size())
 
     def kernel(self, kernel: Any, arguments: Sequence[Any]) -> None:
         """Note what a kernel of Triton's does with memory."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from megacore.parallel.weights.layout import MeshShape
 from megacore.places import differ_in
 from megacore.planning import efficiency
-from megacore.planning.costs import ALL_REDUCE
+from megacore.planning.costs import ALL_REDUCE, REDUCE_SCATTER, MatMul
 from megacore.planning.step_time import Cluster
 from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, Wait
 from megacore.planning.traffic import Traffic
@@ -59,10 +59,34 @@ class Costs:
         if launch.product is None:
             return memory, "memory"
         product, count = launch.product
+        seconds = count * self._multiplied(product)
+        return max(seconds, memory), "attention" if product.attention or "attention" in launch.name else "products"
+
+    def _multiplied(self, product: MatMul) -> float:
         narrow = product.dtype.startswith("float8")
         peak = self.cluster.tflops if narrow or product.dtype in WIDE else self.cluster.wide_tflops
-        seconds = count * self.cluster.multiplied_s(product, peak)
-        return max(seconds, memory), "attention" if product.attention or "attention" in launch.name else "products"
+        return self.cluster.multiplied_s(product, peak)
+
+    def pieces(self, launch: Launch) -> int:
+        """Return the products that a launch is made of, each of the tokens of one rank, if it also sends them through
+        memory that ranks map of each other; else 1."""
+        return len(launch.message.parts[0][1]) if launch.message and launch.product else 1
+
+    def product_and_message(self, launch: Launch) -> tuple[float, float, float, str]:
+        """Return the seconds of a launch that multiplies and sends, those of its products and of its message alone, and
+        the axis of its ranks.
+
+        As torch does it (torch/distributed/_symmetric_memory): engines copy the tokens of a rank while those of two
+        others are multiplied, on a stream each, all but the first ones that are gathered, or the last of a sum. What a
+        rank sends goes through memory once more before, the parts of a sum after it.
+        """
+        assert launch.message is not None and launch.product is not None
+        pieces, ((product, count), size) = self.pieces(launch), (launch.product, launch.message.size)
+        products = count * pieces / 2 * self._multiplied(replace(product, m=2 * product.m // pieces))
+        message, axis = self.message(launch.message)
+        again = size * (1 + 1 / pieces) if launch.message.kind == REDUCE_SCATTER else 2 * size / pieces
+        copies = again / (self.cluster.device.bandwidth * efficiency.MEMORY) + 3 * efficiency.KERNEL_S
+        return max(products, message + products / pieces) + copies, products + copies, message, axis
 
     def message(self, message: NcclMessage) -> tuple[float, str]:
         """Return the seconds of a message, once all have come, and the axis of its ranks."""
@@ -111,6 +135,8 @@ class _Player:
             elif isinstance(entry, Launch):
                 self._host += efficiency.LAUNCH_S
                 self._queue(entry.stream, entry)
+                if (pieces := self._costs.pieces(entry)) > 1:  # a copy and a product each
+                    self._host += (2 * pieces - 1) * efficiency.LAUNCH_S
             self._next += 1
         return self._next > before
 
@@ -153,12 +179,16 @@ class _Player:
         if launch.message is None:
             seconds, kind = self._costs.kernel(launch)
             interval = Interval(launch, kind, start, self._stretched(start, seconds), launched)
-        else:
+        elif launch.product is None:
             seconds, axis = self._costs.message(launch.message)
-            if launch.product is not None:
-                seconds = max(seconds, self._costs.kernel(launch)[0])
             interval = Interval(launch, "messages", start, start + seconds, launched, axis)
             self._messages.append(interval)
+        else:
+            seconds, products, sent, axis = self._costs.product_and_message(launch)
+            end = self._stretched(start, seconds)
+            self.ran.append(Interval(launch, "products", start, start + products, launched))
+            copies = replace(launch, stream=launch.message.communicator, product=None)
+            interval = Interval(copies, "messages", max(start, end - sent), end, launched, axis)
         self.ran.append(interval)
         self._done(stream, interval.end)
 

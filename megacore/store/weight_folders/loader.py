@@ -71,13 +71,14 @@ class _Target:
 
 
 class Loader:
-    """Reads the tensors that this rank holds; all ranks make the same calls in one order."""
+    """Reads the tensors that this rank holds; all ranks make the same calls in one order. Those along some dimensions
+    of the mesh name the same tensors: each reads a part of them and sends it to the others."""
 
-    def __init__(self, parameters: Parameters, control: Control) -> None:
+    def __init__(self, parameters: Parameters, control: Control, share: Sequence[str] = ("dp", "cp")) -> None:
         self._parameters, self._control = parameters, control
         mesh = parameters.mesh
-        mesh.make_groups(mesh.shape.all_along("dp", "cp"))
-        self._replicas = mesh.along("dp", "cp")
+        mesh.make_groups(mesh.shape.all_along(*share))
+        self._replicas = mesh.along(*share)
         self._reads: list[_StateRead] = []
 
     def tensors(self, folder: WeightFolder, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
