@@ -96,7 +96,8 @@ class ModelTokenizer:
             from transformers.utils.chat_template_utils import render_jinja_template
 
             try:
-                made: Any = render_jinja_template(  # what it gives is typed as less than it is
+                jinja: Any = render_jinja_template  # what it takes and gives is typed as less than it is
+                texts, spans = jinja(
                     conversations=[list(messages)],
                     tools=tools,
                     chat_template=chosen(tools),
@@ -106,8 +107,7 @@ class ModelTokenizer:
                 )
             except Exception as error:  # a template is a program
                 raise BadExample(f"the chat template fails: {str(error) or type(error).__name__}") from error
-            (text,), spans = made
-            return text, spans[0] if spans else []
+            return texts[0], spans[0] if spans else []
 
         special = tuple(tokenizer.get_added_vocab())
         made = Template(render, marks, special, tokenizer.eos_token or "", self._stops)
