@@ -64,7 +64,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.rank_sets import inner_ranks, of_context
 from megacore.parallel.weights.layout import MeshShape
-from megacore.training.optimizer import Optimizer
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 HEADS, KV, HEAD, VOCAB = 8, 4, 64, 4096

@@ -23,7 +23,7 @@ from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
-from megacore.training.optimizer import Optimizer
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 SHARDS: dict[str, ZeroShard] = {"dp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}

@@ -11,8 +11,7 @@ lighthouse is no node, and lives. Before its first round each way has a run that
 
 Prints, for each way, the seconds from a kill to the next step that anybody has finished, and until all nodes go on
 beyond where they were; the steps done twice, and the samples in no update; the goodput: samples that count, at the pace
-where all nodes are there, over the time; and the distance of the last weights from those of the undisturbed run. Beside
-ours it prints what ``megacore plan --goodput`` expects, with the faults and the costs that were met.
+where all nodes are there, over the time; and the distance of the last weights from those of the undisturbed run.
 
 A run in which nobody finishes another step for LIMIT_S seconds has ended by that: it has no costs, and is told.
 
@@ -581,34 +580,6 @@ def table(ways: Sequence[WayCosts], ended: Sequence[tuple[str, ...]]) -> str:
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *told])
 
 
-def planned(folder: Path, ours: WayCosts) -> str:
-    """Return the goodput that `megacore plan` expects of ours, beside the measured one, where nodes and the lead were
-    lost: with their rate while all nodes were there, the seconds that a node was away, and the pauses that were met."""
-    got, lost = ours.faults(), ours.faults("node", "lead")
-    if not lost:
-        return ""
-    whole_s = sum(cost.whole_s for cost in ours.runs.values())
-    node_s = (whole_s - sum(each.back_s for each in got)) * NODES / len(got)
-    options = {
-        "--mtbf": node_s / 86400,
-        "--hardware": len(lost) / len(got),
-        "--away": statistics.median(each.back_s for each in lost),
-    }
-    pause_s = statistics.median(each.pause_s for each in got)
-    costs = {"restart": pause_s, "detect": 0.001, "load_memory": 0.001, "load_disk": 0.001}  # which are in the pause
-    given = [text for name, value in options.items() for text in (name, f"{value:.3g}")]
-    given += [text for name, value in costs.items() for text in ("--cost", f"{name}={value:.3g}")]
-    given += ["--gpu", "cpu", "--gpus-per-node", "1", "--world", str(NODES)]
-    plan = [sys.executable, "-m", "megacore.tools.main", "plan", str(folder / "recipe.yaml"), "--goodput"]
-    plan += ["--json", *given]
-    tree = json.loads(subprocess.run(plan, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    expected = tree["levels"][-1]["goodput"]
-    return (
-        f"megacore plan --goodput {' '.join(given)}: {expected:.1%} expected; measured "
-        f"{ours.goodput:.1%}, {100 * (expected - ours.goodput):+.1f} points"
-    )
-
-
 def run_name(way: str, number: int | str) -> str:
     return f"{way.replace(' ', '-')}-{number}"
 
@@ -649,9 +620,6 @@ def main() -> None:
             if (home / ENDED).exists()
         ]
         print(f"\n{table(found, ended)}\n")
-        for costs in found:
-            if costs.way == "memory":
-                print(planned(folder, costs))
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
 from megacore.store.weight_folders.index import MOMENTS
-from megacore.training.optimizer import Optimizer
 from megacore.training.save import Contents, Saver
 from megacore.training.states.device_store import DeviceStore
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 LR = 1e-4

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 
+from megacore.parallel.rank_sets import runs
 from megacore.parallel.weights.layout import MeshShape
 
 
@@ -19,13 +20,7 @@ def place(rank: int, shape: MeshShape | None, node: str = "") -> str:
 
 def listed(ranks: Sequence[int]) -> str:
     """Return "rank 3", or "ranks 0-4, 7"."""
-    runs = list[list[int]]()
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    told = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    told = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs(sorted(ranks)))
     return f"rank{'s' * (len(ranks) > 1)} {told}"
 
 

@@ -136,3 +136,14 @@ def in_rounds(rank_sets: Iterable[RankSet]) -> list[list[RankSet]]:
         chosen[0].append(ranks)
         chosen[1].update(ranks)
     return [sets for sets, _ in rounds]
+
+
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the runs (first, last) of ascending numbers that follow each other: of ranks, or of layers or tokens."""
+    found = list[tuple[int, int]]()
+    for n in map(int, numbers):
+        if found and n == found[-1][1] + 1:
+            found[-1] = found[-1][0], n
+        else:
+            found.append((n, n))
+    return found

@@ -1,7 +1,7 @@
 """What lies on the device of an optimizer that keeps its states there."""
 
-from megacore.training.optimizer import Optimizer
 from megacore.training.states.device_store import DeviceStore
+from megacore.training.states.optimizer import Optimizer
 
 
 def device_store(optimizer: Optimizer) -> DeviceStore:

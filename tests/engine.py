@@ -29,7 +29,8 @@ from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.report import FinalReport
 from megacore.training.callbacks.signals import Signals
-from megacore.training.check import Setup, check
+from megacore.training.check import check
+from megacore.training.resume import Setup
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 

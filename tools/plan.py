@@ -1,8 +1,8 @@
 """`megacore plan`: what a recipe needs of memory, network, time and storage, before anything is started.
 
 With --fit it searches instead: layouts, rungs, recomputation and micro-batches that fit the devices with the recipe's
-model and global batch, estimated fastest first. With --goodput it says what faults leave of the time at each level of
-protection. With --trace it runs a rank of each stage on a simulated GPU, by shapes alone, and says what a step takes.
+model and global batch, estimated fastest first. With --trace it runs a rank of each stage on a simulated GPU, by shapes
+alone, and says what a step takes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from megacore.models.config import ModelConfigError, parameters_in_words
 from megacore.models.registry import configure
 from megacore.pictures import pyplot, save
 from megacore.planning.fit import Candidate, fit, spelled
+from megacore.planning.layout_choice import overrides
 from megacore.planning.overheads import COMMUNICATOR, Overheads
 from megacore.planning.packed_documents import with_documents
 from megacore.planning.peak_memory import TERMS
-from megacore.planning.recipe_setting import alone, overrides, setting_of
-from megacore.planning.run_plan import CPU, Plan, cluster_of, ranks_of
+from megacore.planning.recipe_setting import alone, setting_of
+from megacore.planning.run_plan import CPU, Plan, Survival, cluster_of, ranks_of
 from megacore.planning.step_time import MARGIN, Cluster
 from megacore.planning.traffic import Traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
-from megacore.tools import folders, plan_goodput, plan_trace, scaling
+from megacore.tools import folders, plan_trace, scaling
 from megacore.tools.options import above_0, command_parser, count, counts, number
 from megacore.tools.tables import gb, table
 
+DAY_S = 86400.0
 _SHORT = {"parameters": "weights", "gradients": "grads", "activations": "activ.", "working": "work"}
 """{term of the memory: the head of its column}, where that is shorter."""
 
@@ -66,14 +68,11 @@ def main(argv: Sequence[str]) -> int:
         metavar="CORPUS",
         help="a token file, NAME of NAME.bin and NAME.idx: attention stays within its documents, as they are packed",
     )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the memory of each stage, or with --goodput that: a PNG"
-    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the memory of each stage: a PNG")
     search = parser.add_argument_group("search")
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
     search.add_argument("--nodes", type=count, metavar="N", help="of the devices (1)")
     search.add_argument("--best", type=count, default=5, metavar="N", help="how many to print (5)")
-    plan_goodput.add_options(parser)
     plan_trace.add_options(parser)
     given = parser.add_argument_group("instead of the table's numbers")
     given.add_argument("--peak-tflops", type=above_0, metavar="X", help="of one device in the recipe's precision")
@@ -83,6 +82,9 @@ def main(argv: Sequence[str]) -> int:
     given.add_argument("--network", type=above_0, metavar="GB/S", help="of each device to other nodes, one direction")
     given.add_argument("--storage", type=above_0, metavar="GB/S", help="of the shared storage (0.12 for each device)")
     given.add_argument("--storage-per-node", type=above_0, metavar="GB/S", help="between a node and it (4)")
+    given.add_argument(
+        "--mtbf", type=above_0, metavar="DAYS", help="from one fault of a node to the next (264 for 8 devices: Llama 3)"
+    )
     given.add_argument("--efficiency", type=above_0, metavar="X", help="share of it that large products reach")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.recipe is None:
@@ -112,11 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
     changed |= {key: value and value * 1e9 for key, value in gb_per_s.items()}
     given = {key: value for key, value in changed.items() if value}
     cluster = cluster_of(name, config.train.precision, arguments.peak_tflops, given, world or ranks_of(config))
-    if (idle := plan_goodput.given(arguments)) and not (arguments.goodput and not arguments.fit):
-        raise ConfigError([f"{', '.join(idle)} belong to --goodput: give that, and no --fit, or leave them out"])
     plan_trace.check(arguments)
     if arguments.picture and (arguments.fit or arguments.trace):
-        raise ConfigError(["--picture draws the memory of a plan, or its goodput: leave out --fit and --trace"])
+        raise ConfigError(["--picture draws the memory of a plan: leave out --fit and --trace"])
     if arguments.weak and not others:
         raise ConfigError(["--weak is about several numbers of ranks: give --world 16,128, say"])
     if others:
@@ -135,30 +135,25 @@ def run(arguments: argparse.Namespace) -> int:
         _show_fit(fit(base, world, cluster, arguments.best), config, world, name, cluster, arguments.json)
         return 0
     total, per_node = (each and each * 1e9 for each in (arguments.storage, arguments.storage_per_node))
-    plan = Plan.of(config, cluster, name == CPU, world, (total, per_node), arguments.imbalance, arguments.documents)
+    beside = (total, per_node), arguments.imbalance, arguments.documents, arguments.mtbf and arguments.mtbf * DAY_S
+    plan = Plan.of(config, cluster, name == CPU, world, *beside)
     if arguments.trace:
         say(plan_trace.run(arguments, config, plan, name))
         return 0
-    outlook = plan_goodput.Outlook.of(arguments, config, plan) if arguments.goodput else None
     if arguments.json:
-        say_data(plan_goodput.as_data(outlook) if outlook else plan.as_data(), indent=2)
+        say_data(plan.as_data(), indent=2)
     else:
-        say(plan_goodput.show(outlook) if outlook else show(plan, name))
+        say(show(plan, name))
     if arguments.picture:
-        if outlook:
-            plan_goodput.draw(outlook, arguments.picture)
-        else:
-            draw(plan, name, arguments.picture)
+        draw(plan, name, arguments.picture)
         folders.drawn(arguments.picture)
     return 0
 
 
 def _scale(arguments: argparse.Namespace, config: Config, cluster: Cluster, name: str) -> None:
     """Say what becomes of a step on several numbers of ranks."""
-    if arguments.fit or arguments.goodput or arguments.trace or arguments.picture:
-        raise ConfigError(
-            ["--world with several numbers shows plans alone: leave out --fit, --goodput, --trace, --picture"]
-        )
+    if arguments.fit or arguments.trace or arguments.picture:
+        raise ConfigError(["--world with several numbers shows plans alone: leave out --fit, --trace, --picture"])
     if name == CPU:
         raise ConfigError(["--gpu cpu is this machine, whose memory each number of ranks shares: give one --world"])
     plans = [
@@ -191,6 +186,7 @@ def show(plan: Plan, name: str) -> str:
         _traffic(plan),
         _time(plan),
         _beside(plan.overheads),
+        _survival(plan.survival),
         (f"Warning: {each}" for each in plan.warnings()),
     )
     return "\n\n".join(text for section in sections if (text := "\n".join(section)))
@@ -378,6 +374,17 @@ def _beside(x: Overheads) -> Iterator[str]:
     ]
     for what, said in rows:
         yield f"  {what:<8}{said}"
+
+
+def _survival(x: Survival) -> Iterator[str]:
+    yield (
+        f"Goodput, the share of the time that goes into steps that count, if a node is faulty every "
+        f"{x.node_s / DAY_S:,.1f} days (--mtbf)"
+    )
+    if x.share is not None:
+        where = "in memory" if x.in_memory else "on disk"
+        yield f"  {x.share:.2%} with one checkpoint {where} every {x.interval:,.0f} s, which takes {x.stall:,.2f} s"
+    yield f"  {x.best_share:.2%} from disk alone with one every {x.best_interval:,.0f} s, the best interval (Daly)"
 
 
 def _mb(size: float) -> str:

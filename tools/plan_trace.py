@@ -36,7 +36,6 @@ def check(arguments: argparse.Namespace) -> None:
         return
     others = {
         "--fit": arguments.fit,
-        "--goodput": arguments.goodput,
         "--documents": arguments.documents,
         "--imbalance": arguments.imbalance != 1,
         f"--gpu {CPU}": arguments.gpu == CPU,

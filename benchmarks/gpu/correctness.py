@@ -26,9 +26,9 @@ from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
-from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.offload import Offload
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 STEPS, LENGTH, SEQUENCES, LR = 3, 64, 2, 1e-3

@@ -27,7 +27,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.planning.setting import Setting, Widths
-from megacore.training.optimizer import Optimizer
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 LR = 3e-4

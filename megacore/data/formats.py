@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megacore.data.text import kind_of, text_problem
 from megacore.say import brief
+from megacore.store.io.strict_json import kind_of, text_problem
 
 Message = Mapping[str, Any]
 

@@ -21,6 +21,7 @@ from megacore.data.guard import Guard, GuardError
 from megacore.data.images import open_image
 from megacore.data.text import Fault, InputError, Record
 from megacore.data.tokenizer import files_for_transformers, import_transformers
+from megacore.parallel.rank_sets import runs
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.companions import Companion
 
@@ -90,36 +91,29 @@ class ModelTokenizer:
             )
         named = templates.values() if isinstance(templates, dict) else [templates]
         marks = all(_MARK.search(each) for each in named)
-        special, render = tuple(tokenizer.get_added_vocab()), partial(self._render, tokenizer, chosen, marks)
+
+        def render(messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> tuple[str, list[Span]]:
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            try:
+                jinja: Any = render_jinja_template  # what it takes and gives is typed as less than it is
+                texts, spans = jinja(
+                    conversations=[list(messages)],
+                    tools=tools,
+                    chat_template=chosen(tools),
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=prompt,
+                    **tokenizer.special_tokens_map,
+                )
+            except Exception as error:  # a template is a program
+                raise BadExample(f"the chat template fails: {str(error) or type(error).__name__}") from error
+            return texts[0], spans[0] if spans else []
+
+        special = tuple(tokenizer.get_added_vocab())
         made = Template(render, marks, special, tokenizer.eos_token or "", self._stops)
         if pretrained.wants_parts(lambda messages: render(messages, None, False)[0]):
             return replace(made, render=lambda messages, *rest: render(pretrained.in_parts(messages), *rest))
         return made
-
-    def _render(
-        self,
-        tokenizer: Any,
-        chosen: Callable[[list[Any] | None], str],
-        marks: bool,
-        messages: Sequence[Message],
-        tools: list[Any] | None,
-        prompt: bool,
-    ) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            render: Any = render_jinja_template  # what it gives is typed as less than it is
-            texts, spans = render(
-                conversations=[list(messages)],
-                tools=tools,
-                chat_template=chosen(tools),
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **tokenizer.special_tokens_map,
-            )
-        except Exception as error:  # a template is a program
-            raise BadExample(f"the chat template fails: {str(error) or type(error).__name__}") from error
-        return texts[0], spans[0] if spans else []
 
     def encode(self, passages: Sequence[Passage]) -> list[Tokens]:
         """Return the tokens of each passage. A bare text begins and ends as the tokenizer would have it. A text is
@@ -234,13 +228,8 @@ class ModelTokenizer:
                 f"has {len(images)} images, and its text {len(found)} places of one and {marks.sum()} tokens of "
                 f"{processor.image_token!r}, {sum(map(len, found))} of them there: write no such token as text"
             )
-        return (tokens, counted), [(str(each.path), _runs(of)) for each, of in zip(images, found, strict=True)]
-
-
-def _runs(places: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return the runs [first, stop) of ascending numbers."""
-    pieces = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
-    return [(int(each[0]), int(each[-1]) + 1) for each in pieces if each.size]
+        of_each = [[(first, last + 1) for first, last in runs(own)] for own in found]
+        return (tokens, counted), [(str(each.path), own) for each, own in zip(images, of_each, strict=True)]
 
 
 def _behind(prompt: npt.NDArray[np.int64], *texts: npt.NDArray[np.int64]) -> list[Tokens]:

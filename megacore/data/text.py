@@ -26,6 +26,7 @@ from typing import Any
 from megacore.parallel import limits
 from megacore.say import err
 from megacore.store.io.files import leaves, open_file
+from megacore.store.io.strict_json import text_problem
 
 WHOLE = (".txt", ".md", ".py")
 SUFFIXES = (*WHOLE, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -487,22 +488,6 @@ def _object(path: Path, at: int, line: bytes) -> dict[str, Any] | Fault:
     if not isinstance(row, dict):
         return Fault(path, f"a JSON {type(row).__name__}, not an object", at)
     return row
-
-
-def text_problem(value: object, what: str) -> str | None:
-    """Return why a value is no text that can be encoded; None where it is one."""
-    if not isinstance(value, str):
-        return f"{what} is {kind_of(value)}, not text"
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        return f"{what} has the lone surrogate {value[error.start]!r} at {error.start}"
-    return None
-
-
-def kind_of(value: object) -> str:
-    """Return the type of a JSON value, for a message."""
-    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def pyarrow_of(path: Path) -> Any:

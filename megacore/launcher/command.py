@@ -32,7 +32,7 @@ from megacore.say import brief, err, outlive, say
 
 if TYPE_CHECKING:  # which imports much
     from megacore.recovery.hang_report import HangReport
-    from megacore.training.check import Setup
+    from megacore.training.resume import Setup
 
 OPTIONS = {
     "init": ("MODEL", "take the weights of a Hugging Face folder, a model of its hub or a checkpoint"),

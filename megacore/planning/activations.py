@@ -16,11 +16,10 @@ from megacore.parallel.enum_errors import Placement, Recompute
 from megacore.parallel.virtual_stages import of_stage, stage_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import LayerCost
-from megacore.planning.exchange import Packing
-from megacore.planning.setting import Setting
+from megacore.planning.setting import Packing, Setting
 
 if TYPE_CHECKING:
-    from megacore.planning.measure import FakeModel
+    from megacore.planning.trace.measure import FakeModel
 
 T = TypeVar("T")
 
@@ -103,7 +102,7 @@ class ActivationMemory:
 
     @cached_property
     def _fake(self) -> FakeModel:
-        from megacore.planning.measure import fake_model  # torch
+        from megacore.planning.trace.measure import fake_model  # torch
 
         return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, self.device, self.late)
 

@@ -1,4 +1,4 @@
-"""The costs of a part of a model on one rank for a microbatch, as `megacore.planning.measure` finds them. No torch."""
+"""The costs of a part of a model on one rank for a microbatch, as it is measured. No torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The turns of one attention among the parts of cp (`megacore.planning.exchange`): bytes of a token's keys and
+    """The turns of one attention among the parts of cp (`megacore.planning.setting`): bytes of a token's keys and
     values, which a part takes of the others, those of their gradients, which go back (0 in a forward), and the
     operations of one score and of its use, in all heads of a rank."""
 

@@ -28,9 +28,8 @@ from megacore.parallel.virtual_stages import of_stage
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.activations import ActivationMemory
-from megacore.planning.exchange import WHOLE
 from megacore.planning.peak_memory import Memory, memory, peaks, stage_peak
-from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.setting import SHARDS, WHOLE, Setting
 from megacore.planning.state_bytes import Shares, state
 from megacore.planning.step_time import Cluster, Estimate, estimate, share_beside
 

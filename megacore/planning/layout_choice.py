@@ -1,4 +1,5 @@
-"""The layouts of a run whose number of nodes may change. torch is asked only where dp alone cannot follow.
+"""The layouts that a recipe may take instead of its own: as overrides of it, and on another number of nodes. torch is
+asked only where dp alone cannot follow.
 
 The global batch, the order of the samples and the learning rate are those of the recipe on every number of nodes.
 """
@@ -10,12 +11,12 @@ from dataclasses import replace
 from itertools import chain
 
 from megacore.checks.rules import problems
-from megacore.config import Config
+from megacore.config import Config, ContextConfig
 from megacore.devices import CPU_TFLOPS, DEVICES
 from megacore.models.config import ModelConfig
 from megacore.planning.capacity import capacity_problems, cpu_of
-from megacore.planning.fit import fit
-from megacore.planning.recipe_setting import alone, overrides, setting_of
+from megacore.planning.fit import Candidate, fit, spelled
+from megacore.planning.recipe_setting import alone, setting_of
 from megacore.planning.step_time import Cluster
 from megacore.recipe import ConfigError, changed
 from megacore.resources import gpus, memory_of_gpus
@@ -101,6 +102,16 @@ def _planned(config: Config, model: ModelConfig, world: int, processes: int) -> 
     base = setting_of(alone(config), model, 1, kind)
     for each in fit(base, world, cluster):
         yield changed(config, [f"{key}={_text(value)}" for key, value in overrides(each, config).items()])
+
+
+def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
+    """Return what makes a candidate of a recipe; one without cp takes back what the recipe says of its context, and all
+    the order of its pipeline."""
+    plain = ContextConfig()
+    asked = {f"context.{key}": value for key, value in vars(plain).items()} if config.context != plain else {}
+    order = {} if config.pipeline.order is None else {"pipeline.order": "null"}
+    offload = {"memory.offload_activations": spelled(each.setting.offload_activations)}
+    return {**asked, **order, **each.overrides, **(offload if config.memory.offload_activations else {})}
 
 
 def _problems(config: Config, model: ModelConfig, world: int, processes: int) -> list[str]:

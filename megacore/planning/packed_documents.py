@@ -9,9 +9,8 @@ from pathlib import Path
 from megacore.data.batches import Batches
 from megacore.data.indexed import IndexedDataset
 from megacore.data.samples import parts
-from megacore.planning.exchange import ExchangeWork
 from megacore.planning.peak_memory import peaks
-from megacore.planning.setting import Setting
+from megacore.planning.setting import ExchangeWork, Setting
 from megacore.planning.step_time import Cluster, estimate
 from megacore.recipe import ConfigError
 

@@ -1,8 +1,7 @@
-"""The way from a recipe to a setting and back; recipes need packages that a bare image with a GPU has not."""
+"""The way from a recipe to a setting; recipes need packages that a bare image with a GPU has not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -10,7 +9,6 @@ from megacore.config import Config, ContextConfig, SyncConfig, ZeroConfig
 from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of
-from megacore.planning.fit import Candidate, spelled
 from megacore.planning.pipeline_order import order_of
 from megacore.planning.setting import Setting, Widths
 
@@ -78,13 +76,3 @@ def alone(config: Config) -> Config:
         batch=replace(config.batch, micro_size=1),
         memory=replace(config.memory, recompute="none", offload_activations=offload),
     )
-
-
-def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
-    """Return what makes a candidate of a recipe; one without cp takes back what the recipe says of its context, and all
-    the order of its pipeline."""
-    plain = ContextConfig()
-    asked = {f"context.{key}": value for key, value in vars(plain).items()} if config.context != plain else {}
-    order = {} if config.pipeline.order is None else {"pipeline.order": "null"}
-    offload = {"memory.offload_activations": spelled(each.setting.offload_activations)}
-    return {**asked, **order, **each.overrides, **(offload if config.memory.offload_activations else {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -14,6 +15,8 @@ from megacore.devices import CPU_TFLOPS, device_of
 from megacore.models.config import ModelConfig, active_parameters
 from megacore.models.registry import configure
 from megacore.planning.capacity import cpu_of
+from megacore.planning.efficiency import LINKS
+from megacore.planning.goodput import NODE_S, best_interval, goodput
 from megacore.planning.overheads import Overheads, Storage
 from megacore.planning.packed_documents import PackedMicrobatch, standing_out, with_documents
 from megacore.planning.peak_memory import Load, Memory, loads, memory
@@ -24,6 +27,8 @@ from megacore.planning.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, Recipe, load
 
 CPU = "cpu"
+BACK_S = 63.0
+"""Seconds from a fault to new processes: an assumption, a minute for these and three seconds until it is known."""
 AS_IN_THE_TABLE: Mapping[str, float] = MappingProxyType({})
 
 
@@ -39,6 +44,7 @@ def plan(
     storage_per_node: float | None = None,
     imbalance: float = 1.0,
     documents: str | None = None,
+    mtbf: float | None = None,
 ) -> dict[str, Any]:
     """Plan what a recipe describes -> what ``megacore plan --json`` prints, in bytes and seconds. Nothing is started.
 
@@ -53,6 +59,7 @@ def plan(
         storage, storage_per_node: Bytes/s of the shared storage, and between a node and it.
         imbalance: The rows that the experts of the fullest rank get, over the mean of all ranks.
         documents: The prefix of a token file, within whose documents attention stays.
+        mtbf: Mean seconds from one fault of a node to the next; by default as Llama 3's of 8 devices.
 
     Raises:
         ConfigError, ModelConfigError: all that is wrong with the recipe.
@@ -60,7 +67,8 @@ def plan(
     """
     config = load(recipe, overrides)
     cluster = cluster_of(gpu, config.train.precision, tflops, device, world or ranks_of(config))
-    return Plan.of(config, cluster, gpu == CPU, world, (storage, storage_per_node), imbalance, documents).as_data()
+    both = storage, storage_per_node
+    return Plan.of(config, cluster, gpu == CPU, world, both, imbalance, documents, mtbf).as_data()
 
 
 def ranks_of(config: Config) -> int:
@@ -82,6 +90,44 @@ def cluster_of(
 
 
 @dataclass(frozen=True)
+class Survival:
+    """The share of the time that a run keeps under faults, a node's every ``node_s`` seconds: with its own checkpoints,
+    in memory or on disk, one after every ``interval`` seconds of training that stops it for ``stall`` (None where it
+    has none), and from disk alone at the ``best_interval``."""
+
+    node_s: float
+    share: float | None
+    in_memory: bool
+    interval: float | None
+    stall: float
+    best_share: float
+    best_interval: float
+
+    @classmethod
+    def of(
+        cls, config: Config, setting: Setting, cluster: Cluster, beside: Overheads, step_s: float, node_s: float | None
+    ) -> Survival:
+        """Return what becomes of a recipe, a step of which takes so many seconds. In memory counts on several nodes
+        alone: one that is lost takes its own along."""
+        node_s = node_s or NODE_S * 8 / cluster.device.per_node
+        mesh, device, save = setting.layout.mesh, cluster.device, beside.save
+        rate, background = beside.nodes / node_s, config.checkpoint.background
+        restart, copy = BACK_S + (beside.start.seconds or 0.0) + beside.resume.seconds, save.busiest / device.host
+        if setting.shard != "none":  # replicas send each other what each has of the tensors that one of them writes
+            copy += save.size * mesh.dp * mesh.cp / mesh.world / (cluster.bandwidth(mesh, "dp x cp") * LINKS)
+        stall, publish = (copy, save.seconds) if background else (save.seconds, 0.0)
+        best = max(best_interval(rate, stall), step_s, publish - stall)
+        at_best, interval, share = goodput(rate, best, stall, publish, restart), save.interval, None
+        if in_memory := config.recovery.memory and beside.nodes > 1:
+            send, saves = save.busiest / min(device.network * LINKS, device.host), stall / interval if interval else 0.0
+            interval = math.ceil(max(copy / config.recovery.overhead, send) / step_s) * step_s
+            share = goodput(rate, interval, copy, send, restart) / (1 + saves)
+        elif interval is not None:
+            share = goodput(rate, interval, stall, publish, restart)
+        return cls(node_s, share, in_memory, interval, copy if in_memory else stall, at_best, best)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan of a run: all that is known of it on paper."""
 
@@ -92,6 +138,7 @@ class Plan:
     traffic: tuple[tuple[Traffic, ...], ...]
     time: Estimate
     overheads: Overheads
+    survival: Survival
     packed: tuple[PackedMicrobatch, ...] = ()
 
     @classmethod
@@ -104,6 +151,7 @@ class Plan:
         storage: tuple[float | None, float | None] = (None, None),
         imbalance: float = 1.0,
         documents: str | None = None,
+        mtbf: float | None = None,
     ) -> Plan:
         """Return the plan of a recipe; the other arguments, and the errors, are those of :func:`plan`."""
         model, world = configure(config.model, config.scores), world or ranks_of(config)
@@ -112,6 +160,7 @@ class Plan:
         setting = replace(setting_of(config, model, world, "cpu" if on_cpus else "cuda"), imbalance=imbalance)
         setting, microbatches = with_documents(setting, documents, config.data.seed)
         time = estimate(setting, cluster)
+        beside = Overheads.of(config, setting, cluster, time.total, Storage.of(world, *storage))
         return cls(
             setting,
             cluster,
@@ -119,7 +168,8 @@ class Plan:
             loads(setting),
             tuple(traffic(setting, stage) for stage in range(setting.layout.mesh.pp)),
             time,
-            Overheads.of(config, setting, cluster, time.total, Storage.of(world, *storage)),
+            beside,
+            Survival.of(config, setting, cluster, beside, time.total, mtbf),
             standing_out(setting, microbatches, cluster) if microbatches else (),
         )
 
@@ -169,6 +219,7 @@ class Plan:
             "traffic": [[asdict(x) | {"sent": x.sent} for x in row] for row in self.traffic],
             "time": self.time.as_data(self.cluster),
             "beside": asdict(self.overheads),
+            "survival": asdict(self.survival),
             "warnings": list(self.warnings()),
         }
 

@@ -19,9 +19,8 @@ from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_REDUCE, ALL_TO_ALL, SEND, Collective, KeyExchange, LayerCost, MatMul
-from megacore.planning.exchange import ExchangeWork, Packing
 from megacore.planning.peak_memory import held_bytes
-from megacore.planning.setting import SHARDS, Setting
+from megacore.planning.setting import SHARDS, ExchangeWork, Packing, Setting
 from megacore.planning.state_bytes import ParameterShare, Shares, casts, matrix_groups, state, updated
 from megacore.planning.traffic import GATHERED, RETURNED, WAYS, Traffic, traffic
 

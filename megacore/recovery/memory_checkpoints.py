@@ -38,8 +38,7 @@ from megacore.store.tensor_files.publish import remove_leftovers, replace_file, 
 from megacore.store.tensor_files.tensors import free_bytes, os_errors
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training import progress
-from megacore.training.check import Setup
-from megacore.training.resume import Start, check_round, go_on
+from megacore.training.resume import Setup, Start, check_round, go_on
 from megacore.training.save import SaveError, Saver
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer

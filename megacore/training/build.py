@@ -56,16 +56,15 @@ from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.spikes import TellSpikes
 from megacore.training.callbacks.trace import Trace
-from megacore.training.check import Setup
 from megacore.training.initial_state import load_initial_state
 from megacore.training.local_steps import LocalSteps
 from megacore.training.microbatches import Uploader
-from megacore.training.optimizer import Optimizer
-from megacore.training.resume import Start, raw_of
+from megacore.training.resume import Setup, Start, raw_of
 from megacore.training.save import NAMES, Contents, Saver
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 from megacore.training.trainer import Callback, Trainer
 from megacore.training.vision_tower import load_vision_tower

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megacore import checkpoints, open_files
@@ -20,15 +20,14 @@ from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import own_family
 from megacore.models.wrappers import images_refusal
 from megacore.parallel.import_path import ImportPathError, imported
-from megacore.parallel.pipeline.schedules import Schedule
 from megacore.planning.capacity import capacity_problems
 from megacore.planning.pipeline_order import order_of
 from megacore.recipe import ConfigError, Recipe, load
 from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
-from megacore.store.tensor_files.companions import Companion
 from megacore.training.resume import (
+    Setup,
     Start,
     as_begun,
     check_round,
@@ -40,31 +39,6 @@ from megacore.training.resume import (
     with_init,
 )
 from megacore.training.same_data import changed_data
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A run that has been checked: its config, its model, its data, where it starts, {name: file} of what travels with
-    the model, and the order of its pipeline, if it has one of its own. A model and data of the hub are fetched, and the
-    config names their commits."""
-
-    config: Config
-    model: ModelConfig
-    corpora: Corpora
-    start: Start
-    companions: Mapping[str, Companion] = field(default_factory=dict)
-    order: Schedule | None = None
-
-    def held(self) -> Setup:
-        """Return the run with the content of what travels with the model: whoever has a checkpoint that a run starts
-        from may remove it while that run goes on. Raises StoreError: a file cannot be read."""
-        return replace(self, companions={name: each.held() for name, each in self.companions.items()})
-
-    def at(self, start: Start) -> Setup:
-        """Return the run as it is from another start. The files of one that it keeps may be gone by now: they are
-        known."""
-        found = self.companions if start.source is self.start.source else companions(start, self.config)
-        return replace(self, start=start, companions=found)
 
 
 def check(

@@ -15,9 +15,8 @@ from megacore.planning.peak_memory import Memory, memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting
 from megacore.resources import gpus, host_memory, memory_of_gpus
-from megacore.training.check import Setup
 from megacore.training.metrics import METRICS
-from megacore.training.resume import remarks
+from megacore.training.resume import Setup, remarks
 from megacore.training.start import headline
 
 

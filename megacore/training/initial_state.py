@@ -11,8 +11,8 @@ from megacore.store.weight_folders.index import MASTER, RESIDUAL, kept_as, kind_
 from megacore.store.weight_folders.loader import Loader
 
 if TYPE_CHECKING:
-    from megacore.training.optimizer import Optimizer
     from megacore.training.resume import Start
+    from megacore.training.states.optimizer import Optimizer
 
 _JOBS = 2
 """Threads that read what is carried."""

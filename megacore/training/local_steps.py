@@ -22,7 +22,7 @@ from megacore.parallel.gradients.buckets import Elements, OwnedShard, Take, all_
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import Group
 from megacore.store.weight_folders.index import LOCAL, MASTER, OUTER, kind_of, of_replica
-from megacore.training.optimizer import Optimizer
+from megacore.training.states.optimizer import Optimizer
 
 
 class LocalSteps(Optimizer):
@@ -32,7 +32,7 @@ class LocalSteps(Optimizer):
     Args:
         across: The ranks that hold the same of each replica, in their order.
         outer_lr, momentum: Of the outer step.
-        given: As of :class:`~megacore.training.optimizer.Optimizer`.
+        given: As of :class:`~megacore.training.states.optimizer.Optimizer`.
     """
 
     def __init__(self, gradients: Gradients, *, across: Group, outer_lr: float, momentum: float, **given: Any) -> None:
@@ -81,7 +81,7 @@ class LocalSteps(Optimizer):
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Begin anew, as of :meth:`~megacore.training.optimizer.Optimizer.forget`; the outer momentum is 0 too."""
+        """Begin anew, as of :meth:`.Optimizer.forget`; the outer momentum is 0 too."""
         super().forget()
         for momentum in self._momenta.values():
             momentum.zero_()

@@ -41,10 +41,10 @@ from megacore.store.weight_folders.audit import DamageError
 from megacore.training import start
 from megacore.training.build import DTYPES, trainer_of
 from megacore.training.callbacks.bad_steps import NonFinite
-from megacore.training.check import Setup, check, files_of
+from megacore.training.check import check, files_of
 from megacore.training.export import export as make_export
 from megacore.training.finished_run import FinishedRun
-from megacore.training.resume import overrides_of_restart
+from megacore.training.resume import Setup, overrides_of_restart
 from megacore.training.save import SaveError
 from megacore.training.trainer import Callback, Trainer, callbacks_of, check_methods
 

@@ -12,8 +12,9 @@ from megacore.models.config import ModelConfig
 from megacore.models.registry import configure
 from megacore.planning.capacity import cpu_of
 from megacore.planning.fit import fit, spelled
+from megacore.planning.layout_choice import overrides
 from megacore.planning.peak_memory import peaks
-from megacore.planning.recipe_setting import alone, overrides, setting_of
+from megacore.planning.recipe_setting import alone, setting_of
 from megacore.planning.run_plan import problems_on_paper
 from megacore.planning.setting import Setting
 from megacore.planning.step_time import Cluster, Estimate, estimate

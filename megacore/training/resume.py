@@ -14,6 +14,7 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data import tokenizer
+from megacore.data.corpora import Corpora
 from megacore.data.skipped import in_words
 from megacore.models import lora as lora_of
 from megacore.models import names
@@ -22,6 +23,7 @@ from megacore.models.lora import Lora
 from megacore.models.registry import configure, family
 from megacore.models.scores import WEIGHT
 from megacore.parallel import limits
+from megacore.parallel.pipeline.schedules import Schedule
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import MeshShape
 from megacore.recipe import ConfigError, Recipe, load
@@ -63,6 +65,31 @@ class Start:
     said: tuple[str, ...] = ()
     adapters: WeightFolder | None = None
     damaged: tuple[Damaged, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that has been checked: its config, its model, its data, where it starts, {name: file} of what travels with
+    the model, and the order of its pipeline, if it has one of its own. A model and data of the hub are fetched, and the
+    config names their commits."""
+
+    config: Config
+    model: ModelConfig
+    corpora: Corpora
+    start: Start
+    companions: Mapping[str, Companion] = field(default_factory=dict)
+    order: Schedule | None = None
+
+    def held(self) -> Setup:
+        """Return the run with the content of what travels with the model: whoever has a checkpoint that a run starts
+        from may remove it while that run goes on. Raises StoreError: a file cannot be read."""
+        return replace(self, companions={name: each.held() for name, each in self.companions.items()})
+
+    def at(self, start: Start) -> Setup:
+        """Return the run as it is from another start. The files of one that it keeps may be gone by now: they are
+        known."""
+        found = self.companions if start.source is self.start.source else companions(start, self.config)
+        return replace(self, start=start, companions=found)
 
 
 # -- before anything starts

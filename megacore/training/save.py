@@ -57,7 +57,7 @@ from megacore.store.weight_folders.index import (
 )
 
 if TYPE_CHECKING:
-    from megacore.training.optimizer import Optimizer
+    from megacore.training.states.optimizer import Optimizer
 
 WEIGHTS = STATES[0]
 _ALIGNED = 64

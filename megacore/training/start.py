@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
@@ -24,11 +23,8 @@ from megacore.store.io.strict_json import read_file
 from megacore.store.tensor_files.publish import replace_file
 from megacore.store.tensor_files.tensors import os_errors
 from megacore.store.weight_folders.audit import DamageError
-from megacore.training.resume import NOTED, Damaged, Start, find, remarks
+from megacore.training.resume import NOTED, Damaged, Setup, Start, find, remarks
 from megacore.training.trainer import Callback
-
-if TYPE_CHECKING:
-    from megacore.training.check import Setup
 
 
 def agreed(setup: Setup, control: Control) -> Setup:

@@ -22,7 +22,7 @@ from megacore.parallel.pipeline.schedules import Kind
 from megacore.training.scaler import UNSCALED, Scaler, Scaling
 
 if TYPE_CHECKING:
-    from megacore.training.optimizer import Optimizer
+    from megacore.training.states.optimizer import Optimizer
 
 Phase = Literal["data", "forward", "backward", "reduce", "update", "log", "save", "evaluate", "end"]
 """The phases of a rank: ``data`` while it waits for a batch, ``log`` while it reads and writes metrics, ``end`` after

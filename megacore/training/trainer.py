@@ -23,10 +23,9 @@ from megacore.training.lr import learning_rate
 if TYPE_CHECKING:  # the loop calls what it is given
     from megacore.models.assemble import Model
     from megacore.parallel.mesh import Mesh
-    from megacore.training.check import Setup
     from megacore.training.microbatches import Uploader
     from megacore.training.progress import Progress
-    from megacore.training.resume import Start
+    from megacore.training.resume import Setup, Start
     from megacore.training.save import Contents
     from megacore.training.step import Phase, Stats, TrainStep
     from megacore.training.weight_stream import WeightStream

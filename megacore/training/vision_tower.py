@@ -25,7 +25,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import NUMBERS, as_dtype, dtype_named
 from megacore.store.weight_folders.folder import WeightFolder
-from megacore.training.check import Setup
+from megacore.training.resume import Setup
 
 
 def load_vision_tower(setup: Setup, mesh: Mesh, model: Model) -> Callable[[Batch], Batch] | None:

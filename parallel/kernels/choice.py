@@ -212,8 +212,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) 
         return y.unflatten(0, (b, s)).transpose(1, 2)
     if not scoring.plain:
         return (bands.by_formula if scoring.dropout else bands.attention)(q, k, v, scoring)
-    if not scoring.dropout and q.device.type == "cpu" and cpu.is_faster(q):
-        return cpu.causal_attention(q, k, v, scoring.scale)
+    if not scoring.dropout and q.device.type == "cpu" and bands.is_faster(q):
+        return bands.causal_attention(q, k, v, scoring.scale)
     return within.scaled_dot_product(q, k, v, scoring)
 
 

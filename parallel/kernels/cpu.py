@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megacore.parallel.kernels import bands
 from megacore.parallel.kernels.upcast import upcasts
 
 # Elements of the rows of a block.
 _CACHED = 1 << 18
-# From this many queries on, torch's kernel takes larger blocks in its backward, and is the faster one.
-_LONG = 768
 
 
 class _NarrowRMSNorm(torch.autograd.Function):
@@ -69,62 +66,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return y
 
 
-class _NarrowAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        share = q.shape[1] // k.shape[1]
-        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), 0.0, True, scale=scale
-        )
-        ctx.scale = scale
-        ctx.save_for_backward(q, k, v, out, log_sum)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *causal_backward(dy, *ctx.saved_tensors, scale=ctx.scale), None
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; queries see themselves and what is before.
-
-    Torch's kernel forward. The backward is that of :func:`causal_backward`.
-    """
-    y: Tensor = _NarrowAttention.apply(q, k, v, scale)
-    return y
-
-
-def is_faster(q: Tensor) -> bool:
-    """Return whether :func:`causal_attention` takes less time than torch's own, for q: [b, heads, s, head]."""
-    return _in_blocks(q) or upcasts(q)
-
-
-def causal_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    *,
-    scale: float | None = None,
-    exact: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv of :func:`causal_attention`, log_sum: [b, heads, s].
-
-    Short rows of narrow numbers go in blocks of queries, all heads in one batched product: two thirds of the time of
-    torch's kernel in bf16. The scores of that one are ``exact``: they stay in fp32.
-    """
-    if _in_blocks(q) and not exact:
-        return bands.backward(dy, q, k, v, out, log_sum, scale=scale)
-    share = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(share, 1) if share > 1 else x for x in (k, v))
-    dq, *shared = flash_backward(dy, q, keys, values, out, log_sum, causal=True, scale=scale)
-    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in shared)
-    return dq, dk, dv
-
-
 def flash_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,11 +79,6 @@ def flash_backward(
         dy, q, k, v, out, log_sum, 0.0, causal, scale=scale
     )
     return dq, dk, dv
-
-
-def _in_blocks(q: Tensor) -> bool:
-    """Return whether the backward of q: [b, heads, s, head] is faster in blocks of queries than torch's."""
-    return q.dtype.itemsize < 4 and q.shape[2] < _LONG and not upcasts(q)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.parallel.kernels import bands, cpu, flash
+from megacore.parallel.kernels import bands, flash
 from megacore.parallel.kernels.scoring import PLAIN, Scoring
 from megacore.parallel.kernels.upcast import upcasts
 
@@ -247,7 +247,7 @@ def backward(
     for batch in batches.parts:
         log_sums = batch.of(log_sum).contiguous()
         given, queries, keys, values, outputs = batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out))
-        made.append(cpu.causal_backward(given, queries, keys, values, outputs, log_sums, scale=scale, exact=exact))
+        made.append(bands.causal_backward(given, queries, keys, values, outputs, log_sums, scale=scale, exact=exact))
     dq, dk, dv = (batches.tokens(parts) for parts in zip(*made, strict=True))
     return dq, dk, dv
 

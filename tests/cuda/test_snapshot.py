@@ -85,7 +85,7 @@ def traced(name: str, count: int = 1) -> Traced:
         )
         for wanted, on in ((True, {each.stream for each in copies}), (False, {"main"}))
     )
-    ours = ("megacore/training/save.py:Snapshot", "megacore/training/optimizer.py:Optimizer._wait_for_copies")
+    ours = ("megacore/training/save.py:Snapshot", "megacore/training/states/optimizer.py:Optimizer._wait_for_copies")
     return Traced(
         findings(log),
         [

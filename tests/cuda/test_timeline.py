@@ -239,7 +239,6 @@ def test_pairs_are_traced(loss: str, capsys: pytest.CaptureFixture[str]) -> None
     ("options", "said"),
     [
         (["--perfetto", "x.json"], "--perfetto belongs to --trace"),
-        (["--trace", "--goodput"], "--trace does not go with --goodput"),
         (["--trace", "--fit", "GPU=h200"], "--trace does not go with --fit"),
         (["--trace", "--gpu", "cpu"], "--trace does not go with --gpu cpu"),
     ],

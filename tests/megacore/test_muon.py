@@ -17,10 +17,10 @@ from megacore.parallel.parameters import Parameters, view
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Param, Schema
 from megacore.parallel.weights.transfer import execute, native, plan
-from megacore.training import optimizer as optimizers
-from megacore.training.optimizer import Optimizer
 from megacore.training.states import muon
+from megacore.training.states import optimizer as optimizers
 from megacore.training.states.muon import Muon
+from megacore.training.states.optimizer import Optimizer
 
 SIZES = {"layer": 1, "embed": 6, "heads": 8, "kv": 2, "head": 3, "two": 2, "mlp": 10, "experts": 4, "expert_mlp": 5}
 SENTENCES = {

@@ -28,8 +28,8 @@ from megacore.planning import capacity
 from megacore.planning.setting import SHARDS
 from megacore.recipe import load
 from megacore.store.weight_folders.index import MASTER
-from megacore.training.optimizer import Optimizer
 from megacore.training.states.offload import Offload, OffloadedStore
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.states.windows import ALIGNED, BUFFERS, WindowStore, cut
 
 # -- windows

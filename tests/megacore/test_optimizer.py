@@ -12,7 +12,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import Parameters
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import Param, Schema
-from megacore.training.optimizer import Optimizer
+from megacore.training.states.optimizer import Optimizer
 
 # With 2 kv heads on 4 ranks the pieces have other replicas each; beside each other in dim 1, they lie in gaps.
 SIZES = {"layer": 1, "embed": 6, "heads": 8, "kv": 2, "head": 3}

@@ -769,7 +769,7 @@ def test_what_is_wrong_is_said(arguments: list[str], expected: str, capsys: pyte
 
 
 def test_without_torch_it_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delitem(sys.modules, "megacore.planning.measure", raising=False)
+    monkeypatch.delitem(sys.modules, "megacore.planning.trace.measure", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["plan", str(RECIPES / "llama-3.1-8b.yaml"), "--world", "8", "data.sequence_length=24"]) == 2
     assert "install torch" in capsys.readouterr().err

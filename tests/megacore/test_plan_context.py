@@ -20,12 +20,11 @@ from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.costs import KeyExchange
 from megacore.planning.efficiency import LINKS, ring_s
-from megacore.planning.exchange import WHOLE, Packing
 from megacore.planning.fit import CHUNK, fit
 from megacore.planning.packed_documents import drawn
 from megacore.planning.peak_memory import memory
 from megacore.planning.recipe_setting import setting_of
-from megacore.planning.setting import Setting, Widths
+from megacore.planning.setting import WHOLE, Packing, Setting, Widths
 from megacore.planning.step_time import MARGIN, Cluster, estimate
 from megacore.recipe import load
 from megacore.tools.main import main

@@ -47,9 +47,9 @@ from megacore.planning.peak_memory import TERMS, memory
 from megacore.planning.setting import SHARDS, Setting, Widths
 from megacore.planning.traffic import traffic
 from megacore.store.weight_folders.index import MASTER
-from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED
 from megacore.training.states.muon import Muon
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -22,7 +22,7 @@ from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
-from megacore.training.optimizer import Optimizer
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep, evaluate
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

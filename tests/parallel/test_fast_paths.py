@@ -54,7 +54,7 @@ ATTENTION = [(4, 2, 300, 16), (4, 4, 128, 8), (6, 1, 257, 32), (2, 1, 5, 64)]
 def test_attention_in_float64(heads: int, kv: int, length: int, head: int) -> None:
     inputs = attention_inputs(heads, kv, length, head)
     want = results(torch_attention, inputs, torch.float64)
-    assert max(distances(results(cpu.causal_attention, inputs, torch.float64), want)) < 1e-13
+    assert max(distances(results(bands.causal_attention, inputs, torch.float64), want)) < 1e-13
 
 
 @pytest.mark.parametrize(("heads", "kv", "length", "head"), ATTENTION)
@@ -64,14 +64,14 @@ def test_attention_in_bf16(heads: int, kv: int, length: int, head: int, size: in
     q, k, v = attention_inputs(heads, kv, length, head)
     inputs = [q * size, k, v]
     exact = results(torch_attention, inputs, torch.float64)
-    own = distances(results(cpu.causal_attention, inputs, torch.bfloat16), exact)
+    own = distances(results(bands.causal_attention, inputs, torch.bfloat16), exact)
     torchs = distances(results(torch_attention, inputs, torch.bfloat16), exact)
     # Torch rounds neither the probabilities nor their gradient before it multiplies the two.
     assert all(a < 2.5 * b for a, b in zip(own, torchs, strict=True)), (own, torchs)
 
 
 def test_attention_is_chosen_by_dtype_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "causal_attention", lambda q, k, v, scale: "own")
+    monkeypatch.setattr(bands, "causal_attention", lambda q, k, v, scale: "own")
     short, long = torch.zeros(1, 2, 64, 8), torch.zeros(1, 2, 1024, 8)
     for x, own in ((short.bfloat16(), True), (short, False), (short.double(), False), (long.bfloat16(), False)):
         assert (kernels.causal_attention(x, x, x) == "own") == own

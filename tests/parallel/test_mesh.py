@@ -25,7 +25,7 @@ from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.rank_sets import divided, in_rounds
 from megacore.parallel.weights.layout import MeshShape
 from megacore.rank import RankPlace, join
-from megacore.training.optimizer import Optimizer
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacore.parallel import kernels
-from megacore.parallel.kernels import cpu, upcast
+from megacore.parallel.kernels import bands, upcast
 from megacore.parallel.kernels.scoring import Scoring
 
 X86 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
@@ -183,8 +183,8 @@ def test_attention(scoring: Scoring) -> None:
 
 @pytest.mark.usefixtures("without")
 def test_rows_of_any_length_have_the_kernel_with_this_backward() -> None:
-    assert all(cpu.is_faster(torch.empty(1, 2, length, 8, dtype=torch.bfloat16)) for length in (64, 1000))
-    assert not cpu.is_faster(torch.empty(1, 2, 64, 8))
+    assert all(bands.is_faster(torch.empty(1, 2, length, 8, dtype=torch.bfloat16)) for length in (64, 1000))
+    assert not bands.is_faster(torch.empty(1, 2, 64, 8))
 
 
 @pytest.mark.parametrize(("rows", "cast"), [(1, False), (5, False), (6, True)])

@@ -46,9 +46,9 @@ from megacore.parallel.virtual_stages import of_stage, placement_of
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from megacore.parallel.weights.transfer import execute, native, plan
-from megacore.training.optimizer import Optimizer
 from megacore.training.states.muon import Muon
 from megacore.training.states.offload import Offload
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep, evaluate
 
 TOLERANCE = 1e-9

@@ -24,8 +24,8 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.routing import Routing
 from megacore.parallel.weights.layout import MeshShape
-from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep, counted_tokens, evaluate
 
 SEQUENCES, EXPERTS, TOP_K, RATE = 4, 8, 3, 1e-3

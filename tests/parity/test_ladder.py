@@ -21,7 +21,7 @@ from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.rank_sets import divide
 from megacore.parallel.weights.layout import MeshShape
 from megacore.store.weight_folders.index import MOMENTS
-from megacore.training.optimizer import Optimizer
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import TrainStep
 
 

@@ -24,8 +24,8 @@ from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
-from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.states.optimizer import Optimizer
 from megacore.training.step import Stats, TrainStep
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

@@ -70,7 +70,7 @@ def texts(
     together: int = 3,
     prompts: Sequence[list[int]] = PROMPTS,
     stops: Sequence[int] = (),
-    new: int = 20,
+    new: int = 12,
 ) -> tuple[list[list[int]], int, int]:
     """What this rank learns: the new tokens of each prompt, the forwards of them all, and the drafts."""
     found: list[list[int]] = [[] for _ in prompts]
@@ -89,11 +89,11 @@ def test_greedy_texts_are_those_without_drafts(name: str, depth: int, seed: int,
     """Prompts of different lengths together, the texts of which end at a token, or where the positions do."""
     model, most = loaded(saved(tmp_path / "hf", name, depth, seed)), 1 + seed % 4
     wanted, steps, none = texts(model, 0)
-    assert none == 0 and steps == sum(map(len, wanted)) == 4 * 20
+    assert none == 0 and steps == sum(map(len, wanted)) == 4 * 12
     found, forwards, made = texts(model, most)
     assert found == wanted and 0 <= steps - forwards <= made <= most * forwards
     stops = [wanted[0][4], wanted[2][1]]
-    ends = [next((at for at, token in enumerate(text, 1) if token in stops), 20) for text in wanted]
+    ends = [next((at for at, token in enumerate(text, 1) if token in stops), 12) for text in wanted]
     assert texts(model, most, stops=stops)[0] == [text[:end] for text, end in zip(wanted, ends, strict=True)]
 
 

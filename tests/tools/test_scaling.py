@@ -38,7 +38,7 @@ def test_each_is_the_plan_of_its_ranks(
     ("options", "says"),
     [
         (["--weak"], "--weak is about several numbers of ranks"),
-        (["--world", "16,128", "--goodput"], "several numbers shows plans alone"),
+        (["--world", "16,128", "--trace"], "several numbers shows plans alone"),
         (["--world", "16,128", "--gpu", "cpu"], "give one --world"),
         (["--world", "16,20", "--weak", "mesh.tp=2", "batch.global_size=6"], "no whole number of them on 20"),
         (["--world", "16,20"], "cannot divide 20 ranks"),

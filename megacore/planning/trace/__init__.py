@@ -1,1 +1,1 @@
-"""Steps traced on a simulated GPU: what each rank asks of one, by shapes alone, and how long that would take."""
+"""What a model does by shapes alone: its parts are measured, and steps traced on a simulated GPU."""

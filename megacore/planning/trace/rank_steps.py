@@ -24,8 +24,7 @@ from megacore.planning.trace.simulated_gpu import SimulatedGpu
 from megacore.store.io.direct import aligned_memory
 from megacore.training import build
 from megacore.training.callbacks import shard_checksums
-from megacore.training.check import Setup
-from megacore.training.resume import Start
+from megacore.training.resume import Setup, Start
 from megacore.training.trainer import Trainer
 
 

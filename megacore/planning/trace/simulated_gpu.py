@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from megacore.planning.costs import SEND
-from megacore.planning.measure import kind_of, product
 from megacore.planning.trace.fake_cuda import _FREE, DeviceWatch, _on_device, place
 from megacore.planning.trace.log import HOST, Entry, Launch, NcclMessage, RecordEvent, StepStart, Wait
+from megacore.planning.trace.measure import kind_of, product
 
 aten = torch.ops.aten
 

@@ -92,3 +92,19 @@ def read_file(path: Path, root: Path | None = None, limit: int = limits.JSON) ->
             "parallel/limits.py)"
         )
     return data
+
+
+def text_problem(value: object, what: str) -> str | None:
+    """Return why a value is no text that can be encoded; None where it is one."""
+    if not isinstance(value, str):
+        return f"{what} is {kind_of(value)}, not text"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return f"{what} has the lone surrogate {value[error.start]!r} at {error.start}"
+    return None
+
+
+def kind_of(value: object) -> str:
+    """Return the type of a JSON value, for a message."""
+    return "null" if value is None else f"a {type(value).__name__}"

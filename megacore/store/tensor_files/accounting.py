@@ -13,6 +13,7 @@ import numpy as np
 
 from megacore.models.config import ModelConfig
 from megacore.models.wrappers import Naming, Wrapper
+from megacore.parallel.rank_sets import runs
 from megacore.parallel.weights.schema import NAMED, Schema
 from megacore.parallel.weights.transfer import Stored, hugging_face
 from megacore.store.tensor_files.dtypes import kinds_of
@@ -135,13 +136,7 @@ def ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as one word: ``{0..3,7}``."""
     if len(numbers) == 1:
         return str(numbers[0])
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return "{" + ",".join(f"{a}..{b}" if a < b else str(a) for a, b in runs) + "}"
+    return "{" + ",".join(f"{a}..{b}" if a < b else str(a) for a, b in runs(numbers)) + "}"
 
 
 def _absurd(config: ModelConfig, found: int) -> str | None:

@@ -19,6 +19,7 @@ from megacore.models.registry import family
 from megacore.models.tuning import Tuning
 from megacore.models.wrappers import Naming, unwrapped
 from megacore.parallel.enum_errors import Placement
+from megacore.parallel.rank_sets import runs
 from megacore.parallel.weights.block_formats import BLOCK_BYTES
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Coordinates, Layout, MeshShape, Shard, least_layers
@@ -258,7 +259,7 @@ class Index:
                     "at": p.at,
                     "hf": p.hf,
                     "hf_pattern": p.hf_pattern or p.pattern,
-                    **({"layers": _runs(p.layers)} if p.layers is not None else {}),
+                    **({"layers": _spelled_layers(p.layers)} if p.layers is not None else {}),
                 }
                 for p in schema.params
             ],
@@ -510,10 +511,9 @@ def _record(tree: _Tree) -> FileRecord:
     return FileRecord(tree.get("bytes", int), made, ranges)
 
 
-def _runs(layers: Sequence[int]) -> str:
+def _spelled_layers(layers: Sequence[int]) -> str:
     """Return numbers as the index says them: ``0-2,5``."""
-    first, last = ([n for n in layers if n + step not in layers] for step in (-1, 1))
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs(layers))
 
 
 def _layers(tree: _Tree, version: int) -> tuple[int, ...] | None:

@@ -1,1 +1,1 @@
-"""Where masters and moments are: on the device, in host memory or in a file."""
+"""The optimizer, and where its masters and moments are: on the device, in host memory or in a file."""

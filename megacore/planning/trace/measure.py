@@ -61,7 +61,7 @@ from megacore.planning.costs import (
     MatMul,
     OpCounts,
 )
-from megacore.planning.exchange import ExchangeWork, Packing
+from megacore.planning.setting import ExchangeWork, Packing
 
 aten = torch.ops.aten
 
