@@ -52,8 +52,9 @@ class ModelFiles:
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """ids [n], and whether the loss counts the prediction of each [n]."""
-ImageTokens = Sequence[tuple[str, Sequence[tuple[int, int]]]]
-"""(file, the runs [first, stop) of the tokens that stand for it) of each image of a text, in their order."""
+ImageTokens = Sequence[tuple[str, Sequence[tuple[int, int]], Sequence[int]]]
+"""(file, the runs [first, stop) of the tokens that stand for it, its (height, width) in tokens, empty where positions
+do not go by it) of each image of a text, in their order."""
 
 
 class NoTemplateError(InputError):
@@ -234,7 +235,12 @@ class ModelTokenizer:
                 f"has {len(images)} images, and its text {len(found)} places of one and {marks.sum()} tokens of "
                 f"{processor.image_token!r}, {sum(map(len, found))} of them there: write no such token as text"
             )
-        return (tokens, counted), [(str(each.path), _runs(of)) for each, of in zip(images, found, strict=True)]
+        grids = np.asarray(made.get("image_grid_thw", np.zeros((len(images), 0), np.int64)))
+        sizes = grids[:, 1:] // getattr(processor.image_processor, "merge_size", 1)
+        if grids.size and [*sizes.prod(1)] != [*map(len, found)]:
+            raise BadExample(f"has images of {grids.tolist()} patches, and {[*map(len, found)]} tokens of them")
+        shown = zip(images, found, sizes.tolist(), strict=True)
+        return (tokens, counted), [(str(each.path), _runs(of), size) for each, of, size in shown]
 
 
 def _runs(places: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -19,15 +19,16 @@ from families import in_float64
 from PIL import Image
 from pool import Pool
 from transformers import AutoProcessor
-from wrapped import CHATML, PROCESSED, loaded, processed, prompts, saved
+from wrapped import CHATML, IMAGE, PROCESSED, loaded, of_patches, processed, prompts, saved
 
-from megacore.data.batches import Batch, BatchImage
+from megacore.data.batches import Batch, BatchImage, collate
 from megacore.data.examples import Examples
 from megacore.data.formats import BadExample, example
 from megacore.data.model_tokenizer import ModelTokenizer
+from megacore.data.samples import Sample
 from megacore.inference.model_loader import microbatch_of, model_from
 from megacore.models.decoder import MicrobatchImage
-from megacore.models.wrappers import WRAPPERS
+from megacore.models.wrappers import WRAPPERS, rope_axes
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
 from megacore.recipe import ConfigError
@@ -36,7 +37,9 @@ from megacore.training.check import check
 from megacore.training.vision_tower import ImageReader, Tower
 
 LENGTH = 256
-SEE = [name for name, each in WRAPPERS.items() if not each.no_images]
+SEE = [name for name, each in WRAPPERS.items() if not each.no_images and not each.sections]
+IN_THREE = [name for name, each in WRAPPERS.items() if each.sections]
+"""Those of whose images tokens have three positions."""
 
 
 def float64_of(path: Path) -> Any:
@@ -67,6 +70,40 @@ def test_logits_of_a_text_with_an_image(name: str, tmp_path: Path, capfd: pytest
     with in_float64(), torch.no_grad():
         wanted = whole(input_ids=tokens, **floats).logits[0]
     assert found is not None and (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", IN_THREE)
+def test_logits_and_positions_in_three_axes(name: str, tmp_path: Path) -> None:
+    """Of two documents in a row, one of which has two images."""
+    folder = open_folder(saved(name, tmp_path / "hf"))
+    model, whole = model_from(folder, Mesh.single(), torch.float64), float64_of(tmp_path / "hf")
+    (chunk,), carried = model.chunks, folder.index.carried
+    chunk.tower = Tower(folder, torch.float64, torch.device("cpu"))
+    assert carried is not None
+    chunk.turn_by(rope_axes(carried.config, model.config))
+    prompts = [of_patches((4, 8), (8, 4)), of_patches((4, 12))]
+    ids = [each["input_ids"][0].numpy() for each in prompts]
+    documents = np.repeat([0, 1], [each.size for each in ids])
+    row = np.concatenate([*ids, [0]]), np.append(documents, 1), np.ones(len(documents) + 1, bool)
+    runs = np.split(at := np.flatnonzero(row[0] == IMAGE), np.flatnonzero(np.diff(at) > 1) + 1)
+    grids = [grid for each in prompts for grid in each["image_grid_thw"]]
+    sizes = [(grid[1:] // 2).tolist() for grid in grids]
+    batch = collate([Sample(*row, images=[("", *each) for each in zip(runs, sizes, strict=True)])], True)
+    texts = [{key: each for key, each in prompt.items() if key != "pixel_values"} for prompt in prompts]
+    wanted = [whole.model.get_rope_index(**each)[0] for each in texts]
+    assert batch.positions_3d is not None
+    assert batch.positions_3d.tolist() == torch.cat(wanted, -1).tolist()
+    pixels = torch.cat([each["pixel_values"] for each in prompts]).split([int(grid.prod()) for grid in grids])
+    images = tuple(
+        MicrobatchImage("", run.size, {"pixel_values": of, "image_grid_thw": grid[None]}, *map(torch.from_numpy, own))
+        for run, of, grid, own in zip(runs, pixels, grids, ((e.features, e.places) for e in batch.images), strict=True)
+    )
+    in_three = torch.from_numpy(batch.positions_3d).view(3, -1)
+    with in_float64(), torch.no_grad():
+        found = model.logits(replace(microbatch_of(model, batch), images=images, positions_3d=in_three))
+        theirs = [whole(**{**each, "pixel_values": each["pixel_values"].double()}).logits[0] for each in prompts]
+    assert found is not None and (found - torch.cat(theirs)).abs().max() <= 1e-9 * found.abs().max()
 
 
 def part(**fields: str) -> dict[str, Any]:
@@ -152,7 +189,7 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
         assert not isinstance(without, str), without
         (((same, also), _),) = without
         assert same.tolist() == ids.tolist() and also.tolist() == counted.tolist()  # as the template has no marks
-        places = [at for _, runs in shown for run in runs for at in range(*run)]
+        places = [at for _, runs, _ in shown for run in runs for at in range(*run)]
         assert places == np.flatnonzero(ids == 60).tolist()
 
 
