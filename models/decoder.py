@@ -529,23 +529,23 @@ class Decoder(nn.Module):
     def hidden(self, x: Tensor | None, microbatch: Microbatch, context: Context | None = None) -> Tensor:
         """Return the activations after the blocks: [tokens/tp, embed]."""
         context = context or self.context(microbatch)
-        blocks = list(self.layers.values())
+        layers = list(self.layers.values())
         if self.embedding is not None:
             x = self.embedding(microbatch)
             if microbatch.images:
                 assert self.tower is not None  # where the data has images
                 features = torch.cat([self.tower(each)[:, each.features] for each in microbatch.images], 1)
                 places = torch.cat([each.places for each in microbatch.images])
-                x, blocks = x.index_copy(0, places, features[0]), blocks[len(features) - 1 :]
+                x, layers = x.index_copy(0, places, features[0]), layers[len(features) - 1 :]
                 for block, added in zip(self.layers.values(), features[1:], strict=False):
                     x = self.run([block], x, context).index_add(0, places, added)
             embedded = x[:, : self.told]  # of several streams the first
         assert x is not None  # the first chunk embeds, the others are given activations
         if not self.told:
-            return self.run(blocks, x, context)
+            return self.run(layers, x, context)
         if self.embedding is None:
             x, embedded = x.split([x.shape[-1] - self.told, self.told], -1)
-        x = self.run(blocks, x, replace(context, tokens=microbatch.tokens, embedded=embedded))
+        x = self.run(layers, x, replace(context, tokens=microbatch.tokens, embedded=embedded))
         return x if self.head is not None else torch.cat([x, embedded], -1)
 
     def turn_by(self, axes: Sequence[int]) -> None:

@@ -238,7 +238,10 @@ class ModelTokenizer:
         grids = np.asarray(made.get("image_grid_thw", np.zeros((len(images), 0), np.int64)))
         sizes = grids[:, 1:] // getattr(processor.image_processor, "merge_size", 1)
         if grids.size and [*sizes.prod(1)] != [*map(len, found)]:
-            raise BadExample(f"has images of {grids.tolist()} patches, and {[*map(len, found)]} tokens of them")
+            raise BadExample(
+                f"has images of {sizes.tolist()} tokens in height and width, and its text {[*map(len, found)]} of "
+                "them: the processor is another model's"
+            )
         shown = zip(images, found, sizes.tolist(), strict=True)
         return (tokens, counted), [(str(each.path), _runs(of), size) for each, of, size in shown]
 

@@ -19,7 +19,7 @@ from families import in_float64
 from PIL import Image
 from pool import Pool
 from transformers import AutoProcessor
-from wrapped import CHATML, IMAGE, PROCESSED, loaded, of_patches, processed, prompts, saved
+from wrapped import CHATML, IMAGE, PROCESSED, loaded, of_patches, processed, prompts, qwen_processor, saved
 
 from megacore.data.batches import Batch, BatchImage, collate
 from megacore.data.examples import Examples
@@ -199,6 +199,7 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
 def recipe(folder: Path, name: str = "llava", *more: dict[str, Any], **data: Any) -> str:
     """A recipe over chats with images, in files beside it, and a model that sees."""
     if not (folder / "hf").exists():
+        folder.mkdir(exist_ok=True)
         processed(name, folder / "hf")
     chats = write_jsonl(folder / "chats.jsonl", *rows(folder), *more)
     sections = {
@@ -245,17 +246,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ALONE = ["chat.pack=false", "batch.global_size=6"]
 
 
+def trained(recipe: str, overrides: list[str]) -> Result:
+    qwen_processor()  # in this process, too
+    return train(recipe, overrides)
+
+
 @cache
 def _alone(pool: Pool, folder: Path) -> Result:
     """Each chat in a row of its own, and all of them in a step."""
-    result: Result = pool.run(1, train, recipe(folder, "llava_next"), [f"out={folder / 'alone'}", *ALONE])[0]
+    result: Result = pool.run(1, trained, recipe(folder, folder.name), [f"out={folder / 'alone'}", *ALONE])[0]
     return result
 
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PROCESSED)
 def test_the_loss_is_that_of_transformers(pool: Pool, name: str, tmp_path: Path) -> None:
-    made = pool.run(1, train, recipe(tmp_path, name), [f"out={tmp_path / 'run'}", *ALONE, "train.steps=1"])[0]
+    made = pool.run(1, trained, recipe(tmp_path, name), [f"out={tmp_path / 'run'}", *ALONE, "train.steps=1"])[0]
     np.testing.assert_allclose(made.values("loss"), [loss_of_theirs(tmp_path)], rtol=1e-9)
 
 
@@ -268,13 +274,15 @@ LAYOUTS = {
 PACKED = ["data.sequence_length=128", "batch.global_size=3"]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: str) -> None:
+def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: str, name: str) -> None:
+    folder = folder / name
     alone = _alone(pool, folder)
     world, overrides = LAYOUTS[layout]
     common = [f"out={folder / layout}", *PACKED]
-    made = pool.run(world, train, str(folder / "recipe.yaml"), [*common, *overrides])
+    made = pool.run(world, trained, str(folder / "recipe.yaml"), [*common, *overrides])
     for key in ("loss", "grad_norm", "validation_loss"):
         assert len(made[0].values(key)) == len(alone.values(key)) > 0
         np.testing.assert_allclose(made[0].values(key), alone.values(key), rtol=1e-9)
@@ -284,6 +292,7 @@ def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: st
 @pytest.mark.parametrize("tuned", [[], ["lora.rank=2"]], ids=["all", "lora"])
 def test_a_run_goes_on_on_another_layout(pool: Pool, folder: Path, tuned: list[str], tmp_path: Path) -> None:
     """A checkpoint of all weights carries the tower; the order of the images is that of the samples."""
+    folder = folder / "llava_next"
     _alone(pool, folder)
     recipe, common = str(folder / "recipe.yaml"), [*tuned, *PACKED, "batch.global_size=1", "train.steps=4"]
     whole = pool.run(1, train, recipe, [f"out={tmp_path / 'whole'}", *common])[0]
@@ -346,6 +355,37 @@ def test_an_image_token_that_is_text(tmp_path: Path) -> None:
         assert isinstance(found, str) and "the model's processor fails: " in found and "<image> tokens" in found
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            [2, 1, 1],
+            "mesh.pp, pipeline.chunks: a qwen3_vl adds features of images to what its first 2 layers give, and the "
+            "first part of the pipeline has 1: give it 2 with pipeline.layers_per_stage, or choose a smaller mesh.pp",
+        ),
+        ([2, 1], "model: mrope_section is [2, 1]: it must be three numbers that share out 4 frequencies"),
+        ([2, 3, 1], "model: mrope_section is [2, 3, 1]: it must be three numbers that share out 4 frequencies"),
+    ],
+)
+def test_models_that_do_not_fit_their_images(section: list[int], message: str, tmp_path: Path) -> None:
+    path, file = recipe(tmp_path, "qwen3_vl"), tmp_path / "hf" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["rope_parameters"]["mrope_section"] = section
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(path, [f"out={tmp_path / 'run'}", "mesh.pp=4"], 4, 4)
+
+
+def test_tokens_that_are_no_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_processor(), "replace_image_token", lambda self, *_, **__: self.image_token * 3)
+    tokenizer = ModelTokenizer(processed("qwen3_vl", tmp_path / "hf"))
+    found = tokenizer.with_images(rows(tmp_path)[0], "assistant", tmp_path)
+    assert isinstance(found, str)
+    assert found == (
+        "has images of [[2, 4]] tokens in height and width, and its text [3] of them: the processor is another model's"
+    )
+
+
 def test_an_image_behind_the_last_token_is_left_out(tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", "data.sequence_length=40"]
     (found,) = check(recipe(tmp_path), overrides, 1, 1).corpora.corpora
@@ -378,7 +418,7 @@ def test_a_rank_reads_the_images_of_its_tokens_alone() -> None:
             "gemma3",
             "not trained on in a gemma3, as its attention within an image goes in both directions: leave them out",
         ),
-        ("qwen2_vl", "not trained on in a qwen2_vl, as its rope turns by three positions of a token"),
+        ("gemma3n", "not trained on in a gemma3n, as its layers are told of tokens, and images have none of those"),
         (None, "line 1: has images, and the model reads text alone: leave them out"),
     ],
 )
