@@ -81,7 +81,8 @@ def tables(
     inv_freq, factor = inverse_frequencies(rope, head_dim, sequence_length)
     if positions.is_cuda:
         inv_freq = inv_freq.pin_memory()  # nobody waits for the device
-    angles = positions.view(len(positions), -1).float() * inv_freq.to(positions.device, non_blocking=True)
+    positions = positions[:, None] if positions.dim() == 1 else positions
+    angles = positions.float() * inv_freq.to(positions.device, non_blocking=True)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
