@@ -365,7 +365,7 @@ def processed(name: str, path: Path) -> Path:
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, **named, **more)
     square: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    of_qwen = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
+    of_qwen: Any = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
     made: Any = {
         "aria": lambda: AriaProcessor(AriaImageProcessorPil(), tokenizer, size_conversion={980: 2}),
         "idefics3": lambda: Idefics3Processor(
