@@ -95,6 +95,7 @@ class Microbatch:
         pairs: The pairs of documents of preferences; None where there are none.
         ahead: What layers behind the model are to predict, the first of them first; empty: nothing.
         images: Those of which this rank holds tokens, if it embeds.
+        positions_3d: [3, t], each token's positions in time, height and width; None: each is that of ``positions``.
     """
 
     tokens: Tensor
@@ -119,6 +120,7 @@ class Microbatch:
     pairs: MicrobatchPairs | None = None
     ahead: tuple[FurtherTokens, ...] = ()
     images: tuple[MicrobatchImage, ...] = ()
+    positions_3d: Tensor | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -438,7 +440,8 @@ class Decoder(nn.Module):
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
         self.tower: Callable[[MicrobatchImage], Tensor] | None = None
-        """An image to its features, [features, embed], which take the place of embeddings and are not trained."""
+        """An image to its features, [1 + n, features, embed], which are not trained: the first take the place of
+        embeddings, the others are added to what the first n layers give."""
         self.told = told
         """Numbers of each token's embedding that all blocks are told, which therefore travels with the activations."""
         self._rotaries, self._seed, self._mesh = dict(rotaries or {}), seed, mesh or Mesh.single()
@@ -526,20 +529,29 @@ class Decoder(nn.Module):
     def hidden(self, x: Tensor | None, microbatch: Microbatch, context: Context | None = None) -> Tensor:
         """Return the activations after the blocks: [tokens/tp, embed]."""
         context = context or self.context(microbatch)
+        layers = list(self.layers.values())
         if self.embedding is not None:
             x = self.embedding(microbatch)
             if microbatch.images:
                 assert self.tower is not None  # where the data has images
-                features = torch.cat([self.tower(each)[each.features] for each in microbatch.images])
-                x = x.index_copy(0, torch.cat([each.places for each in microbatch.images]), features)
+                features = torch.cat([self.tower(each)[:, each.features] for each in microbatch.images], 1)
+                places = torch.cat([each.places for each in microbatch.images])
+                x, layers = x.index_copy(0, places, features[0]), layers[len(features) - 1 :]
+                for block, added in zip(self.layers.values(), features[1:], strict=False):
+                    x = self.run([block], x, context).index_add(0, places, added)
             embedded = x[:, : self.told]  # of several streams the first
         assert x is not None  # the first chunk embeds, the others are given activations
         if not self.told:
-            return self.run(self.layers.values(), x, context)
+            return self.run(layers, x, context)
         if self.embedding is None:
             x, embedded = x.split([x.shape[-1] - self.told, self.told], -1)
-        x = self.run(self.layers.values(), x, replace(context, tokens=microbatch.tokens, embedded=embedded))
+        x = self.run(layers, x, replace(context, tokens=microbatch.tokens, embedded=embedded))
         return x if self.head is not None else torch.cat([x, embedded], -1)
+
+    def turn_by(self, axes: Sequence[int]) -> None:
+        """Have each frequency of the ropes turn by one of a token's positions in time, height and width: 0, 1 or 2."""
+        for rotary in self._rotaries.values():
+            rotary.axes = torch.tensor(axes, device=self._mesh.device)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -601,13 +613,15 @@ class Decoder(nn.Module):
 
     def _rotation(self, rotary: Rotary, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """cos, sin: [t, turning/2] at the microbatch's positions."""
+        positions, in_three = microbatch.positions, microbatch.positions_3d
+        positions = positions if in_three is None else rotary.of_three(in_three)
         if microbatch.lengths is not None:
             assert microbatch.documents is not None  # whose lengths they are
             documents, lengths = microbatch.documents, microbatch.lengths
             if microbatch.split is not None:
                 documents, lengths = microbatch.split.of_documents(self._mesh.place.cp, lengths)
-            return rotary.of_documents(microbatch.positions, documents, lengths, self.dtype)
-        if microbatch.split is not None:
-            return rotary.at(microbatch.positions, microbatch.sequence_length, self.dtype)
-        cos, sin = rotary(microbatch.sequence_length, self.dtype, microbatch.positions.device)
-        return cos[microbatch.positions], sin[microbatch.positions]
+            return rotary.of_documents(positions, documents, lengths, self.dtype)
+        if microbatch.split is not None or in_three is not None:
+            return rotary.at(positions, microbatch.sequence_length, self.dtype)
+        cos, sin = rotary(microbatch.sequence_length, self.dtype, positions.device)
+        return cos[positions], sin[positions]

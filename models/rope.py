@@ -73,14 +73,16 @@ def inverse_frequencies(rope: Rope, head_dim: int, sequence_length: int) -> tupl
 def tables(
     rope: Rope, head_dim: int, positions: Tensor, *, sequence_length: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """positions: [t] -> cos, sin: [t, turning/2] in ``dtype``, computed in float32 on the device of the positions.
+    """positions: [t], or [t, turning/2] where frequencies turn by other ones, -> cos, sin: [t, turning/2] in ``dtype``,
+    computed in float32 on the device of the positions.
 
     For given positions they are the same in every layer and step: ``Rotary`` keeps them.
     """
     inv_freq, factor = inverse_frequencies(rope, head_dim, sequence_length)
     if positions.is_cuda:
         inv_freq = inv_freq.pin_memory()  # nobody waits for the device
-    angles = positions[:, None].float() * inv_freq.to(positions.device, non_blocking=True)
+    positions = positions[:, None] if positions.dim() == 1 else positions
+    angles = positions.float() * inv_freq.to(positions.device, non_blocking=True)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
@@ -93,6 +95,8 @@ class Rotary:
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
         self.rope, self.head_dim = rope, head_dim
+        self.axes: Tensor | None = None
+        """[turning/2], by which of the three positions of a token, in time, height and width, each frequency turns."""
         self._kept: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, sequence_length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -102,16 +106,21 @@ class Rotary:
             self._kept[key] = tables(self.rope, self.head_dim, positions, sequence_length=sequence_length, dtype=dtype)
         return self._kept[key]
 
+    def of_three(self, positions: Tensor) -> Tensor:
+        """positions: [3, t], in time, height and width -> [t, turning/2], those by which the frequencies turn."""
+        assert self.axes is not None  # of models whose images have such positions
+        return positions.index_select(0, self.axes).T.contiguous()
+
     def at(self, positions: Tensor, sequence_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: [t] -> cos, sin: [t, turning/2] at some positions of a sequence, so that nobody computes the
-        others; nothing is kept."""
+        """positions: [t] or [t, turning/2] -> cos, sin: [t, turning/2] at some positions of a sequence, so that nobody
+        computes the others; nothing is kept."""
         return tables(self.rope, self.head_dim, positions, sequence_length=sequence_length, dtype=dtype)
 
     def of_documents(
         self, positions: Tensor, documents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """positions: [t] -> cos, sin: [t, turning/2], each document's with the frequencies of a sequence of its own
-        length; nothing is kept.
+        """positions: [t] or [t, turning/2] -> cos, sin: [t, turning/2], each document's with the frequencies of a
+        sequence of its own length; nothing is kept.
 
         Args:
             positions: Those of the documents' tokens, one document after the other.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacore.models.config import SCORING, ModelConfigError
+from megacore.models.config import SCORING, ModelConfig, ModelConfigError
 
 # What is said of the whole, and is the part's as well where that says nothing of its own.
 _SHARED = ("bos_token_id", "dtype", "eos_token_id", "quantization_config", "torch_dtype", "transformers_version")
@@ -18,7 +18,7 @@ _IMAGES = ("image_token_id", "video_token_id", "vision_end_token_id", "vision_st
 _OTHER_NAMES = {"num_local_experts": "num_experts"}
 # How the experts of a part lie in the file, which its tensors say.
 LIE = "stacked_experts"
-# How the three numbers of a position share out a head; of text the three are one number, and this says nothing.
+# How the three numbers of a position share out a head; of text the three are one number.
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
@@ -66,6 +66,11 @@ class Wrapper:
         harmless: Fields of the part that say nothing of text.
         flat: Whether there are files in which the part's fields stand among those of the whole.
         no_images: Why chats that have images are not trained on; empty if they are.
+        sections: Where tokens of images have three positions, in time, height and width: how many frequencies turn by
+            each, if the file does not say it.
+        interleaved: Whether frequencies that turn by each come in turns, not one section after the other.
+        added: Where layers of the tower give more of an image, which is added to what the first layers give: the field
+            of ``vision_config`` that lists them, and what transformers' class has.
     """
 
     families: tuple[str, ...]
@@ -76,6 +81,9 @@ class Wrapper:
     harmless: tuple[str, ...] = ()
     flat: bool = False
     no_images: str = ""
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
+    added: tuple[str, tuple[int, ...]] = ("", ())
 
     def carries(self, name: str) -> bool:
         """Return whether a tensor of the whole is of another part."""
@@ -125,7 +133,15 @@ _QWEN3_MOE = {
     LIE: "inputs",
 }
 _VISUAL = ("visual.",)
-_PLACES = "its rope turns by three positions of a token, in time, height and width"
+_QWEN2_VL: Mapping[str, Any] = {"others": _VISUAL, "defaults": _QWEN2, "flat": True, "sections": (16, 24, 24)}
+_QWEN3_VL: Mapping[str, Any] = {
+    "others": _VISUAL,
+    "sections": (24, 20, 20),
+    "interleaved": True,
+    "added": ("deepstack_visual_indexes", (8, 16, 24)),
+}
+_QWEN3_5: Mapping[str, Any] = {"others": _VISUAL, "sections": (11, 11, 10), "interleaved": True}
+_GLM4V: Mapping[str, Any] = {"others": _VISUAL, "sections": (8, 12, 12)}
 _BOTH_WAYS = "its attention within an image goes in both directions"
 _SEES_AND_HEARS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SMOL = Wrapper(
@@ -157,13 +173,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "glm4v": Wrapper(
         ("glm4",),
         "glm4v_text",
-        others=_VISUAL,
         defaults={"head_dim": None, "pad_token_id": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
-        no_images=_PLACES,
+        **_GLM4V,
     ),
-    "glm4v_moe": Wrapper(
-        ("glm4_moe",), "glm4v_moe_text", others=_VISUAL, defaults={"attention_bias": True}, no_images=_PLACES
-    ),
+    "glm4v_moe": Wrapper(("glm4_moe",), "glm4v_moe_text", defaults={"attention_bias": True}, **_GLM4V),
     "idefics3": _SMOL,
     "internvl": Wrapper(("qwen2", "qwen3", "llama")),
     "llama4": Wrapper(
@@ -175,18 +188,17 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "llava_next": Wrapper(("llama", "mistral", "qwen2")),
     "llava_onevision": Wrapper(("qwen2",)),
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4")),
-    "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True, no_images=_PLACES),
-    "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", others=_VISUAL, defaults=_QWEN2, flat=True, no_images=_PLACES),
-    "qwen3_5": Wrapper(("qwen3_5_text",), others=_VISUAL, no_images=_PLACES),
-    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), others=_VISUAL, no_images=_PLACES),
-    "qwen3_vl": Wrapper(("qwen3",), "qwen3_vl_text", others=_VISUAL, defaults={"rope_theta": 5e5}, no_images=_PLACES),
+    "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", **_QWEN2_VL),
+    "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", **_QWEN2_VL),
+    "qwen3_5": Wrapper(("qwen3_5_text",), **_QWEN3_5),
+    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), **_QWEN3_5),
+    "qwen3_vl": Wrapper(("qwen3",), "qwen3_vl_text", defaults={"rope_theta": 5e5}, **_QWEN3_VL),
     "qwen3_vl_moe": Wrapper(
         ("qwen3_moe",),
         "qwen3_vl_moe_text",
-        others=_VISUAL,
         defaults=_QWEN3_MOE,
         harmless=("norm_topk_prob", "tie_word_embeddings"),
-        no_images=_PLACES,
+        **_QWEN3_VL,
     ),
     "smolvlm": _SMOL,
 }
@@ -244,6 +256,45 @@ def images_refusal(whole: Mapping[str, Any]) -> str:
         f"has images, which are not trained on in a {whole['model_type']}, as {reason}: leave them out, or start from "
         f"one of {run}"
     )
+
+
+def rope_axes(whole: Mapping[str, Any], config: ModelConfig) -> list[int]:
+    """Return by which position of a token each frequency of the rope turns, 0 in time, 1 in height, 2 in width; empty
+    where tokens have one. ``config``: that of the part. Raises ModelConfigError: the file shares them out otherwise."""
+    name, wrapper = str(whole["model_type"]), WRAPPERS[str(whole["model_type"])]
+    if not wrapper.sections:
+        return []
+    part: Any = whole if _is_flat(whole, wrapper) else whole[wrapper.section]
+    ropes = [rope for key in _ROPES if isinstance(rope := part.get(key), Mapping)]
+    sections: Any = next((rope[_SECTIONS[0]] for rope in ropes if _SECTIONS[0] in rope), wrapper.sections)
+    (rope,) = config.anatomy.ropes.values()
+    count = rope.turning(config.sizes["head"]) // 2
+    numbers = sections if isinstance(sections, list | tuple) and all(type(n) is int for n in sections) else ()
+    if len(numbers) != 3 or min(numbers) < 0 or sum(numbers) != count:
+        problem = f"{_SECTIONS[0]} is {sections!r}: it must be three numbers that share out {count} frequencies"
+        raise ModelConfigError(name, [problem])
+    if wrapper.interleaved:
+        return [n % 3 if n < 3 * numbers[n % 3] else 0 for n in range(count)]
+    return [axis for axis, size in enumerate(numbers) for _ in range(size)]
+
+
+def image_problems(whole: Mapping[str, Any], config: ModelConfig, first: int) -> Iterator[str]:
+    """Yield why a model that sees is not trained on images as it stands. ``config``: that of its text part; ``first``:
+    the layers in the first part of the pipeline."""
+    name = str(whole["model_type"])
+    key, default = WRAPPERS[name].added
+    vision = whole.get("vision_config")
+    listed = vision.get(key, default) if isinstance(vision, Mapping) else default
+    if isinstance(listed, list | tuple) and first < len(listed):
+        yield (
+            f"mesh.pp, pipeline.chunks: a {name} adds features of images to what its first {len(listed)} layers give, "
+            f"and the first part of the pipeline has {first}: give it {len(listed)} with pipeline.layers_per_stage, or "
+            "choose a smaller mesh.pp or pipeline.chunks"
+        )
+    try:
+        rope_axes(whole, config)
+    except ModelConfigError as error:
+        yield from (f"model: {problem}" for problem in error.problems)
 
 
 def rewrapped(whole: Mapping[str, Any], part: Mapping[str, Any], unknown: Collection[str]) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def in_float64() -> Iterator[None]:
     Their norms, softmaxes and some logits are cast to float32 whatever the model's dtype. Rotary frequencies and angles
     are not touched: they are float32 from the start.
     """
-    to, kind, single, softmax = Tensor.to, Tensor.type, Tensor.float, Tensor.softmax
+    to, kind, single, softmax, sample = Tensor.to, Tensor.type, Tensor.float, Tensor.softmax, F.grid_sample
 
     def to_no_less(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
         wanted = named.get("dtype", arguments[0] if arguments else None)
@@ -228,4 +228,6 @@ def in_float64() -> Iterator[None]:
         patch.setattr(Tensor, "type", type_no_less)
         patch.setattr(Tensor, "float", lambda self: self if self.dtype == torch.float64 else single(self))
         patch.setattr(Tensor, "softmax", softmax_no_less)
+        # At places of float32, as the position embeddings of GLM-4V are.
+        patch.setattr(F, "grid_sample", lambda x, places, **how: sample(x, places.to(x.dtype), **how))
         yield

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForImageTextToText,
+    AutoProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.gemma3n.configuration_gemma3n import Gemma3nVisionConfig
+from transformers.processing_utils import ProcessorMixin
 
 VOCAB, IMAGE = 64, 60
 TEXT = {
@@ -51,7 +54,7 @@ QWEN_VIT = {
     "out_hidden_size": 32,
 }
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-GLM_ROPE = {**SECTIONS, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+GLM_ROPE = {**SECTIONS, "mrope_section": [0, 1, 1], "partial_rotary_factor": 0.5}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DELTA = {
     "linear_num_value_heads": 4,
@@ -59,6 +62,7 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "full_attention_interval": 2,
+    "rope_parameters": {**SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
 }
 
 CHUNKS = {"attention_chunk_size": 8, "interleave_moe_layer_step": 2}
@@ -96,8 +100,8 @@ def _of_many() -> Mapping[str, Any]:
     return {"pixel_values": pixels(1, 1, 3, 16, 16)}
 
 
-def _patches() -> Mapping[str, Any]:
-    return {"pixel_values": pixels(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+def _patches(height: int = 4, width: int = 4) -> Mapping[str, Any]:
+    return {"pixel_values": pixels(height * width, 96), "image_grid_thw": torch.tensor([[1, height, width]])}
 
 
 def _places() -> Mapping[str, Any]:
@@ -265,7 +269,7 @@ SEEING: Mapping[str, Seeing] = {
     ),
     "qwen3_vl": Seeing(
         {"rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
-        {**QWEN_VIT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {**QWEN_VIT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         4,
         _patches,
         _QWEN,
@@ -277,7 +281,7 @@ SEEING: Mapping[str, Seeing] = {
             "num_experts": 4,
             "rope_parameters": {**SECTIONS, "mrope_interleaved": True},
         },
-        {**QWEN_VIT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {**QWEN_VIT, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         4,
         _patches,
         _QWEN,
@@ -290,9 +294,9 @@ SEEING: Mapping[str, Seeing] = {
 _ARIA = {**VIT, "patch_size": 490, "image_size": 980}
 PROCESSED: Mapping[str, Seeing] = {
     "aria": replace(SEEING["aria"], tower=_ARIA, whole={**_INDEX, "projector_patch_to_query_dict": {4: 2}}),
-    **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next")},
+    **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next", "qwen3_vl")},
 }
-"""Those of which transformers has a processor that needs no torchvision."""
+"""Those of which transformers has a processor that needs no torchvision, or that of videos alone."""
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% set text = [{'type': 'text', 'text': m['content']}] %}"
@@ -320,6 +324,23 @@ def saved(name: str, path: Path, of: Seeing | None = None, /, **text: Any) -> Pa
     return path
 
 
+@cache
+def qwen_processor() -> type[ProcessorMixin]:
+    """That of Qwen-VL without its processor of videos, which wants torchvision; transformers finds it from here on."""
+    from transformers import Qwen3VLProcessor
+
+    class QwenProcessor(Qwen3VLProcessor):
+        def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+            self.image_token, self.video_token = tokenizer.image_token, "<global-img>"
+            self.image_token_id, self.video_token_id = (
+                tokenizer.convert_tokens_to_ids(each) for each in (self.image_token, self.video_token)
+            )
+
+    AutoProcessor.register(CONFIG_MAPPING["qwen3_vl"], QwenProcessor, exist_ok=True)
+    return QwenProcessor
+
+
 def processed(name: str, path: Path) -> Path:
     """A folder of one of PROCESSED with a processor, whose bytes and marks are tokens of its model."""
     from transformers import AriaProcessor, Idefics3Processor, LlavaNextProcessor, LlavaProcessor
@@ -327,6 +348,7 @@ def processed(name: str, path: Path) -> Path:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     saved(name, path, PROCESSED[name], vocab_size=288, max_position_embeddings=256)
     (path / "preprocessor_config.json").unlink()
@@ -339,10 +361,11 @@ def processed(name: str, path: Path) -> Path:
     first = ("<s>", fast.token_to_id("<s>"))
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[first])
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<pad>"}
-    more = {"extra_special_tokens": {"image_token": "<image>"}} if name == "aria" else {}
+    more = {"extra_special_tokens": {"image_token": "<image>"}} if name in ("aria", "qwen3_vl") else {}
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, **named, **more)
     square: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    of_qwen: Any = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
     made: Any = {
         "aria": lambda: AriaProcessor(AriaImageProcessorPil(), tokenizer, size_conversion={980: 2}),
         "idefics3": lambda: Idefics3Processor(
@@ -352,6 +375,7 @@ def processed(name: str, path: Path) -> Path:
         "llava_next": lambda: LlavaNextProcessor(
             LlavaNextImageProcessorPil(**square, image_grid_pinpoints=[[32, 32]]), tokenizer, **patches
         ),
+        "qwen3_vl": lambda: qwen_processor()(Qwen2VLImageProcessorPil(**of_qwen), tokenizer),
     }[name]()
     made.chat_template = CHATML
     made.save_pretrained(path)
@@ -371,10 +395,24 @@ def loaded(path: Path) -> PreTrainedModel:
 def prompts(name: str) -> list[Mapping[str, Any]]:
     """One of text, and one with an image."""
     of, text = SEEING[name], torch.arange(20)[None] % 58
+    if of.image is _patches:
+        return [{"input_ids": text}, of_patches((4, 4))]
     image = of.whole.get("image_token_id", IMAGE)
-    tokens = torch.tensor([[1, 2, 3, *[image] * of.tokens, 4, 5, 6, 7]])
-    kinds = {"mm_token_type_ids": (tokens == image).int()} if of.image is _patches else {}
-    return [{"input_ids": text}, {"input_ids": tokens, **of.image(), **kinds}]
+    return [
+        {"input_ids": text},
+        {"input_ids": torch.tensor([[1, 2, 3, *[image] * of.tokens, 4, 5, 6, 7]]), **of.image()},
+    ]
+
+
+def of_patches(*sizes: tuple[int, int]) -> dict[str, Tensor]:
+    """A text with images of so many patches, of which 2 x 2 are a token, and text before, between and behind them."""
+    pieces = [torch.tensor([1, 2, 3])]
+    for number, (height, width) in enumerate(sizes):
+        pieces += [torch.full((height * width // 4,), IMAGE), torch.arange(4, 8 + number)]
+    tokens = torch.cat(pieces)[None]
+    images = [_patches(*size) for size in sizes]
+    found = {key: torch.cat([each[key] for each in images]) for key in images[0]}
+    return {"input_ids": tokens, **found, "mm_token_type_ids": (tokens == IMAGE).int()}
 
 
 @torch.no_grad()

@@ -71,8 +71,9 @@ class Batch:
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
     true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up. pairs:
     those of preferences. ahead: what is further on by one token, by two, and so on; empty where nobody predicts that.
-    images: those of its tokens. Of a rank of cp: split, how the tokens are shared out, and rows: [its tokens], the row
-    that each is of; the other arrays are of those tokens, too.
+    images: those of its tokens. positions_3d: int64 [3, micro, length], the positions in time, height and width, where
+    images have such; None: each of the three is that of positions. Of a rank of cp: split, how the tokens are shared
+    out, and rows: [its tokens], the row that each is of; the other arrays are of those tokens, too.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -86,6 +87,7 @@ class Batch:
     pairs: BatchPairs | None = None
     ahead: tuple[BatchAhead, ...] = ()
     images: tuple[BatchImage, ...] = ()
+    positions_3d: npt.NDArray[np.int64] | None = None
 
     def of_tokens(self, own: npt.NDArray[np.int64]) -> tuple[BatchImage, ...]:
         """Return the images of some of its tokens, [n], by their places among these."""
@@ -121,7 +123,8 @@ class Batch:
         tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
         pairs = None if self.pairs is None else replace(self.pairs, places=self.pairs.places.ravel()[own])
         ahead = tuple(BatchAhead(each.tokens.ravel()[own], each.labels.ravel()[own]) for each in self.ahead)
-        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own)
+        in_three = None if self.positions_3d is None else self.positions_3d.reshape(3, -1)[:, own]
+        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own), in_three
         return Batch(tokens, labels, positions, self.documents, padding, split, *rest)
 
 
@@ -135,10 +138,14 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     filled = np.array([tokens.shape[1] if sample.filled is None else sample.filled for sample in samples])
     padding = positions >= filled[:, None] if filled.min() < inputs.shape[1] else None
     blank = int((filled == 0).sum())
-    shown = [(file, at + row * inputs.shape[1]) for row, each in enumerate(samples) for file, at in each.images]
-    images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at in shown)
+    shown = [
+        (file, at + row * inputs.shape[1], size) for row, each in enumerate(samples) for file, at, size in each.images
+    ]
+    images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at, _ in shown)
+    sizes = [(at, size) for _, at, size in shown if size]
     if not separate_documents:
-        return Batch(inputs, labels, positions, None, padding, blank=blank, images=images)
+        rest = None, None, blank, None, (), images, _in_three(positions == 0, sizes)
+        return Batch(inputs, labels, positions, None, padding, *rest)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
     labels[last] = IGNORE
@@ -149,7 +156,30 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
     pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
     lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
-    return Batch(inputs, labels, positions, lengths, padding, blank=blank, pairs=pairs, images=images)
+    others = None, None, blank, pairs, (), images, _in_three(first, sizes)
+    return Batch(inputs, labels, positions, lengths, padding, *others)
+
+
+def _in_three(
+    first: npt.NDArray[np.bool_], images: Sequence[tuple[npt.NDArray[np.int64], Sequence[int]]]
+) -> npt.NDArray[np.int64] | None:
+    """Return positions in time, height and width, [3, rows, length], as transformers' ``get_rope_index`` has them:
+    within an image they are of its rows and columns, and behind it all three go on past its longer side.
+
+    Args:
+        first: [rows, length], where documents begin.
+        images: (the tokens of each among all, its height and width in tokens); None comes of none.
+    """
+    if not images:
+        return None
+    advances, within = np.ones(first.size, np.int64), np.zeros((3, first.size), np.int64)
+    for at, (height, width) in images:
+        advances[at] = 0
+        advances[at[-1]] = max(height, width)
+        within[1:, at] = np.divmod(np.arange(at.size), width)
+    before = np.cumsum(advances) - advances
+    before -= np.maximum.accumulate(np.where(first.ravel(), before, 0))
+    return (before + within).reshape(3, *first.shape)
 
 
 def _pairs(

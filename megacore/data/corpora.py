@@ -50,6 +50,12 @@ class Corpora:
         """The digest of each corpus to train on: tells whether a run goes on with the tokens that it began with."""
         return [corpus.identity for corpus in self.corpora]
 
+    @property
+    def have_images(self) -> bool:
+        """Whether chats have images."""
+        sides = [side for side in (self.train, self.validation) if side is not None]
+        return any(each.examples.has_images for side in sides for each in packed_of(side))
+
     @classmethod
     def open(cls, config: Config, model: ModelFiles | None = None, checked: bool = False) -> Corpora:
         """Map the token files and split them; of files of examples, those that are made for ``model``. ``model``: the

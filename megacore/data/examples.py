@@ -36,7 +36,7 @@ from megacore.store.io.files import open_file, open_lock
 from megacore.store.io.strict_json import StoreError, read_json
 from megacore.store.tensor_files.publish import publish, write_file
 
-FORMAT = 4
+FORMAT = 5
 NAME, FACTS, IMAGES = "examples", "examples.json", "images.jsonl"
 LISTED = 10  # bad lines that are spelled out
 WORKER = 2**23  # bytes of a file that are worth a process more

@@ -53,8 +53,9 @@ class ModelFiles:
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """ids [n], and whether the loss counts the prediction of each [n]."""
-ImageTokens = Sequence[tuple[str, Sequence[tuple[int, int]]]]
-"""(file, the runs [first, stop) of the tokens that stand for it) of each image of a text, in their order."""
+ImageTokens = Sequence[tuple[str, Sequence[tuple[int, int]], Sequence[int]]]
+"""(file, the runs [first, stop) of the tokens that stand for it, its (height, width) in tokens, empty where positions
+do not go by it) of each image of a text, in their order."""
 
 
 class NoTemplateError(InputError):
@@ -228,8 +229,16 @@ class ModelTokenizer:
                 f"has {len(images)} images, and its text {len(found)} places of one and {marks.sum()} tokens of "
                 f"{processor.image_token!r}, {sum(map(len, found))} of them there: write no such token as text"
             )
+        grids = np.asarray(made.get("image_grid_thw", np.zeros((len(images), 0), np.int64)))
+        sizes = grids[:, 1:] // getattr(processor.image_processor, "merge_size", 1)
+        if grids.size and [*sizes.prod(1)] != [*map(len, found)]:
+            raise BadExample(
+                f"has images of {sizes.tolist()} tokens in height and width, and its text {[*map(len, found)]} of "
+                "them: the processor is another model's"
+            )
         of_each = [[(first, last + 1) for first, last in runs(own)] for own in found]
-        return (tokens, counted), [(str(each.path), own) for each, own in zip(images, of_each, strict=True)]
+        shown = zip(images, of_each, sizes.tolist(), strict=True)
+        return (tokens, counted), [(str(each.path), own, size) for each, own, size in shown]
 
 
 def _behind(prompt: npt.NDArray[np.int64], *texts: npt.NDArray[np.int64]) -> list[Tokens]:

@@ -84,15 +84,15 @@ class Packed:
         begin = int(self._ends[row - 1]) if row else 0
         tokens, counted = np.zeros(self.length + 1, np.int64), np.zeros(self.length + 1, np.bool_)
         documents, filled, each = np.empty(self.length + 1, np.int32), 0, self.examples.documents
-        images = list[tuple[str, npt.NDArray[np.int64]]]()
+        images = list[tuple[str, npt.NDArray[np.int64], Sequence[int]]]()
         examples = self.chosen[begin : int(self._ends[row])]
         numbers = (examples[:, None] * each + np.arange(each)).ravel()
         for number, document in enumerate(numbers.tolist()):
             ids, counts = self.examples.example(document)
             own = slice(filled, filled + len(ids))
             tokens[own], counted[own], documents[own] = ids, counts, number
-            for file, runs in self.examples.images(document):
-                images.append((file, filled + np.concatenate([np.arange(*run) for run in runs])))
+            for file, runs, size in self.examples.images(document):
+                images.append((file, filled + np.concatenate([np.arange(*run) for run in runs]), size))
             filled = own.stop
         documents[filled:] = len(numbers)
         known = self.examples.reference

@@ -52,14 +52,14 @@ class Sample:
     counted bool [length + 1], whether the loss counts the prediction of each; filled, the number of tokens that are not
     the padding at the end, None where that is all; reference fp64 [pairs, 2], where documents 2i and 2i + 1 are the
     chosen and the rejected one of a pair: the log-probabilities of their answers by the reference; images, (file, int64
-    [its tokens], the places of those that stand for it) of each."""
+    [its tokens], the places of those that stand for it, (height, width) in tokens or empty) of each."""
 
     tokens: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int32]
     counted: npt.NDArray[np.bool_]
     filled: int | None = None
     reference: npt.NDArray[np.float64] | None = None
-    images: Sequence[tuple[str, npt.NDArray[np.int64]]] = ()
+    images: Sequence[tuple[str, npt.NDArray[np.int64], Sequence[int]]] = ()
 
     def blank(self) -> Sample:
         """Return a sample of the same tokens that all count as padding: the model computes it, and learns nothing."""

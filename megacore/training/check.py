@@ -18,7 +18,8 @@ from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
 from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.registry import own_family
-from megacore.models.wrappers import images_refusal
+from megacore.models.stages import default_layers
+from megacore.models.wrappers import image_problems, images_refusal
 from megacore.parallel.import_path import ImportPathError, imported
 from megacore.planning.capacity import capacity_problems
 from megacore.planning.pipeline_order import order_of
@@ -127,14 +128,25 @@ def check(
     try:
         corpora = Corpora.open(config if prepared is None else replace(config, out=str(prepared)), files, checked)
         config = _with_steps(config, corpora)
+        wrong = [*_of_images(config, model, start, corpora)]
         changed = [] if checked or another_looks or goes_on else [*changed_data(start, config, corpora)]
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
     if config.train.epochs is not None:
         changed += [*too_few_steps(config), *_steps_done(config, start)]
-    if changed:
+    if changed := [*wrong, *changed]:
         raise ConfigError(changed)
     return Setup(config, model, corpora, start, travelling, order)
+
+
+def _of_images(config: Config, model: ModelConfig, start: Start, corpora: Corpora) -> Iterator[str]:
+    """Yield why a run cannot train on the images of its chats."""
+    carried = None if start.source is None else start.source.index.carried
+    if carried is not None and corpora.have_images:
+        pipeline = config.pipeline
+        virtual = config.mesh.pp * pipeline.chunks
+        layers = pipeline.layers_per_stage or default_layers(model, virtual, pipeline.chunks > 1)
+        yield from image_problems(carried.config, model, layers[0])
 
 
 def _with_steps(config: Config, corpora: Corpora) -> Config:

@@ -56,6 +56,7 @@ class Uploader:
             ahead=tuple(map(self._ahead, batch.ahead)),
             replica=self.mesh.place.dp,
             images=tuple(self._image(each) for each in batch.images if each.inputs),  # which ranks that embed have
+            positions_3d=None if batch.positions_3d is None else self._to_device(batch.positions_3d).view(3, -1),
         )
 
     def _image(self, image: BatchImage) -> MicrobatchImage:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megacore.data import pretrained
 from megacore.data.batches import Batch
-from megacore.data.corpora import packed_of
 from megacore.data.guard import Guard, GuardError
 from megacore.data.images import ImageProcessor
 from megacore.data.text import InputError
 from megacore.data.tokenizer import files_for_transformers, import_transformers
 from megacore.models.assemble import Model
 from megacore.models.decoder import MicrobatchImage
+from megacore.models.wrappers import rope_axes
 from megacore.parallel.mesh import Mesh
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.dtypes import NUMBERS, as_dtype, dtype_named
@@ -30,15 +30,17 @@ from megacore.training.resume import Setup
 
 def load_vision_tower(setup: Setup, mesh: Mesh, model: Model) -> Callable[[Batch], Batch] | None:
     """Give the chunk that embeds the model's tower, if this rank has it and the data have images, and return what reads
-    them. Raises StoreError: the folder that the run starts from has no such tower, or no processor of images."""
-    chunk = next((each for each in model.chunks if each.embedding is not None), None)
-    sides = [side for side in (setup.corpora.train, setup.corpora.validation) if side is not None]
+    them; have the ropes of all ranks turn by their positions. Raises StoreError: the folder that the run starts from
+    has no such tower, or no processor of images."""
     source = setup.start.source
-    if (
-        chunk is None
-        or source is None
-        or not any(each.examples.has_images for side in sides for each in packed_of(side))
-    ):
+    if source is None or not setup.corpora.have_images:
+        return None
+    assert source.index.carried is not None  # or its chats had no images
+    if axes := rope_axes(source.index.carried.config, setup.model):
+        for each in model.chunks:
+            each.turn_by(axes)
+    chunk = next((each for each in model.chunks if each.embedding is not None), None)
+    if chunk is None:
         return None
     chunk.tower = Tower(source, chunk.dtype, mesh.device)
     import_transformers()
@@ -75,9 +77,9 @@ class ImageReader:
 
 
 class Tower:
-    """An image of a microbatch -> its features, [n, embed]: what the tower and the projector of a folder make of it, in
-    a dtype on a device. Raises StoreError: as of :func:`megacore.data.pretrained.tower`; ValueError: these are not as
-    many as the tokens that stand for them."""
+    """An image of a microbatch -> its features, [1 + n, features, embed], as of :class:`~models.decoder.Decoder`: what
+    the tower and the projector of a folder make of it, in a dtype on a device. Raises StoreError: as of
+    :func:`megacore.data.pretrained.tower`; ValueError: these are not as many as the tokens that stand for them."""
 
     def __init__(self, source: WeightFolder, dtype: torch.dtype, device: torch.device) -> None:
         carried, of = source.carried, source.index.carried
@@ -95,12 +97,13 @@ class Tower:
     @torch.no_grad()
     def __call__(self, image: MicrobatchImage) -> Tensor:
         floats = {name: each.to(self._dtype) for name, each in image.inputs.items() if each.is_floating_point()}
-        found: Any = self._model.get_image_features(**{**image.inputs, **floats}).pooler_output
-        parts = [found] if isinstance(found, Tensor) else found
-        features = torch.cat([each.flatten(0, -2) for each in parts])
-        if len(features) != image.tokens:
+        found: Any = self._model.get_image_features(**{**image.inputs, **floats})
+        depths = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        parts = [[each] if isinstance(each, Tensor) else each for each in depths]
+        features = torch.stack([torch.cat([each.flatten(0, -2) for each in depth]) for depth in parts])
+        if features.shape[1] != image.tokens:
             raise ValueError(
-                f"{image.file} has {len(features)} features, and {image.tokens} tokens stand for it: the model's "
+                f"{image.file} has {features.shape[1]} features, and {image.tokens} tokens stand for it: the model's "
                 "processor is another model's, or the file has changed since it was prepared"
             )
         return features

@@ -19,15 +19,16 @@ from families import in_float64
 from PIL import Image
 from pool import Pool
 from transformers import AutoProcessor
-from wrapped import CHATML, PROCESSED, loaded, processed, prompts, saved
+from wrapped import CHATML, IMAGE, PROCESSED, loaded, of_patches, processed, prompts, qwen_processor, saved
 
-from megacore.data.batches import Batch, BatchImage
+from megacore.data.batches import Batch, BatchImage, collate
 from megacore.data.examples import Examples
 from megacore.data.formats import BadExample, example
 from megacore.data.model_tokenizer import ModelTokenizer
+from megacore.data.samples import Sample
 from megacore.inference.model_loader import microbatch_of, model_from
 from megacore.models.decoder import MicrobatchImage
-from megacore.models.wrappers import WRAPPERS
+from megacore.models.wrappers import WRAPPERS, rope_axes
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
 from megacore.recipe import ConfigError
@@ -36,7 +37,9 @@ from megacore.training.check import check
 from megacore.training.vision_tower import ImageReader, Tower
 
 LENGTH = 256
-SEE = [name for name, each in WRAPPERS.items() if not each.no_images]
+SEE = [name for name, each in WRAPPERS.items() if not each.no_images and not each.sections]
+IN_THREE = [name for name, each in WRAPPERS.items() if each.sections]
+"""Those of whose images tokens have three positions."""
 
 
 def float64_of(path: Path) -> Any:
@@ -67,6 +70,40 @@ def test_logits_of_a_text_with_an_image(name: str, tmp_path: Path, capfd: pytest
     with in_float64(), torch.no_grad():
         wanted = whole(input_ids=tokens, **floats).logits[0]
     assert found is not None and (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", IN_THREE)
+def test_logits_and_positions_in_three_axes(name: str, tmp_path: Path) -> None:
+    """Of two documents in a row, one of which has two images."""
+    folder = open_folder(saved(name, tmp_path / "hf"))
+    model, whole = model_from(folder, Mesh.single(), torch.float64), float64_of(tmp_path / "hf")
+    (chunk,), carried = model.chunks, folder.index.carried
+    chunk.tower = Tower(folder, torch.float64, torch.device("cpu"))
+    assert carried is not None
+    chunk.turn_by(rope_axes(carried.config, model.config))
+    prompts = [of_patches((4, 8), (8, 4)), of_patches((4, 12))]
+    ids = [each["input_ids"][0].numpy() for each in prompts]
+    documents = np.repeat([0, 1], [each.size for each in ids])
+    row = np.concatenate([*ids, [0]]), np.append(documents, 1), np.ones(len(documents) + 1, bool)
+    runs = np.split(at := np.flatnonzero(row[0] == IMAGE), np.flatnonzero(np.diff(at) > 1) + 1)
+    grids = [grid for each in prompts for grid in each["image_grid_thw"]]
+    sizes = [(grid[1:] // 2).tolist() for grid in grids]
+    batch = collate([Sample(*row, images=[("", *each) for each in zip(runs, sizes, strict=True)])], True)
+    texts = [{key: each for key, each in prompt.items() if key != "pixel_values"} for prompt in prompts]
+    wanted = [whole.model.get_rope_index(**each)[0] for each in texts]
+    assert batch.positions_3d is not None
+    assert batch.positions_3d.tolist() == torch.cat(wanted, -1).tolist()
+    pixels = torch.cat([each["pixel_values"] for each in prompts]).split([int(grid.prod()) for grid in grids])
+    images = tuple(
+        MicrobatchImage("", run.size, {"pixel_values": of, "image_grid_thw": grid[None]}, *map(torch.from_numpy, own))
+        for run, of, grid, own in zip(runs, pixels, grids, ((e.features, e.places) for e in batch.images), strict=True)
+    )
+    in_three = torch.from_numpy(batch.positions_3d).view(3, -1)
+    with in_float64(), torch.no_grad():
+        found = model.logits(replace(microbatch_of(model, batch), images=images, positions_3d=in_three))
+        theirs = [whole(**{**each, "pixel_values": each["pixel_values"].double()}).logits[0] for each in prompts]
+    assert found is not None and (found - torch.cat(theirs)).abs().max() <= 1e-9 * found.abs().max()
 
 
 def part(**fields: str) -> dict[str, Any]:
@@ -152,7 +189,7 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
         assert not isinstance(without, str), without
         (((same, also), _),) = without
         assert same.tolist() == ids.tolist() and also.tolist() == counted.tolist()  # as the template has no marks
-        places = [at for _, runs in shown for run in runs for at in range(*run)]
+        places = [at for _, runs, _ in shown for run in runs for at in range(*run)]
         assert places == np.flatnonzero(ids == 60).tolist()
 
 
@@ -162,6 +199,7 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
 def recipe(folder: Path, name: str = "llava", *more: dict[str, Any], **data: Any) -> str:
     """A recipe over chats with images, in files beside it, and a model that sees."""
     if not (folder / "hf").exists():
+        folder.mkdir(exist_ok=True)
         processed(name, folder / "hf")
     chats = write_jsonl(folder / "chats.jsonl", *rows(folder), *more)
     sections = {
@@ -208,17 +246,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ALONE = ["chat.pack=false", "batch.global_size=6"]
 
 
+def trained(recipe: str, overrides: list[str]) -> Result:
+    qwen_processor()  # in this process, too
+    return train(recipe, overrides)
+
+
 @cache
 def _alone(pool: Pool, folder: Path) -> Result:
     """Each chat in a row of its own, and all of them in a step."""
-    result: Result = pool.run(1, train, recipe(folder, "llava_next"), [f"out={folder / 'alone'}", *ALONE])[0]
+    result: Result = pool.run(1, trained, recipe(folder, folder.name), [f"out={folder / 'alone'}", *ALONE])[0]
     return result
 
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PROCESSED)
 def test_the_loss_is_that_of_transformers(pool: Pool, name: str, tmp_path: Path) -> None:
-    made = pool.run(1, train, recipe(tmp_path, name), [f"out={tmp_path / 'run'}", *ALONE, "train.steps=1"])[0]
+    made = pool.run(1, trained, recipe(tmp_path, name), [f"out={tmp_path / 'run'}", *ALONE, "train.steps=1"])[0]
     np.testing.assert_allclose(made.values("loss"), [loss_of_theirs(tmp_path)], rtol=1e-9)
 
 
@@ -231,13 +274,15 @@ LAYOUTS = {
 PACKED = ["data.sequence_length=128", "batch.global_size=3"]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: str) -> None:
+def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: str, name: str) -> None:
+    folder = folder / name
     alone = _alone(pool, folder)
     world, overrides = LAYOUTS[layout]
     common = [f"out={folder / layout}", *PACKED]
-    made = pool.run(world, train, str(folder / "recipe.yaml"), [*common, *overrides])
+    made = pool.run(world, trained, str(folder / "recipe.yaml"), [*common, *overrides])
     for key in ("loss", "grad_norm", "validation_loss"):
         assert len(made[0].values(key)) == len(alone.values(key)) > 0
         np.testing.assert_allclose(made[0].values(key), alone.values(key), rtol=1e-9)
@@ -247,6 +292,7 @@ def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: st
 @pytest.mark.parametrize("tuned", [[], ["lora.rank=2"]], ids=["all", "lora"])
 def test_a_run_goes_on_on_another_layout(pool: Pool, folder: Path, tuned: list[str], tmp_path: Path) -> None:
     """A checkpoint of all weights carries the tower; the order of the images is that of the samples."""
+    folder = folder / "llava_next"
     _alone(pool, folder)
     recipe, common = str(folder / "recipe.yaml"), [*tuned, *PACKED, "batch.global_size=1", "train.steps=4"]
     whole = pool.run(1, train, recipe, [f"out={tmp_path / 'whole'}", *common])[0]
@@ -309,6 +355,37 @@ def test_an_image_token_that_is_text(tmp_path: Path) -> None:
         assert isinstance(found, str) and "the model's processor fails: " in found and "<image> tokens" in found
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            [2, 1, 1],
+            "mesh.pp, pipeline.chunks: a qwen3_vl adds features of images to what its first 2 layers give, and the "
+            "first part of the pipeline has 1: give it 2 with pipeline.layers_per_stage, or choose a smaller mesh.pp",
+        ),
+        ([2, 1], "model: mrope_section is [2, 1]: it must be three numbers that share out 4 frequencies"),
+        ([2, 3, 1], "model: mrope_section is [2, 3, 1]: it must be three numbers that share out 4 frequencies"),
+    ],
+)
+def test_models_that_do_not_fit_their_images(section: list[int], message: str, tmp_path: Path) -> None:
+    path, file = recipe(tmp_path, "qwen3_vl"), tmp_path / "hf" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["rope_parameters"]["mrope_section"] = section
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(path, [f"out={tmp_path / 'run'}", "mesh.pp=4"], 4, 4)
+
+
+def test_tokens_that_are_no_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_processor(), "replace_image_token", lambda self, *_, **__: self.image_token * 3)
+    tokenizer = ModelTokenizer(processed("qwen3_vl", tmp_path / "hf"))
+    found = tokenizer.with_images(rows(tmp_path)[0], "assistant", tmp_path)
+    assert isinstance(found, str)
+    assert found == (
+        "has images of [[2, 4]] tokens in height and width, and its text [3] of them: the processor is another model's"
+    )
+
+
 def test_an_image_behind_the_last_token_is_left_out(tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", "data.sequence_length=40"]
     (found,) = check(recipe(tmp_path), overrides, 1, 1).corpora.corpora
@@ -341,7 +418,7 @@ def test_a_rank_reads_the_images_of_its_tokens_alone() -> None:
             "gemma3",
             "not trained on in a gemma3, as its attention within an image goes in both directions: leave them out",
         ),
-        ("qwen2_vl", "not trained on in a qwen2_vl, as its rope turns by three positions of a token"),
+        ("gemma3n", "not trained on in a gemma3n, as its layers are told of tokens, and images have none of those"),
         (None, "line 1: has images, and the model reads text alone: leave them out"),
     ],
 )
