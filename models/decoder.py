@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.models.context import Context
+from megacore.models.names import PROJECTOR
 from megacore.models.rope import Rotary
 from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.collectives import all_gather
@@ -128,6 +129,34 @@ class Microbatch:
     def parts(self) -> tuple[int, ...]:
         """The lengths of the documents, or of the sequences where there are none."""
         return self.documents or (self.sequence_length,) * self.sequences
+
+
+class Projector(nn.Module):
+    """What connects a tower to the model, which the tower calls. It puts features in the place of the embeddings of the
+    tokens that stand for images. (x: [tokens/tp, embed], images, tower) -> same.
+
+    Args:
+        parameters: Its weights, by their names; there may be none.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.names, self.weights = (*parameters,), nn.ParameterList(parameters.values())
+
+    def forward(
+        self, x: Tensor, images: Sequence[MicrobatchImage], tower: Callable[[MicrobatchImage], Tensor] | None
+    ) -> Tensor:
+        # Ranks without an image have gradients of it too, of zeros, or only some would go through a backward.
+        nothing = [weight.flatten()[:0] for weight in self.weights]
+        features, places = [torch.cat(nothing).view(0, 1).expand(0, x.shape[-1])] if nothing else [], []
+        for each in images:
+            assert tower is not None  # where the data has images
+            features.append(tower(each)[each.features])
+            places.append(each.places)
+        if not features:
+            return x
+        at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device=x.device)
+        return x.index_copy(0, at, torch.cat(features))
 
 
 @dataclass(frozen=True)
@@ -430,15 +459,16 @@ class Decoder(nn.Module):
         rotaries: Mapping[str, Rotary] | None = None,
         mesh: Mesh | None = None,
         told: int = 0,
+        projector: Projector | None = None,
     ) -> None:
         super().__init__()
         # In the order in which they run: the parameters of one are gathered while the one before it computes.
-        self.embedding = embedding
+        self.embedding, self.projector = embedding, projector
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
         self.tower: Callable[[MicrobatchImage], Tensor] | None = None
-        """An image to its features, [features, embed], which take the place of embeddings and are not trained."""
+        """An image to its features, [features, embed], which take the place of embeddings."""
         self.told = told
         """Numbers of each token's embedding that all blocks are told, which therefore travels with the activations."""
         self._rotaries, self._seed, self._mesh = dict(rotaries or {}), seed, mesh or Mesh.single()
@@ -464,6 +494,7 @@ class Decoder(nn.Module):
         """Return a chunk of this rank: only what its layout puts there is built. Blocks find their rope by its name."""
         layout, place = parameters.layout, parameters.mesh.place
         virtual = layout.virtual_stages(place.pp)[chunk]
+        projector = {name: each for name, each in parameters.items() if name.startswith(PROJECTOR)}
         return cls(
             embedding() if virtual == 0 else None,
             {layer: block(layer) for layer in layout.chunk_layers(place.pp, chunk)},
@@ -474,6 +505,7 @@ class Decoder(nn.Module):
             rotaries,
             parameters.mesh,
             told,
+            Projector(projector) if virtual == 0 else None,
         )
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
@@ -527,11 +559,8 @@ class Decoder(nn.Module):
         """Return the activations after the blocks: [tokens/tp, embed]."""
         context = context or self.context(microbatch)
         if self.embedding is not None:
-            x = self.embedding(microbatch)
-            if microbatch.images:
-                assert self.tower is not None  # where the data has images
-                features = torch.cat([self.tower(each)[each.features] for each in microbatch.images])
-                x = x.index_copy(0, torch.cat([each.places for each in microbatch.images]), features)
+            assert self.projector is not None
+            x = self.projector(self.embedding(microbatch), microbatch.images, self.tower)
             embedded = x[:, : self.told]  # of several streams the first
         assert x is not None  # the first chunk embeds, the others are given activations
         if not self.told:

@@ -66,6 +66,7 @@ class Wrapper:
         harmless: Fields of the part that say nothing of text.
         flat: Whether there are files in which the part's fields stand among those of the whole.
         no_images: Why chats that have images are not trained on; empty if they are.
+        projector: The beginnings of the names of those tensors that connect the tower to the text model.
     """
 
     families: tuple[str, ...]
@@ -76,10 +77,15 @@ class Wrapper:
     harmless: tuple[str, ...] = ()
     flat: bool = False
     no_images: str = ""
+    projector: tuple[str, ...] = ("multi_modal_projector.", "image_newline")
 
     def carries(self, name: str) -> bool:
         """Return whether a tensor of the whole is of another part."""
         return name.startswith(self.others) or name.removeprefix(_BODY).startswith(self.others)
+
+    def projects(self, name: str) -> bool:
+        """Return whether a tensor that is carried is of the projector."""
+        return name.removeprefix(_BODY).startswith(self.projector)
 
     def naming(self, names: Iterable[str]) -> Naming:
         """Return how the tensors of the text part are named among those of the whole."""
@@ -140,6 +146,7 @@ _SMOL = Wrapper(
         "qk_layer_norms",
         "use_resampler",
     ),
+    projector=("connector.",),
 )
 
 WRAPPERS: Mapping[str, Wrapper] = {

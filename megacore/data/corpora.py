@@ -208,6 +208,11 @@ def packed_of(source: Source) -> list[Packed]:
     return [each for each in sources if isinstance(each, Packed)]
 
 
+def has_images(source: Source | None) -> bool:
+    """Return whether there are images in some of them."""
+    return source is not None and any(each.examples.has_images for each in packed_of(source))
+
+
 def end_of_text(config: Config, corpora: Sequence[Known]) -> int | None:
     """Return the token that ends each document of all corpora to train on, which are open; None where they have none,
     or several."""

@@ -12,7 +12,7 @@ from megacore.checkpoints import AUTO
 from megacore.checks.machine import readable, surroundings, without_a_model
 from megacore.checks.rules import problems, too_few_steps
 from megacore.config import Config
-from megacore.data.corpora import Corpora, vocabulary_problems
+from megacore.data.corpora import Corpora, has_images, vocabulary_problems
 from megacore.data.data_sets import resolved
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
@@ -154,6 +154,8 @@ def check(
         corpora = Corpora.open(config if prepared is None else replace(config, out=str(prepared)), files, checked)
         config = _with_steps(config, corpora)
         changed = [] if checked or another_looks or goes_on else [*changed_data(start, config, corpora)]
+        if config.train.projector and not has_images(corpora.train):
+            changed.append("train.projector is true, and no chat of data.train has an image: set it to false")
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
     if config.train.epochs is not None:
