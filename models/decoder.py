@@ -33,7 +33,12 @@ from megacore.parallel.layers.loss import Finish, Objective
 from megacore.parallel.layers.product import DENSE, Product
 from megacore.parallel.layers.scores import token_scores
 from megacore.parallel.layers.states import ContextStates, States
-from megacore.parallel.layers.whole_attention import CausalAttention, DocumentAttention, MaskedAttention
+from megacore.parallel.layers.whole_attention import (
+    CausalAttention,
+    DocumentAttention,
+    ImageAttention,
+    MaskedAttention,
+)
 from megacore.parallel.memory.recompute import PLAIN, Runner
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.parameters import Parameters, WeightGradient
@@ -96,6 +101,8 @@ class Microbatch:
         pairs: The pairs of documents of preferences; None where there are none.
         ahead: What layers behind the model are to predict, the first of them first; empty: nothing.
         images: Those of which this rank holds tokens, if it embeds.
+        image_of: [all tokens], the number of the image that each is of, below 0 of none, where layers look both ways
+            within one; None: there is none.
     """
 
     tokens: Tensor
@@ -120,6 +127,7 @@ class Microbatch:
     pairs: MicrobatchPairs | None = None
     ahead: tuple[FurtherTokens, ...] = ()
     images: tuple[MicrobatchImage, ...] = ()
+    image_of: Tensor | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -613,6 +621,9 @@ class Decoder(nn.Module):
         if microbatch.documents is not None:
             documents = Documents.of(microbatch.documents, microbatch.tokens.device)
             whole = DocumentAttention(documents, microbatch.sequences)
+        if microbatch.image_of is not None:
+            documents = Documents.of(microbatch.parts, microbatch.tokens.device)
+            whole = ImageAttention(whole, documents, microbatch.sequences, microbatch.image_of)
         if microbatch.split is None:
             return whole
         mesh, context = self._mesh, context or self.context_parallel

@@ -132,7 +132,7 @@ _QWEN3_MOE = {
 }
 _VISUAL = ("visual.",)
 _PLACES = "its rope turns by three positions of a token, in time, height and width"
-_BOTH_WAYS = "its attention within an image goes in both directions"
+_BOTH_WAYS = "its attention within an image goes in both directions"  # as Gemma 3's does, but
 _SEES_AND_HEARS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SMOL = Wrapper(
     ("llama",),
@@ -151,15 +151,17 @@ _SMOL = Wrapper(
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "aria": Wrapper(("aria_text",)),
-    "gemma3": Wrapper(("gemma3_text",), no_images=_BOTH_WAYS),
+    "gemma3": Wrapper(("gemma3_text",)),
     "gemma3n": Wrapper(
         ("gemma3n_text",),
         others=_SEES_AND_HEARS,
         no_images="its layers are told of tokens, and images have none of those",
     ),
-    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, no_images=_BOTH_WAYS),
+    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, no_images=f"{_BOTH_WAYS} in layers with windows alone"),
     "gemma4_unified": Wrapper(
-        ("gemma4_unified_text",), others=("vision_embedder.", "embed_vision.", "embed_audio."), no_images=_BOTH_WAYS
+        ("gemma4_unified_text",),
+        others=("vision_embedder.", "embed_vision.", "embed_audio."),
+        no_images=f"{_BOTH_WAYS}, whatever the window",
     ),
     "glm4v": Wrapper(
         ("glm4",),

@@ -71,8 +71,9 @@ class Batch:
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
     true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up. pairs:
     those of preferences. ahead: what is further on by one token, by two, and so on; empty where nobody predicts that.
-    images: those of its tokens. Of a rank of cp: split, how the tokens are shared out, and rows: [its tokens], the row
-    that each is of; the other arrays are of those tokens, too.
+    images: those of its tokens, and image_of: int64 [micro * length], the number of the one that each token is of, -1
+    of none, where those that follow each other are one. Of a rank of cp: split, how the tokens are shared out, and
+    rows: [its tokens], the row that each is of; the other arrays are of those tokens, too, but for image_of.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -86,6 +87,7 @@ class Batch:
     pairs: BatchPairs | None = None
     ahead: tuple[BatchAhead, ...] = ()
     images: tuple[BatchImage, ...] = ()
+    image_of: npt.NDArray[np.int64] | None = None
 
     def of_tokens(self, own: npt.NDArray[np.int64]) -> tuple[BatchImage, ...]:
         """Return the images of some of its tokens, [n], by their places among these."""
@@ -121,7 +123,7 @@ class Batch:
         tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
         pairs = None if self.pairs is None else replace(self.pairs, places=self.pairs.places.ravel()[own])
         ahead = tuple(BatchAhead(each.tokens.ravel()[own], each.labels.ravel()[own]) for each in self.ahead)
-        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own)
+        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own), self.image_of
         return Batch(tokens, labels, positions, self.documents, padding, split, *rest)
 
 
@@ -137,8 +139,9 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     blank = int((filled == 0).sum())
     shown = [(file, at + row * inputs.shape[1]) for row, each in enumerate(samples) for file, at in each.images]
     images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at in shown)
+    image_of = _image_of(images, inputs.size)
     if not separate_documents:
-        return Batch(inputs, labels, positions, None, padding, blank=blank, images=images)
+        return Batch(inputs, labels, positions, None, padding, blank=blank, images=images, image_of=image_of)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
     labels[last] = IGNORE
@@ -149,7 +152,16 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
     pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
     lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
-    return Batch(inputs, labels, positions, lengths, padding, blank=blank, pairs=pairs, images=images)
+    more = blank, pairs, (), images, image_of
+    return Batch(inputs, labels, positions, lengths, padding, None, None, *more)
+
+
+def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64] | None:
+    if not images:
+        return None
+    shown = np.zeros(size + 1, bool)
+    shown[np.concatenate([each.places for each in images])] = True
+    return np.where(shown, np.cumsum(shown & ~np.roll(shown, 1)), -1)[:size]
 
 
 def _pairs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
 from megacore.store.tensor_files.companions import Companion
+from megacore.store.tensor_files.dtypes import NUMBERS
 from megacore.training.resume import (
     Start,
     as_begun,
@@ -153,16 +155,34 @@ def check(
     try:
         corpora = Corpora.open(config if prepared is None else replace(config, out=str(prepared)), files, checked)
         config = _with_steps(config, corpora)
+        if tower := tower_elements(start, corpora):
+            no_room = list(capacity_problems(config, model, world_size, local_ranks, device, tower))
         changed = [] if checked or another_looks or goes_on else [*changed_data(start, config, corpora)]
+        context = config.context.over(config.mesh.cp, model.drops_attention)
+        if context.parts > 1 and model.anatomy.both_ways and tower:
+            changed.append(
+                f"context.exchange ({config.context.exchange}), context.heads ({config.context.heads}): the model "
+                "looks both ways within an image, which only a rank that has all of its keys can: set "
+                "context.exchange=heads and context.heads=1, or mesh.cp=1"
+            )
         if config.train.projector and not has_images(corpora.train):
             changed.append("train.projector is true, and no chat of data.train has an image: set it to false")
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
     if config.train.epochs is not None:
         changed += [*too_few_steps(config), *_steps_done(config, start)]
-    if changed:
-        raise ConfigError(changed)
+    if changed or no_room:
+        raise ConfigError([*changed, *no_room])
     return Setup(config, model, corpora, start, travelling, order)
+
+
+def tower_elements(start: Start, corpora: Corpora) -> int:
+    """Return the elements of what turns images into embeddings: 0 where the data have none."""
+    carried = None if start.source is None else start.source.carried
+    if carried is None or not any(map(has_images, (corpora.train, corpora.validation))):
+        return 0
+    numbers = (each for each in carried.stored() if carried.dtype("weights", each) in NUMBERS)
+    return sum(math.prod(each.shape) for each in numbers)
 
 
 def _with_steps(config: Config, corpora: Corpora) -> Config:

@@ -38,7 +38,7 @@ class Uploader:
     def _microbatch(self, batch: Batch, step: int, number: int) -> Microbatch:
         tp, width = self.mesh.shape.tp, self.model.config.boundary_width
         tokens, labels, positions = map(self._to_device, (batch.tokens, batch.labels, batch.positions))
-        balanced = self.model.balance is not None
+        balanced, both_ways = self.model.balance is not None, self.model.config.anatomy.both_ways
         return Microbatch(
             tokens,
             labels,
@@ -56,6 +56,7 @@ class Uploader:
             ahead=tuple(map(self._ahead, batch.ahead)),
             replica=self.mesh.place.dp,
             images=tuple(self._image(each) for each in batch.images if each.inputs),  # which ranks that embed have
+            image_of=self._to_device(batch.image_of) if both_ways and batch.image_of is not None else None,
         )
 
     def _image(self, image: BatchImage) -> MicrobatchImage:

@@ -18,6 +18,7 @@ from engine import LLAMA, RECIPE, Result, stopped, train
 from families import in_float64
 from PIL import Image
 from pool import Pool
+from safetensors.torch import load_file
 from transformers import AutoProcessor
 from wrapped import CHATML, PROCESSED, loaded, processed, prompts, saved
 
@@ -30,11 +31,14 @@ from megacore.models.decoder import MicrobatchImage
 from megacore.models.wrappers import WRAPPERS
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
-from megacore.recipe import ConfigError
+from megacore.planning import capacity
+from megacore.planning.peak_memory import memory
+from megacore.planning.recipe_setting import setting_of
+from megacore.recipe import ConfigError, load
 from megacore.store.conversions.formats import open_folder
 from megacore.store.weight_folders.folder import with_projector
 from megacore.tools import convert, inspect, reshard, verify
-from megacore.training.check import check
+from megacore.training.check import check, tower_elements
 from megacore.training.vision_tower import ImageReader, Tower
 
 LENGTH = 256
@@ -48,22 +52,29 @@ def float64_of(path: Path) -> Any:
     return whole
 
 
+def of_prompt(prompt: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
+    """What a microbatch has of the image of a prompt."""
+    places = torch.nonzero(tokens == 60).flatten()
+    inputs = {key: each for key, each in prompt.items() if not key.endswith("token_type_ids")}
+    image = MicrobatchImage("", len(places), inputs, torch.arange(len(places)), places)
+    return {"images": (image,), "image_of": torch.where(tokens == 60, 0, -1)}
+
+
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", SEE)
 def test_logits_of_a_text_with_an_image(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = open_folder(saved(name, tmp_path / "hf"))
     prompt = dict(prompts(name)[1])
     tokens = prompt.pop("input_ids")
-    places = torch.nonzero(tokens[0] == 60).flatten()
     model = model_from(folder, Mesh.single(), torch.float64)
     (chunk,) = model.chunks
     capfd.readouterr()
     chunk.tower = Tower(folder, torch.float64, torch.device("cpu"))
     assert capfd.readouterr() == ("", "")
     batch = Batch(tokens.numpy(), np.full(tokens.shape, IGNORE), np.arange(tokens.numel())[None], None)
-    image = MicrobatchImage("", len(places), prompt, torch.arange(len(places)), places)
+    image = of_prompt(prompt, tokens[0])
     with in_float64(), torch.no_grad():  # transformers' towers cast to float32 too
-        found = model.logits(replace(microbatch_of(model, batch), images=(image,)))
+        found = model.logits(replace(microbatch_of(model, batch), **image))
     floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
     whole = float64_of(tmp_path / "hf")
     with in_float64(), torch.no_grad():
@@ -77,16 +88,15 @@ def test_gradients_of_a_text_with_an_image(name: str, tmp_path: Path) -> None:
     folder = with_projector(open_folder(saved(name, tmp_path / "hf")))
     prompt = dict(prompts(name)[1])
     tokens = prompt.pop("input_ids")
-    places = torch.nonzero(tokens[0] == 60).flatten()
     model = model_from(folder, Mesh.single(), torch.float64)
     (chunk,) = model.chunks
     model.parameters.freeze(())
     chunk.tower = Tower(folder, torch.float64, torch.device("cpu"), chunk.projector)
     labels = np.append(tokens[0, 1:].numpy(), IGNORE)[None]
     batch = Batch(tokens.numpy(), labels, np.arange(tokens.numel())[None], None)
-    image = MicrobatchImage("", len(places), prompt, torch.arange(len(places)), places)
+    image = of_prompt(prompt, tokens[0])
     with in_float64():
-        chunk(None, replace(microbatch_of(model, batch), images=(image,))).backward()
+        chunk(None, replace(microbatch_of(model, batch), **image)).backward()
     whole = float64_of(tmp_path / "hf")
     floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
     with in_float64():
@@ -190,7 +200,7 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
         (((same, also), _),) = without
         assert same.tolist() == ids.tolist() and also.tolist() == counted.tolist()  # as the template has no marks
         places = [at for _, runs in shown for run in runs for at in range(*run)]
-        assert places == np.flatnonzero(ids == 60).tolist()
+        assert places == np.flatnonzero(np.isin(ids, processor.image_token_ids)).tolist()
 
 
 # -- training
@@ -246,16 +256,32 @@ TRAINED = ["train.projector=true"]
 
 
 @cache
-def _alone(pool: Pool, folder: Path) -> Result:
+def _alone(pool: Pool, folder: Path, name: str = "llava_next") -> Result:
     """Each chat in a row of its own, and all of them in a step."""
-    result: Result = pool.run(1, train, recipe(folder, "llava_next"), [f"out={folder / 'alone'}", *ALONE, *TRAINED])[0]
+    (folder / name).mkdir()
+    path = recipe(folder / name, name)
+    result: Result = pool.run(1, train, path, [f"out={folder / name / 'alone'}", *ALONE, *TRAINED])[0]
     return result
+
+
+def with_wide_towers(path: str, overrides: list[str]) -> Result:
+    """A run whose towers cast nothing to float32."""
+
+    def wide(tower: Tower, image: MicrobatchImage) -> torch.Tensor:
+        with in_float64():
+            return call(tower, image)
+
+    with pytest.MonkeyPatch.context() as patch:
+        call = Tower.__call__
+        patch.setattr(Tower, "__call__", wide)
+        return train(path, overrides)
 
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PROCESSED)
 def test_the_loss_is_that_of_transformers(pool: Pool, name: str, tmp_path: Path) -> None:
-    made = pool.run(1, train, recipe(tmp_path, name), [f"out={tmp_path / 'run'}", *ALONE, "train.steps=1"])[0]
+    overrides = [f"out={tmp_path / 'run'}", *ALONE, "train.steps=1"]
+    made = pool.run(1, with_wide_towers, recipe(tmp_path, name), overrides)[0]
     with torch.no_grad():
         wanted = loss_of_theirs(tmp_path, float64_of(tmp_path / "hf"))
     np.testing.assert_allclose(made.values("loss"), [float(wanted)], rtol=1e-9)
@@ -271,12 +297,14 @@ PACKED = ["data.sequence_length=128", "batch.global_size=3"]
 
 
 @pytest.mark.in_turn(2)
+@pytest.mark.parametrize("name", ["llava_next", "gemma3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: str) -> None:
-    alone = _alone(pool, folder)
+def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, name: str, layout: str) -> None:
+    alone = _alone(pool, folder, name)
     world, overrides = LAYOUTS[layout]
-    common = [f"out={folder / layout}", *PACKED, *TRAINED]
-    made = pool.run(world, train, str(folder / "recipe.yaml"), [*common, *overrides])
+    by_heads = ["context.exchange=heads"] if layout.startswith("cp") and name == "gemma3" else []
+    common = [f"out={folder / name / layout}", *PACKED, *TRAINED, *by_heads]
+    made = pool.run(world, train, str(folder / name / "recipe.yaml"), [*common, *overrides])
     for key in ("loss", "grad_norm", "validation_loss"):
         assert len(made[0].values(key)) == len(alone.values(key)) > 0
         np.testing.assert_allclose(made[0].values(key), alone.values(key), rtol=1e-9)
@@ -287,7 +315,8 @@ def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: st
 def test_a_run_goes_on_on_another_layout(pool: Pool, folder: Path, tuned: list[str], tmp_path: Path) -> None:
     """A checkpoint of all weights carries the tower; the order of the images is that of the samples."""
     _alone(pool, folder)
-    recipe, common = str(folder / "recipe.yaml"), [*tuned, *PACKED, "batch.global_size=1", "train.steps=4"]
+    recipe = str(folder / "llava_next" / "recipe.yaml")
+    common = [*tuned, *PACKED, "batch.global_size=1", "train.steps=4"]
     whole = pool.run(1, train, recipe, [f"out={tmp_path / 'whole'}", *common])[0]
     split = [f"out={tmp_path / 'split'}", *common, "checkpoint.every=2"]
     pool.run(1, stopped, recipe, split, 2)
@@ -428,27 +457,55 @@ def test_a_projector_that_was_trained_stays(pool: Pool, tmp_path: Path) -> None:
         ("llava", ["checkpoint.init=null"], "train.projector is of a model that also sees: name its folder or"),
         ("qwen2_vl", [], "has no projector that can be trained: set it to false"),
         (None, [], "train.projector is true, and no chat of data.train has an image: set it to false"),
+        (
+            "gemma3",
+            ["mesh.cp=2"],
+            "the model looks both ways within an image, which only a rank that has all of its keys",
+        ),
     ],
 )
-def test_projectors_that_are_not_trained(name: str | None, overrides: list[str], message: str, tmp_path: Path) -> None:
+def test_projectors_and_images_that_are_not_trained(
+    name: str | None, overrides: list[str], message: str, tmp_path: Path
+) -> None:
     path = recipe(tmp_path)
     if name is None:
         write_jsonl(tmp_path / "chats.jsonl", rows(tmp_path)[4])
     elif name != "llava":
         shutil.rmtree(tmp_path / "hf")
-        saved(name, tmp_path / "hf")
+        (processed if name in PROCESSED else saved)(name, tmp_path / "hf")
     if "checkpoint.init=null" in overrides:
         overrides = [*overrides, f"model={json.dumps({**LLAMA, 'vocab_size': 400})}"]
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check(path, [f"out={tmp_path / 'run'}", *TRAINED, *overrides], 1, 1)
+        check(path, [f"out={tmp_path / 'run'}", *TRAINED, *overrides], 1 + ("mesh.cp=2" in overrides), 2)
+
+
+def test_the_tower_has_room_on_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, overrides = recipe(tmp_path), [f"out={tmp_path / 'run'}", "data.sequence_length=8"]
+    setup = check(path, overrides, 1, 1)
+    carried = [name for name in load_file(tmp_path / "hf" / "model.safetensors") if WRAPPERS["llava"].carries(name)]
+    elements = sum(load_file(tmp_path / "hf" / "model.safetensors")[name].numel() for name in carried)
+    assert tower_elements(setup.start, setup.corpora) == elements > 0
+    setting = setting_of(load(path, ["mesh.pp=2"]), setup.model, 2, "cpu")
+    bare, seeing = (memory(replace(setting, tower=tower)) for tower in (0, elements))
+    added = [now.terms["parameters"] - before.terms["parameters"] for before, now in zip(bare, seeing, strict=True)]
+    assert added == [8 * elements, 0]
+    needed = 32 * setup.model.schema.parameters + 8 * elements
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed)
+    check(path, overrides, 1, 1)
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=re.escape(f"of the 1 process here take {needed / 1e9:,.2f} GB")):
+        check(path, overrides, 1, 1)
+    write_jsonl(tmp_path / "chats.jsonl", rows(tmp_path)[4])
+    check(path, [f"out={tmp_path / 'text'}", *overrides[1:]], 1, 1)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         (
-            "gemma3",
-            "not trained on in a gemma3, as its attention within an image goes in both directions: leave them out",
+            "gemma4",
+            "not trained on in a gemma4, as its attention within an image goes in both directions in layers with "
+            "windows alone: leave them out",
         ),
         ("qwen2_vl", "not trained on in a qwen2_vl, as its rope turns by three positions of a token"),
         (None, "line 1: has images, and the model reads text alone: leave them out"),
