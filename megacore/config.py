@@ -578,6 +578,9 @@ class TrainConfig:
     """Patterns of names of the tensors that are trained (`embed`, `layers.0`, `attn.qkv`, `*norm`); null: all."""
     freeze: tuple[str, ...] = ()
     """Patterns of the names of tensors that are not trained."""
+    projector: Bool = False
+    """Whether the projector of a model that also sees is trained on chats with images (`projector` to `only` and
+    `freeze`); false: it stays as it is."""
     threads: Annotated[Int, AT_LEAST_1] | None = None
     """Torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS)."""
     timeout: Annotated[Float, TIMEOUT] = 10.0
@@ -755,7 +758,7 @@ class Config:
     def tuning(self) -> Tuning:
         """The part of the model that is trained."""
         lora = None if self.lora is None else Lora(**asdict(self.lora))
-        return Tuning(lora, self.train.only, self.train.freeze)
+        return Tuning(lora, self.train.only, self.train.freeze, self.train.projector)
 
     @property
     def scores(self) -> bool:

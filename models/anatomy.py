@@ -123,6 +123,7 @@ class LayerAttention:
         block: Beyond its window a token sees blocks of so many tokens, of which each is one key, and ``top`` of these;
             None: there are none.
         keys: The layer before it whose keys and values it looks at; None: it has its own.
+        both_ways: Whether tokens of one image see each other whatever their order.
     """
 
     rope: str | None = ROPE
@@ -134,6 +135,7 @@ class LayerAttention:
     chooser: int | None = None
     block: int | None = None
     keys: int | None = None
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,11 @@ class Anatomy:
     streams: Streams | AltUp | None = None
     cut: tuple[float, ...] = ()
     round_input_scales: bool = False
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether some of the layers look both ways within an image."""
+        return any(layer.both_ways for layer in self.layers)
 
 
 def by_kind(

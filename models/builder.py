@@ -218,6 +218,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         softcap=anatomy.attention_softcap,
         sinks=parameters.get(f"{name}.sinks"),
         dropout=anatomy.attention_dropout,
+        both_ways=own.both_ways,
     )
     if f"{name}.kv_a.weight" in parameters:
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)

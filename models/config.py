@@ -10,7 +10,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -55,6 +55,8 @@ _FIXED = {
 }
 
 
+OTHERWISE = ("labels", "projector")
+"""What no field of a ``config.json`` says by its name."""
 Shapes = Mapping[str, Sequence[int]]
 """{the name of a tensor of a folder: its shape}."""
 
@@ -103,6 +105,8 @@ class ModelConfig(ABC):
     tie_word_embeddings: bool = False
     # The numbers that the head gives of a sequence; 0: it gives logits of the next token. Files say it otherwise.
     labels: int = 0
+    # What connects the tower of a model that also sees to it, where that is trained: files say it otherwise too.
+    projector: tuple[Param, ...] = field(default=(), compare=False)
 
     @classmethod
     def base_architecture(cls) -> str:
@@ -192,10 +196,11 @@ class ModelConfig(ABC):
 
     @property
     def schema(self) -> Schema:
-        if not self.labels:
-            return Schema(self.params(), self.sizes)
-        rows = scores.scored(self.params(), self.initializer_range)
-        return Schema(rows, {**self.sizes, scores.AXIS: self.labels})
+        rows = self.params()
+        beside = {axis: int(axis.partition("_")[2]) for param in self.projector for axis in param.sentence.axes}
+        if self.labels:
+            rows, beside = scores.scored(rows, self.initializer_range), {**beside, scores.AXIS: self.labels}
+        return Schema((*rows, *self.projector), {**self.sizes, **beside})
 
     def scoring(self, labels: int) -> Self:
         """Return the model with a head of scores in place of its own.
@@ -262,7 +267,7 @@ class ModelConfig(ABC):
             names = {str(number): f"LABEL_{number}" for number in range(self.labels)}
             numbers = {name: int(number) for number, name in names.items()}
             head |= {"architectures": [self.scoring_architecture()], "id2label": names, "label2id": numbers}
-        written = {name: value for name, value in self._write().items() if name != "labels"}
+        written = {name: value for name, value in self._write().items() if name not in OTHERWISE}
         return head | written | dict(self.fixed) | dict(self.written)
 
     @classmethod
@@ -281,7 +286,7 @@ class ModelConfig(ABC):
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the values of the dataclass fields, and what is wrong with them."""
-        given = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        given = {f.name: config[f.name] for f in fields(cls) if f.name in config and f.name not in OTHERWISE}
         return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}, []
 
     def _write(self) -> dict[str, Any]:
@@ -297,7 +302,7 @@ class ModelConfig(ABC):
     @classmethod
     def readable(cls) -> set[str]:
         """Return the fields of a ``config.json`` that say something of the model."""
-        return {field.name for field in fields(cls) if field.name != "labels"} | cls._consumed()
+        return {field.name for field in fields(cls) if field.name not in OTHERWISE} | cls._consumed()
 
     @classmethod
     def _consumed(cls) -> set[str]:

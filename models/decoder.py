@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.models.context import Context
+from megacore.models.names import PROJECTOR
 from megacore.models.rope import Rotary
 from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.collectives import all_gather
@@ -32,7 +33,12 @@ from megacore.parallel.layers.loss import Finish, Objective
 from megacore.parallel.layers.product import DENSE, Product
 from megacore.parallel.layers.scores import token_scores
 from megacore.parallel.layers.states import ContextStates, States
-from megacore.parallel.layers.whole_attention import CausalAttention, DocumentAttention, MaskedAttention
+from megacore.parallel.layers.whole_attention import (
+    CausalAttention,
+    DocumentAttention,
+    ImageAttention,
+    MaskedAttention,
+)
 from megacore.parallel.memory.recompute import PLAIN, Runner
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.parameters import Parameters, WeightGradient
@@ -96,6 +102,8 @@ class Microbatch:
         ahead: What layers behind the model are to predict, the first of them first; empty: nothing.
         images: Those of which this rank holds tokens, if it embeds.
         positions_3d: [3, t], each token's positions in time, height and width; None: each is that of ``positions``.
+        image_of: [all tokens], the number of the image that each is of, below 0 of none, where layers look both ways
+            within one; None: there is none.
     """
 
     tokens: Tensor
@@ -121,6 +129,7 @@ class Microbatch:
     ahead: tuple[FurtherTokens, ...] = ()
     images: tuple[MicrobatchImage, ...] = ()
     positions_3d: Tensor | None = None
+    image_of: Tensor | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -130,6 +139,36 @@ class Microbatch:
     def parts(self) -> tuple[int, ...]:
         """The lengths of the documents, or of the sequences where there are none."""
         return self.documents or (self.sequence_length,) * self.sequences
+
+
+class Projector(nn.Module):
+    """What connects a tower to the model, which the tower calls. It puts features in the place of the embeddings of the
+    tokens that stand for images, and those behind them that layers add. (x: [tokens/tp, embed], images, tower) ->
+    [tokens/tp + n * places, embed].
+
+    Args:
+        parameters: Its weights, by their names; there may be none.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.names, self.weights = (*parameters,), nn.ParameterList(parameters.values())
+
+    def forward(
+        self, x: Tensor, images: Sequence[MicrobatchImage], tower: Callable[[MicrobatchImage], Tensor] | None
+    ) -> Tensor:
+        # Ranks without an image have gradients of it too, of zeros, or only some would go through a backward.
+        nothing = [weight.flatten()[:0] for weight in self.weights]
+        features = [torch.cat(nothing).view(1, 0, 1).expand(1, 0, x.shape[-1])] if nothing else []
+        places = [torch.empty(0, dtype=torch.int64, device=x.device)] * bool(nothing)
+        for each in images:
+            assert tower is not None  # where the data has images
+            features.append(tower(each)[:, each.features])
+            places.append(each.places)
+        if not features:
+            return x
+        first, *deeper = torch.cat(features, 1)
+        return torch.cat([x.index_copy(0, torch.cat(places), first), *deeper])
 
 
 @dataclass(frozen=True)
@@ -432,16 +471,17 @@ class Decoder(nn.Module):
         rotaries: Mapping[str, Rotary] | None = None,
         mesh: Mesh | None = None,
         told: int = 0,
+        projector: Projector | None = None,
     ) -> None:
         super().__init__()
         # In the order in which they run: the parameters of one are gathered while the one before it computes.
-        self.embedding = embedding
+        self.embedding, self.projector = embedding, projector
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
         self.tower: Callable[[MicrobatchImage], Tensor] | None = None
-        """An image to its features, [1 + n, features, embed], which are not trained: the first take the place of
-        embeddings, the others are added to what the first n layers give."""
+        """An image to its features, [1 + n, features, embed]: the first take the place of embeddings, the others are
+        added to what the first n layers give."""
         self.told = told
         """Numbers of each token's embedding that all blocks are told, which therefore travels with the activations."""
         self._rotaries, self._seed, self._mesh = dict(rotaries or {}), seed, mesh or Mesh.single()
@@ -467,6 +507,7 @@ class Decoder(nn.Module):
         """Return a chunk of this rank: only what its layout puts there is built. Blocks find their rope by its name."""
         layout, place = parameters.layout, parameters.mesh.place
         virtual = layout.virtual_stages(place.pp)[chunk]
+        projector = {name: each for name, each in parameters.items() if name.startswith(PROJECTOR)}
         return cls(
             embedding() if virtual == 0 else None,
             {layer: block(layer) for layer in layout.chunk_layers(place.pp, chunk)},
@@ -477,6 +518,7 @@ class Decoder(nn.Module):
             rotaries,
             parameters.mesh,
             told,
+            Projector(projector) if virtual == 0 else None,
         )
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
@@ -531,14 +573,16 @@ class Decoder(nn.Module):
         context = context or self.context(microbatch)
         layers = list(self.layers.values())
         if self.embedding is not None:
+            assert self.projector is not None
             x = self.embedding(microbatch)
-            if microbatch.images:
-                assert self.tower is not None  # where the data has images
-                features = torch.cat([self.tower(each)[:, each.features] for each in microbatch.images], 1)
+            found = self.projector(x, microbatch.images, self.tower)
+            x, deeper = found[: len(x)], found[len(x) :]
+            if len(deeper):
                 places = torch.cat([each.places for each in microbatch.images])
-                x, layers = x.index_copy(0, places, features[0]), layers[len(features) - 1 :]
-                for block, added in zip(self.layers.values(), features[1:], strict=False):
-                    x = self.run([block], x, context).index_add(0, places, added)
+                added = deeper.view(-1, len(places), deeper.shape[-1])
+                for block, each in zip(layers, added, strict=False):
+                    x = self.run([block], x, context).index_add(0, places, each)
+                layers = layers[len(added) :]
             embedded = x[:, : self.told]  # of several streams the first
         assert x is not None  # the first chunk embeds, the others are given activations
         if not self.told:
@@ -596,6 +640,9 @@ class Decoder(nn.Module):
         if microbatch.documents is not None:
             documents = Documents.of(microbatch.documents, microbatch.tokens.device)
             whole = DocumentAttention(documents, microbatch.sequences)
+        if microbatch.image_of is not None:
+            documents = Documents.of(microbatch.parts, microbatch.tokens.device)
+            whole = ImageAttention(whole, documents, microbatch.sequences, microbatch.image_of)
         if microbatch.split is None:
             return whole
         mesh, context = self._mesh, context or self.context_parallel

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 
 from megacore.parallel.weights.schema import Param, Schema
 
+PROJECTOR = "projector."
+"""The beginning of the names of what connects the tower of a model that also sees to its text model."""
 _LAYER = "{layer}."
 _LOCAL, _WIDE = "local_", "wide_"
 _PARTS = ("experts", "router")

@@ -21,11 +21,13 @@ class Tuning:
         lora: Adapters, which are trained alone or with a head of scores; None for none.
         only: Patterns of the tensors that are trained; None for all.
         freeze: Patterns of the tensors that are not.
+        projector: Whether the projector of a model that also sees is trained, where it has one here.
     """
 
     lora: Lora | None = None
     only: tuple[str, ...] | None = None
     freeze: tuple[str, ...] = ()
+    projector: bool = False
 
     def schema(self, model: Schema) -> Schema:
         """Return what a run holds of a model."""
@@ -38,7 +40,8 @@ class Tuning:
     def frozen(self, model: Schema) -> frozenset[str]:
         """Return the tensors of a model that are not trained, by their names."""
         if self.lora is None:
-            return names.frozen(model, self.only, self.freeze)
+            still = () if self.projector else (each for each in model.by_name if each.startswith(names.PROJECTOR))
+            return names.frozen(model, self.only, self.freeze).union(still)
         return frozenset(name for name, _ in names.tensors(model)) - lora.in_full(model)
 
     def quantised(self, model: Schema) -> Mapping[str, BaseDtype]:
@@ -71,7 +74,11 @@ class Tuning:
             return names.problems(model, self.only, self.freeze)
         both = [
             f"train.{key} is for runs without adapters: lora trains its adapters alone; leave out one of them"
-            for key, given in (("only", self.only is not None), ("freeze", self.freeze))
+            for key, given in (
+                ("only", self.only is not None),
+                ("freeze", self.freeze),
+                ("projector", self.projector),
+            )
             if given
         ]
         return [*lora.problems(model, self.lora), *both]

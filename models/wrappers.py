@@ -71,6 +71,7 @@ class Wrapper:
         interleaved: Whether frequencies that turn by each come in turns, not one section after the other.
         added: Where layers of the tower give more of an image, which is added to what the first layers give: the field
             of ``vision_config`` that lists them, and what transformers' class has.
+        projector: The beginnings of the names of those tensors that connect the tower to the text model.
     """
 
     families: tuple[str, ...]
@@ -84,10 +85,15 @@ class Wrapper:
     sections: tuple[int, ...] = ()
     interleaved: bool = False
     added: tuple[str, tuple[int, ...]] = ("", ())
+    projector: tuple[str, ...] = ("multi_modal_projector.", "image_newline")
 
     def carries(self, name: str) -> bool:
         """Return whether a tensor of the whole is of another part."""
         return name.startswith(self.others) or name.removeprefix(_BODY).startswith(self.others)
+
+    def projects(self, name: str) -> bool:
+        """Return whether a tensor that is carried is of the projector."""
+        return name.removeprefix(_BODY).startswith(self.projector)
 
     def naming(self, names: Iterable[str]) -> Naming:
         """Return how the tensors of the text part are named among those of the whole."""
@@ -142,7 +148,7 @@ _QWEN3_VL: Mapping[str, Any] = {
 }
 _QWEN3_5: Mapping[str, Any] = {"others": _VISUAL, "sections": (11, 11, 10), "interleaved": True}
 _GLM4V: Mapping[str, Any] = {"others": _VISUAL, "sections": (8, 12, 12)}
-_BOTH_WAYS = "its attention within an image goes in both directions"
+_BOTH_WAYS = "its attention within an image goes in both directions"  # as Gemma 3's does, but
 _SEES_AND_HEARS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SMOL = Wrapper(
     ("llama",),
@@ -156,19 +162,22 @@ _SMOL = Wrapper(
         "qk_layer_norms",
         "use_resampler",
     ),
+    projector=("connector.",),
 )
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "aria": Wrapper(("aria_text",)),
-    "gemma3": Wrapper(("gemma3_text",), no_images=_BOTH_WAYS),
+    "gemma3": Wrapper(("gemma3_text",)),
     "gemma3n": Wrapper(
         ("gemma3n_text",),
         others=_SEES_AND_HEARS,
         no_images="its layers are told of tokens, and images have none of those",
     ),
-    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, no_images=_BOTH_WAYS),
+    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, no_images=f"{_BOTH_WAYS} in layers with windows alone"),
     "gemma4_unified": Wrapper(
-        ("gemma4_unified_text",), others=("vision_embedder.", "embed_vision.", "embed_audio."), no_images=_BOTH_WAYS
+        ("gemma4_unified_text",),
+        others=("vision_embedder.", "embed_vision.", "embed_audio."),
+        no_images=f"{_BOTH_WAYS}, whatever the window",
     ),
     "glm4v": Wrapper(
         ("glm4",),

@@ -178,7 +178,13 @@ SEEING: Mapping[str, Seeing] = {
         _square,
         {**_INDEX, "projector_patch_to_query_dict": {4: 2}},
     ),
-    "gemma3": Seeing({"sliding_window": 8}, VIT, 1, _square, {**_INDEX, "mm_tokens_per_image": 1}),
+    "gemma3": Seeing(
+        {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        VIT,
+        4,
+        _square,
+        {**_INDEX, "mm_tokens_per_image": 4},
+    ),
     "gemma3n": Seeing(
         {
             "sliding_window": 8,
@@ -291,9 +297,12 @@ SEEING: Mapping[str, Seeing] = {
 
 
 # What a processor makes of images has other sizes than a tower has here.
+WITH_KINDS = tuple(name for name, each in SEEING.items() if each.image in (_patches, _places))
+"""Those that are told of each token whether an image has it."""
 _ARIA = {**VIT, "patch_size": 490, "image_size": 980}
 PROCESSED: Mapping[str, Seeing] = {
     "aria": replace(SEEING["aria"], tower=_ARIA, whole={**_INDEX, "projector_patch_to_query_dict": {4: 2}}),
+    "gemma3": replace(SEEING["gemma3"], whole={"image_token_index": 263, "mm_tokens_per_image": 4}),
     **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next", "qwen3_vl")},
 }
 """Those of which transformers has a processor that needs no torchvision, or that of videos alone."""
@@ -343,9 +352,10 @@ def qwen_processor() -> type[ProcessorMixin]:
 
 def processed(name: str, path: Path) -> Path:
     """A folder of one of PROCESSED with a processor, whose bytes and marks are tokens of its model."""
-    from transformers import AriaProcessor, Idefics3Processor, LlavaNextProcessor, LlavaProcessor
+    from transformers import AriaProcessor, Gemma3Processor, Idefics3Processor, LlavaNextProcessor, LlavaProcessor
     from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -361,13 +371,17 @@ def processed(name: str, path: Path) -> Path:
     first = ("<s>", fast.token_to_id("<s>"))
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[first])
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<pad>"}
-    more = {"extra_special_tokens": {"image_token": "<image>"}} if name in ("aria", "qwen3_vl") else {}
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, **named, **more)
+    crops = {"image_token": "<global-img>", "boi_token": "<image>", "eoi_token": "<fake_token_around_image>"}
+    more = {"aria": {"image_token": "<image>"}, "qwen3_vl": {"image_token": "<image>"}, "gemma3": crops}.get(name, {})
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, **named, extra_special_tokens=more)
     square: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     of_qwen: Any = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
     made: Any = {
         "aria": lambda: AriaProcessor(AriaImageProcessorPil(), tokenizer, size_conversion={980: 2}),
+        "gemma3": lambda: Gemma3Processor(
+            Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), tokenizer, image_seq_length=4
+        ),
         "idefics3": lambda: Idefics3Processor(
             Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}), tokenizer, 1
         ),
@@ -398,10 +412,10 @@ def prompts(name: str) -> list[Mapping[str, Any]]:
     if of.image is _patches:
         return [{"input_ids": text}, of_patches((4, 4))]
     image = of.whole.get("image_token_id", IMAGE)
-    return [
-        {"input_ids": text},
-        {"input_ids": torch.tensor([[1, 2, 3, *[image] * of.tokens, 4, 5, 6, 7]]), **of.image()},
-    ]
+    tokens = torch.tensor([[1, 2, 3, *[image] * of.tokens, 4, 5, 6, 7]])
+    named = {"gemma3": "token_type_ids", **dict.fromkeys(WITH_KINDS, "mm_token_type_ids")}
+    kinds = {named[name]: (tokens == image).int()} if name in named else {}
+    return [{"input_ids": text}, {"input_ids": tokens, **of.image(), **kinds}]
 
 
 def of_patches(*sizes: tuple[int, int]) -> dict[str, Tensor]:

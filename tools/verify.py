@@ -23,7 +23,7 @@ from megacore.rank import RankPlace
 from megacore.say import say, say_data
 from megacore.store.io.strict_json import StoreError
 from megacore.store.weight_folders.checkpoint import Checkpoint
-from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.folder import WeightFolder, with_projector
 from megacore.store.weight_folders.hugging_face import HuggingFace
 from megacore.tools import folders
 from megacore.tools.options import command_parser, count
@@ -83,7 +83,8 @@ def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair
     mesh = mesh_shape(checkpoint, world, arguments.cp)
     if found := context_problems(checkpoint.config, mesh, arguments.exchange):
         raise StoreError("\n".join(found))
-    return Pair(checkpoint, folder), encode(folder, texts, arguments.tokens, mesh.tp * mesh.cp), mesh
+    theirs = with_projector(folder) if checkpoint.config.projector else folder
+    return Pair(checkpoint, theirs), encode(folder, texts, arguments.tokens, mesh.tp * mesh.cp), mesh
 
 
 # -- prompts

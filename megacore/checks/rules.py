@@ -670,6 +670,8 @@ def _held_out(facts: RuleContext) -> Iterator[str]:
 
 def _tuning(facts: RuleContext) -> Iterator[str]:
     tuning = facts.config.tuning
+    if tuning.projector and facts.config.checkpoint.init is None and facts.config.checkpoint.resume is None:
+        yield "train.projector is of a model that also sees: name its folder or checkpoint in checkpoint.init"
     if tuning != EVERYTHING:
         yield from tuning.problems(facts.model.schema)
 

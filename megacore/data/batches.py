@@ -72,8 +72,10 @@ class Batch:
     true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up. pairs:
     those of preferences. ahead: what is further on by one token, by two, and so on; empty where nobody predicts that.
     images: those of its tokens. positions_3d: int64 [3, micro, length], the positions in time, height and width, where
-    images have such; None: each of the three is that of positions. Of a rank of cp: split, how the tokens are shared
-    out, and rows: [its tokens], the row that each is of; the other arrays are of those tokens, too.
+    images have such; None: each of the three is that of positions. image_of: int64 [micro * length], the number of the
+    image that each token is of, -1 of none, where those that follow each other are one. Of a rank of cp: split, how the
+    tokens are shared out, and rows: [its tokens], the row that each is of; the other arrays are of those tokens, too,
+    but for image_of.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -88,6 +90,7 @@ class Batch:
     ahead: tuple[BatchAhead, ...] = ()
     images: tuple[BatchImage, ...] = ()
     positions_3d: npt.NDArray[np.int64] | None = None
+    image_of: npt.NDArray[np.int64] | None = None
 
     def of_tokens(self, own: npt.NDArray[np.int64]) -> tuple[BatchImage, ...]:
         """Return the images of some of its tokens, [n], by their places among these."""
@@ -124,7 +127,7 @@ class Batch:
         pairs = None if self.pairs is None else replace(self.pairs, places=self.pairs.places.ravel()[own])
         ahead = tuple(BatchAhead(each.tokens.ravel()[own], each.labels.ravel()[own]) for each in self.ahead)
         in_three = None if self.positions_3d is None else self.positions_3d.reshape(3, -1)[:, own]
-        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own), in_three
+        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own), in_three, self.image_of
         return Batch(tokens, labels, positions, self.documents, padding, split, *rest)
 
 
@@ -142,9 +145,9 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
         (file, at + row * inputs.shape[1], size) for row, each in enumerate(samples) for file, at, size in each.images
     ]
     images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at, _ in shown)
-    sizes = [(at, size) for _, at, size in shown if size]
+    sizes, image_of = [(at, size) for _, at, size in shown if size], _image_of(images, inputs.size)
     if not separate_documents:
-        rest = None, None, blank, None, (), images, _in_three(positions == 0, sizes)
+        rest = None, None, blank, None, (), images, _in_three(positions == 0, sizes), image_of
         return Batch(inputs, labels, positions, None, padding, *rest)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
@@ -156,7 +159,7 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
     pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
     lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
-    others = None, None, blank, pairs, (), images, _in_three(first, sizes)
+    others = None, None, blank, pairs, (), images, _in_three(first, sizes), image_of
     return Batch(inputs, labels, positions, lengths, padding, *others)
 
 
@@ -180,6 +183,14 @@ def _in_three(
     before = np.cumsum(advances) - advances
     before -= np.maximum.accumulate(np.where(first.ravel(), before, 0))
     return (before + within).reshape(3, *first.shape)
+
+
+def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64] | None:
+    if not images:
+        return None
+    shown = np.zeros(size + 1, bool)
+    shown[np.concatenate([each.places for each in images])] = True
+    return np.where(shown, np.cumsum(shown & ~np.roll(shown, 1)), -1)[:size]
 
 
 def _pairs(

@@ -53,8 +53,7 @@ class Corpora:
     @property
     def have_images(self) -> bool:
         """Whether chats have images."""
-        sides = [side for side in (self.train, self.validation) if side is not None]
-        return any(each.examples.has_images for side in sides for each in packed_of(side))
+        return has_images(self.train) or has_images(self.validation)
 
     @classmethod
     def open(cls, config: Config, model: ModelFiles | None = None, checked: bool = False) -> Corpora:
@@ -212,6 +211,11 @@ def packed_of(source: Source) -> list[Packed]:
     """Return what of the samples to train on, or of those held out, is rows of examples."""
     sources = source.sources if isinstance(source, Blend) else (source,)
     return [each for each in sources if isinstance(each, Packed)]
+
+
+def has_images(source: Source | None) -> bool:
+    """Return whether there are images in some of them."""
+    return source is not None and any(each.examples.has_images for each in packed_of(source))
 
 
 def end_of_text(config: Config, corpora: Sequence[Known]) -> int | None:

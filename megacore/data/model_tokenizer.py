@@ -219,7 +219,7 @@ class ModelTokenizer:
         spans = [tuple(char + gained[bisect_right(ends, char)] for char in span) for span in passage.spans]
         tokens, counted = self._counted(replace(passage, spans=spans), ids[0].tolist(), offsets[0])
         start, stop = offsets[0].T
-        marks, found = tokens[: start.size] == processor.image_token_id, list[npt.NDArray[np.int64]]()
+        marks, found = np.isin(tokens[: start.size], processor.image_token_ids), list[npt.NDArray[np.int64]]()
         for _, (first, last) in places:
             own = (start < last) & (stop > first)
             found.append(np.flatnonzero(own & marks))

@@ -41,7 +41,7 @@ from megacore.store.tensor_files.accounting import summary
 from megacore.store.tensor_files.dtypes import NUMBERS
 from megacore.store.weight_folders.audit import padding
 from megacore.store.weight_folders.compare import PieceComparison, carried_differences, compare_bits, config_differences
-from megacore.store.weight_folders.folder import SafetensorsFolder
+from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
 from megacore.store.weight_folders.index import CARRIED
 
 TIMES = 8
@@ -58,7 +58,7 @@ class Pair:
     """A checkpoint and a folder of the same model. Raises StoreError: they cannot be of the same model."""
 
     checkpoint: SafetensorsFolder
-    folder: SafetensorsFolder
+    folder: WeightFolder
 
     def __post_init__(self) -> None:
         one, other = self.checkpoint.config.schema, self.folder.config.schema

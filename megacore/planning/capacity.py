@@ -24,13 +24,19 @@ def cpu_of(ranks: int) -> Device:
 
 
 def capacity_problems(
-    config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
+    config: Config,
+    model: ModelConfig,
+    world_size: int,
+    local_ranks: int,
+    device_memory: int | None = None,
+    tower: int = 0,
 ) -> Iterator[str]:
     """Yield where the state of training alone has no room, for a config in which `megacore.checks.rules` finds
     nothing. Of activations only inputs of blocks that wait in host memory are counted, so that no run that works is
-    refused. ``local_ranks`` are those on this node, ``device_memory`` bytes of a GPU here; None where the CPU computes.
+    refused. ``local_ranks`` are those on this node, ``device_memory`` bytes of a GPU here; None where the CPU computes;
+    ``tower``: that of :class:`~megacore.planning.setting.Setting`.
     """
-    setting = setting_of(config, model, world_size, "cuda" if device_memory else "cpu")
+    setting = replace(setting_of(config, model, world_size, "cuda" if device_memory else "cpu"), tower=tower)
     states = [state(shares, setting) for shares in Shares.of(setting).stages]
     yield from _memory_problems(setting, states, local_ranks, device_memory)
     if config.memory.offload_folder is None:
@@ -52,10 +58,13 @@ def _memory_problems(
 ) -> Iterator[str]:
     """Yield the problems of memory. On several nodes it is not known which ranks are here: the least count."""
     disk = setting.offload_optimizer == "file"
-    on_device = [each.device(setting).total if device_memory else 0 for each in states]
+    towers = [setting.tower_bytes(stage) for stage in range(len(states))]
+    on_device = [
+        each.device(setting).total + tower if device_memory else 0 for each, tower in zip(states, towers, strict=True)
+    ]
     on_host = [
-        each.total - device - (each.masters + each.moments) * disk + inputs
-        for each, device, inputs in zip(states, on_device, _inputs_on_host(setting), strict=True)
+        each.total + tower - device - (each.masters + each.moments) * disk + inputs
+        for each, tower, device, inputs in zip(states, towers, on_device, _inputs_on_host(setting), strict=True)
     ]
     per_stage = setting.layout.mesh.world // setting.layout.mesh.pp
     here, device = (

@@ -195,7 +195,7 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence
         host += max(sum(n * k for n, k in zip(crowd.alive, kept, strict=True)) for crowd in flying)
     last = stage == layout.last_stage
     terms = {
-        "parameters": everything.parameters + cast_bytes(shares, setting, stage),
+        "parameters": everything.parameters + cast_bytes(shares, setting, stage) + setting.tower_bytes(stage),
         "gradients": everything.gradients if worst.gradients is None else worst.gradients,
         "masters": everything.masters,
         "moments": everything.moments,

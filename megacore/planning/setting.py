@@ -213,6 +213,7 @@ class Setting:
         alone: The replicas that take steps alone, parts of dp.
         round_steps: The steps that these take before they are brought together; 0: there are none.
         muon_steps: Steps of Newton and Schulz that update matrices as wholes; 0: none are.
+        tower: Elements of what turns images into embeddings, beside the parameters, on each rank that embeds.
     """
 
     model: ModelConfig
@@ -245,6 +246,11 @@ class Setting:
     order: Schedule | None = None
     alone: int = 1
     round_steps: int = 0
+    tower: int = 0
+
+    def tower_bytes(self, stage: int) -> int:
+        """Return the bytes of the tower on a rank of a stage."""
+        return self.tower * self.widths.parameter * (stage == 0)
 
     def sent(self, elements: int, model_replicas: int = 1) -> int:
         """Return the bytes of so many elements of a gradient in a message, of which so many ranks of a data parallel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ from megacore.checkpoints import AUTO
 from megacore.checks.machine import readable, surroundings, without_a_model
 from megacore.checks.rules import problems, too_few_steps
 from megacore.config import Config
-from megacore.data.corpora import Corpora, vocabulary_problems
+from megacore.data.corpora import Corpora, has_images, vocabulary_problems
 from megacore.data.data_sets import resolved
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
@@ -27,6 +28,7 @@ from megacore.recipe import ConfigError, Recipe, load
 from megacore.resources import gpus, memory_of_gpus
 from megacore.store.io.hub import HubName
 from megacore.store.io.strict_json import StoreError
+from megacore.store.tensor_files.dtypes import NUMBERS
 from megacore.training.resume import (
     Setup,
     Start,
@@ -128,13 +130,15 @@ def check(
     try:
         corpora = Corpora.open(config if prepared is None else replace(config, out=str(prepared)), files, checked)
         config = _with_steps(config, corpora)
+        if tower := tower_elements(start, corpora):
+            no_room = list(capacity_problems(config, model, world_size, local_ranks, device, tower))
         wrong = [*_of_images(config, model, start, corpora)]
         changed = [] if checked or another_looks or goes_on else [*changed_data(start, config, corpora)]
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
     if config.train.epochs is not None:
         changed += [*too_few_steps(config), *_steps_done(config, start)]
-    if changed := [*wrong, *changed]:
+    if changed := [*wrong, *changed, *no_room]:
         raise ConfigError(changed)
     return Setup(config, model, corpora, start, travelling, order)
 
@@ -147,6 +151,24 @@ def _of_images(config: Config, model: ModelConfig, start: Start, corpora: Corpor
         virtual = config.mesh.pp * pipeline.chunks
         layers = pipeline.layers_per_stage or default_layers(model, virtual, pipeline.chunks > 1)
         yield from image_problems(carried.config, model, layers[0])
+        context = config.context.over(config.mesh.cp, model.drops_attention)
+        if context.parts > 1 and model.anatomy.both_ways:
+            yield (
+                f"context.exchange ({config.context.exchange}), context.heads ({config.context.heads}): the model "
+                "looks both ways within an image, which only a rank that has all of its keys can: set "
+                "context.exchange=heads and context.heads=1, or mesh.cp=1"
+            )
+    if config.train.projector and not has_images(corpora.train):
+        yield "train.projector is true, and no chat of data.train has an image: set it to false"
+
+
+def tower_elements(start: Start, corpora: Corpora) -> int:
+    """Return the elements of what turns images into embeddings: 0 where the data have none."""
+    carried = None if start.source is None else start.source.carried
+    if carried is None or not corpora.have_images:
+        return 0
+    numbers = (each for each in carried.stored() if carried.dtype("weights", each) in NUMBERS)
+    return sum(math.prod(each.shape) for each in numbers)
 
 
 def _with_steps(config: Config, corpora: Corpora) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megacore import checkpoints
@@ -15,6 +16,7 @@ from megacore.planning.peak_memory import Memory, memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.setting import Setting
 from megacore.resources import gpus, host_memory, memory_of_gpus
+from megacore.training.check import tower_elements
 from megacore.training.metrics import METRICS
 from megacore.training.resume import Setup, remarks
 from megacore.training.start import headline
@@ -25,7 +27,7 @@ def outlook(setup: Setup, world: int, here: int) -> str:
     and what it would write where; world: its ranks, here: those on this machine."""
     config, model, shape = setup.config, setup.model, setup.config.mesh.shape(world)
     kind = config.train.device_type(gpus())
-    setting = setting_of(config, model, world, kind)
+    setting = replace(setting_of(config, model, world, kind), tower=tower_elements(setup.start, setup.corpora))
     facts = [
         ("ranks", f"{world:,}, {here:,} of them here" if here < world else f"{world:,}, all here"),
         *_course(setup),

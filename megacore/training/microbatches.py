@@ -38,7 +38,7 @@ class Uploader:
     def _microbatch(self, batch: Batch, step: int, number: int) -> Microbatch:
         tp, width = self.mesh.shape.tp, self.model.config.boundary_width
         tokens, labels, positions = map(self._to_device, (batch.tokens, batch.labels, batch.positions))
-        balanced = self.model.balance is not None
+        balanced, both_ways = self.model.balance is not None, self.model.config.anatomy.both_ways
         return Microbatch(
             tokens,
             labels,
@@ -57,6 +57,7 @@ class Uploader:
             replica=self.mesh.place.dp,
             images=tuple(self._image(each) for each in batch.images if each.inputs),  # which ranks that embed have
             positions_3d=None if batch.positions_3d is None else self._to_device(batch.positions_3d).view(3, -1),
+            image_of=self._to_device(batch.image_of) if both_ways and batch.image_of is not None else None,
         )
 
     def _image(self, image: BatchImage) -> MicrobatchImage:

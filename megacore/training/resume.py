@@ -37,7 +37,7 @@ from megacore.store.io.strict_json import StoreError, read_file
 from megacore.store.tensor_files.companions import TEMPLATES, TEXT, Companion
 from megacore.store.tensor_files.companions import companions as beside
 from megacore.store.weight_folders.checkpoint import TRAINER, Checkpoint
-from megacore.store.weight_folders.folder import WeightFolder
+from megacore.store.weight_folders.folder import WeightFolder, with_projector
 from megacore.store.weight_folders.index import EMA, INDEX, MOMENTS, VersionError, kept_as, replicas_of, residuals_of
 from megacore.training.progress import DATA, Progress, recipe
 
@@ -145,6 +145,8 @@ def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = Fals
     """Open what the run is to start from; ``checked``: whether another process checks the tensor files of checkpoints.
     Raises StoreError: it cannot be used, or the run has been trained on samples that are to be left out."""
     start = _find(config, damaged, checked)
+    if config.train.projector and start.source is not None:
+        start = replace(start, source=with_projector(start.source))
     return replace(start, progress=start.progress.without(config.recovery.skip_samples))
 
 
@@ -281,7 +283,9 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
         kind = family(source.config.family).config
         model = kind.from_hugging_face(kind.override(source.raw, section))
         model = model.scoring(1) if config.scores and not model.labels else model
-    wrong = [] if source is None else list(_misfits(model, source))
+    if source is not None:
+        model = replace(model, projector=source.config.projector)
+    wrong = [] if source is None else list(_misfits(config, model, source))
     drawn = config.scores and (source is None or not source.config.labels)
     only, freeze = config.train.only, config.train.freeze
     # What is wrong with these patterns is said elsewhere.
@@ -319,13 +323,20 @@ def raw_of(model: ModelConfig, source: WeightFolder | None) -> Mapping[str, Any]
         return ours
 
 
-def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
+def _misfits(config: Config, model: ModelConfig, source: WeightFolder) -> Iterator[str]:
     """Yield the differences of the weights, which must be the same."""
     before = source.config.scoring_as(model)
     if before != source.config and source.index.carried is not None:  # the head is drawn
         yield (
             f"{source.path} is a larger model of which {model.family} is a part, and transformers has no class of "
             "it with a head of scores: start from a text model"
+        )
+    if config.train.projector and not source.config.projector:
+        yield f"train.projector is true, and {source.path} has no projector that can be trained: set it to false"
+    if config.lora is not None and source.config.projector and not config.train.projector:
+        yield (
+            f"{source.path} has a projector among its weights, beside which lora trains no adapters: start from what "
+            "`megacore convert --to hf` makes of it"
         )
     ours, theirs = model.schema, before.schema
     way_out = f"choose another checkpoint than {source.path}, or leave the recipe's model to it"
@@ -364,7 +375,7 @@ def _of_source(start: Start, model: ModelConfig) -> Iterator[str]:
         head = start.source.config.tied[1]
         yield f"  a head of scores, {WEIGHT} [{model.labels}, {model.sizes['embed']}], is drawn in place of {head}"
     for name, value in asdict(model).items():
-        if value != before.get(name) and (name != "labels" or given):
+        if value != before.get(name) and name != "projector" and (name != "labels" or given):
             yield f"  model.{name} is {brief(value)}, and was {brief(before.get(name))}"
 
 

@@ -1,4 +1,4 @@
-"""The tower of a model that also sees, on the ranks that embed: frozen, and run by transformers."""
+"""The tower of a model that also sees, on the ranks that embed: frozen, and run by transformers, with its projector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from megacore.data.images import ImageProcessor
 from megacore.data.text import InputError
 from megacore.data.tokenizer import files_for_transformers, import_transformers
 from megacore.models.assemble import Model
-from megacore.models.decoder import MicrobatchImage
+from megacore.models.decoder import MicrobatchImage, Projector
+from megacore.models.names import PROJECTOR
 from megacore.models.wrappers import rope_axes
 from megacore.parallel.mesh import Mesh
 from megacore.store.io.strict_json import StoreError
@@ -42,7 +43,7 @@ def load_vision_tower(setup: Setup, mesh: Mesh, model: Model) -> Callable[[Batch
     chunk = next((each for each in model.chunks if each.embedding is not None), None)
     if chunk is None:
         return None
-    chunk.tower = Tower(source, chunk.dtype, mesh.device)
+    chunk.tower = Tower(source, chunk.dtype, mesh.device, chunk.projector)
     import_transformers()
     with files_for_transformers(setup.companions, None) as folder:
         try:
@@ -78,10 +79,13 @@ class ImageReader:
 
 class Tower:
     """An image of a microbatch -> its features, [1 + n, features, embed], as of :class:`~models.decoder.Decoder`: what
-    the tower and the projector of a folder make of it, in a dtype on a device. Raises StoreError: as of
-    :func:`megacore.data.pretrained.tower`; ValueError: these are not as many as the tokens that stand for them."""
+    the tower and the projector of a folder make of it, in a dtype on a device, by the ``projector`` of a chunk that has
+    its weights, which may be trained. Raises StoreError: as of :func:`megacore.data.pretrained.tower`; ValueError:
+    these are not as many as the tokens that stand for them."""
 
-    def __init__(self, source: WeightFolder, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: WeightFolder, dtype: torch.dtype, device: torch.device, projector: Projector | None = None
+    ) -> None:
         carried, of = source.carried, source.index.carried
         assert carried is not None and of is not None  # or its chats had no images
         name, read = dtype_named(str(dtype).removeprefix("torch.")), carried.read()
@@ -91,10 +95,15 @@ class Tower:
             if kind in NUMBERS:  # the others are no weights
                 made = as_dtype(bits, kind, name)
                 tensors[stored.name] = torch.from_numpy(made.copy().view(f"i{made.itemsize}")).view(dtype)
+        weights = {} if projector is None else dict(zip(projector.names, projector.weights, strict=True))
+        theirs = {f"model.{name.removeprefix(PROJECTOR)}": weight for name, weight in weights.items()}
+        tensors |= {name: torch.zeros(weight.shape, dtype=dtype) for name, weight in theirs.items()}
         self._model = pretrained.tower(of.config, tensors, dtype).to(device)
+        for name, weight in theirs.items():
+            module, _, last = name.rpartition(".")
+            setattr(self._model.get_submodule(module), last, weight)
         self._dtype = dtype
 
-    @torch.no_grad()
     def __call__(self, image: MicrobatchImage) -> Tensor:
         floats = {name: each.to(self._dtype) for name, each in image.inputs.items() if each.is_floating_point()}
         found: Any = self._model.get_image_features(**{**image.inputs, **floats})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL, SLIDING
+from megacore.models.anatomy import FULL, SLIDING, Anatomy
 from megacore.models.families.gemma2 import Gemma2Config
 from megacore.models.layer_types import PatternedConfig
 from megacore.models.local_rope import LocalRopeConfig
@@ -41,6 +41,10 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
     final_logit_softcapping: float | None = None
 
     slides = PatternedConfig.slides
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        made = super().anatomy_of(**own)
+        return replace(made, layers=tuple(replace(each, both_ways=True) for each in made.layers))
 
     def mixer(self, t: Table) -> Rows:
         return super().mixer(t) + t.norms_of_heads()

@@ -239,6 +239,9 @@ def documents_attention(
     return within.one_by_one(q, k, v, documents, scoring)
 
 
+image_attention = within.both_ways
+"""The same, but within an image both ways: by torch's operators, whose kernels without a mask are causal."""
+
 choose_indexed, scores_of_chosen, divergence = indexed.choose, indexed.scores_of_chosen, indexed.divergence
 indexed_attention, indexed_weights = indexed.attention, indexed.attention_weights
 """Attention to tokens that an indexer chooses: torch's operators everywhere. DeepGEMM's scores and FlashMLA's sparse

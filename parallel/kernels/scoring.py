@@ -25,6 +25,7 @@ class Scoring:
         dropout: Probability of dropping an attention weight.
         chunk: A document is cut into pieces of so many tokens, and a token looks at none before its piece; None: it
             does.
+        both_ways: Whether tokens of one image look at each other whatever their order.
     """
 
     scale: float | None = None
@@ -33,6 +34,7 @@ class Scoring:
     sinks: Tensor | None = None
     dropout: float = 0.0
     chunk: int | None = None
+    both_ways: bool = False
 
     @property
     def plain(self) -> bool:

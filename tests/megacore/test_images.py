@@ -18,6 +18,7 @@ from engine import LLAMA, RECIPE, Result, stopped, train
 from families import in_float64
 from PIL import Image
 from pool import Pool
+from safetensors.torch import load_file
 from transformers import AutoProcessor
 from wrapped import CHATML, IMAGE, PROCESSED, loaded, of_patches, processed, prompts, qwen_processor, saved
 
@@ -31,9 +32,14 @@ from megacore.models.decoder import MicrobatchImage
 from megacore.models.wrappers import WRAPPERS, rope_axes
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
-from megacore.recipe import ConfigError
+from megacore.planning import capacity
+from megacore.planning.peak_memory import memory
+from megacore.planning.recipe_setting import setting_of
+from megacore.recipe import ConfigError, load
 from megacore.store.conversions.formats import open_folder
-from megacore.training.check import check
+from megacore.store.weight_folders.folder import with_projector
+from megacore.tools import convert, inspect, reshard, verify
+from megacore.training.check import check, tower_elements
 from megacore.training.vision_tower import ImageReader, Tower
 
 LENGTH = 256
@@ -49,22 +55,29 @@ def float64_of(path: Path) -> Any:
     return whole
 
 
+def of_prompt(prompt: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
+    """What a microbatch has of the image of a prompt."""
+    places = torch.nonzero(tokens == 60).flatten()
+    inputs = {key: each for key, each in prompt.items() if not key.endswith("token_type_ids")}
+    image = MicrobatchImage("", len(places), inputs, torch.arange(len(places)), places)
+    return {"images": (image,), "image_of": torch.where(tokens == 60, 0, -1)}
+
+
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", SEE)
 def test_logits_of_a_text_with_an_image(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = open_folder(saved(name, tmp_path / "hf"))
     prompt = dict(prompts(name)[1])
     tokens = prompt.pop("input_ids")
-    places = torch.nonzero(tokens[0] == 60).flatten()
     model = model_from(folder, Mesh.single(), torch.float64)
     (chunk,) = model.chunks
     capfd.readouterr()
     chunk.tower = Tower(folder, torch.float64, torch.device("cpu"))
     assert capfd.readouterr() == ("", "")
     batch = Batch(tokens.numpy(), np.full(tokens.shape, IGNORE), np.arange(tokens.numel())[None], None)
-    image = MicrobatchImage("", len(places), prompt, torch.arange(len(places)), places)
+    image = of_prompt(prompt, tokens[0])
     with in_float64(), torch.no_grad():  # transformers' towers cast to float32 too
-        found = model.logits(replace(microbatch_of(model, batch), images=(image,)))
+        found = model.logits(replace(microbatch_of(model, batch), **image))
     floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
     whole = float64_of(tmp_path / "hf")
     with in_float64(), torch.no_grad():
@@ -104,6 +117,40 @@ def test_logits_and_positions_in_three_axes(name: str, tmp_path: Path) -> None:
         found = model.logits(replace(microbatch_of(model, batch), images=images, positions_3d=in_three))
         theirs = [whole(**{**each, "pixel_values": each["pixel_values"].double()}).logits[0] for each in prompts]
     assert found is not None and (found - torch.cat(theirs)).abs().max() <= 1e-9 * found.abs().max()
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", SEE)
+def test_gradients_of_a_text_with_an_image(name: str, tmp_path: Path) -> None:
+    folder = with_projector(open_folder(saved(name, tmp_path / "hf")))
+    prompt = dict(prompts(name)[1])
+    tokens = prompt.pop("input_ids")
+    model = model_from(folder, Mesh.single(), torch.float64)
+    (chunk,) = model.chunks
+    model.parameters.freeze(())
+    chunk.tower = Tower(folder, torch.float64, torch.device("cpu"), chunk.projector)
+    labels = np.append(tokens[0, 1:].numpy(), IGNORE)[None]
+    batch = Batch(tokens.numpy(), labels, np.arange(tokens.numel())[None], None)
+    image = of_prompt(prompt, tokens[0])
+    with in_float64():
+        chunk(None, replace(microbatch_of(model, batch), **image)).backward()
+    whole = float64_of(tmp_path / "hf")
+    floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
+    with in_float64():
+        logits = whole(input_ids=tokens, **floats).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").backward()
+    ours = {name: each.grad for name, each in model.parameters.items()}
+    frozen = WRAPPERS[name].others
+    theirs = {key.removeprefix("model."): each.grad for key, each in whole.named_parameters()}
+    projector = [key for key in theirs if f"projector.{key}" in ours]
+    assert len(projector) == len([key for key in ours if key.startswith("projector.")]) > 0
+    for key in projector:
+        found, wanted = ours[f"projector.{key}"], theirs[key]
+        assert found is not None and wanted is not None and wanted.abs().max() > 0, key
+        assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max(), key
+    of_text = [each for key, each in theirs.items() if not key.startswith(frozen) or key in projector]
+    norms = [torch.stack([each.norm() for each in all if each is not None]).norm() for all in (ours.values(), of_text)]
+    torch.testing.assert_close(*norms, rtol=1e-9, atol=0)
 
 
 def part(**fields: str) -> dict[str, Any]:
@@ -190,7 +237,7 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
         (((same, also), _),) = without
         assert same.tolist() == ids.tolist() and also.tolist() == counted.tolist()  # as the template has no marks
         places = [at for _, runs, _ in shown for run in runs for at in range(*run)]
-        assert places == np.flatnonzero(ids == 60).tolist()
+        assert places == np.flatnonzero(np.isin(ids, processor.image_token_ids)).tolist()
 
 
 # -- training
@@ -215,10 +262,9 @@ def recipe(folder: Path, name: str = "llava", *more: dict[str, Any], **data: Any
     return str(folder / "recipe.yaml")
 
 
-def loss_of_theirs(folder: Path) -> float:
+def loss_of_theirs(folder: Path, whole: Any) -> torch.Tensor:
     """The mean loss of all counted tokens of the chats, each by itself."""
-    whole, processor = float64_of(folder / "hf"), AutoProcessor.from_pretrained(folder / "hf")
-    total = count = 0.0
+    processor, total, count = AutoProcessor.from_pretrained(folder / "hf"), torch.zeros(()).double(), 0
     for row in rows(folder):
         text = isinstance(row.get("messages", [{}])[-1].get("content"), str) and "images" not in row
         made = processor.apply_chat_template(
@@ -231,10 +277,10 @@ def loss_of_theirs(folder: Path) -> float:
         made = {key: torch.as_tensor(np.asarray(each)) for key, each in made.items()}
         counted = made.pop("assistant_masks")[0, 1:].bool()
         made = {key: each.double() if each.is_floating_point() else each for key, each in made.items()}
-        with in_float64(), torch.no_grad():
+        with in_float64():
             logits = whole(**made).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, made["input_ids"][0, 1:], reduction="none")
-        total, count = total + float(losses[counted].sum()), count + int(counted.sum())
+        total, count = total + losses[counted].sum(), count + int(counted.sum())
     return total / count
 
 
@@ -244,6 +290,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ALONE = ["chat.pack=false", "batch.global_size=6"]
+TRAINED = ["train.projector=true"]
 
 
 def trained(recipe: str, overrides: list[str]) -> Result:
@@ -251,18 +298,40 @@ def trained(recipe: str, overrides: list[str]) -> Result:
     return train(recipe, overrides)
 
 
+def _projecting(name: str) -> list[str]:
+    return [] if name in IN_THREE else TRAINED
+
+
 @cache
-def _alone(pool: Pool, folder: Path) -> Result:
+def _alone(pool: Pool, folder: Path, name: str = "llava_next") -> Result:
     """Each chat in a row of its own, and all of them in a step."""
-    result: Result = pool.run(1, trained, recipe(folder, folder.name), [f"out={folder / 'alone'}", *ALONE])[0]
+    (folder / name).mkdir()
+    overrides = [f"out={folder / name / 'alone'}", *ALONE, *_projecting(name)]
+    result: Result = pool.run(1, trained, recipe(folder / name, name), overrides)[0]
     return result
+
+
+def with_wide_towers(path: str, overrides: list[str]) -> Result:
+    """A run whose towers cast nothing to float32."""
+
+    def wide(tower: Tower, image: MicrobatchImage) -> torch.Tensor:
+        with in_float64():
+            return call(tower, image)
+
+    with pytest.MonkeyPatch.context() as patch:
+        call = Tower.__call__
+        patch.setattr(Tower, "__call__", wide)
+        return trained(path, overrides)
 
 
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PROCESSED)
 def test_the_loss_is_that_of_transformers(pool: Pool, name: str, tmp_path: Path) -> None:
-    made = pool.run(1, trained, recipe(tmp_path, name), [f"out={tmp_path / 'run'}", *ALONE, "train.steps=1"])[0]
-    np.testing.assert_allclose(made.values("loss"), [loss_of_theirs(tmp_path)], rtol=1e-9)
+    overrides = [f"out={tmp_path / 'run'}", *ALONE, "train.steps=1"]
+    made = pool.run(1, with_wide_towers, recipe(tmp_path, name), overrides)[0]
+    with torch.no_grad():
+        wanted = loss_of_theirs(tmp_path, float64_of(tmp_path / "hf"))
+    np.testing.assert_allclose(made.values("loss"), [float(wanted)], rtol=1e-9)
 
 
 LAYOUTS = {
@@ -275,31 +344,66 @@ PACKED = ["data.sequence_length=128", "batch.global_size=3"]
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl", "gemma3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: str, name: str) -> None:
-    folder = folder / name
-    alone = _alone(pool, folder)
+    alone = _alone(pool, folder, name)
     world, overrides = LAYOUTS[layout]
-    common = [f"out={folder / layout}", *PACKED]
-    made = pool.run(world, trained, str(folder / "recipe.yaml"), [*common, *overrides])
+    by_heads = ["context.exchange=heads"] if layout.startswith("cp") and name == "gemma3" else []
+    common = [f"out={folder / name / layout}", *PACKED, *_projecting(name), *by_heads]
+    made = pool.run(world, trained, str(folder / name / "recipe.yaml"), [*common, *overrides])
     for key in ("loss", "grad_norm", "validation_loss"):
         assert len(made[0].values(key)) == len(alone.values(key)) > 0
         np.testing.assert_allclose(made[0].values(key), alone.values(key), rtol=1e-9)
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize("tuned", [[], ["lora.rank=2"]], ids=["all", "lora"])
+@pytest.mark.parametrize("tuned", [[], ["lora.rank=2"], TRAINED], ids=["all", "lora", "projector"])
 def test_a_run_goes_on_on_another_layout(pool: Pool, folder: Path, tuned: list[str], tmp_path: Path) -> None:
     """A checkpoint of all weights carries the tower; the order of the images is that of the samples."""
-    folder = folder / "llava_next"
     _alone(pool, folder)
-    recipe, common = str(folder / "recipe.yaml"), [*tuned, *PACKED, "batch.global_size=1", "train.steps=4"]
+    recipe = str(folder / "llava_next" / "recipe.yaml")
+    common = [*tuned, *PACKED, "batch.global_size=1", "train.steps=4"]
     whole = pool.run(1, train, recipe, [f"out={tmp_path / 'whole'}", *common])[0]
     split = [f"out={tmp_path / 'split'}", *common, "checkpoint.every=2"]
     pool.run(1, stopped, recipe, split, 2)
     last = pool.run(2, train, recipe, [*split, "mesh.pp=2", "checkpoint.resume=auto"])[0]
     np.testing.assert_allclose(last.values("loss"), whole.values("loss"), rtol=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["dp2-tp2", "tp2-pp2"])
+def test_the_projector_alone_is_trained_as_by_transformers(pool: Pool, layout: str, tmp_path: Path) -> None:
+    """What is exported is theirs; the rest of it, which is not trained, is what it was."""
+    world, overrides = LAYOUTS[layout]
+    path, out = recipe(tmp_path, "llava_next"), tmp_path / "run"
+    how = ["schedule.name=constant", "train.only=[projector]", "train.steps=2", "checkpoint.at_end=true"]
+    made = pool.run(world, train, path, [f"out={out}", *PACKED, *TRAINED, *overrides, *how])[0]
+    whole = float64_of(tmp_path / "hf").requires_grad_(False)
+    held = {name: each.requires_grad_() for name, each in whole.named_parameters() if "projector" in name}
+    held["model.image_newline"] = whole.get_parameter("model.image_newline").requires_grad_()
+    kinds = [[each for each in held.values() if (each.dim() > 1) == decays] for decays in (True, False)]
+    groups = [{"params": each, "weight_decay": decay} for each, decay in zip(kinds, (0.1, 0.0), strict=True)]
+    optimizer, losses = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of_theirs(tmp_path, whole)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    np.testing.assert_allclose(made.values("loss"), losses, rtol=1e-9)
+    checkpoint, export = out / "checkpoints" / "step-00000002", tmp_path / "export"
+    assert convert.main([str(checkpoint), str(export), "--to", "hf"]) == 0
+    exported, before = float64_of(export), dict(float64_of(tmp_path / "hf").named_parameters())
+    for name, found in exported.named_parameters():
+        if name in held:
+            assert (found - held[name]).abs().max() <= 1e-9 * (held[name] - before[name]).abs().max(), name
+        else:
+            assert torch.equal(found, before[name]), name
+    found = [verify.main([str(checkpoint), str(other)]) for other in (export, tmp_path / "hf")]
+    assert found == [0, 1]
+    assert inspect.main([str(checkpoint), "--diff", str(export), "--check"]) == 0
+    assert reshard.main([str(checkpoint), str(tmp_path / "tp2"), "--tp", "2"]) == 0
+    assert inspect.main([str(checkpoint), "--diff", str(tmp_path / "tp2")]) == 0
 
 
 # -- what is told before anything starts
@@ -411,12 +515,78 @@ def test_a_rank_reads_the_images_of_its_tokens_alone() -> None:
     assert [each.features.tolist() for each in (*first, *second)] == [[0, 1], [0], [1, 2]]
 
 
+def test_a_projector_that_was_trained_stays(pool: Pool, tmp_path: Path) -> None:
+    """Where its checkpoint is begun from and it is not asked for; adapters have no place for it."""
+    path, steps = recipe(tmp_path), ["train.steps=1", *PACKED]
+    (first,) = pool.run(1, train, path, [f"out={tmp_path / 'first'}", *steps, *TRAINED, "checkpoint.at_end=true"])
+    begun = [f"checkpoint.init={tmp_path / 'first' / 'checkpoints' / 'step-00000001'}", *steps]
+    (second,) = pool.run(1, train, path, [f"out={tmp_path / 'second'}", *begun])
+    held = [name for name in first.weights if name.startswith("projector.")]
+    assert len(held) == 4 and all((first.weights[name] == second.weights[name]).all() for name in held)
+    assert (first.weights["embed.weight"] != second.weights["embed.weight"]).any()
+    with pytest.raises(ConfigError, match="has a projector among its weights, beside which lora trains no adapters"):
+        check(path, [f"out={tmp_path / 'third'}", *begun, "lora.rank=2"], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("llava", ["lora.rank=2"], "train.projector is for runs without adapters"),
+        ("llava", ["checkpoint.init=null"], "train.projector is of a model that also sees: name its folder or"),
+        ("qwen2_vl", [], "has no projector that can be trained: set it to false"),
+        (None, [], "train.projector is true, and no chat of data.train has an image: set it to false"),
+        (
+            "gemma3",
+            ["mesh.cp=2"],
+            "the model looks both ways within an image, which only a rank that has all of its keys",
+        ),
+    ],
+)
+def test_projectors_and_images_that_are_not_trained(
+    name: str | None, overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    path = recipe(tmp_path)
+    if name is None:
+        write_jsonl(tmp_path / "chats.jsonl", rows(tmp_path)[4])
+    elif name != "llava":
+        shutil.rmtree(tmp_path / "hf")
+        (processed if name in PROCESSED else saved)(name, tmp_path / "hf")
+    if "checkpoint.init=null" in overrides:
+        overrides = [*overrides, f"model={json.dumps({**LLAMA, 'vocab_size': 400})}"]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(path, [f"out={tmp_path / 'run'}", *TRAINED, *overrides], 1 + ("mesh.cp=2" in overrides), 2)
+
+
+def test_the_tower_has_room_on_the_first_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, overrides = recipe(tmp_path), [f"out={tmp_path / 'run'}"]
+    setup = check(path, overrides, 1, 1)
+    carried = [name for name in load_file(tmp_path / "hf" / "model.safetensors") if WRAPPERS["llava"].carries(name)]
+    elements = sum(load_file(tmp_path / "hf" / "model.safetensors")[name].numel() for name in carried)
+    assert tower_elements(setup.start, setup.corpora) == elements > 0
+    setting = setting_of(load(path, ["mesh.pp=2"]), setup.model, 2, "cpu")
+    bare, seeing = (memory(replace(setting, tower=tower)) for tower in (0, elements))
+    added = [now.terms["parameters"] - before.terms["parameters"] for before, now in zip(bare, seeing, strict=True)]
+    assert added == [8 * elements, 0]
+    alone = check(path, [f"out={tmp_path / 'alone'}", *TRAINED, "train.only=[projector]"], 1, 1)
+    (held,) = memory(setting_of(alone.config, alone.model, 1, "cpu"))
+    assert held.terms["gradients"] < held.terms["parameters"] and held.terms["activations"] > 0
+    needed = 32 * setup.model.schema.parameters + 8 * elements
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed)
+    check(path, overrides, 1, 1)
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=re.escape(f"of the 1 process here take {needed / 1e9:,.2f} GB")):
+        check(path, overrides, 1, 1)
+    write_jsonl(tmp_path / "chats.jsonl", rows(tmp_path)[4])
+    check(path, [f"out={tmp_path / 'text'}"], 1, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         (
-            "gemma3",
-            "not trained on in a gemma3, as its attention within an image goes in both directions: leave them out",
+            "gemma4",
+            "not trained on in a gemma4, as its attention within an image goes in both directions in layers with "
+            "windows alone: leave them out",
         ),
         ("gemma3n", "not trained on in a gemma3n, as its layers are told of tokens, and images have none of those"),
         (None, "line 1: has images, and the model reads text alone: leave them out"),

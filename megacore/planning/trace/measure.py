@@ -123,7 +123,8 @@ class FakeModel:
     @property
     def embeds(self) -> bool:
         """Whether a gradient goes to what embeds the tokens."""
-        return any(parameter.requires_grad for parameter in self._ends[0].parameters())
+        parts = self._ends[0], self._chunk.projector
+        return any(parameter.requires_grad for part in parts if part is not None for parameter in part.parameters())
 
     @property
     def tied(self) -> int:

@@ -18,7 +18,7 @@ from megacore.store.tensor_files.dtypes import NUMBERS, as_dtype
 from megacore.store.tensor_files.stream import BLOCK_BYTES
 from megacore.store.tensor_files.tensors import DTYPES
 from megacore.store.weight_folders.audit import OnBytes, fingerprints, silent
-from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder
+from megacore.store.weight_folders.folder import SafetensorsFolder, WeightFolder, with_projector
 
 Sides = tuple[Any, Any]
 """The values of the two folders; None where one has none."""
@@ -60,14 +60,18 @@ class Differences:
 def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differences:
     """Compare two folders without holding either. The fingerprints of checkpoints are those of their indexes, so their
     tensors are not read. Raises StoreError: replicas in a checkpoint differ."""
+    one: WeightFolder
+    other: WeightFolder
     one, other = folders
     alone = {each: which for which in (0, 1) for each in folders[which].states if each not in folders[1 - which].states}
-    told = alone if one.format == other.format else {}
+    told = alone if folders[0].format == folders[1].format else {}
+    if bool(one.config.projector) != bool(other.config.projector):
+        one, other = with_projector(one), with_projector(other)
     steps = one.index.step, other.index.step
     shared = [state for state in one.states if state in other.states]
-    pieces = [each for state in shared for each in _differences(state, folders, state, jobs, progress)]
+    pieces = [each for state in shared for each in _differences(state, (one, other), state, jobs, progress)]
     if (one.carried is None) == (other.carried is None):
-        pieces += carried_differences(folders, jobs, progress)
+        pieces += carried_differences((one, other), jobs, progress)
     else:
         told[_CARRIED] = int(one.carried is None)
     return Differences(
@@ -97,13 +101,15 @@ def _adapters(folders: Folders) -> dict[str, Sides]:
     return {f"lora.{name}": both for name, both in _differing(ours, theirs).items()}
 
 
-def carried_differences(folders: Folders, jobs: int, progress: OnBytes = silent) -> Iterator[Difference]:
+def carried_differences(
+    folders: tuple[WeightFolder, WeightFolder], jobs: int, progress: OnBytes = silent
+) -> Iterator[Difference]:
     """Yield the tensors that are carried and differ, or that one of the two does not carry."""
     return _differences(_CARRIED, [folder.carried for folder in folders], "weights", jobs, progress)
 
 
 def _differences(
-    name: str, folders: Sequence[SafetensorsFolder | None], state: str, jobs: int, progress: OnBytes
+    name: str, folders: Sequence[WeightFolder | None], state: str, jobs: int, progress: OnBytes
 ) -> Iterator[Difference]:
     one, other = ({} if each is None else _held(each, state, jobs, progress) for each in folders)
     for piece in {**one, **other}:
@@ -114,7 +120,7 @@ def _differences(
             yield Difference(name, *piece, differ[0], (here[differ[0]], there[differ[0]]))
 
 
-def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -> dict[Logical, dict[str, Any]]:
+def _held(folder: WeightFolder, state: str, jobs: int, progress: OnBytes) -> dict[Logical, dict[str, Any]]:
     """Return {piece: what is compared of it}."""
     schema, values = folder.schema, folder.fingerprints(state)
     # Those of another release may have taken the axes in another order.

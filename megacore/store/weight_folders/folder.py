@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megacore.models.config import ModelConfig
+from megacore.models.names import PROJECTOR
 from megacore.models.quantization import Quantization
+from megacore.models.wrappers import WRAPPERS
 from megacore.parallel.weights.fingerprint import Logical, add_up
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.pattern import Piece
@@ -228,10 +230,16 @@ class CarriedFolder(SafetensorsFolder):
 
     @classmethod
     def of(
-        cls, path: Path, config: Mapping[str, Any], records: Mapping[str, FileRecord], files: Mapping[str, TensorFile]
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        records: Mapping[str, FileRecord],
+        files: Mapping[str, TensorFile],
+        prefix: str = "",
     ) -> CarriedFolder:
-        """Return the tensors that are recorded of some files. Raises StoreError: a file cannot be opened, or a tensor
-        has no name or size that can be declared."""
+        """Return the tensors that are recorded of some files; ``prefix``: what they are declared with in place of
+        ``model.``. Raises StoreError: a file cannot be opened, or a tensor has no name or size that can be declared.
+        """
         sizes, params = dict[str, int](), list[Param]()
         holders = {name: file for file, record in records.items() for name in record.fingerprints}
         for name, file in holders.items():
@@ -240,7 +248,8 @@ class CarriedFolder(SafetensorsFolder):
                 raise StoreError(f"{path}: the tensor {short(name)} of {list(shape)} cannot be carried")
             axes = {f"d{dim}_{size}": size for dim, size in enumerate(shape)}
             sizes |= axes
-            params.append(Param(name, " ".join(axes)))
+            ours = prefix + name.removeprefix("model.") if prefix else name
+            params.append(Param(ours, " ".join(axes), name if prefix else ""))
         layout = Layout(Schema(tuple(params), sizes), MeshShape(), ())
         return cls(path, Index(config, layout, ("weights",), None, records), files, holders)
 
@@ -249,10 +258,11 @@ class CarriedFolder(SafetensorsFolder):
         return self.layout.schema
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
-        return native(self.layout, [0])
+        return native(self.layout, [0]) if state in self.states else iter(())
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
-        return self.holders[stored.name], stored.name
+        name = self.schema[stored.param].hf or stored.name
+        return self.holders[name], name
 
 
 @dataclass(frozen=True)
@@ -275,8 +285,56 @@ class JoinedFolder(WeightFolder):
     def read(self, state: str = "weights") -> Read:
         return lambda stored, view=None: self._holder(stored).read(state)(stored, view)
 
+    def read_for(self, state: str, copies: Sequence[Copy]) -> Read:
+        reads = [
+            (folder, folder.read_for(state, [copy for copy in copies if self._holder(copy.source) is folder]))
+            for folder in self.joined
+        ]
+        return lambda stored, view=None: next(r for f, r in reads if f is self._holder(stored))(stored, view)
+
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         return {piece: value for folder in self.joined for piece, value in folder.fingerprints(state).items()}
 
     def _holder(self, stored: Stored) -> WeightFolder:
         return next(folder for folder in self.joined if stored.param in folder.schema.by_name)
+
+
+@dataclass(frozen=True)
+class ProjectedFolder(JoinedFolder):
+    """A text model, and the projector of the larger model that it is a part of: the rest of that is carried."""
+
+    rest: SafetensorsFolder = field(kw_only=True)
+
+    @property
+    def carried(self) -> SafetensorsFolder:
+        return self.rest
+
+    def companions(self) -> Mapping[str, Companion]:
+        return self.joined[0].companions()
+
+
+def with_projector(folder: WeightFolder) -> WeightFolder:
+    """Return a folder whose projector, where it carries one, is one of its weights."""
+    carried, of = folder.carried, folder.index.carried
+    if carried is None or of is None:
+        return folder
+    kind, files = WRAPPERS[str(of.config["model_type"])], carried.files
+
+    def part(projects: bool, prefix: str = "") -> CarriedFolder:
+        found = {
+            file: {name: each for name, each in record.fingerprints.items() if kind.projects(name) == projects}
+            for file, record in of.files.items()
+        }
+        records = {file: replace(of.files[file], fingerprints=each) for file, each in found.items() if each}
+        return CarriedFolder.of(folder.path, of.config, records, files, prefix)
+
+    own, rest = part(True, PROJECTOR), part(False)
+    if not own.holders:
+        return folder
+    schemas = folder.layout.schema, own.schema
+    params = [param for each in schemas for param in each.params]
+    sizes = {axis: size for each in schemas for axis, size in each.sizes.items()}
+    layout = replace(folder.layout, schema=Schema(tuple(params), sizes))
+    index = replace(folder.index, layout=layout, carried=replace(of, files=rest.index.files))
+    about = {name: getattr(folder, name) for name in ("ignored", "others", "quantization", "told", "hub")}
+    return ProjectedFolder(folder.path, index, joined=(folder, own), rest=rest, **about)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
+from megacore.models.names import PROJECTOR
 from megacore.models.registry import family
 from megacore.models.wrappers import Naming, rewrapped, unwrapped
 from megacore.parallel.weights.schema import Schema
@@ -56,7 +57,8 @@ def named(schema: Schema, raw: Mapping[str, Any], naming: Naming | None = None) 
     larger model that they are a part of."""
     kind, stored = family(raw["model_type"]).config, list(hugging_face(schema, copies=True))
     if naming is not None:
-        return [replace(each, name=naming.outside(each.name)) for each in stored]
+        theirs = (each.name if each.param.startswith(PROJECTOR) else naming.outside(each.name) for each in stored)
+        return [replace(each, name=name) for each, name in zip(stored, theirs, strict=True)]
     prefix = f"{kind.base_model_prefix}."
     if raw.get("architectures") != [kind.base_architecture()] or kind.tied[1] in {each.name for each in stored}:
         return stored

@@ -28,10 +28,11 @@ from megacore.parallel.weights.transfer import Cut, Stored, native
 from megacore.store.io.strict_json import StoreError, read_json, short
 
 INDEX = "index.json"
-FORMAT, VERSIONS = "megacore", (1, 2, 3, 4, 5)
+FORMAT, VERSIONS = "megacore", (1, 2, 3, 4, 5, 6)
 """Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
-there may be experts; since version 3 tensors may be carried, since version 4 virtual stages be placed in a V, and since
-version 5 replicas have states of their own. Where nothing of this is so, it is version 1."""
+there may be experts; since version 3 tensors may be carried, since version 4 virtual stages be placed in a V, since
+version 5 replicas have states of their own, and since version 6 a projector be among the weights. Where
+nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 STATES = ("weights", MASTER, *MOMENTS, EMA)
@@ -176,7 +177,9 @@ class Index:
 
     @cached_property
     def config(self) -> ModelConfig:
-        return family(self.raw["model_type"]).config.from_hugging_face(self.raw)
+        made = family(self.raw["model_type"]).config.from_hugging_face(self.raw)
+        rows = () if self.carried is None else self.layout.schema.params
+        return replace(made, projector=tuple(param for param in rows if param.name.startswith(names.PROJECTOR)))
 
     @cached_property
     def schema(self) -> Schema:
@@ -208,6 +211,8 @@ class Index:
         schema = self.layout.schema
         some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
+        if self.carried is not None and any(param.name.startswith(names.PROJECTOR) for param in schema.params):
+            return 6
         if any(kind_of(state)[1] is not None for state in self.states):
             return 5
         if self.layout.placement != "loop":
