@@ -63,7 +63,7 @@ def outlive() -> None:
         if stream is not None and stream is getattr(sys, f"__{name}__"):
             stream.flush()
             buffer = io.BufferedWriter(_Outlived(stream.fileno(), "w", closefd=False))
-            lasting = io.TextIOWrapper(buffer, stream.encoding, stream.errors, write_through=True)
+            lasting = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
             setattr(sys, name, lasting)
 
 

@@ -364,14 +364,18 @@ def encode_examples(
     tokenizer, pairs = _load(folder), source.pairs
     made = EncodedExamples(sum(piece.size for piece in pieces), length + 1, chat.too_long == "drop")
     rows = (row for piece in pieces for row in recognized(text.rows(piece), source.keys, pairs))
+
+    def shows(row: Record) -> bool:
+        return not pairs and has_images(row.values, parts=not no_images)
+
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
-        records = [each for each in group if isinstance(each, Record) and (pairs or not has_images(each.values))]
+        records = [each for each in group if isinstance(each, Record) and not shows(each)]
         encoded = iter(tokenizer.examples(records, None if pairs else chat.train_on))
         for row in group:
             if isinstance(row, Fault):
                 made.skip(row)
                 continue
-            if not pairs and has_images(row.values):
+            if shows(row):
                 if no_images:
                     raise InputError(str(row.fault(no_images)))
                 shown = tokenizer.with_images(row, chat.train_on)

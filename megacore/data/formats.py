@@ -154,10 +154,12 @@ def format_of(row: Mapping[str, Any]) -> Format:
     return found
 
 
-def has_images(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is a chat with images, or with contents in parts as these have."""
+def has_images(row: Mapping[str, Any], parts: bool) -> bool:
+    """Return whether a row is a chat with images, or, with ``parts``, with contents in parts as these have."""
     turns = next((turns for key in ("messages", "conversations") if isinstance(turns := row.get(key), list)), [])
-    in_parts = any(isinstance(turn, Mapping) and isinstance(turn.get("content"), list) for turn in turns)
+    said = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
+    kinds = [part.get("type") for each in said if isinstance(each, list) for part in each if isinstance(part, Mapping)]
+    in_parts = any(isinstance(each, list) for each in said) if parts else "image" in kinds
     return in_parts or bool(turns and any(row.get(key) for key in _IMAGES))
 
 
@@ -364,12 +366,12 @@ def _placed(name: str, message: Message, folder: Path) -> Message:
     return {**message, "content": parts}
 
 
-def _part(name: str, part: object) -> str:
+def _part(name: str, part: object, images: bool) -> str:
     """Return the text of a part of a message; of an image, none."""
     if not isinstance(part, dict):
         raise BadExample(f"{name} is {kind_of(part)}, not an object")
-    if (kind := part.get("type")) not in ("text", "image"):
-        raise BadExample(f"{name} has the type {brief(repr(kind))}: choose text or image")
+    if (kind := part.get("type")) not in (known := ("text", "image") if images else ("text",)):
+        raise BadExample(f"{name} has the type {brief(repr(kind))}: choose {' or '.join(known)}")
     if kind == "text":
         return text_of(part.get("text"), f"the text of {name}")
     named = _named(part)
@@ -393,8 +395,9 @@ def _message(name: str, value: object, parts: bool = False) -> Message:
     if "content" not in message and calls:
         message["content"] = ""
     content: Any = message.get("content")
-    if parts and isinstance(content, list):
-        content = "".join(_part(f"part {number} of {name}", each) for number, each in enumerate(content, 1))
+    if isinstance(content, list):
+        content = "".join(_part(f"part {number} of {name}", each, parts) for number, each in enumerate(content, 1))
+        message = message if parts else {**message, "content": content}
     content = text_of(content, f"the content of {name}")
     if role == "assistant" and not calls and not content.strip():
         raise BadExample(f"{name}: the assistant says nothing")

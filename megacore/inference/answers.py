@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
 from megacore.store.io.errors import StoreError, below_1
+from megacore.store.io.strict_json import short
 from megacore.store.weight_folders.folder import WeightFolder
 
 if TYPE_CHECKING:  # what is wrong with a prompt is said without waiting for torch
@@ -40,6 +41,8 @@ class Prompts:
         folder.check_predicts()
         if not given:
             raise StoreError("there is no prompt")
+        if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+            raise StoreError(f"the prompts are {short(given)}: give a list of texts, even of one")
         if system is not None and not chat:
             raise StoreError("`system` is the first message of a chat: give `chat` too")
         texts = Texts.of(folder)

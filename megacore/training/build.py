@@ -140,7 +140,7 @@ def _callbacks(
     if optimizer.non_finite == "repeat":
         bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision], kernels.mm)
-    made: list[Callback] = [Trace(), Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
+    made: list[Callback] = [Trace(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
     if config.sync.every is not None:
         made.insert(0, EndRounds(config.sync.every))
     if config.preference is not None and config.preference.loss in WITH_REFERENCE:
@@ -148,7 +148,9 @@ def _callbacks(
         made.append(ReferenceScores(sources, lambda source: _batches(setup, source, mesh, model)))
     made += [DataStates(), Metrics(peak), Incidents()]
     keeping: list[Callback] = [checkpoints_on_disk, *([evaluation] if evaluation else [])]
-    return [*made, *(keeping[::-1] if decides(config) else keeping), Garbage(), Profile(), FinalReport()]
+    keeping = keeping[::-1] if decides(config) else keeping
+    # Signals are heeded until all else has ended: the last save may take long.
+    return [*made, *keeping, Garbage(), Profile(), FinalReport(), Signals()]
 
 
 def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:

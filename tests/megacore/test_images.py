@@ -599,3 +599,22 @@ def test_models_that_do_not_see_here(name: str | None, message: str, tmp_path: P
     write_tokenizer(tmp_path / (name or "."), family.template, family.end)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(path, [f"out={tmp_path / 'run'}", "data.sequence_length=8", *init], 1, 1)
+
+
+@pytest.mark.parametrize("name", ["gemma3", None])
+def test_parts_of_text_are_text_where_images_are_not_trained_on(name: str | None, tmp_path: Path) -> None:
+    path, family, tokens = recipe(tmp_path), FAMILIES["chatml"], list[list[int]]()
+    config = {**LLAMA, "vocab_size": 400, "max_position_embeddings": 64}
+    init = ["checkpoint.init=null", f"model={json.dumps(config)}"]
+    if name is not None:
+        init = [f"checkpoint.init={saved(name, tmp_path / name, vocab_size=400)}"]
+    write_tokenizer(tmp_path / (name or "."), family.template, family.end)
+    parts = [{**part(text=text), "image": None} for text in ("what ", "is it?")]  # a table has all keys in each
+    for asked in (parts, "what is it?"):
+        messages = [{"role": "user", "content": asked}, turn("assistant", part(text="b"))]
+        file = write_jsonl(tmp_path / "rows.jsonl", {"messages": messages})
+        data = [f"data.train={file}", f"data.validation={file}", "data.sequence_length=64"]
+        (found,) = check(path, [f"out={tmp_path / 'run'}", *data, *init], 1, 1).corpora.corpora
+        assert isinstance(found, Examples)
+        tokens.append(found.example(0)[0].tolist())
+    assert tokens[0] == tokens[1]

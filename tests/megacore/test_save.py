@@ -5,7 +5,9 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -375,6 +377,28 @@ def test_who_ends_a_run_that_cannot_be_saved_does_not_wait(recipe: str, tmp_path
     in_steps(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
     with mock.patch.object(save, "write", side_effect=StoreError("no")), pytest.raises(SaveError, match="step 3 could"):
         made.fit()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_signal_is_heeded_until_the_last_save_is_there(recipe: str, tmp_path: Path, works: bool) -> None:
+    plain, unheeded = save.write, list[int]()
+
+    def write(*given: Any) -> Any:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(1)
+        if not works:
+            raise StoreError("no")
+        return plain(*given)
+
+    before = signal.signal(signal.SIGTERM, lambda number, _: unheeded.append(number))
+    made = trainer(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", "checkpoint.patience=0.005", *QUIET])
+    expected = nullcontext() if works else pytest.raises(SaveError, match="step 5 could not be saved before")
+    try:
+        with mock.patch.object(save, "write", side_effect=write), expected:
+            assert made.fit() == 5
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert unheeded == [] and saved(tmp_path) == [5] * works
 
 
 def no_room(recipe: str, overrides: list[str]) -> str:

@@ -82,3 +82,11 @@ def test_a_run_outlives_who_reads_it_and_says_so_once(reason: str) -> None:
         subprocess.run(command, stdout=lost, stderr=lost, check=True)
     said = f"what is said on stdout is lost ({reason}): the run goes on, `megacore status` tells how\n"
     assert done.stderr == f"{said}done\n"
+
+
+def test_what_a_run_says_is_not_kept_back() -> None:
+    """Progress bars and callbacks write lines without flushing them; a kill leaves no time for that."""
+    code = "import os, sys; from megacore.say import outlive; outlive()\n"
+    code += "for each in (sys.stdout, sys.stderr): each.write('told\\n')\nos._exit(0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("told\n", "told\n")

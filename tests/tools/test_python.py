@@ -160,8 +160,10 @@ def test_what_is_wrong_is_said_before_the_weights_are_read(llama: Path, monkeypa
     for options, says in loading:
         with pytest.raises(StoreError, match=says):
             load_model(llama, **options)
-    asking: list[tuple[list[str], dict[str, Any], str]] = [
+    asking: list[tuple[Any, dict[str, Any], str]] = [
         ([], {}, "there is no prompt"),
+        ("The sun", {}, "the prompts are 'The sun': give a list of texts, even of one"),
+        ([5], {}, r"the prompts are \[5\]: give a list of texts, even of one"),
         (["a"], {"temperature": 0.0}, "`temperature=0.0`: choose one above 0"),
         (["a"], {"top_k": 3, "max_new_tokens": 0}, r"`max_new_tokens=0`(.|\n)*`top_k` is of sampling"),
         (["a"], {"temperature": 1.0, "top_p": 1.5}, "`top_p=1.5`: choose a number above 0 and up to 1"),
