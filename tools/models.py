@@ -45,7 +45,7 @@ NOT_CARRIED = {
     "norms of the sums behind branches": "openai-gpt",
     "biases of scores by distance, which are learned": "cpmant",
     "a class of transformers that reads the rope of published files": "dbrx",
-    "text that looks at tokens after it": "paligemma, xlnet",
+    "text that looks at tokens after it": "xlnet",
     "hashes that choose which tokens a token looks at": "reformer",
     "drafts of another model, whose keys and values they look at": "gemma4_assistant, gemma4_unified_assistant",
     "models that also see, hear or speak, whose other parts nobody carries": "emu3, fuyu, git, got_ocr2, mllama, "
