@@ -54,6 +54,7 @@ MISTAKEN_IN = frozenset(
         "glm4_moe_lite",
         "glm_moe_dsa",
         "hunyuan_v1_moe",
+        "longcat_flash",
         "mellum",
         "qwen3_moe",
         "qwen3_next",
