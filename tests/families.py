@@ -45,26 +45,24 @@ LIGHTNING = MiniMaxLightningAttention.__init__
 
 def lightning(self: MiniMaxLightningAttention, *arguments: Any) -> None:
     LIGHTNING(self, *arguments)
-    for name, buffer in [*self.named_buffers(recurse=False)]:
-        setattr(self, name, buffer.to(torch.get_default_dtype()))
-        self._non_persistent_buffers_set.add(name)
+    self._non_persistent_buffers_set |= {name for name, _ in self.named_buffers(recurse=False)}
+
+
+_FORWARD = MiniMaxLightningAttention.forward
+
+
+def exactly(self: MiniMaxLightningAttention, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+    """In float64 with factors that are not rounded, of rates that are: to float32, as they are here."""
+    if hidden_states.dtype == torch.float64:
+        rates = self.get_slope_rate().double()
+        made = zip(("query", "key", "diagonal"), self.decay_factors(rates), strict=True)
+        for name, factors in (("slope_rate", rates), *((f"{each}_decay", of) for each, of in made)):
+            setattr(self, name, factors)
+    return _FORWARD(self, hidden_states, *arguments, **named)
 
 
 MiniMaxLightningAttention.__init__ = lightning  # type: ignore[assignment, method-assign]
-_RATES = MiniMaxLightningAttention.get_slope_rate
-
-
-def rates(self: MiniMaxLightningAttention, *arguments: Any) -> Tensor:
-    """Of float32 whatever a model is made in, as they are here; what is made of them is not."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        return _RATES(self, *arguments).double()
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-MiniMaxLightningAttention.get_slope_rate = rates  # type: ignore[method-assign]
+MiniMaxLightningAttention.forward = exactly  # type: ignore[assignment, method-assign]
 
 T = TypeVar("T")
 

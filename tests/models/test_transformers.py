@@ -14,7 +14,6 @@ from pool import Pool
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
@@ -75,11 +74,6 @@ def theirs_of(config: PretrainedConfig, seed: int, auto: Any = AutoModelForCausa
         # Rotary frequencies are rounded to float32, here and there.
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.float() if buffer.is_floating_point() else buffer)
-        if isinstance(module, MiniMaxLightningAttention):  # of the rates, which are of float32, it has rounded factors
-            rates = module.slope_rate.double()
-            made_of_rates = zip(("query", "key", "diagonal"), module.decay_factors(rates), strict=True)
-            for name, factors in (("slope_rate", rates), *((f"{each}_decay", of) for each, of in made_of_rates)):
-                setattr(module, name, factors)
     with torch.no_grad():
         for buffer in saved_buffers(model).values():
             if buffer.is_floating_point():
