@@ -174,7 +174,8 @@ def peft_problems(family: str, chosen: Iterable[LinearTarget], whole: str | None
     larger model of which the adapted one is a part."""
     if mistaken := mistaken_by_peft(family, chosen):
         yield f"peft takes those of {', '.join(mistaken)} for those of {family}'s experts"
-    refused, names = REFUSED_BY_PEFT.get(family), {linear.hf_name.rpartition(".")[2] for linear in chosen}
+    refused = REFUSED_BY_PEFT.get(family)
+    names = {linear.hf_name.removesuffix(".weight").rpartition(".")[2] for linear in chosen}
     for past in sorted(_PASSED_BY & names):
         yield f"transformers' {family} multiplies by the weight of {past} itself, past its adapters"
     if refused in names:

@@ -62,7 +62,7 @@ def exactly(self: MiniMaxLightningAttention, hidden_states: Tensor, *arguments: 
 
 
 MiniMaxLightningAttention.__init__ = lightning  # type: ignore[assignment, method-assign]
-MiniMaxLightningAttention.forward = exactly  # type: ignore[assignment, method-assign]
+MiniMaxLightningAttention.forward = exactly  # type: ignore[method-assign]
 
 T = TypeVar("T")
 
