@@ -30,7 +30,7 @@ from megacore.models.rope_config import PLAIN
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 IDLE = LongcatFlashExperts.__init__
-"""Of transformers 5.23, which makes gates of experts that do nothing, and refuses published files, which have none."""
+"""Of transformers 5.23, which makes gates of experts that do nothing, and refuses files that have none."""
 
 
 def working(self: LongcatFlashExperts, config: PretrainedConfig) -> None:
