@@ -70,11 +70,14 @@ class Factors:
         gives: Factor of what it gives.
         inner: Factors of the pieces that its first linear gives: of a network of gates and what they are for, of a
             state space of gates, x, B, C and steps; empty: there are none.
+        past: Factor of what it is given, behind its norm, which goes past it in place of what the block is given; None:
+            that does, as it is.
     """
 
     given: float = 1.0
     gives: float = 1.0
     inner: tuple[float, ...] = ()
+    past: float | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,7 @@ class Anatomy:
         norm: Root mean square norms, or layer norms.
         norm_eps: Added to the mean square or the variance.
         latent_norm_eps: The same of the norms of latents.
+        latent_scale: Factor of the latents that keys and values are made of, behind their norms.
         norm_offset: Added to the weights of norms, in fp32 at least.
         norms_after_rope: Whether heads are normalised after they have rotated, not before.
         plain_norms: Those norms without weights that there are, by the names that their weights would have.
@@ -159,7 +163,7 @@ class Anatomy:
         mixer_activation: That of the convolutions of state space layers; None: the same.
         delta_gate: The function of the gates that weigh what the gated delta rule gives.
         delta_share: The largest share of a value that it writes: above 1 states may change their sign.
-        delta_norm_eps: ``norm_eps`` of what it gives; None: the same.
+        delta_norm_eps: ``norm_eps`` of what it gives, or lightning attention; None: the same.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).
@@ -170,7 +174,7 @@ class Anatomy:
         round_embedding_scale: Whether that is rounded to the model's dtype first.
         branch_scale: Factor of what each branch adds to the residual stream.
         logit_scale: Factor of the logits.
-        factors: Those of ``attn``, ``ssm``, ``mlp`` and, in its place, ``experts``, where there are some.
+        factors: Those of ``attn``, ``lightning``, ``ssm``, ``mlp`` and, in its place, ``experts``, if there are some.
         attention_dropout: Probability of dropping an attention weight.
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.
@@ -191,6 +195,7 @@ class Anatomy:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
     latent_norm_eps: float = 1e-6
+    latent_scale: float = 1.0
     norm_offset: float = 0.0
     norms_after_rope: bool = False
     plain_norms: frozenset[str] = frozenset()

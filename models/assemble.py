@@ -90,9 +90,9 @@ class Model:
                 adapt(chunk, parameters, tuning.lora)
             multiply_quantised(chunk, parameters)
             chunk.run = runner(activations, chunk.blocks, CHEAP, mesh.device, mesh.recorder)
-            for block in chunk.blocks:
-                if isinstance(block, Block):
-                    block.mlp_tokens = activations.mlp_tokens(mesh.shape.tp)
+            for module in chunk.modules():
+                if isinstance(module, Block):
+                    module.mlp_tokens = activations.mlp_tokens(mesh.shape.tp)
             chunk.context_parallel = context
             if losses and chunk.head is not None:
                 chunk.head.losses = losses
@@ -209,8 +209,8 @@ class Model:
                         module.attend_blocks = torch.compiler.disable(module.attend_blocks)  # type: ignore[method-assign]
                     if isinstance(module, Attention) and module.chooses:
                         module.attend = torch.compiler.disable(module.attend)  # type: ignore[method-assign]
-                if isinstance(block, Block) and block.mlp_tokens is not None:
-                    block.by_tokens = torch.compiler.disable(block.by_tokens)  # type: ignore[method-assign]
+                    if isinstance(module, Block) and module.mlp_tokens is not None:
+                        module.by_tokens = torch.compiler.disable(module.by_tokens)  # type: ignore[method-assign]
                 # Not the call: hooks that gather its parameters run outside of it.
                 block.forward = torch.compile(block.forward, options=_OPTIONS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +118,48 @@ class ParallelBlock(Block):
         z = y if isinstance(self.mlp_norm, nn.Identity) else self.mlp_norm(x)
         x = self._add(x, self.attn_out_norm(attn(y, context)))
         return self._add(x, self.by_tokens(lambda z: self.mlp_out_norm(mlp(z, context)), z))
+
+
+class NormedBlock(Block):
+    """A residual block in which what a branch is given, behind its norm, goes past it, times a factor of the branch.
+
+    Args:
+        past: The factors of both branches.
+    """
+
+    def __init__(self, *arguments: Any, past: Sequence[float], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.past = past
+
+    def branches(self, x: Tensor, context: Context) -> Tensor:
+        attn, mlp, (of_attn, of_mlp) = self.attn, self.mlp, self.past
+        assert attn is not None and mlp is not None
+        x = self.attn_norm(x)
+        x = self.mlp_norm(self._add(x * of_attn, attn(x, context)))
+        return self.by_tokens(lambda x: self._add(x * of_mlp, mlp(x, context)), x)
+
+
+class ShortcutBlock(Block):
+    """Two residual blocks one after the other, and experts that are given what the network of the first one is, and
+    whose outputs are added behind the second (LongCat-Flash, arXiv 2509.01322).
+
+    Args:
+        then: The second one.
+        experts: (x, context) -> x.
+    """
+
+    def __init__(self, *arguments: Any, then: Block, experts: nn.Module | None, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.then, self.experts = then, experts
+
+    def branches(self, x: Tensor, context: Context) -> Tensor:
+        attn, mlp, experts = self.attn, self.mlp, self.experts
+        assert attn is not None and mlp is not None and experts is not None
+        x = self._add(x, attn(self.attn_norm(x), context))
+        given = self.mlp_norm(x)
+        late = experts(given, context)
+        x = self._add(x, self.by_tokens(lambda given: mlp(given, context), given))
+        return self._add(self.then(x, context), late)
 
 
 class SideBySide(nn.Module):

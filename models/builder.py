@@ -31,7 +31,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         chunk: The number of the chunk on this rank.
     """
     from megacore.models.alt_up import AltUpBlock, Mean, Spread
-    from megacore.models.blocks import Block, LowRank, ParallelBlock, SideBySide, replicated
+    from megacore.models.blocks import Block, LowRank, NormedBlock, ParallelBlock, ShortcutBlock, SideBySide, replicated
     from megacore.models.decoder import (
         Decoder,
         DenseHead,
@@ -47,14 +47,13 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
     p, vocab, streams = parameters, sizes["vocab"], anatomy.streams
 
-    def block(layer: int, name: str = "") -> nn.Module:
+    def block(layer: int, name: str = "") -> Block:
         name = name or f"layers.{layer}"
         norms = {
             place: norm(anatomy, p, f"{name}.{place}")
             for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
             if f"{name}.{place}.weight" in p or place in anatomy.plain_norms
         }
-        kind = ParallelBlock if anatomy.parallel else Block
         # Every branch has a linear that ends it.
         mixers = [each for each in MIXERS if f"{name}.{each}.out.weight" in p]
         mixing = [scaled(anatomy, each, mix(anatomy, p, layer, f"{name}.{each}")) for each in mixers]
@@ -77,7 +76,15 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         if streams is not None:
             of_router = norm(anatomy, p, f"{name}.streams.norm")
             return AltUpBlock(*branches, norms, p, f"{name}.streams", streams, of_router, **others)
-        return kind(*branches, norms, scale=anatomy.branch_scale, **others)
+        kind: Any = ParallelBlock if anatomy.parallel else Block
+        factors = (anatomy.factors.get(each, Factors()) for each in (*mixers, *feeds, "experts"))
+        if past := [each.past for each in factors if each.past is not None]:  # of a mixture ``experts`` says it
+            kind = partial(NormedBlock, past=past)
+        if f"{name}.then.attn.out.weight" in p:
+            kind = partial(ShortcutBlock, then=block(layer, f"{name}.then"), experts=branches[1])
+            branches = branches[0], feed(anatomy, p, layer, f"{name}.dense")
+        made: Block = kind(*branches, norms, scale=anatomy.branch_scale, **others)
+        return made
 
     def inputs(name: str) -> nn.Module:
         plain, last = (norm(anatomy, p, each) for each in ("inputs_norm", f"{name}.out_norm"))
@@ -164,7 +171,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
 _AROUND = "attn", "mlp"
 """The branches that streams stand around."""
-MIXERS = ("attn", "local_attn", "delta", "ssm", "short")
+MIXERS = ("attn", "local_attn", "delta", "lightning", "ssm", "short")
 """The names that what mixes tokens has in a block: those that a layer has stand side by side."""
 FEEDS = ("mlp", "wide_mlp")
 """The names that a feed-forward network has."""
@@ -180,12 +187,13 @@ def scaled(anatomy: Anatomy, name: str, branch: nn.Module) -> nn.Module:
 
 def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.Module:
     """Return what mixes tokens in a layer: self-attention, ``attn``, or ``local_attn`` where heads of layers with
-    windows have other sizes, of latents where it has some, the gated delta rule, ``delta``, a state space, ``ssm``, or
-    a short convolution, ``short``, as the name ends."""
+    windows have other sizes, of latents where it has some, the gated delta rule, ``delta``, lightning attention,
+    ``lightning``, a state space, ``ssm``, or a short convolution, ``short``, as the name ends."""
     from megacore.models.attention import MultiHeadAttention, SharedKeysAttention
     from megacore.models.compressed_attention import CompressedAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
+    from megacore.models.lightning_attention import LightningAttention
     from megacore.models.short_convolution import ShortConvolution
     from megacore.models.state_space import SelectiveScan, StateSpace
     from megacore.parallel.kernels.scoring import Scoring
@@ -199,6 +207,11 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         of_head = RMSNorm.of(weight, anatomy.delta_norm_eps or anatomy.norm_eps, parameters.mesh)
         activation, share = ACTIVATIONS[anatomy.activation], anatomy.delta_share
         return GatedDeltaRule(parameters, name, activation, anatomy.delta_gate, of_head, share)
+    if kind == "lightning":
+        assert weight is not None  # of all heads' outputs
+        of_all = SplitRMSNorm(weight, anatomy.delta_norm_eps or anatomy.norm_eps, parameters.mesh)
+        depth = layer / (len(anatomy.layers) - 1 + 1e-5)
+        return LightningAttention(parameters, name, ACTIVATIONS[anatomy.activation], of_all, depth)
     if f"{name}.select.weight" in parameters:
         normed = [f"{name}.{each}_norm" for each in ("dt", "b", "c")]
         there = f"{normed[0]}.weight" in parameters or "ssm.dt_norm" in anatomy.plain_norms
@@ -223,7 +236,8 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     if f"{name}.kv_a.weight" in parameters:
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
         encoding = encode(anatomy, parameters, layer, name)
-        return LatentAttention(parameters, name, layer, own, scoring, of_latent, encoding)
+        scale = anatomy.latent_scale
+        return LatentAttention(parameters, name, layer, own, scoring, of_latent, encoding, scale)
     if own.keys is not None:
         source = f"layers.{own.keys}.{kind}"
         return SharedKeysAttention(

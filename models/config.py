@@ -386,8 +386,8 @@ def _looked_at(tokens: int, layer: LayerAttention) -> int:
 
 
 def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
-    """Return the elements of a parameter that a token meets: of the experts of a layer those that it is sent to, else
-    all.
+    """Return the elements of a parameter that a token meets: of the experts of a layer those that it is sent to, of
+    which as many do nothing as of all, else all.
 
     Args:
         config: The model's.
@@ -397,7 +397,7 @@ def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
     numel, routing = schema.numel(param), config.anatomy.routing
     if routing is None or "experts" not in {*param.sentence.axes, *param.named_axes}:
         return numel
-    return numel // routing.experts * routing.top_k
+    return numel * routing.top_k // routing.experts
 
 
 def active_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
@@ -449,12 +449,13 @@ def _at_ends(param: Param, schema: Schema) -> bool:
 
 _STATES: Mapping[str, int] = {
     "layers.{layer}.delta.conv.weight": 18,
+    "layers.{layer}.lightning.norm.weight": 12,
     "layers.{layer}.ssm.conv.weight": 12,
     "layers.{layer}.short.conv.weight": 0,
 }
 """{a weight that layers with a state have: the operations of an element of a head's state for each token}: those of the
-gated delta rule, of state space layers, and of a short convolution alone."""
-_ATTENDS = "layers.{layer}.attn.out.weight", "layers.{layer}.local_attn.out.weight"
+gated delta rule, of lightning attention, of state space layers, and of a short convolution alone."""
+_ATTENDS = tuple(f"layers.{{layer}}.{each}.out.weight" for each in ("attn", "local_attn", "then.attn"))
 
 
 @lru_cache(maxsize=64)
@@ -485,15 +486,17 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
         () if mixed or any(attends) else range(sizes["layer"])
     )  # a user's own blocks give their weights other names
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
-    full, local = (() if param is None else param.values("layer", sizes) for param in attends)
+    full, local, then = (() if param is None else param.values("layer", sizes) for param in attends)
     looked_at = 0  # numbers of all heads
     of_heads = sizes.get("head", 0)
-    kinds = ((*full, *others, *further), of_heads), (tuple(local), sizes.get("local_head", of_heads))
+    kinds = ((*full, *then, *others, *further), of_heads), (tuple(local), sizes.get("local_head", of_heads))
     for layers, head in kinds:
         attending = (config.anatomy.layers[layer] for layer in layers)
         tokens = sum(_looked_at(sequence_length, layer) for layer in attending)
         looked_at += sizes.get("heads", 0) * (head + sizes.get("value", head)) * tokens
-    attention = 6 * looked_at // sequence_length + sum(6 * whole.numel(param) for param in mixed.values())
+    attention = 6 * looked_at // sequence_length + sum(
+        6 * whole.numel(param) for param in mixed.values() if "taps" in param.sentence.axes
+    )
     if index := whole.by_name.get("layers.{layer}.attn.index.q.weight"):
         own = whole.numel(index) // sizes["q_latent"] // len(index.values("layer", sizes))
         indexed = [config.anatomy.layers[layer] for layer in (*index.values("layer", sizes), *further)]

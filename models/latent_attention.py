@@ -38,6 +38,7 @@ class LatentAttention(Attention):
         looks: How it encodes positions and which tokens it sees: those that an indexer chooses, ``.index``, its own or
             another layer's, or all of them.
         encoding: That of :class:`~models.attention.Attention`.
+        scale: Factor of the latent that keys and values are made of, behind its norm.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class LatentAttention(Attention):
         scoring: Scoring,
         norm: Callable[[str], nn.Module],
         encoding: Encoding | None = None,
+        scale: float = 1.0,
     ) -> None:
         sizes = parameters.shards[f"{name}.kv_b.weight"].sizes
         heads, rest = sizes["heads"], sizes["rest"]
@@ -61,6 +63,7 @@ class LatentAttention(Attention):
         self.q_b = column(parameters, f"{name}.q_b" if latent else f"{name}.q")
         self.kv_a, self.kv_a_norm = replicated(parameters, f"{name}.kv_a"), norm(f"{name}.kv_a_norm")
         self.kv_b = column(parameters, f"{name}.kv_b")
+        self.scale = scale
         self.latent, self.rotary, self.rest = sizes["kv_latent"], rotary, rest
         self.group = parameters.mesh.tp
         self.layer, self.looks, index = layer, looks, f"{name}.index"
@@ -71,7 +74,9 @@ class LatentAttention(Attention):
         of_queries = self.q_a_norm(self.q_a(x))
         q = self.q_b(of_queries).unflatten(-1, (self.heads, self.head))
         latent, turning = self.kv_a(x).split([self.latent, self.rotary], -1)
-        still, v = self.kv_b(self.kv_a_norm(latent)).split([self.heads * self.rest, self.heads * self.value], -1)
+        latent = self.kv_a_norm(latent)
+        latent = latent if self.scale == 1 else latent * self.scale
+        still, v = self.kv_b(latent).split([self.heads * self.rest, self.heads * self.value], -1)
         turning = all_gather(turning, self.group).unsqueeze(1)
         if rotation is not None:
             q, turning = self._rotate(q, *rotation), self._rotate(turning, *rotation)

@@ -54,6 +54,7 @@ MISTAKEN_IN = frozenset(
         "glm4_moe_lite",
         "glm_moe_dsa",
         "hunyuan_v1_moe",
+        "longcat_flash",
         "mellum",
         "qwen3_moe",
         "qwen3_next",
@@ -63,6 +64,7 @@ MISTAKEN_IN = frozenset(
 UNKNOWN_TO_PEFT = frozenset({"deepseek_v4", "hy_v3", "kimi_linear", "lfm3", "nemotron_h"})
 """Families some of whose modules have other names in memory than in their files, where the peft library finds none."""
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
+_PASSED_BY = frozenset({"classifier", "dt_proj"})
 REFUSED_BY_PEFT = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2"), "out_proj")
 """{a family: the name of a linear of its state spaces that the peft library refuses to adapt}."""
 
@@ -172,9 +174,10 @@ def peft_problems(family: str, chosen: Iterable[LinearTarget], whole: str | None
     larger model of which the adapted one is a part."""
     if mistaken := mistaken_by_peft(family, chosen):
         yield f"peft takes those of {', '.join(mistaken)} for those of {family}'s experts"
-    refused, names = REFUSED_BY_PEFT.get(family), {linear.hf_name.rpartition(".")[2] for linear in chosen}
-    if "dt_proj" in names:
-        yield f"transformers' {family} multiplies by the weight of dt_proj itself, past its adapters"
+    refused = REFUSED_BY_PEFT.get(family)
+    names = {linear.hf_name.removesuffix(".weight").rpartition(".")[2] for linear in chosen}
+    for past in sorted(_PASSED_BY & names):
+        yield f"transformers' {family} multiplies by the weight of {past} itself, past its adapters"
     if refused in names:
         yield f"peft refuses adapters of {refused} of {family}"
     if family in UNKNOWN_TO_PEFT:

@@ -57,11 +57,12 @@ class MixtureOfExperts(nn.Module):
             p[f"{name}.experts.up.weight"],
             p[f"{name}.experts.down.weight"],
             activation_after(p, f"{name}.experts.up", activation),
-            routing.experts,
+            routing.experts - routing.idle,
             mesh.along(*split["experts"]),
             mesh.along(*split["expert_mlp"]),
             p.get(f"{name}.experts.up.bias"),
             p.get(f"{name}.experts.down.bias"),
+            routing.idle,
         )
         has_shared = f"{name}.shared.up.weight" in p
         self.shared = FeedForward(p, f"{name}.shared", activation) if has_shared else None
@@ -79,6 +80,8 @@ class MixtureOfExperts(nn.Module):
             y = self.norms["experts_out"](y.unflatten(0, chosen.shape).sum(1))
             return y if beside is None else y + beside()
         y = self.experts(x, chosen, weights, beside, context.counts, self.norms["experts_out"])
+        if self.experts.idle:
+            y = y + x * weights.masked_fill(chosen < self.experts.experts, 0).sum(-1, keepdim=True).to(x.dtype)
         return y
 
     def _beside(self, x: Tensor, context: Context) -> Tensor:

@@ -12,7 +12,7 @@ from megacore.parallel.weights.schema import Param, Schema
 PROJECTOR = "projector."
 """The beginning of the names of what connects the tower of a model that also sees to its text model."""
 _LAYER = "{layer}."
-_LOCAL, _WIDE = "local_", "wide_"
+_LOCAL, _WIDE, _THEN = "local_", "wide_", "then."
 _PARTS = ("experts", "router")
 """Parts of a mixture of experts that are known by these words alone."""
 
@@ -51,9 +51,9 @@ def in_block(name: str) -> str:
 
 def without_block(name: str) -> tuple[str, ...]:
     """Return the names of a part of a block without its layer: ``attn.qkv``, of layers with windows ``local_attn.qkv``
-    too, as ``mlp.up`` is ``wide_mlp.up``; ``mlp.experts.up`` and ``experts.up``."""
+    too, as ``mlp.up`` is ``wide_mlp.up`` and ``then.mlp.up``; ``mlp.experts.up`` and ``experts.up``."""
     short = name.partition(".")[2]
-    alike = {name: None, name.removeprefix(_LOCAL).removeprefix(_WIDE): None}
+    alike = {name: None, name.removeprefix(_THEN).removeprefix(_LOCAL).removeprefix(_WIDE): None}
     return (*alike, short) if short.partition(".")[0] in _PARTS else (*alike,)
 
 

@@ -221,6 +221,20 @@ class Table:
             *self.linear("delta.out", "embed", "(state_heads each state_value)", f"linear_attn.{out}", ends=True),
         )
 
+    def lightning_attention(self) -> Rows:
+        """Return lightning attention, as MiniMax-01's ``self_attn`` has it."""
+        keys, values = "state_heads state_key", "state_heads state_value"
+        by_head = "state_heads (q: state_key + k: state_key + v: state_value)"
+        inner, stored = (
+            f"(qkv: ({each}) + gate: {values})" for each in (f"q: {keys} + k: {keys} + v: {values}", by_head)
+        )
+        linears = "self_attn.{qkv_proj,output_gate}"
+        return (
+            *self.linear("lightning.inner", inner, "embed", linears, stored=f"{stored} embed"),
+            *self.norm("lightning.norm", "self_attn.norm", f"({values})"),
+            *self.linear("lightning.out", "embed", f"({values})", "self_attn.out_proj", ends=True),
+        )
+
     def state_space(
         self,
         hf: str = "mamba",

@@ -114,6 +114,8 @@ def _sizes(vocabulary: int, embed: int, mlp: int, layers: int, heads: int, posit
 
 
 _LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "gemma": _sizes(256000, 3072, 24576, 28, 16, 8192),
+    "gemma2": _sizes(256000, 2304, 9216, 26, 8, 8192),
     "llama": _sizes(32000, 4096, 11008, 32, 32, 2048),
     "mistral": _sizes(32000, 4096, 14336, 32, 32, 131072),
     "qwen2": _sizes(151936, 4096, 22016, 32, 32, 32768),
@@ -197,6 +199,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "llava_next": Wrapper(("llama", "mistral", "qwen2")),
     "llava_onevision": Wrapper(("qwen2",)),
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4")),
+    # Text is what follows a prompt there: a token looks at those before it.
+    "paligemma": Wrapper(
+        ("gemma", "gemma2"),
+        harmless=("num_image_tokens", "projection_dim", "use_bidirectional_attention"),
+        no_images="its attention within an image and its prompt goes in both directions",
+    ),
     "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", **_QWEN2_VL),
     "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", **_QWEN2_VL),
     "qwen3_5": Wrapper(("qwen3_5_text",), **_QWEN3_5),

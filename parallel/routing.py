@@ -15,6 +15,7 @@ class Routing:
 
     Args:
         experts: The number of experts of a layer.
+        idle: The last of them, which do nothing: they give what they are given (LongCat-Flash, arXiv 2509.01322).
         top_k: The number of them that a token is sent to.
         logit_factor: The factor of the logits.
         score: The function that makes scores of logits, over all experts.
@@ -34,6 +35,7 @@ class Routing:
 
     experts: int
     top_k: int
+    idle: int = 0
     logit_factor: float = 1.0
     score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     choose: Literal["scores", "logits"] = "scores"
@@ -51,6 +53,8 @@ class Routing:
         """Yield everything that is wrong with the numbers, each with the way out."""
         if not 1 <= self.top_k <= self.experts:
             yield f"top_k is {self.top_k}: choose from 1 to {self.experts}, the number of experts"
+        if not 0 <= self.idle < self.experts:
+            yield f"{self.idle} of {self.experts} experts do nothing: some must do something"
         if self.groups < 1 or self.experts % self.groups:
             yield f"{self.experts} experts do not divide into {self.groups} groups"
         elif not 1 <= self.kept_groups <= self.groups:

@@ -229,7 +229,23 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "interleave_moe_layer_step": (1, 2),
         "floor_scale": (2, 3, 8192),
     },
+    "LongcatFlashConfig": {
+        "moe_intermediate_size": (6, 11),
+        "zero_expert_num": (0, 2, 5),
+        "routed_scaling_factor": (1.0, 2.5),
+    },
     "MellumConfig": {"moe_intermediate_size": (6, 11)},
+    "MiniMaxConfig": {
+        f"{each}_factor": (1.0, 0.6, 1.7)
+        for each in (
+            "full_attn_alpha",
+            "full_attn_beta",
+            "linear_attn_alpha",
+            "linear_attn_beta",
+            "mlp_alpha",
+            "mlp_beta",
+        )
+    },
     "MiniCPM3Config": {"scale_emb": (1, 12.0), "scale_depth": (None, 1.4), "dim_model_base": (None, 7)},
     "NemotronHConfig": {
         "mamba_d_head": (4, 6),
@@ -608,9 +624,12 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "Lfm2MoeConfig": lambda d: {"num_dense_layers": d.one(0, 1) * (d.layers > 1)},
     "Lfm3Config": lfm3,
     "Llama4Config": llama4,
+    "LongcatFlashConfig": lambda d: {"q_lora_rank": d.one(6, 9), "head_dim": d["qk_rope_head_dim"]},
     "Mamba2Config": mamba2,
     "MambaConfig": lambda d: {"intermediate_size": d.one(ABSENT, 12 * d.tp)},
     "MimoV2FlashConfig": mimo_v2_flash,
+    # transformers turns all of a head.
+    "MiniMaxConfig": lambda d: {"rope_parameters": draw_rope(d.rng, d.head, d.positions)},
     "Mistral4Config": groups,
     "ModernBertDecoderConfig": lambda d: {"local_attention": d.one(4, 7)} | d.one({}, {"sliding_window": ABSENT}),
     "MptConfig": lambda d: {"attn_config": {"clip_qkv": d.one(None, 0.3), "softmax_scale": d.one(None, 0.2)}},

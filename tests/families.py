@@ -16,6 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4Config, P
 from transformers.activations import FastGELUActivation
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.bloom.modeling_bloom import BloomGelu
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from megacore.models.anatomy import SLIDING
@@ -26,6 +28,41 @@ from megacore.models.rope_config import PLAIN
 
 # Which transformers 5.23 has, and does not find by its config.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+IDLE = LongcatFlashExperts.__init__
+"""Of transformers 5.23, which makes gates of experts that do nothing, and refuses files that have none."""
+
+
+def working(self: LongcatFlashExperts, config: PretrainedConfig) -> None:
+    IDLE(self, config)
+    self.gate_up_proj = torch.nn.Parameter(self.gate_up_proj.detach()[: config.n_routed_experts])
+
+
+LongcatFlashExperts.__init__ = working  # type: ignore[method-assign]
+LIGHTNING = MiniMaxLightningAttention.__init__
+"""Of transformers, which saves what it computes, of every layer 4 MiB in fp32 for so few heads."""
+
+
+def lightning(self: MiniMaxLightningAttention, *arguments: Any) -> None:
+    LIGHTNING(self, *arguments)
+    self._non_persistent_buffers_set |= {name for name, _ in self.named_buffers(recurse=False)}
+
+
+_FORWARD = MiniMaxLightningAttention.forward
+
+
+def exactly(self: MiniMaxLightningAttention, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+    """In float64 with factors that are not rounded, of rates that are: to float32, as they are here."""
+    if hidden_states.dtype == torch.float64:
+        rates = self.get_slope_rate().double()
+        made = zip(("query", "key", "diagonal"), self.decay_factors(rates), strict=True)
+        for name, factors in (("slope_rate", rates), *((f"{each}_decay", of) for each, of in made)):
+            setattr(self, name, factors)
+    return _FORWARD(self, hidden_states, *arguments, **named)
+
+
+MiniMaxLightningAttention.__init__ = lightning  # type: ignore[assignment, method-assign]
+MiniMaxLightningAttention.forward = exactly  # type: ignore[method-assign]
 
 T = TypeVar("T")
 
@@ -169,7 +206,10 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     if "laurel_rank" in known:  # which cannot do without what layers are told; and their first gates are cut off
         own |= {"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": 43, "laurel_rank": 3}
         own |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.9, *[0.0] * (layers - 1)]}
-    known -= {"head_dim"} if "kv_lora_rank" in known else set()  # which follows
+    if "zero_expert_num" in known:  # whose num_hidden_layers are twice as many
+        fields = {"num_layers": layers, **{name: value for name, value in fields.items() if "layers" not in name}}
+        own |= {"zero_expert_num": 4, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 6, "moe_topk": 3, "head_dim": 4}
+    known -= {"head_dim"} if {"kv_lora_rank", "zero_expert_num"} & known == {"kv_lora_rank"} else set()  # which follows
     known |= {"num_hash_layers"} if "hc_mult" in known else set()
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 

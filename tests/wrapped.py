@@ -122,6 +122,7 @@ _GLM = {
 _SMOL = Seeing({"model_type": "llama"}, VIT, 1, _of_many, {"image_token_id": IMAGE, "scale_factor": 2})
 # What a text model needs where it is another than that of :data:`SEEING`.
 PARTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 6},
     "mistral4": {
         "num_key_value_heads": 4,
         "q_lora_rank": 10,
@@ -132,7 +133,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
         "qk_rope_head_dim": 8,
         "n_routed_experts": 4,
         "moe_intermediate_size": 16,
-    }
+    },
 }
 _LLAMA_TOWER = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
 _CLIP = {**VIT, "model_type": "clip_vision_model"}
@@ -254,6 +255,13 @@ SEEING: Mapping[str, Seeing] = {
         4,
         _sized,
         {**_INDEX, "spatial_merge_size": 1},
+    ),
+    "paligemma": Seeing(
+        {"model_type": "gemma"},
+        {**VIT, "model_type": "siglip_vision_model", "vision_use_head": False},
+        4,
+        _square,
+        {**_INDEX, "projection_dim": 32, "hidden_size": 32},
     ),
     "qwen2_5_vl": Seeing(
         {"rope_parameters": SECTIONS}, {**QWEN_VIT, "window_size": 16, "fullatt_block_indexes": [1]}, 4, _patches, _QWEN
@@ -415,7 +423,10 @@ def prompts(name: str) -> list[Mapping[str, Any]]:
     tokens = torch.tensor([[1, 2, 3, *[image] * of.tokens, 4, 5, 6, 7]])
     named = {"gemma3": "token_type_ids", **dict.fromkeys(WITH_KINDS, "mm_token_type_ids")}
     kinds = {named[name]: (tokens == image).int()} if name in named else {}
-    return [{"input_ids": text}, {"input_ids": tokens, **of.image(), **kinds}]
+    # Text of PaliGemma is what follows a prompt; it counts from 1, by which angles of fp32 are rounded otherwise.
+    follows = {"token_type_ids": torch.ones_like(text), "position_ids": torch.arange(20)[None]}
+    of_text = {"input_ids": text} | (follows if name == "paligemma" else {})
+    return [of_text, {"input_ids": tokens, **of.image(), **kinds}]
 
 
 def of_patches(*sizes: tuple[int, int]) -> dict[str, Tensor]:

@@ -28,11 +28,12 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 """
 
 NOT_CARRIED = {
-    "other states in place of keys and values": "bailing_hybrid, minimax, recurrent_gemma, rwkv, xlstm, zamba, zamba2",
+    "other states in place of keys and values": "recurrent_gemma, rwkv, xlstm",
+    "a lower bound of what the gated delta rule forgets": "bailing_hybrid",
+    "blocks that several layers share, with adapters for each use": "zamba, zamba2",
     "keys and values that are compressed, or convolved": "inkling2_text, inkling_text, zaya",
     "indexers that choose blocks of tokens": "minimax_m3_vl_text, qwen4_exp, qwen4_exp_text",
     "several residual streams, or sums weighed by depth": "beam, hy_v4",
-    "two attentions in a layer, and experts that do nothing": "longcat_flash",
     "as many heads as a list says of each layer": "laguna",
     "gates of norms or of latent attention": "axk2, dots3_note, dots3_note_text",
     "a rope for some kinds of layers and none for the others": "cohere_compass_text",
@@ -44,8 +45,8 @@ NOT_CARRIED = {
     "sinusoids in place of positions that are learned": "ctrl, xglm",
     "norms of the sums behind branches": "openai-gpt",
     "biases of scores by distance, which are learned": "cpmant",
-    "a class of transformers that reads the rope of published files": "dbrx",
-    "text that looks at tokens after it": "paligemma, xlnet",
+    "a rope that transformers does not read where published files say it": "dbrx",
+    "text that looks at tokens after it": "xlnet",
     "hashes that choose which tokens a token looks at": "reformer",
     "drafts of another model, whose keys and values they look at": "gemma4_assistant, gemma4_unified_assistant",
     "models that also see, hear or speak, whose other parts nobody carries": "emu3, fuyu, git, got_ocr2, mllama, "
@@ -132,10 +133,11 @@ def _of_table(schema: Schema) -> Iterator[str]:
     names = {param.name.removeprefix("layers.{layer}.").removeprefix("local_"): param for param in schema.params}
     for mixer, words in (
         ("delta", "the gated delta rule"),
+        ("lightning", "lightning attention"),
         ("ssm", "selective scans" if "ssm.select.weight" in names else "state spaces"),
         ("short", "short convolutions"),
     ):
-        if (row := names.get(f"{mixer}.conv.weight")) is not None:
+        if (row := names.get(f"{mixer}.conv.weight") or names.get(f"{mixer}.inner.weight")) is not None:
             yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
     if (row := names.get("delta.fade_bias")) is not None and "state_key" in row.sentence.axes:
         yield "gates of channels"
@@ -164,6 +166,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "keys as values"
     if "attn.kv_a.weight" in names:
         yield "latent attention"
+    if "then.attn.out.weight" in names:
+        yield "two blocks in a layer"
     if "attn.sinks" in names:
         yield "sinks"
     if router := names.get("mlp.router.weight"):
@@ -201,7 +205,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
         how = {"softmax": "", "sigmoid": " by sigmoids", "sqrtsoftplus": " by roots of softplus"}[routing.score]
         close = ", weighed among those that are close" if routing.weigh == "close" else ""
         inputs = ", whose inputs are scaled" if routing.scales_inputs else ""
-        yield f"top {routing.top_k} of {routing.experts} experts{limited}{how}{close}{inputs}"
+        idle = f", of which {routing.idle} do nothing" if routing.idle else ""
+        yield f"top {routing.top_k} of {routing.experts} experts{idle}{limited}{how}{close}{inputs}"
     if anatomy.plain_norms:
         yield "norms without weights"
     if anatomy.alibi is not None:

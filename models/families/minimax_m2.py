@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megacore.models.decoder_config import DecoderConfig
 from megacore.models.experts_config import MoEConfig
 from megacore.models.presets import shape, tiny
 from megacore.models.rope_config import Convention
@@ -14,10 +15,26 @@ from megacore.models.weight_rows import OF_ALL, Rows, Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniMaxM2Config(MoEConfig):
+class RotaryDimConfig(DecoderConfig):
+    """Published files say by ``rotary_dim`` how much of a head turns."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"rotary_dim"})
+
+    @classmethod
+    def _read_ropes(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        turning, head, rope = (
+            {**cls.defaults, **config}.get(name) for name in ("rotary_dim", "head_dim", "rope_parameters")
+        )
+        said = {**config, **(rope if isinstance(rope, Mapping) else {})}.get("partial_rotary_factor")
+        if isinstance(turning, int) and said is None and isinstance(head, int) and head > 0:
+            config = {**config, "partial_rotary_factor": turning / head}
+        return super()._read_ropes(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxM2Config(RotaryDimConfig, MoEConfig):
     family: ClassVar[str] = "minimax_m2"
     architecture: ClassVar[str] = "MiniMaxM2ForCausalLM"
-    reads: ClassVar[frozenset[str]] = frozenset({"rotary_dim"})
     # Of layers that predict further tokens, which are not published, and the kinds of layers, all of which see all.
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {
         "attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
@@ -52,17 +69,6 @@ class MiniMaxM2Config(MoEConfig):
             router=f"{moe}.gate",
             correction=f"{moe}.e_score_correction_bias",
         )
-
-    @classmethod
-    def _read_ropes(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        # The part that turns, as published files say it.
-        turning, head, rope = (
-            {**cls.defaults, **config}.get(name) for name in ("rotary_dim", "head_dim", "rope_parameters")
-        )
-        said = {**config, **(rope if isinstance(rope, Mapping) else {})}.get("partial_rotary_factor")
-        if isinstance(turning, int) and said is None and isinstance(head, int) and head > 0:
-            config = {**config, "partial_rotary_factor": turning / head}
-        return super()._read_ropes(config)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

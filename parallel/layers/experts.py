@@ -48,11 +48,12 @@ class Experts(nn.Module):
         up: [experts here, inner, embed], the inner features of gate and up one after the other where they are gated.
         down: [experts here, embed, features].
         activation: [rows, inner] -> [rows, features].
-        experts: The number of experts in all.
+        experts: The number of experts in all; what is sent to those of higher numbers is not sent, and counts as 0.
         group: The ranks over which experts are spread, in the order of their experts.
         features: The ranks over which the features of each expert are split; a group of one where they are whole.
         up_bias: [experts here, inner].
         down_bias: [experts here, embed], held by every rank of ``features``.
+        idle: The experts of higher numbers that there are.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class Experts(nn.Module):
         features: Group,
         up_bias: nn.Parameter | None = None,
         down_bias: nn.Parameter | None = None,
+        idle: int = 0,
     ) -> None:
         super().__init__()
-        self.up, self.down, self.activation, self.experts = up, down, activation, experts
+        self.up, self.down, self.activation, self.experts, self.idle = up, down, activation, experts, idle
         self.up_bias, self.down_bias = up_bias, down_bias
         self.group, self.features = group, features
         self.products = kernels.grouped_products(up, down)
@@ -96,7 +98,7 @@ class Experts(nn.Module):
         """
         known = {} if known is None else known
         dispatch = Dispatch.of(
-            chosen, self.experts, self.group, self.features, self.products.needs_host, known.get(self)
+            chosen, self.experts, self.group, self.features, self.products.needs_host, known.get(self), self.idle
         )
         known[self] = dispatch.counts
         weights = all_gather(weights, self.features)
@@ -166,8 +168,9 @@ class Dispatch:
     Args:
         group: The ranks over which experts are spread.
         features: The ranks over which the features of each expert are split: they send the tokens of all of them, N.
-        order: [N k], the slots (token k + number) as they are sent: by expert, then by token.
-        slots: [N, k], the place of each slot in that order.
+        order: [N k], the slots (token k + number) as they are sent: by expert, then by token; without those that are
+            not sent.
+        slots: [N, k], the place of each slot in that order; of those that are not sent the one behind it.
         counts: The numbers of rows.
     """
 
@@ -179,22 +182,33 @@ class Dispatch:
 
     @classmethod
     def of(
-        cls, chosen: Tensor, experts: int, group: Group, features: Group, needs_host: bool, counts: Counts | None = None
+        cls,
+        chosen: Tensor,
+        experts: int,
+        group: Group,
+        features: Group,
+        needs_host: bool,
+        counts: Counts | None = None,
+        idle: int = 0,
     ) -> Dispatch:
         """chosen: [n, k], the experts of each token.
 
         ``needs_host``: whether the host must know how many rows each expert has, even where they do not travel;
-        ``counts``: those of the same tokens, if they are known.
+        ``counts``: those of the same tokens, if they are known; ``idle``: the experts behind them that no row goes to.
         """
         chosen = start_all_gather(chosen, features).wait()
-        rows = chosen.numel()
+        slots = chosen.numel()
+        rows = slots * experts // (experts + idle)  # of those that do nothing, where a plan asks, their share
         by_expert, order = chosen.flatten().sort(stable=True)
         if counts is None:
             ends = torch.searchsorted(by_expert, torch.arange(experts, device=chosen.device), right=True)
             sent = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
-            counts = Counts.of(sent, group, rows, needs_host)
-        slots = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device)).view(chosen.shape)
-        return cls(group, features, order, slots, counts)
+            counts = Counts.of(sent, group, rows, needs_host or idle > 0)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(slots, device=order.device))
+        if idle:  # their slots are the last ones: all have one place, that of zeros
+            rows = sum(counts.on_host.sent)
+            order, places = order[:rows], places.clamp(max=rows)
+        return cls(group, features, order, places.view(chosen.shape), counts)
 
     @cached_property
     def groups(self) -> Groups:
@@ -239,7 +253,7 @@ class Dispatch:
     def start_numbers_back(self, numbers: Tensor) -> Pending:
         """numbers: [R], one of each row -> [N, k]."""
         pending = self._start_home(numbers)
-        return pending.then(lambda: pending.finish().take(self.slots))
+        return pending.then(lambda: self._with_zeros(pending.finish()).take(self.slots))
 
     def _start_home(self, rows: Tensor) -> Pending:
         """rows: [R, ...] -> [N k, ...], as they were sent."""
@@ -248,14 +262,18 @@ class Dispatch:
         told = self.counts.on_host
         return start_all_to_all(rows, self.group, told.got, told.sent)
 
+    def _with_zeros(self, rows: Tensor) -> Tensor:
+        """rows: [N k, ...], as they were sent -> the same and, where some were not, one of zeros for these."""
+        return rows if len(rows) == self.slots.numel() else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, 1))
+
     def _sum(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """rows: [N k, f], as they were sent -> [N, f], each token's rows summed in the order of its slots."""
         if rows.device.type == "cpu":  # whose kernel would round halves of narrow numbers up
-            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            wide = self._with_zeros(rows.to(torch.promote_types(rows.dtype, torch.float32)))
             return F.embedding_bag(self.slots, wide, mode="sum", per_sample_weights=weights).to(rows.dtype)
         if weights is not None:
             rows.mul_(self._in_order(weights))  # in fp32, where its kernel would have them narrow
-        return F.embedding_bag(self.slots, rows, mode="sum")
+        return F.embedding_bag(self.slots, self._with_zeros(rows), mode="sum")
 
     def _in_order(self, weights: Tensor) -> Tensor:
         """weights: [N, k] -> [N k, 1], as their rows are sent."""

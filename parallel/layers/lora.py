@@ -129,8 +129,8 @@ class ExpertsAdapted(Experts):
     """
 
     def __init__(self, base: Experts, up: Pair | None, down: Pair | None, scale: float) -> None:
-        biases = base.up_bias, base.down_bias
-        super().__init__(base.up, base.down, base.activation, base.experts, base.group, base.features, *biases)
+        others = base.up_bias, base.down_bias, base.idle
+        super().__init__(base.up, base.down, base.activation, base.experts, base.group, base.features, *others)
         self.up_adapter, self.down_adapter = nn.ParameterList(up or ()), nn.ParameterList(down or ())
         self.products = kernels.grouped_products(self.up, self.down, *self.up_adapter, *self.down_adapter)
         self._scale = scale

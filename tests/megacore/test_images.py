@@ -601,7 +601,7 @@ def test_models_that_do_not_see_here(name: str | None, message: str, tmp_path: P
         check(path, [f"out={tmp_path / 'run'}", "data.sequence_length=8", *init], 1, 1)
 
 
-@pytest.mark.parametrize("name", ["gemma3", None])
+@pytest.mark.parametrize("name", ["gemma4", None])
 def test_parts_of_text_are_text_where_images_are_not_trained_on(name: str | None, tmp_path: Path) -> None:
     path, family, tokens = recipe(tmp_path), FAMILIES["chatml"], list[list[int]]()
     config = {**LLAMA, "vocab_size": 400, "max_position_embeddings": 64}

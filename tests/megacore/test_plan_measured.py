@@ -532,6 +532,7 @@ OF_CONTEXT = [
     replace(IN_TWO, family="bamba", fields=()),
     replace(IN_TWO, family="kimi_linear", fields=()),
     replace(IN_TWO, family="jamba", fields=()),
+    replace(IN_TWO, family="minimax", fields=()),
     Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
 ]
 KEPT: tuple[tuple[str, Any], ...] = (

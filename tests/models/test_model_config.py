@@ -431,7 +431,9 @@ def test_flops_per_token_of_tokens_that_an_indexer_chooses(top: int) -> None:
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "index_heads" not in family(name).config.axes])
 def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     """The linears to the last operation; attention as torch counts it, all but for windows and chunks."""
-    config = configure(drawn(name, positions=64, tie_word_embeddings=tied))
+    # Of rows of experts that do nothing it counts a share.
+    none = {"zero_expert_num": 0} if name == "longcat_flash" else {}
+    config = configure(drawn(name, positions=64, tie_word_embeddings=tied, **none))
     model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float32)
     model.parameters.initialise(0)
     length = 24
@@ -449,7 +451,9 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     assert counted.pop("aten.baddbmm", 0) == streams
     attention -= 2 * streams
     # A norm may sum its weight's gradient by a product with one row, where a token has one, and of its heads.
-    of_heads = [n for n in names if re.search(r"(attn|delta|ssm)\.", n) and not re.search(r"_a_norm|ssm\.\w+_norm", n)]
+    of_heads = [
+        n for n in names if re.search(r"(attn|delta|lightning|ssm)\.", n) and not re.search(r"_a_norm|ssm\.\w+_norm", n)
+    ]
     alone = [n for n in names if n.endswith("norm.weight") and n not in of_heads]
     tokens = sum(config.schema.numel(names[n]) * ((names[n].at == "layers" and sizes["layer"]) or 1) for n in alone)
     twice = sizes["layer"] * sizes["embed"] * (bool(streams) + 3 * sizes.get("ways", 0))
@@ -458,12 +462,13 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
         if (normed := names.get(f"layers.{{layer}}.{kind}.q_norm.weight")) is not None:
             of_kind = sizes["heads"] + sizes.get(f"{axis}kv", sizes["heads"])
             heads += sizes[f"{axis}head"] * of_kind * len(normed.values("layer", sizes))
-    mixed = {n.split(".")[2]: p for n, p in names.items() if re.search(r"(delta|ssm|short)\.conv\.weight", n)}
+    of_states = r"(delta|ssm|short)\.conv\.weight|lightning\.norm"
+    mixed = {n.split(".")[2]: p for n, p in names.items() if re.search(of_states, n)}
     with_state = [layer for param in mixed.values() for layer in param.values("layer", sizes)]
     values = len(with_state) * math.prod(
         sizes.get(axis, 1) for axis in ("channels", "state_heads", "each", "state_value")
     )
-    heads += values * (not mixed.keys().isdisjoint(("delta", "ssm")))
+    heads += values * (not mixed.keys().isdisjoint(("delta", "lightning", "ssm")))
     outs = [param for name, param in names.items() if name.endswith("attn.out.weight")]
     attends = [layer for param in outs for layer in param.values("layer", sizes)]
     windows = [(config.anatomy.layers[layer].window, config.anatomy.layers[layer].chunk) for layer in attends]
@@ -476,9 +481,10 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     causal = sum(looked_at(length, *window) for window in windows)
     # Dimensions that hold positions do not count, nor what pads values that are narrower than keys.
     each -= further + 6 * count * (head - sizes.get("value", head))
-    for mixer, products in (("delta", 3), ("ssm", 2)):
+    for mixer, products in (("delta", 3), ("lightning", 2), ("ssm", 2)):
         linears += length * 6 * products * values * sizes.get("state_key", 1) * (mixer in mixed)
-    linears += length * sum(6 * config.schema.numel(param) for param in mixed.values())
+    taps = (param for param in mixed.values() if "taps" in param.sentence.axes)
+    linears += length * sum(6 * config.schema.numel(param) for param in taps)
     if (of_local := names.get("layers.{layer}.local_attn.out.weight")) is not None and "local_head" in sizes:
         own = (config.anatomy.layers[layer].window for layer in of_local.values("layer", sizes))
         more = 12 * sizes["heads"] * (sizes["local_head"] - sizes["head"])

@@ -320,6 +320,7 @@ SPREAD = {
     "bamba": ContextParallel(4, "ring", "rows"),
     "mamba": ContextParallel(4, "gather", "rows"),
     "jamba": ContextParallel(2, "ring", "documents"),
+    "minimax": ContextParallel(4, "ring", "rows"),
     "qwen3_next": ContextParallel(),
     "qwen3_5_text": ContextParallel(4, "ring", "rows", 2),
 }

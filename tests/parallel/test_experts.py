@@ -99,7 +99,8 @@ def on_mesh(shape: MeshShape, features: bool, dtype: torch.dtype, biases: bool) 
         held["up_bias"] = own(drawn.up_bias.chunk(group.size)[at], 1, 2)
         held["down_bias"] = drawn.down_bias.chunk(group.size)[at]
     parameters = {name: nn.Parameter(value.contiguous()) for name, value in held.items()}
-    experts = Experts(parameters.pop("up"), parameters.pop("down"), gated(), EXPERTS, group, inner, **parameters)
+    biased = parameters.get("up_bias"), parameters.get("down_bias")
+    experts = Experts(parameters["up"], parameters["down"], gated(), EXPERTS, group, inner, *biased)
     x, weights = (each.chunk(shape.world)[mesh.rank].clone().requires_grad_() for each in (drawn.x, drawn.weights))
     y = experts(x, drawn.chosen.chunk(shape.world)[mesh.rank], weights)
     y.backward(drawn.dy.chunk(shape.world)[mesh.rank])

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from changes import link
-from families import NEVER_TIED, random_model, rotated, saved, small
+from families import LIGHTNING, NEVER_TIED, random_model, rotated, saved, small
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from megacore.models import registry
 from megacore.models.registry import FAMILIES, configure
@@ -173,6 +174,20 @@ def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
     to_hugging_face(opened, 10**9).write(tmp_path / "again", 1)
     assert set(load_file(tmp_path / "again" / SINGLE)) == names
     again = AutoModel.from_pretrained(tmp_path / "again")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+def test_what_lightning_attention_computes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers saves it, and computes it again where a file has none."""
+    monkeypatch.setattr(MiniMaxLightningAttention, "__init__", LIGHTNING)
+    theirs = model("minimax")
+    theirs.save_pretrained(tmp_path / "theirs")
+    names = {*theirs.state_dict()} - {name for name, _ in theirs.named_parameters()}
+    opened = HuggingFace.open(tmp_path / "theirs")
+    assert {*opened.ignored} == names and len(names) == 4
+    to_hugging_face(opened, 10**9).write(tmp_path / "ours", 1)
+    assert names.isdisjoint(load_file(tmp_path / "ours" / SINGLE))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
 
 

@@ -92,7 +92,7 @@ def test_a_model_that_sees_goes_there_and_back(name: str, part: str, tmp_path: P
     for buffer in whole.buffers():  # rotary frequencies are of float32
         buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
     with in_float64(), torch.no_grad():
-        wanted = whole(input_ids=torch.from_numpy(tokens)).logits[0]
+        wanted = whole(**prompts(name)[0]).logits[0]
     assert wanted.dtype == torch.float64
     assert (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
 
@@ -370,7 +370,7 @@ PARTS = {
     wrapper.called or part: (name, part)
     for name, wrapper in WRAPPERS.items()
     for part in wrapper.families
-    if wrapper.called or part in ("llama", "mistral", "qwen2", "qwen3")
+    if wrapper.called or part in ("gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3")
 }
 
 

@@ -48,6 +48,7 @@ CASES = {
         for name in sorted(MISTAKEN_IN)
     },
     "afmoe-all": (drawn("afmoe", 3, layers=4, vocab=61), Lora(2, 1.0, ("q_proj", "attn.out", "router", "experts"))),
+    "longcat_flash-all": (drawn("longcat_flash", 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "experts"))),
     "jamba-all": (drawn("jamba", 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "ssm.[!d]*", "router", "experts"))),
     **{
         f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("ssm.inner", *scans)))
@@ -264,6 +265,7 @@ WRONG = {
     "afmoe": ("attn.qkv", "peft takes those of self_attn.gate_proj for those of afmoe's experts"),
     "falcon_h1": ("ssm.out", "peft refuses adapters of out_proj of falcon_h1"),
     "mamba2": ("ssm.out", "peft refuses adapters of out_proj of mamba2"),
+    "longcat_flash": ("router", "transformers' longcat_flash multiplies by the weight of classifier itself, past its"),
     "jamba": ("ssm.dt", "transformers' jamba multiplies by the weight of dt_proj itself, past its adapters"),
 }
 

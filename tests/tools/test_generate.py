@@ -132,6 +132,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("kimi_linear", MeshShape(cp=2, tp=2)),
         ("falcon_mamba", MeshShape(tp=2, pp=2)),
         ("jamba", MeshShape(cp=2, tp=2)),
+        ("minimax", MeshShape(cp=2, tp=2)),
         ("mimo_v2_flash", MeshShape(cp=2, tp=2)),
         ("deepseek_v2", MeshShape(cp=2, pp=2)),
         ("deepseek_v32", MeshShape(cp=2, tp=2)),

@@ -236,7 +236,11 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
         if logits is not None:
             torch.testing.assert_close(torch.tensor(logits), wanted.detach(), rtol=0, atol=rounding)
     changed = target / f"weights/pp{stages - 1}-ep0-tp{tp - 1}.safetensors"
-    mixers = {"mimo_v2_flash": "local_attn", **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), "ssm")}
+    mixers = {
+        "mimo_v2_flash": "local_attn",
+        "minimax": "lightning",
+        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), "ssm"),
+    }
     out = f"layers.3.{mixers.get(family, 'attn')}.out.weight"
     change(changed, out, swap)
     reports = [report for report, _ in pool.run(world, in_this_rank, *arguments)]

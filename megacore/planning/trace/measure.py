@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from megacore.models.assemble import Model
 from megacore.models.attention import SharedKeysAttention
-from megacore.models.blocks import CHEAP
+from megacore.models.blocks import CHEAP, Block
 from megacore.models.config import ModelConfig, looks
 from megacore.models.context import Context, MaskedAttention
 from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
@@ -144,7 +144,9 @@ class FakeModel:
         has a gradient; ``imbalance``: the rows of its experts over the mean of all ranks, if there are as many."""
         block = self._chunk.layers[kind]
         activations = Activations(recompute, mlp_chunk=mlp_chunk)
-        block.mlp_tokens = activations.mlp_tokens(self._mesh.shape.tp)  # type: ignore[assignment]
+        for module in block.modules():
+            if isinstance(module, Block):
+                module.mlp_tokens = activations.mlp_tokens(self._mesh.shape.tp)
         if (kind, recompute) not in self._runners:
             self._runners[kind, recompute] = runner(activations, [block], CHEAP, self._mesh.device)
         run = self._runners[kind, recompute]
