@@ -52,7 +52,7 @@ def check(x: Tensor, dtype: torch.dtype) -> None:
     want = quantise(x, units(torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32), dtype), dtype)
     assert want.scale is not None
     (largest,) = cast_transpose.largest([x])
-    exponent = fp8._LARGEST[dtype]
+    exponent = fp8.LARGEST[dtype]
     for straight, turned in ((True, True), (True, False), (False, True)):
         values, copy, unit = cast_transpose.cast(x, largest, dtype, exponent, straight, turned)
         assert (values is not None, copy is not None) == (straight, turned)
