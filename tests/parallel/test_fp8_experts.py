@@ -126,8 +126,9 @@ def test_slices_of_experts_are_cast_as_wholes_are(lengths: tuple[int, ...]) -> N
         slices = torch.cat([cast.narrowed(part, start, largest).view(torch.uint8) for start, part in parts])
         assert torch.equal(slices, whole.values.view(torch.uint8).flatten())
         cast.give(whole.values, largest)
-        given = cast.products.narrow.scale
-        assert given is not None and whole.scale is not None and torch.equal(given, whole.scale)
+        given = cast.products.narrow
+        assert given is not None and given.scale is not None and whole.scale is not None
+        assert torch.equal(given.scale, whole.scale)
 
 
 def test_the_hardwares_product_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,8 @@ def kept(step: TrainStep) -> dict[str, np.ndarray]:
     """Weights, masters and moments of this rank's parameters, whole, in fp32."""
     optimizer, found = step.optimizer, dict[str, Tensor]()
     for name, parameter in step.gradients.parameters.items():
+        if step.gradients.parameters.shards[name].param.buffer:
+            continue
         found[f"weight of {name}"] = host = torch.empty(parameter.shape)
         optimizer.read_weight(name, host)
         for state in optimizer.states():
