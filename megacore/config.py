@@ -567,7 +567,8 @@ class TrainConfig:
     seed: Annotated[Int, AT_LEAST_0] = 0
     """The seed of the initial weights and of dropout."""
     precision: Precision = "bf16"
-    """The precision of weights and activations; `fp8` is bf16 with the products of linears in fp8."""
+    """The precision of weights and activations; `fp8` is bf16 with the products of linears and experts in
+    fp8."""
     compile: Bool = False
     """Whether torch.compile compiles the blocks."""
     async_tp: Bool = False

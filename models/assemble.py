@@ -24,12 +24,14 @@ from megacore.parallel.alignment import Alignment
 from megacore.parallel.balance import NONE, Balance, Coefficients
 from megacore.parallel.collectives import all_gather, gather
 from megacore.parallel.context_split import ContextParallel
+from megacore.parallel.layers.experts import Experts
 from megacore.parallel.layers.fp8 import Fp8, Fp8Weight
+from megacore.parallel.layers.fp8_experts import multiply_by_fp8
 from megacore.parallel.layers.linear import hand_to, multiply_by
 from megacore.parallel.layers.product import SymmetricMemory
 from megacore.parallel.memory.recompute import Activations, runner
 from megacore.parallel.mesh import Mesh
-from megacore.parallel.parameters import Parameters, WeightGradient
+from megacore.parallel.parameters import CastWeight, Parameters, WeightGradient
 from megacore.parallel.pipeline.run import forward
 from megacore.parallel.rank_sets import of_context
 from megacore.parallel.weights.layout import Layout
@@ -148,13 +150,18 @@ class Model:
 
     def use_fp8(self) -> None:
         """Multiply in fp8 in all layers but the first and the last, whose errors count most, and those that predict
-        further tokens behind it."""
+        further tokens behind it: linears and experts, not routers."""
         mesh, ends = self.parameters.mesh, {"0", str(self.config.sizes["layer"] - 1)}
         product = Fp8.on(mesh.device, mesh.along("cp", "tp"))
-        blocks = (block for chunk in self.chunks for layer, block in chunk.layers.items() if layer not in ends)
-        linears = [linear for block in blocks for linear in multiply_by(product, block.modules())]
-        uses = Counter(p for chunk in self.chunks for each in chunk.modules() for p in each.parameters(recurse=False))
-        self.parameters.casts = {each.weight: Fp8Weight(each) for each in linears if uses[each.weight] == 1}
+        blocks = [block for chunk in self.chunks for layer, block in chunk.layers.items() if layer not in ends]
+        modules = [module for block in blocks for module in block.modules()]
+        casts: dict[Tensor, CastWeight] = {each.weight: Fp8Weight(each) for each in multiply_by(product, modules)}
+        for experts in modules:
+            casts |= multiply_by_fp8(experts) if isinstance(experts, Experts) else {}
+        uses = Counter[Tensor](
+            p for chunk in self.chunks for each in chunk.modules() for p in each.parameters(recurse=False)
+        )
+        self.parameters.casts = {weight: cast for weight, cast in casts.items() if uses[weight] == 1}
 
     def use_async_tp(self) -> None:
         """Overlap what tensor parallel linears send with their products.

@@ -26,7 +26,7 @@ Placement = Literal["loop", "v"]
 OptimizerOffload = Literal["none", "host", "file"]
 """The place where masters and moments wait for the update, if not the device."""
 Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
-"""The precision of weights and activations; fp8 is that of the products of linears."""
+"""The precision of weights and activations; fp8 is that of the products of linears and experts."""
 BaseDtype = Literal["nf4", "int8"]
 """The numbers that the frozen linears below adapters are held in (`parallel.weights.block_formats`)."""
 Moments = Literal["fp32", "bf16"]

@@ -46,27 +46,33 @@ class WeightGradient:
 class CastWeight(Protocol):
     """A weight of which the products multiply narrower numbers, which are made once for all of them until it changes.
 
-    Their scale goes by the largest magnitude of the whole weight, on all ranks that hold a part of it.
+    Their scales go by the largest magnitudes of what has a scale of its own: the weight, or the matrix of each expert,
+    wherever it is. They are of no dimension or [experts in all], 0 for what is not here.
     """
 
     dtype: torch.dtype
     """The dtype of the narrow numbers."""
 
-    def largest(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the largest magnitudes of some tensors: [number of tensors]."""
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """The shape of the largest magnitudes."""
+        ...
+
+    def largest(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """Return the largest magnitudes in parts of the weight, one at least, each with the element it begins at."""
         ...
 
     def cast(self, largest: Tensor) -> None:
         """Make the narrow numbers of the weight, which is here whole."""
         ...
 
-    def narrowed(self, part: Tensor, largest: Tensor) -> Tensor:
-        """Return the narrow numbers of a part of it."""
+    def narrowed(self, part: Tensor, start: int, largest: Tensor) -> Tensor:
+        """Return the narrow numbers of a flat part of it, from element ``start`` on."""
         ...
 
     def give(self, values: Tensor, largest: Tensor) -> None:
-        """Have the products multiply ``values``, [out, in], whose owner fills them with what :meth:`narrowed` has
-        made."""
+        """Have the products multiply ``values``, of the weight's shape, whose owner fills them with what
+        :meth:`narrowed` has made."""
         ...
 
 

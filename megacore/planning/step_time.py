@@ -66,11 +66,13 @@ class Cluster:
 
     def product_s(self, product: MatMul, tflops: float) -> float:
         """Return the seconds of a product on a device whose products could reach so many TFLOP/s, with what casts its
-        factors to fp8 but weights (:func:`_casts`). What experts and routers multiply stays as it is."""
-        if product.grouped or product.batch > 1 or product.dtype != "bfloat16":
+        factors to fp8 but weights (:func:`_casts`). What routers multiply stays as it is, and weight gradients of
+        experts."""
+        if (product.batch > 1 and not (product.grouped and product.weight)) or product.dtype != "bfloat16":
             tflops = min(tflops, self.wide_tflops)
         narrow = tflops > self.wide_tflops and not product.attention
-        cast = efficiency.CAST_BYTES * narrow * product.k * (product.m + product.n * (not product.weight))
+        factors = product.batch * product.k * (product.m + product.n * (not product.weight))
+        cast = efficiency.CAST_BYTES * narrow * factors
         return self.multiplied_s(product, tflops) + cast / self.device.bandwidth
 
     def multiplied_s(self, product: MatMul, tflops: float) -> float:
@@ -450,6 +452,9 @@ def _casts(setting: Setting, cluster: Cluster, shares: Sequence[ParameterShare],
         changed = elements * part.trained // part.elements
         if ranks > 1:
             moved += changed * efficiency.CAST_SLICE_BYTES / ranks + elements * efficiency.TURN_BYTES * m
+        elif part.param.leading:  # by torch's operators, turned for the backward
+            each = 2 * efficiency.CAST_SLICE_BYTES - efficiency.TURN_BYTES
+            moved += changed * efficiency.CAST_SLICE_BYTES if ranks else elements * each * m
         else:
             moved += 2 * efficiency.CAST_BYTES * (changed if ranks else elements * m)
     return moved / cluster.device.bandwidth

@@ -1,6 +1,6 @@
 """Weights in the narrow numbers that their products multiply: made once for all of them after each change.
 
-Of each the scale goes by its largest magnitude on all ranks. A rank looks at what it owns, whatever the rung, and one
+Of each the scales go by its largest magnitudes on all ranks. A rank looks at what it owns, whatever the rung, and one
 message has the magnitudes of all weights.
 """
 
@@ -24,14 +24,15 @@ class NarrowWeights:
 
     Args:
         casts: {weight: its narrow numbers}, the same on all ranks of a stage, in one order.
-        owned: Returns the parts of a weight that this rank owns; together ranks own all of it.
+        owned: Returns the parts of a weight that this rank owns, each with the element it begins at; together ranks
+            own all of it.
         across: The groups of ranks that have other parts, one after the other.
     """
 
     def __init__(
         self,
         casts: Mapping[Tensor, CastWeight],
-        owned: Callable[[Tensor], Sequence[Tensor]],
+        owned: Callable[[Tensor], Sequence[tuple[int, Tensor]]],
         across: Sequence[Group],
     ) -> None:
         self._casts, self._owned, self._across = dict(casts), owned, across
@@ -66,11 +67,11 @@ class NarrowWeights:
             return
         changed = [weight for weight in self._casts if weight in self._changed]
         here = [self._own_largest(weight) for weight in changed]
-        largest = torch.stack(here)
+        largest = torch.cat([each.reshape(-1) for each in here])
         for group in self._across:
             largest = all_reduce_(largest, group, dist.ReduceOp.MAX)
-        found = dict(zip(changed, largest.unbind(), strict=True))
-        self._largest |= found
+        for weight, each, own in zip(changed, here, largest.split([each.numel() for each in here]), strict=True):
+            self._largest[weight] = own.view(each.shape)
         for weights, cast in self._slices:
             if not self._changed.isdisjoint(weights):
                 cast(self._largest)
@@ -89,6 +90,5 @@ class NarrowWeights:
     def _own_largest(self, weight: Tensor) -> Tensor:
         parts, wide = self._owned(weight), torch.promote_types(weight.dtype, torch.float32)
         if not parts:
-            return torch.zeros((), dtype=wide, device=weight.device)
-        largest = self._casts[weight].largest(parts)
-        return largest[0] if len(parts) == 1 else largest.max()
+            return torch.zeros(self._casts[weight].scales, dtype=wide, device=weight.device)
+        return self._casts[weight].largest(parts)

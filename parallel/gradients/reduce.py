@@ -569,12 +569,13 @@ class Gradients:
             for module, own in modules_of(chunk, held):
                 module.register_forward_pre_hook(lambda _, inputs, own=own: self.narrow.ready(own))
 
-    def _owned_parts(self, parameter: Tensor) -> Sequence[Tensor]:
-        """Return what this rank owns of a parameter; all of it where nobody updates it."""
+    def _owned_parts(self, parameter: Tensor) -> Sequence[tuple[int, Tensor]]:
+        """Return what this rank owns of a parameter, each part with the element of its span that it begins at; all of
+        it where nobody updates it."""
         owned = self._owned.get(self._cast_names[parameter])
         if owned is None:
-            return [parameter]
-        return [part.data[there] for each in owned for part, there, _ in each.overlaps()]
+            return [(0, parameter)]
+        return [(here.start, part.data[there]) for each in owned for part, there, here in each.overlaps()]
 
     def _own(self, values: FlatParameters, gradient: Tensor | None) -> Sequence[OwnedShard]:
         parts = values.parts(gradient)

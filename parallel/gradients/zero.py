@@ -115,7 +115,8 @@ class FlatParameters:
             cast = self._casts[weight]
             if start < stop:
                 here = slice(start - lo, stop - lo)
-                self._sent[here].view(cast.dtype).copy_(cast.narrowed(self.own[here], largest[weight]))
+                narrow = cast.narrowed(self.own[here], start - place.start, largest[weight])
+                self._sent[here].view(cast.dtype).copy_(narrow)
             cast.give(whole, largest[weight])
 
     def parts(self, gradient: Tensor | None) -> list[Stretch]:

@@ -73,6 +73,8 @@ class Experts(nn.Module):
         self.up_bias, self.down_bias = up_bias, down_bias
         self.group, self.features = group, features
         self.products = kernels.grouped_products(up, down)
+        self.own_products: tuple[GroupedProducts, GroupedProducts] | None = None
+        """What multiplies by ``up`` and by ``down`` where :attr:`products` does not."""
         self.hand: Callable[[nn.Parameter, WeightGradient], None] | None = None
         """The function that is given weight gradients instead of autograd, if any."""
         self.late = False
@@ -109,19 +111,24 @@ class Experts(nn.Module):
         y = y if norm is None else norm(y)
         return y if other is None else y + other
 
+    @property
+    def weight_products(self) -> tuple[GroupedProducts, GroupedProducts]:
+        """What multiplies by ``up`` and by ``down``."""
+        return self.own_products or (self.products, self.products)
+
     def _handing(self, weight: nn.Parameter) -> Hand | None:
         return None if self.hand is None else Hand(partial(self.hand, weight), self.late)
 
     def hidden(self, x: Tensor, dispatch: Dispatch, coming: Pending) -> Tensor:
         """x: [n, embed], of which ``coming`` are the R rows -> [R, inner]."""
-        h: Tensor = _Up.apply(x, self.up, self.up_bias, dispatch, self.products, coming, self._handing(self.up))
+        products, _ = self.weight_products
+        h: Tensor = _Up.apply(x, self.up, self.up_bias, dispatch, products, coming, self._handing(self.up))
         return h
 
     def outputs(self, a: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """a: [R, features], weights: [N, k], of the tokens of all ranks of ``features`` -> [n, embed]."""
-        y: Tensor = _Down.apply(
-            a, weights, self.down, self.down_bias, dispatch, self.products, self._handing(self.down)
-        )
+        _, products = self.weight_products
+        y: Tensor = _Down.apply(a, weights, self.down, self.down_bias, dispatch, products, self._handing(self.down))
         return y
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ from megacore.parallel.mesh import Group
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The largest numbers, 448 and 57344, are 7/8 of these powers of two.
-_LARGEST = {E4M3: 9, E5M2: 16}
+LARGEST = {E4M3: 9, E5M2: 16}
 # What the scaled product of CUDA devices takes the sizes of its operands to be multiples of.
-_MULTIPLE = 16
+MULTIPLE = 16
 
 
 class Multiply(Protocol):
@@ -49,7 +49,7 @@ def units(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Largest magnitudes of some tensors: [...] in fp32 -> for each the smallest power of two that it can be a multiple
     of in fp8; NaN where it is not finite, so that an overflow is seen, not cut off."""
     mantissa, exponent = torch.frexp(largest)
-    exponent = exponent + (mantissa > 0.875) - _LARGEST[dtype]
+    exponent = exponent + (mantissa > 0.875) - LARGEST[dtype]
     # By its bits, as powers that are computed may be rounded.
     found = ((exponent.clamp(-126, 126) + 127) << 23).view(torch.float32)
     return torch.where(torch.isfinite(largest), found, torch.nan)
@@ -71,7 +71,7 @@ def multiply_scaled(
     a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Multiply by the hardware's fp8 units, where they take these sizes."""
-    if a.values.shape[1] % _MULTIPLE or b.values.shape[0] % _MULTIPLE:
+    if a.values.shape[1] % MULTIPLE or b.values.shape[0] % MULTIPLE:
         return multiply_wide(a, b, dtype, out=out)
     assert a.scale is not None and b.scale is not None
     left, right = a.values.contiguous(), b.values.contiguous().t()
@@ -164,7 +164,7 @@ class Fp8(Product):
         if self.kernels is None or torch.compiler.is_compiling():
             return quantise(x, units(largest, dtype), dtype)
         rows = x.flatten(0, -2)
-        values, copy, unit = self.kernels.cast(rows, largest, dtype, _LARGEST[dtype], straight, turned)
+        values, copy, unit = self.kernels.cast(rows, largest, dtype, LARGEST[dtype], straight, turned)
         return Operand(copy.t() if values is None else values.view(x.shape), unit, copy)
 
     def _with_turned(self, x: Operand) -> Operand:
@@ -188,6 +188,7 @@ class Fp8Weight:
 
     linear: Fp8Linear
     dtype = E4M3
+    scales: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
         self.linear.product = copy(self.linear.product)
@@ -197,13 +198,14 @@ class Fp8Weight:
         assert isinstance(self.linear.product, Fp8)
         return self.linear.product
 
-    def largest(self, parts: Sequence[Tensor]) -> Tensor:
-        return self._product.largest(parts)
+    def largest(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+        found = self._product.largest([part for _, part in parts])
+        return found[0] if len(parts) == 1 else found.max()
 
     def cast(self, largest: Tensor) -> None:
         self._product.narrow = self._product._cast(self.linear.weight, largest, E4M3, turned=True)
 
-    def narrowed(self, part: Tensor, largest: Tensor) -> Tensor:
+    def narrowed(self, part: Tensor, start: int, largest: Tensor) -> Tensor:
         return quantise(part, units(largest, E4M3), E4M3).values
 
     def give(self, values: Tensor, largest: Tensor) -> None:

@@ -138,16 +138,18 @@ class ExpertsAdapted(Experts):
     def hidden(self, x: Tensor, dispatch: Dispatch, coming: Pending) -> Tensor:
         if not self.up_adapter:
             return super().hidden(x, dispatch, coming)
+        products = self.products, self.weight_products[0]
         h: Tensor = _UpAdapted.apply(
-            x, self.up, self.up_bias, *self.up_adapter, self._scale, dispatch, self.products, coming
+            x, self.up, self.up_bias, *self.up_adapter, self._scale, dispatch, *products, coming
         )
         return h
 
     def outputs(self, a: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         if not self.down_adapter:
             return super().outputs(a, weights, dispatch)
+        products = self.products, self.weight_products[1]
         y: Tensor = _DownAdapted.apply(
-            a, weights, self.down, self.down_bias, *self.down_adapter, self._scale, dispatch, self.products
+            a, weights, self.down, self.down_bias, *self.down_adapter, self._scale, dispatch, *products
         )
         return y
 
@@ -176,13 +178,14 @@ class _UpAdapted(torch.autograd.Function):
         scale: float,
         dispatch: Dispatch,
         products: GroupedProducts,
+        own: GroupedProducts,
         coming: Pending,
     ) -> Tensor:
         dispatch.pass_on()
         groups, rows = dispatch.groups, coming.wait()
         narrow = products.forward(rows, a, groups).mul_(scale)
-        h = products.forward(rows, weight, groups).add_(products.forward(narrow, b, groups))
-        ctx.dispatch, ctx.products, ctx.scale = dispatch, products, scale
+        h = own.forward(rows, weight, groups).add_(products.forward(narrow, b, groups))
+        ctx.dispatch, ctx.products, ctx.own, ctx.scale = dispatch, products, own, scale
         ctx.save_for_backward(x, weight, a, b, narrow)
         return h if bias is None else h.add_(bias.index_select(0, groups.experts))
 
@@ -194,12 +197,12 @@ class _UpAdapted(torch.autograd.Function):
         again, dx = dispatch.start(x), None
         dnarrow = products.input_gradient(dh, b, groups).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
-            drows = products.input_gradient(dh, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
+            drows = ctx.own.input_gradient(dh, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
             dx = dispatch.start_back(drows)
         dispatch.pass_on()
         db = products.weight_gradient(dh, narrow, groups)
         da = products.weight_gradient(dnarrow, again.wait(), groups)
-        return dx.wait() if dx else None, None, None, da, db, None, None, None, None
+        return dx.wait() if dx else None, None, None, da, db, None, None, None, None, None
 
 
 class _DownAdapted(torch.autograd.Function):
@@ -229,13 +232,14 @@ class _DownAdapted(torch.autograd.Function):
         scale: float,
         dispatch: Dispatch,
         products: GroupedProducts,
+        own: GroupedProducts,
     ) -> Tensor:
         groups = dispatch.groups
         narrow = products.forward(features, a, groups).mul_(scale)
-        rows = products.forward(features, weight, groups).add_(products.forward(narrow, b, groups))
+        rows = own.forward(features, weight, groups).add_(products.forward(narrow, b, groups))
         if bias is not None:
             rows.add_(bias.index_select(0, groups.experts), alpha=1 / dispatch.features.size)
-        ctx.dispatch, ctx.products, ctx.scale = dispatch, products, scale
+        ctx.dispatch, ctx.products, ctx.own, ctx.scale = dispatch, products, own, scale
         ctx.save_for_backward(features, weights, weight, bias, a, b, narrow)
         home = dispatch.start_back(rows, weights)
         dispatch.pass_on()
@@ -250,9 +254,9 @@ class _DownAdapted(torch.autograd.Function):
         dispatch.pass_on()
         d = coming.wait()
         dnarrow = products.input_gradient(d, b, groups).mul_(ctx.scale)
-        dfeatures = products.input_gradient(d, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
+        dfeatures = ctx.own.input_gradient(d, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
         need_dweights = ctx.needs_input_grad[1]
         dweights = start_weights_gradient(d, bias, dfeatures, features, weights, dispatch) if need_dweights else None
         db = products.weight_gradient(d, narrow, groups)
         da = products.weight_gradient(dnarrow, features, groups)
-        return dfeatures, dweights.wait() if dweights else None, None, None, da, db, None, None, None
+        return dfeatures, dweights.wait() if dweights else None, None, None, da, db, None, None, None, None

@@ -190,12 +190,19 @@ CASES: Mapping[str, Case] = {
     "experts, full": Case(f"{EXPERTS} memory.recompute=full"),
     "experts, fp32": Case(f"{EXPERTS} train.precision=fp32"),
     "experts, compiled": Case(f"{EXPERTS} train.compile=true"),
+    "experts, fp8": Case(f"{EXPERTS} train.precision=fp8", layers=2),
     "experts, balanced": Case(BALANCED),
     "experts, ep": Case(f"{EXPERTS} mesh.ep=2"),
     "experts, ep, full": Case(f"{EXPERTS} mesh.ep=2 memory.recompute=full"),
     "experts, ep, parameters": Case(f"{EXPERTS} mesh.ep=2 mesh.dp=2 zero.shard=parameters"),
     "experts, ep, tp, balanced": Case(f"{BALANCED} mesh.ep=2 mesh.tp=2"),
     "experts, ep, etp": Case(f"{EXPERTS} mesh.ep=2 mesh.tp=2 mesh.etp=2"),
+    "experts, ep, etp, fp8, full": Case(
+        f"{EXPERTS} mesh.ep=2 mesh.tp=2 mesh.etp=2 train.precision=fp8 memory.recompute=full", layers=2
+    ),
+    "experts, ep, parameters, fp8": Case(
+        f"{EXPERTS} mesh.ep=2 mesh.dp=2 zero.shard=parameters train.precision=fp8", layers=2
+    ),
     "experts, ep, gpipe, batch": Case(
         f"{EXPERTS} mesh.ep=2 mesh.pp=2 pipeline.schedule=gpipe experts.batch_balance=0.01"
     ),

@@ -184,13 +184,16 @@ def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(each["dur"] > 0 and each["ts"] >= 0 for each in ran)
 
 
-@pytest.mark.in_turn(2, 1)
+@pytest.mark.in_turn(4, 1)
+@pytest.mark.parametrize("preset", ["llama", "mixtral"])
 @pytest.mark.parametrize("split", ["mesh.dp=1", "mesh.dp=2 zero.shard=parameters"])
-def test_a_step_casts_to_fp8_what_the_plan_says(split: str) -> None:
+def test_a_step_casts_to_fp8_what_the_plan_says(split: str, preset: str) -> None:
     """By bytes, of the one layer between the ends: weights once, whole or in slices, of which those that are gathered
-    are turned in each microbatch; what they are multiplied with, and gradients, for each microbatch."""
+    are turned in each microbatch; what they are multiplied with, and gradients, for each microbatch. Not those of the
+    experts' own gradients."""
     sizes = "model.num_hidden_layers=3 data.train=none data.sequence_length=512 batch.micro_size=2"
-    said = f"model.preset=llama-tiny {sizes} batch.global_size=4 train.precision=fp8 {split}"
+    model = f"{preset}-tiny" + " model.hidden_size=256 model.intermediate_size=512" * (preset == "mixtral")
+    said = f"model.preset={model} {sizes} batch.global_size=4 train.precision=fp8 {split}"
     config = load({}, said.split())
     (traced,) = trace_ranks(between_records(config), config.mesh.dp or 1, [0], (1, 1, 3)).values()
     made = setting_of(config, configure(config.model), config.mesh.dp or 1, "cuda")
@@ -202,7 +205,7 @@ def test_a_step_casts_to_fp8_what_the_plan_says(split: str) -> None:
         return (estimate(made, half).compute - estimate(made, cluster).compute) * cluster.device.bandwidth
 
     for log, microbatches in zip(traced.logs[1:], (1, 3), strict=True):
-        places = "cast_transpose.py", "fp8.py", "zero.py:FlatParameters._cast"
+        places = "cast_transpose.py", "fp8.py", "fp8_experts.py", "zero.py:FlatParameters._cast"
         casts = [each for each in log if isinstance(each, Launch) and any(place in each.place for place in places)]
         each = replace(made, microbatches=microbatches)
         want = passes(each) - passes(replace(each, fp8=False))

@@ -32,6 +32,7 @@ from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, spli
 from megacore.planning import capacity
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
+from megacore.planning.efficiency import CAST_BYTES
 from megacore.planning.fit import _choices, _chunks, _keeping, _keeping_most, _kept, fit, with_other_schedules
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, stage_peak
 from megacore.planning.recipe_setting import setting_of
@@ -420,9 +421,12 @@ def test_fp8_is_of_the_products_of_blocks() -> None:
     narrow = Cluster(H100.device, H100.device.tflops("fp8"))
     wide, fast = (estimate(made, cluster).compute for cluster in (H100, narrow))
     assert 1.2 < wide / fast < 1.8
-    attention, experts = MatMul(8192, 8193, 128, 32, attention=True), MatMul(8192, 28672, 4096, grouped=True)
-    for other in (attention, experts, MatMul(4096, 128, 2048, dtype="float32")):  # a router
+    attention, experts = MatMul(8192, 8193, 128, 32, attention=True), MatMul(2048, 1024, 512, 8, grouped=True)
+    for other in (attention, experts, MatMul(4096, 128, 2048, dtype="float32")):  # weight gradients, and a router
         assert narrow.product_s(other, narrow.tflops) == H100.product_s(other, H100.tflops)
+    forward = replace(experts, weight=True)
+    cast = CAST_BYTES * 8 * 2048 * 512 / H100.device.bandwidth
+    assert narrow.product_s(forward, narrow.tflops) == narrow.multiplied_s(forward, narrow.tflops) + cast
 
 
 def test_published_runs_are_as_fast_as_planned() -> None:

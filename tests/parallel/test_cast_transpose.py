@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.parallel.kernels import grouped
+from megacore.parallel.kernels.grouped import Groups
 from megacore.parallel.layers import fp8
 from megacore.parallel.layers.fp8 import E4M3, E5M2, Fp8, multiply_scaled, multiply_wide, quantise, units
+from megacore.parallel.layers.fp8_experts import Fp8Products
 from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.layers.product import Operand
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.weights.layout import MeshShape
 
@@ -52,7 +56,7 @@ def check(x: Tensor, dtype: torch.dtype) -> None:
     want = quantise(x, units(torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32), dtype), dtype)
     assert want.scale is not None
     (largest,) = cast_transpose.largest([x])
-    exponent = fp8._LARGEST[dtype]
+    exponent = fp8.LARGEST[dtype]
     for straight, turned in ((True, True), (True, False), (False, True)):
         values, copy, unit = cast_transpose.cast(x, largest, dtype, exponent, straight, turned)
         assert (values is not None, copy is not None) == (straight, turned)
@@ -75,6 +79,44 @@ def test_kernels_and_operators_are_the_same_to_the_bit(
     x = drawn(dtype, *shape)
     check(x, narrow)
     check(x.t(), narrow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(3, 7), (5, 256), (2, cast_transpose._ROW + 9)], ids=str)
+def test_rows_with_scales_of_their_own_are_the_same_to_the_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of their own largest magnitude, or of one that is given; where one is zero or infinite, too."""
+    x = drawn(dtype, *shape) * 2.0 ** torch.arange(-60, 60, 120 // shape[0])[: shape[0], None].to(dtype)
+    x[0], x[1, 5] = 0, -torch.inf
+    largest = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32)
+    for given in (None, 3 * largest):
+        unit = units(largest if given is None else given, E4M3)
+        values, found = cast_transpose.cast_rows(x, given, E4M3, fp8.LARGEST[E4M3])
+        assert same(found, unit) and same(values, (x.float() * unit.reciprocal()[:, None]).to(E4M3))
+        assert same(values, (x * unit.reciprocal().to(dtype)[:, None]).to(E4M3))
+
+
+def test_matrices_are_turned_each_by_itself() -> None:
+    x = drawn(torch.bfloat16, 3, 130, 20).clamp(-400, 400).to(E4M3)
+    turned = cast_transpose.turn(x)
+    assert turned.is_contiguous() and same(turned, x.transpose(1, 2))
+
+
+def test_experts_by_kernels_and_by_operators_are_the_same() -> None:
+    draw, found = drawn(torch.bfloat16, 40, 32), []
+    groups = Groups(40, torch.tensor([24, 0, 16]), [24, 0, 16])
+    for kernels in (None, cast_transpose):
+        products = Fp8Products(grouped.LOOP, lambda *given: multiplied(*given[:3]), kernels, ALONE, ALONE)
+        weight = drawn(torch.bfloat16, 3, 48, 32)
+        found.append([products.forward(draw, weight, groups)])
+        found[-1].append(products.input_gradient(found[-1][0], weight, groups))
+    assert all(map(same, *found))
+
+
+def multiplied(rows: Operand, matrices: Operand, groups: Groups) -> Tensor:
+    """The product of contiguous fp8 numbers."""
+    assert rows.scale is not None and matrices.scale is not None and matrices.values.is_contiguous()
+    wide = rows.values.bfloat16() * rows.scale.bfloat16()[:, None]
+    return grouped.LOOP.forward(wide, matrices.values.bfloat16() * matrices.scale[:, :1, None].bfloat16(), groups)
 
 
 @pytest.mark.parametrize("narrow", [E4M3, E5M2], ids=["e4m3", "e5m2"])

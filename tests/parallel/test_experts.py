@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,11 +82,18 @@ def one_by_one(drawn: Drawn, biases: bool) -> dict[str, Tensor]:
     return {"y": y.detach()} | {name: value.grad for name, value in leaf.items() if value.grad is not None}
 
 
-def on_mesh(shape: MeshShape, features: bool, dtype: torch.dtype, biases: bool) -> dict[str, Tensor]:
+def on_mesh(
+    shape: MeshShape,
+    features: bool,
+    dtype: torch.dtype,
+    biases: bool,
+    drawn: Drawn | None = None,
+    prepare: Callable[[Experts], object] = lambda experts: None,
+) -> dict[str, Tensor]:
     """What this rank finds: of its tokens, of its experts, and of the features of those that it has."""
     mesh = Mesh.create(shape) if shape.world > 1 else Mesh.single()
     group, inner = (mesh.along("ep"), mesh.along("tp")) if features else (mesh.along("ep", "tp"), ALONE)
-    drawn, at, part = Drawn.of(dtype), group.index, inner.index
+    drawn, at, part = drawn or Drawn.of(dtype), group.index, inner.index
 
     def own(whole: Tensor, dim: int, parts: int) -> Tensor:
         """The features of this rank, those of gate and up."""
@@ -101,6 +109,7 @@ def on_mesh(shape: MeshShape, features: bool, dtype: torch.dtype, biases: bool) 
     parameters = {name: nn.Parameter(value.contiguous()) for name, value in held.items()}
     biased = parameters.get("up_bias"), parameters.get("down_bias")
     experts = Experts(parameters["up"], parameters["down"], gated(), EXPERTS, group, inner, *biased)
+    prepare(experts)
     x, weights = (each.chunk(shape.world)[mesh.rank].clone().requires_grad_() for each in (drawn.x, drawn.weights))
     y = experts(x, drawn.chosen.chunk(shape.world)[mesh.rank], weights)
     y.backward(drawn.dy.chunk(shape.world)[mesh.rank])

@@ -411,6 +411,24 @@ CONTEXTS: list[Pair] = [
     (FP8, Run(MeshShape(cp=2, tp=2), exchange="heads", heads=2, balance="rows", activations=Activations("full"))),
     (MIXED_OVER_CP[0], Run(MeshShape(cp=2, tp=2), micro=2, activations=Activations("full"))),
 ]
+# Experts of their own rows' scales, whose weights have one of each expert.
+FP8_EXPERTS = Case(
+    "fp8-experts",
+    EXPERTS | {"experts": [1, 1, 1], "expert_size": 48, "intermediate_size": 320, "expert_bias": True},
+    8,
+    ignored=0.3,
+    documents=True,
+    fp8=True,
+)
+OF_FP8_EXPERTS: list[Pair] = [
+    (FP8_EXPERTS, Run(MeshShape(ep=2, tp=2), etp=True, micro=2, activations=Activations("full"))),
+    (FP8_EXPERTS, Run(MeshShape(ep=2, tp=2), micro=2, shard="optimizer")),
+    (FP8_EXPERTS, Run(MeshShape(dp=2, ep=2), micro=2, shard="parameters", activations=Activations("selective"))),
+    (FP8_EXPERTS, Run(MeshShape(dp=2, tp=2), micro=2, shard="parameters", etp=True)),
+    (FP8_EXPERTS, Run(MeshShape(pp=2, ep=2), schedule="zb-h1", micro=2)),
+    (FP8_EXPERTS, Run(MeshShape(cp=2, ep=2), schedule="overlapped", micro=2, shard="gradients")),
+    (replace(FP8_EXPERTS, name="fp8-experts-lora", tuning=EACH), Run(MeshShape(ep=2, tp=2), etp=True, micro=2)),
+]
 OVER_EIGHT: list[Pair] = [
     (
         BUILT_PARTS,
@@ -732,6 +750,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
         yield 240, draw(f"{name} 12", of_family(name, seed, 12), EXPERT_MESHES, 2)
     yield 12, CONTEXTS
     yield 36, OVER_EIGHT
+    yield 7, OF_FP8_EXPERTS
     yield 144, draw("parts", OVER_CP, CP_MESHES, len(OVER_CP))
     yield 60, draw("experts", MIXED_OVER_CP, CP_EXPERT_MESHES, 3)
     for seed, name in enumerate(FAMILIES):

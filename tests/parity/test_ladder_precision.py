@@ -2,24 +2,26 @@
 within a bound; and an overflow on one rank is left out by all."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from layouts import BIASES, GPT2, LLAMA, NO_DROPOUT, RUNGS
+from extended_family import extended
+from layouts import BIASES, FP8_EXPERTS, GPT2, LLAMA, NO_DROPOUT, RUNGS
 from oracle import Case, Run, lively, microbatches, relative
 from pool import Pool
 from torch import Tensor
 
 from megacore.models.assemble import Model
-from megacore.models.stages import layout_of
 from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.layers.fp8 import Fp8Weight
+from megacore.parallel.layers.fp8_experts import Fp8ExpertsWeight
 from megacore.parallel.memory.recompute import Activations
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
@@ -40,7 +42,7 @@ SCALE = 2.0**10
 def train_step(case: Case, run: Run, precision: str, once: bool = True) -> tuple[Model, TrainStep]:
     """``once``: whether weights in fp8 are cast for all their products."""
     mesh, dtype = Mesh.create(run.mesh), DTYPES[precision]
-    layout = lively(layout_of(case.config, run.mesh, run.chunks))
+    layout = lively(run.layout(case))
     model = Model.create(case.config, layout, mesh, dtype, activations=run.kept(mesh))
     if precision == "fp8":
         model.use_fp8()
@@ -59,6 +61,8 @@ def kept(step: TrainStep) -> dict[str, np.ndarray]:
     """Weights, masters and moments of this rank's parameters, whole, in fp32."""
     optimizer, found = step.optimizer, dict[str, Tensor]()
     for name, parameter in step.gradients.parameters.items():
+        if step.gradients.parameters.shards[name].param.buffer:
+            continue
         found[f"weight of {name}"] = host = torch.empty(parameter.shape)
         optimizer.read_weight(name, host)
         for state in optimizer.states():
@@ -166,19 +170,23 @@ def counted() -> Iterator[list[str]]:
     """What of a weight was cast, by the name of the method."""
     seen = list[str]()
 
-    def watched(name: str) -> Any:
-        method = getattr(Fp8Weight, name)
+    def watched(kind: type, name: str) -> Any:
+        method = getattr(kind, name)
 
-        def cast(weight: Fp8Weight, *arguments: Tensor) -> Tensor | None:
+        def cast(weight: Any, *arguments: Any) -> Tensor | None:
             seen.append(name)
-            return method(weight, *arguments)
+            found: Tensor | None = method(weight, *arguments)
+            return found
 
-        return patch.object(Fp8Weight, name, cast)
+        return patch.object(kind, name, cast)
 
-    with watched("cast"), watched("narrowed"):
+    with ExitStack() as on:
+        for kind, name in product((Fp8Weight, Fp8ExpertsWeight), ("cast", "narrowed")):
+            on.enter_context(watched(kind, name))
         yield seen
 
 
+@extended()
 def cast_both_ways(case: Case, run: Run) -> Cast:
     ended, casts = list[Ended](), list[int]()
     for once in (True, False):
@@ -204,6 +212,9 @@ CASTS = {
     # Of slices, which may have nothing of a weight.
     "parameters-dp2-full": (UNTIED, Run(MeshShape(dp=2), micro=1, shard="parameters", activations=FULL), None),
     "parameters-tp2-dp2": (UNTIED, Run(MeshShape(tp=2, dp=2), micro=2, shard="parameters"), None),
+    # One layer: two linears of its attention, two weights of experts and two of the shared one.
+    "optimizer-ep2-dp2": (FP8_EXPERTS, Run(MeshShape(ep=2, dp=2), micro=1, shard="optimizer"), 6),
+    "parameters-etp2-dp2": (FP8_EXPERTS, Run(MeshShape(tp=2, dp=2), micro=2, shard="parameters", etp=True), None),
     "parameters-hsdp": (TIED, Run(MeshShape(dp=4), micro=1, replicas=2, shard="parameters"), None),
 }
 

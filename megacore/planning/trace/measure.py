@@ -591,7 +591,7 @@ def _of_documents(given: Mapping[str, Any]) -> tuple[MatMul, int]:
 
 _MULTIPLY = {
     "(b|add|badd|_scaled_)?mm": _of_matrices,
-    "_grouped_mm": _of_groups,
+    "_(scaled_)?grouped_mm": _of_groups,
     "linalg_solve_triangular": _of_triangle,
     ".*scaled_dot_product.*": _of_sequences,
     ".*flash_attention.*": _of_documents,
