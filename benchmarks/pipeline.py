@@ -35,6 +35,7 @@ RUNS = [
     ("zb-h1", 1),
     *((name, v) for v in (2, 4) for name in ("interleaved", "zb-interleaved")),
     ("zb-v", 2),
+    ("dualpipe-v", 2),
 ]
 
 

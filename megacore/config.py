@@ -152,9 +152,11 @@ class PipelineConfig:
 
     schedule: PipelineSchedule = "1f1b"
     """The order of forwards and backwards on each stage; `zb-` ones compute weight gradients where it would wait, and
-    in `overlapped` a forward or a backward computes while the other one's experts exchange rows."""
+    in `overlapped` a forward or a backward computes while the other one's experts exchange rows, and `dualpipe-v` does
+    both."""
     chunks: Annotated[Int, COUNTED] = 1
-    """Virtual stages of each rank, for `interleaved`, `overlapped` and `zb-interleaved` (and `gpipe`)."""
+    """Virtual stages of each rank, for `interleaved`, `overlapped` and `zb-interleaved` (and `gpipe`); `zb-v` and
+    `dualpipe-v` have 2."""
     order: str | None = None
     """The file of another order in which the actions of the schedule are run, for this recipe's sizes: `megacore
     schedule --search` makes it of times and memory (docs/pipelines.md)."""
@@ -170,7 +172,7 @@ class PipelineConfig:
     @property
     def overlaps(self) -> bool:
         """Whether forwards and backwards run in turns, so that one computes where the other waits for experts."""
-        return self.schedule == OVERLAPPED
+        return self.schedule in OVERLAPPED
 
     @property
     def placement(self) -> Placement:

@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megacore.models import scores
@@ -179,7 +179,7 @@ class ModelConfig(ABC):
         streams = self.anatomy.streams
         return self.sizes["embed"] * (1 if streams is None else streams.count)
 
-    @property
+    @cached_property
     def boundary_width(self) -> int:
         """The numbers of a token that travel between the stages of a pipeline: its embedding too, where blocks are told
         it."""

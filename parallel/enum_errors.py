@@ -13,13 +13,15 @@ Compression = Literal["none", "bf16", "int8"]
 """The numbers that gradients are rounded to where they are sent: none but those that they are summed in, or these."""
 Recompute = Literal["none", "selective", "full"]
 """The part of a block that the backward computes again."""
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "overlapped", "zb-h1", "zb-interleaved", "zb-v"]
+PipelineSchedule = Literal[
+    "gpipe", "1f1b", "interleaved", "overlapped", "zb-h1", "zb-interleaved", "zb-v", "dualpipe-v"
+]
 """The order in which a stage runs its microbatches."""
-SPLIT_BACKWARD = frozenset({"zb-h1", "zb-interleaved", "zb-v"})
+SPLIT_BACKWARD = frozenset({"zb-h1", "zb-interleaved", "zb-v", "dualpipe-v"})
 """The schedules that compute weight gradients by themselves, not with input gradients."""
-OVERLAPPED: PipelineSchedule = "overlapped"
-"""The schedule whose forwards and backwards run two by two, so that one computes where the other waits for experts."""
-V_SHAPED = frozenset({"zb-v"})
+OVERLAPPED = frozenset({"overlapped", "dualpipe-v"})
+"""The schedules whose forwards and backwards run two by two, so that one computes where the other waits for experts."""
+V_SHAPED = frozenset({"zb-v", "dualpipe-v"})
 """The schedules for which odd chunks run back through the stages."""
 Placement = Literal["loop", "v"]
 """The way in which chunk after chunk goes through the stages: from the first one each time, or there and back."""

@@ -180,21 +180,24 @@ def _overlapped(facts: RuleContext) -> Iterator[str]:
     config = facts.config
     if not config.pipeline.overlaps:
         return
-    mesh, other = config.mesh, f"pipeline.schedule={'1f1b' if config.pipeline.chunks == 1 else 'interleaved'}"
-    what = "pipeline.schedule overlapped computes where others wait for messages of experts"
+    mesh, schedule, splits = config.mesh, config.pipeline.schedule, config.pipeline.splits_backward
+    what = f"pipeline.schedule {schedule} computes where others wait for messages of experts"
+    alone = "zb-v" if splits else "1f1b" if config.pipeline.chunks == 1 else "interleaved"
+    other = f"pipeline.schedule={alone}"
     if "experts" not in facts.sizes:
-        yield f"{what}, and this model has no experts: set {other}"
-    elif MeshShape(ep=mesh.ep, tp=mesh.tp).size(mesh.split["experts"]) == 1:
+        if not splits:  # which leaves less of a bubble without experts, too
+            yield f"{what}, and this model has no experts: set {other}"
+    elif not splits and MeshShape(ep=mesh.ep, tp=mesh.tp).size(mesh.split["experts"]) == 1:
         yield f"{what}, and with mesh.ep={mesh.ep} each rank has all of them: set mesh.ep, or {other}"
     if config.pipeline.order is not None:
         yield (
-            "pipeline.schedule overlapped runs actions two by two, and those of pipeline.order "
+            f"pipeline.schedule {schedule} runs actions two by two, and those of pipeline.order "
             f"({config.pipeline.order}) are run one by one: set {other}, or pipeline.order=null"
         )
     lora_drops = config.lora is not None and config.lora.dropout > 0
     if (facts.model.drops or lora_drops) and "full" in config.memory.recompute:
         yield (
-            "memory.recompute=full draws the masks of dropout again, which pipeline.schedule overlapped would have "
+            f"memory.recompute=full draws the masks of dropout again, which pipeline.schedule {schedule} would have "
             f"others draw in between: set memory.recompute=selective, no dropout, or {other}"
         )
 

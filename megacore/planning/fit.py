@@ -17,7 +17,6 @@ from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of, source_apart
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
-    OVERLAPPED,
     ContextBalance,
     ContextExchange,
     PipelineSchedule,
@@ -137,13 +136,15 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
 
 def _if_overlapped(cluster: Cluster, each: Candidate) -> float:
     """Return the seconds of a candidate of whose messages of experts all are hidden that another action may hide."""
-    return each.time.total - share_beside(replace(each.setting, schedule=OVERLAPPED), cluster) * each.time.experts
+    return each.time.total - share_beside(replace(each.setting, schedule="overlapped"), cluster) * each.time.experts
 
 
 def with_other_schedules(setting: Setting, cluster: Cluster, overlapped: bool = True) -> Iterator[Setting]:
     """Yield what fits of the settings whose weight gradients come later, where it has a pipeline, and of that whose
     messages of experts go under another microbatch, where experts are spread, if it is asked for."""
     layout, choices = setting.layout, _choices(setting)
+    in_pairs = [each for each in choices if each.recompute != "full" or not setting.drops]
+    overlapped = overlapped and setting.may_overlap
     ways: list[tuple[PipelineSchedule, Layout, Sequence[Kept]]] = []
     if layout.mesh.pp > 1 and setting.may_split:
         as_much = choices[: 1 + max(map(choices.index, _kept(setting)))]
@@ -152,8 +153,10 @@ def with_other_schedules(setting: Setting, cluster: Cluster, overlapped: bool = 
             # Two chunks in a V hold what one of 1F1B does, so they may fit where interleaved ones did not.
             in_two = layout_of(setting.model, layout.mesh, 2, tuning=setting.tuning, split=layout.split, placement="v")
             ways.append(("zb-v", in_two, as_much))
-    if overlapped and setting.may_overlap:
-        ways.append((OVERLAPPED, layout, [each for each in choices if each.recompute != "full" or not setting.drops]))
+            if overlapped and (both := [each for each in as_much if each in in_pairs]):
+                ways.append(("dualpipe-v", in_two, both))
+    if overlapped:
+        ways.append(("overlapped", layout, in_pairs))
     for schedule, placed, (*others, least) in ways:
         made = _keeping(replace(setting, schedule=schedule, layout=placed), [least] * layout.mesh.pp)
         if all(peak <= cluster.room for peak in peaks(made)):

@@ -274,12 +274,15 @@ def estimate(setting: Setting, cluster: Cluster, simulated: bool = True) -> Esti
     slowest = max(rows, key=lambda row: row.total)
     hop = _hop(setting, cluster)
     busy, hidden = m * slowest.total, 0.0
-    costs = [act.of_stage(stage, [each.cost(hop) for each in virtual]) for stage in range(pp)]
     share = share_beside(setting, cluster)
-    in_turn = _simulated(setting, costs) if share or (simulated and pp > 1) else busy
+
+    def in_schedule(share: float) -> float:
+        costs = [each.cost(hop, share) for each in virtual]
+        return _simulated(setting, [act.of_stage(stage, costs) for stage in range(pp)])
+
+    in_turn = in_schedule(0.0) if share or (simulated and pp > 1) else busy
     if share:
-        beside = [act.of_stage(stage, [each.cost(hop, share) for each in virtual]) for stage in range(pp)]
-        hidden = in_turn - _simulated(setting, beside)
+        hidden = in_turn - in_schedule(share)
     if pp == 1:
         idle = 0.0
     elif simulated:
@@ -320,7 +323,7 @@ def _hop(setting: Setting, cluster: Cluster) -> float:
 
 def share_beside(setting: Setting, cluster: Cluster) -> float:
     """Return the share of the messages of experts that the action beside hides where actions run two by two."""
-    if setting.schedule != OVERLAPPED or not setting.may_overlap:
+    if setting.schedule not in OVERLAPPED or not setting.may_overlap:
         return 0.0
     total, here = _ring(setting.layout.mesh, " x ".join(setting.layout.split["experts"]), cluster.device.per_node)
     return cluster.overlap if here == total else cluster.overlap_between

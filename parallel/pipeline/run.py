@@ -108,17 +108,25 @@ class Outbox:
     Args:
         channel: The channel that the messages go to.
         target: Global rank of the receiver.
-        asked_at: The number of actions after which the receiver asks for each message.
+        asked_at: The number of actions after which the receiver asks for each message, in the order of sending.
     """
 
     channel: Group
     target: int
     asked_at: Mapping[Message, int]
     leaving: dict[Message, tuple[dist.Work | None, Tensor]] = field(default_factory=dict)
+    early: dict[Message, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._order = deque(self.asked_at)
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        tensor = tensor.contiguous()
-        self.leaving[message] = dist.isend(tensor, self.target, group=self.channel.process_group), tensor
+        """Send a message, once those before it are: in a V two that run in turns may send on one channel."""
+        self.early[message] = tensor.contiguous()
+        while self._order and self._order[0] in self.early:
+            first = self._order.popleft()
+            ready = self.early.pop(first)
+            self.leaving[first] = dist.isend(ready, self.target, group=self.channel.process_group), ready
 
     def reached(self, position: float) -> None:
         """Note that the receiver has done its actions up to this one, so what it asked for before them arrives.

@@ -158,9 +158,22 @@ def zb_v(stages: int, chunks: int, microbatches: int) -> Schedule:
     microbatches) from 2 * stages - 1 microbatches on, where input and weight gradients take as long as a forward.
     """
     _check_sizes(stages, chunks, microbatches)
-    if chunks != 2:
-        raise ValueError(f"zb-v runs two chunks per stage, there and back, not chunks={chunks}: choose chunks=2")
+    _check_two_chunks(chunks, "zb-v")
     return tuple(_there_and_back(stages, stage, microbatches) for stage in range(stages))
+
+
+def dualpipe_v(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """Return DualPipe cut in half (DeepSeek-AI 2024, arXiv 2412.19437; DualPipeV in the repository of the paper):
+    chunks placed as in ``zb_v``, whose forwards and backwards run two by two, as in ``overlapped``.
+
+    All backwards are split, and weight gradients come right behind a pair: so the stage before has what a pair gives
+    that much earlier than where it has whole backwards, as published. Those of the last backwards fill the time until
+    others come. All stages hold 2 * stages + 1 chunks; the bubble is that of ``zb_v`` from 2 * stages microbatches on,
+    where no messages are hidden.
+    """
+    _check_sizes(stages, chunks, microbatches)
+    _check_two_chunks(chunks, "dualpipe-v")
+    return tuple(_in_pairs(stages, stage, microbatches) for stage in range(stages))
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
@@ -171,6 +184,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "zb-h1": zb_h1,
     "zb-interleaved": zb_interleaved,
     "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
 }
 
 
@@ -189,20 +203,33 @@ def ordered(order: Schedule) -> Callable[[int, int, int], Schedule]:
     return build
 
 
-def _there_and_back(stages: int, stage: int, microbatches: int) -> tuple[Action, ...]:
-    """Return the row of a stage in :func:`zb_v`. Of fewer microbatches than fill it, it is that of as many less what
+_Part = tuple[Kind, int]
+"""A kind of actions of a chunk."""
+
+
+class _NumberedRow(list[Action]):
+    """A row that numbers the microbatches of its actions. Of fewer than fill it, it is that of as many less what
     belongs to those that are not there."""
-    done, row = Counter[tuple[Kind, int]](), list[Action]()
 
-    def run(*actions: tuple[Kind, int], times: int = 1) -> None:
-        for kind, chunk in actions * times:
-            if done[kind, chunk] < microbatches:
-                row.append(Action(kind, chunk, done[kind, chunk]))
-            done[kind, chunk] += 1
+    def __init__(self, microbatches: int) -> None:
+        self.microbatches, self.done = microbatches, Counter[_Part]()
 
+    def run(self, *parts: _Part, times: int = 1, beside: bool = False) -> None:
+        """Add actions; ``beside``: the first one runs beside the second."""
+        for at, part in enumerate(parts * times):
+            if self.done[part] < self.microbatches:
+                # A backward is of an earlier microbatch than the forward beside it.
+                self.append(Action(*part, self.done[part], beside and at % len(parts) == 0))
+            self.done[part] += 1
+
+
+def _there_and_back(stages: int, stage: int, microbatches: int) -> tuple[Action, ...]:
+    """Return the row of a stage in :func:`zb_v`."""
+    row = _NumberedRow(microbatches)
+    run, done = row.run, row.done
     behind, enough = stages - stage, max(microbatches, 2 * stages - 1)
-    there: tuple[tuple[Kind, int], ...] = (("I", 0), ("W", 0))
-    back: tuple[tuple[Kind, int], ...] = (("F", 1), ("I", 1), ("W", 1))
+    there: tuple[_Part, ...] = (("I", 0), ("W", 0))
+    back: tuple[_Part, ...] = (("F", 1), ("I", 1), ("W", 1))
     run(("F", 0), times=2 * behind - 1)
     run(("F", 1), ("F", 0), times=stage)
     run(*back, times=behind)
@@ -214,6 +241,37 @@ def _there_and_back(stages: int, stage: int, microbatches: int) -> tuple[Action,
     run(*there, times=behind)
     run(("W", 1), times=done["I", 1] - done["W", 1])
     run(("W", 0), times=done["I", 0] - done["W", 0])
+    return tuple(row)
+
+
+def _in_pairs(stages: int, stage: int, microbatches: int) -> tuple[Action, ...]:
+    """Return the row of a stage in :func:`dualpipe_v`, in the steps of its repository."""
+    row = _NumberedRow(microbatches)
+    run, done = row.run, row.done
+    behind, enough = stages - 1 - stage, max(microbatches, 2 * stages)
+    there: tuple[_Part, ...] = (("I", 0), ("W", 0))
+    back: tuple[_Part, ...] = (("I", 1), ("W", 1))
+    run(("F", 0), times=2 * behind)
+    run(("F", 0), ("F", 1), times=stage + 1)
+    run(*back, ("F", 1), times=behind)
+    while done["F", 0] < enough:
+        # The last stage has just begun with chunk 1, which the first pair of the others waits for.
+        run(("F", 0), *back, beside=behind > 0 or done["I", 1] > 0)
+        run(("F", 1), *there, beside=True)
+    for _ in range(behind):
+        run(*back)
+        run(("F", 1), *there, beside=True)
+    late = deque[_Part]()
+    for number in range(2 * (stage + 1)):
+        part = back if number % 2 == 0 else there
+        run(part[0])
+        late.append(part[1])
+        if number <= stage:
+            run(late.popleft())
+    for _ in range(behind):
+        run(late.popleft(), there[0])
+        late.append(there[1])
+    run(*late)
     return tuple(row)
 
 
@@ -273,6 +331,11 @@ def _check_sizes(stages: int, chunks: int, microbatches: int) -> None:
     for name, size in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
         if size < 1:
             raise ValueError(f"a schedule cannot have {name}={size}: stages, chunks and microbatches start at 1")
+
+
+def _check_two_chunks(chunks: int, name: str) -> None:
+    if chunks != 2:
+        raise ValueError(f"{name} runs two chunks per stage, there and back, not chunks={chunks}: choose chunks=2")
 
 
 def _check_one_chunk(chunks: int, name: str, other: str) -> None:

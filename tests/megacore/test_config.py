@@ -159,7 +159,10 @@ BAD = [
     bad("model=llama", "model: expected a mapping, got 'llama'"),
     bad(
         "pipeline.schedule=1F1B",
-        *("got '1F1B'", "'gpipe', '1f1b', 'interleaved', 'overlapped', 'zb-h1', 'zb-interleaved' or 'zb-v'"),
+        *(
+            "got '1F1B'",
+            "'gpipe', '1f1b', 'interleaved', 'overlapped', 'zb-h1', 'zb-interleaved', 'zb-v' or 'dualpipe-v'",
+        ),
     ),
     bad("schedule.name=cosin", "schedule.name: got 'cosin'", "'cosine', 'linear', 'wsd' or 'constant'"),
     bad("train.precision=fp4", "train.precision: got 'fp4'", "'bf16', 'fp16', 'fp8', 'fp32' or 'fp64'"),
@@ -277,6 +280,10 @@ BAD = [
         "pipeline.schedule=overlapped pipeline.chunks=2 mesh.tp=1",
         *("with mesh.ep=1 each rank has all of them: set mesh.ep", "pipeline.schedule=interleaved"),
         sizes=MIXTRAL,
+    ),
+    bad(
+        "pipeline.schedule=dualpipe-v pipeline.chunks=2 pipeline.order=x.json",
+        *("dualpipe-v runs actions two by two", "set pipeline.schedule=zb-v, or pipeline.order=null"),
     ),
     bad(
         "pipeline.schedule=overlapped pipeline.order=x.json",

@@ -38,7 +38,7 @@ from megacore.parallel.memory import recompute
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.rank_sets import inner_ranks
-from megacore.parallel.virtual_stages import of_stage
+from megacore.parallel.virtual_stages import of_stage, placement_of
 from megacore.parallel.weights.layout import Coordinates, MeshShape
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.activations import ActivationMemory
@@ -137,7 +137,15 @@ class Case:
         is_like_llama = self.family in ("odd", "extended", "llama")
         plain = like_llama if is_like_llama else small(self.family, self.vocab)
         config = configure(plain | dict(self.fields))
-        layout = layout_of(config, self.mesh, self.chunks, self.layers, self.tuning, split=split_of(self.etp))
+        layout = layout_of(
+            config,
+            self.mesh,
+            self.chunks,
+            self.layers,
+            self.tuning,
+            split=split_of(self.etp),
+            placement=placement_of(self.schedule),
+        )
         alike = {each.name for each in fields(Setting)} & {*(each.name for each in fields(self)), "context"}
         own: dict[str, Any] = {name: getattr(self, name) for name in alike}
         widths = Widths.of(self.precision, self.masters, averages=self.ema is not None)
@@ -372,6 +380,7 @@ SPLIT = Case(MeshShape(pp=2), vocab=64, microbatches=4, schedule="zb-h1")
 SPLIT_OF_TWO = [
     *(replace(SPLIT, recompute=recompute) for recompute in get_args(Recompute)),
     replace(SPLIT, schedule="zb-interleaved", chunks=2, precision="fp32"),
+    replace(SPLIT, schedule="zb-v", chunks=2, microbatches=5),
     replace(SPLIT, vocab=8000),
     replace(SPLIT, family="mixtral"),
 ]
@@ -460,6 +469,7 @@ MIXTURES_OF_FOUR = [
     replace(MIXTURE, mesh=MeshShape(dp=2, ep=2), shard="gradients", microbatches=2),
     replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), etp=2, shard="optimizer"),
     replace(MIXTURE, mesh=MeshShape(pp=2, ep=2), schedule="overlapped", chunks=2, microbatches=4),
+    replace(MIXTURE, mesh=MeshShape(pp=2, ep=2), schedule="dualpipe-v", chunks=2, microbatches=5),
 ]
 
 

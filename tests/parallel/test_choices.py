@@ -50,7 +50,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: Pipeline(ONE, [], torch.float32, "1F1B"),
-        "schedule '1F1B' (choose from gpipe, 1f1b, interleaved, overlapped, zb-h1, zb-interleaved, zb-v)",
+        "schedule '1F1B' (choose from gpipe, 1f1b, interleaved, overlapped, zb-h1, zb-interleaved, zb-v, dualpipe-v)",
     ),
     (lambda: MeshShape(tp=2).along(0, "tpp"), "dimension of the mesh 'tpp': did you mean 'tp'? (choose from pp, dp,"),
     (lambda: MeshShape(tp=2).ranks(TP=[0]), "dimension of the mesh 'TP' (choose from pp, dp, ep, cp, tp)"),

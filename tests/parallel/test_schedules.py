@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from in_flight import in_flight, takes
 
-from megacore.parallel.enum_errors import SPLIT_BACKWARD
+from megacore.parallel.enum_errors import OVERLAPPED, SPLIT_BACKWARD, V_SHAPED
 from megacore.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -23,6 +23,7 @@ from megacore.parallel.pipeline.schedules import (
     W,
     arrivals,
     draw,
+    dualpipe_v,
     forward_only,
     gpipe,
     interleaved,
@@ -30,6 +31,7 @@ from megacore.parallel.pipeline.schedules import (
     one_f_one_b,
     overlapped,
     simulate,
+    steps_of,
     zb_h1,
     zb_interleaved,
     zb_v,
@@ -70,8 +72,10 @@ def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, st
         # (p-1)/(v m) from p microbatches on; below, every chunk waits for the microbatches to come round
         idle = stages - 1 + (chunks - 1) * max(0, stages - microbatches)
         whole = idle / (chunks * microbatches)
-        if name == "zb-v":  # there and back, the first microbatch needs more than half of the stages' others
+        if name in V_SHAPED:  # there and back, the first microbatch needs more than half of the stages' others
             idle = max(stages - 1, 4 * stages - 2 - 2 * microbatches)
+            if name == "dualpipe-v":  # pairs need two for each stage, and of less wait as long again
+                idle = max(idle, min(2 * stages - 2, 5 * stages - 1 - 2 * microbatches))
             assert timeline.bubble == pytest.approx(idle / (6 * microbatches)), case
         elif name not in SPLIT_BACKWARD:
             assert timeline.bubble == pytest.approx(whole), case
@@ -79,7 +83,7 @@ def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, st
             assert timeline.bubble == pytest.approx(whole / 3), case
         else:
             assert timeline.bubble < whole, case
-        if name in SPLIT_BACKWARD:
+        if name in SPLIT_BACKWARD - OVERLAPPED:
             assert max(held) <= in_flight("interleaved", stages, chunks, microbatches)[0], case
 
 
@@ -248,6 +252,22 @@ def test_zb_v_by_hand() -> None:
     )
 
 
+def test_dualpipe_v_by_hand() -> None:
+    """Pairs are of both chunks and of different microbatches; at the end the weight gradients of a half wait."""
+    first = "F0a F1a F2a F0b I0b W0b F1b F3a I1b W1b F2b I0a W0a F4a I2b W2b F3b I1a W1a I3b W3b F4b I2a W2a I4b W4b"
+    last = "F0a F0b F1a F1b F2a I0b W0b F2b I0a W0a F3a I1b W1b F3b I1a W1a F4a I2b W2b F4b I2a W2a I3b W3b I3a W3a"
+    assert dualpipe_v(2, 2, 5) == (parse(f"{first} I3a W3a I4a W4a"), parse(f"{last} I4b I4a W4b W4a"))
+    for stages, microbatches in ((1, 4), (2, 5), (4, 3), (4, 9)):
+        for stage, row in enumerate(dualpipe_v(stages, 2, microbatches)):
+            pairs = [step for step in steps_of(row) if len(step) > 1]
+            for one, other in pairs:
+                assert (one.kind, other.kind, one.chunk + other.chunk) == ("F", "I", 1)
+                assert one.microbatch > other.microbatch
+            if microbatches >= 2 * stages:  # by the steps of the published schedule
+                begun = 2 * (microbatches - 2 * stages + stage + 1) - (stage == stages - 1)
+                assert len(pairs) == begun + stages - 1 - stage
+
+
 def test_gpipe_by_hand() -> None:
     assert gpipe(2, 1, 2) == (parse("F0 F1 B0 B1"),) * 2
     assert gpipe(2, 2, 2) == (parse("F0a F1a F0b F1b B0b B1b B0a B1a"),) * 2
@@ -391,3 +411,5 @@ def test_errors_name_the_way_out() -> None:
             build(2, 3, 4)
     with pytest.raises(ValueError, match=r"zb-v runs two chunks .* not chunks=1: choose chunks=2"):
         zb_v(2, 1, 4)
+    with pytest.raises(ValueError, match=r"dualpipe-v runs two chunks .* not chunks=3: choose chunks=2"):
+        dualpipe_v(2, 3, 4)

@@ -123,6 +123,9 @@ SPLIT = [
     Run(MeshShape(pp=3, dp=2), 3, "zb-interleaved", activations=Activations("selective", True), shard="parameters"),
     Run(MeshShape(pp=4, tp=2), schedule="zb-h1", activations=Activations("full")),
     Run(MeshShape(pp=2), 2, "zb-v", activations=(Activations("selective", True), Activations("full"))),
+    Run(MeshShape(tp=2, pp=2), 2, "dualpipe-v", shard="optimizer"),
+    Run(MeshShape(pp=2, dp=2), 2, "dualpipe-v", activations=Activations("full"), shard="parameters"),
+    Run(MeshShape(pp=4), 2, "dualpipe-v", shard="gradients"),
 ]
 # Orders that are searched for.
 ORDERS = [
@@ -457,7 +460,7 @@ def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
     of_rank = case.sequences // mesh.data
     sizes_of_micro = (1, 2, 3, 4, 6, 8, 12)
     micro = rng.choice([n for n in sizes_of_micro if of_rank % n == 0 == n * case.length % (mesh.cp * mesh.tp)])
-    pipelined = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-interleaved", "zb-v")
+    pipelined = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-interleaved", "zb-v", "dualpipe-v")
     schedule = rng.choice(pipelined if mesh.pp > 1 else ("1f1b", "gpipe"))
     if case.coefficients.batch and micro < of_rank:
         schedule = "gpipe"  # the others begin the backward before all tokens are routed
@@ -700,6 +703,12 @@ OVERLAPPED: list[Pair] = [
     (MIXED_LORA, overlapped(MeshShape(pp=2, ep=2), shard="parameters")),
     (FURTHER[0], overlapped(MeshShape(pp=2, ep=2), 2, shard="parameters")),
     (FURTHER[1], overlapped(MeshShape(cp=2, ep=2, tp=2), micro=1, balance="auto")),
+    (STARVED, DUALPIPE := replace(overlapped(MeshShape(pp=2, ep=2), 2), schedule="dualpipe-v", micro=1)),
+    (BIASED_EXPERTS, replace(DUALPIPE, mesh=MeshShape(pp=2, ep=2, tp=2), etp=True, shard="gradients")),
+    (STARVED, replace(DUALPIPE, activations=Activations("full"), shard="parameters")),
+    (MIXED_LORA, replace(DUALPIPE, activations=Activations("selective", True), shard="parameters")),
+    (FURTHER[0], replace(DUALPIPE, shard="parameters")),
+    (FURTHER[1], replace(DUALPIPE, mesh=MeshShape(pp=2, cp=2, ep=2), balance="auto", shard="optimizer")),
 ]
 
 # -- ends of the model that are alone in their virtual stage

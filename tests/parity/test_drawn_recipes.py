@@ -4,6 +4,7 @@ on another layout."""
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pool import Pool
 from turns import TURN
 
 from megacore.models.registry import FAMILIES
+from megacore.parallel.enum_errors import PipelineSchedule
 from megacore.recipe import ConfigError
 from megacore.store.weight_folders.checkpoint import Checkpoint
 from megacore.training.check import check
@@ -42,7 +44,7 @@ WAY: Options = {
     "mesh.tp": [1, 1, 2, 4],
     "mesh.etp": [1, 1, 1, 2],
     "batch.micro_size": [1, 1, 2],
-    "pipeline.schedule": ["gpipe", "1f1b", "1f1b", "interleaved", "overlapped", "zb-h1", "zb-interleaved", "zb-v"],
+    "pipeline.schedule": ["1f1b", *get_args(PipelineSchedule)],
     "pipeline.chunks": [1, 1, 2],
     "zero.shard": ["none", "optimizer", "gradients", "parameters"],
     "zero.replicas": [1, 1, 1, 2],

@@ -20,13 +20,14 @@ def test_all_that_fit_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """By (p-1) / (v m), a third of it where the backward is split, and the chunks that each holds."""
     assert main([*SIZES, "--chunks", "2"]) == 0
     said = capsys.readouterr().out
-    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()[1:6]}
+    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()[1:7]}
     assert rows == {
         "gpipe": ["28.50", "18.8%", "8.00", "8.00", "0.00"],
         "interleaved": ["28.50", "18.8%", "5.50", "2.50", "0.00"],
         "overlapped": ["28.50", "18.8%", "6.00", "3.00", "0.00"],
         "zb-interleaved": ["25.50", "6.2%", "5.50", "4.00", "2.00"],
         "zb-v": ["25.50", "6.2%", "4.00", "4.00", "3.50"],
+        "dualpipe-v": ["25.50", "6.2%", "4.50", "4.50", "2.00"],
     }
     assert "1f1b runs one chunk per stage, not chunks=2" in said
 
