@@ -45,6 +45,7 @@ class Device:
         host: The speed to host memory, bytes/s in one direction: PCIe 5 or 4 with 16 lanes.
         cpu: The speed of host memory for the CPU, bytes/s, its share of the node's.
         disk: The speed of the node's local disks, bytes/s in one direction, its share.
+        host_memory: Bytes of the node's host memory, its share.
         per_node: Devices of a node.
         reach: Share of its peak that large products reach.
         half: A product with a side as long as this reaches half of that: tiles and waves are not full.
@@ -59,9 +60,11 @@ class Device:
     host: float
     per_node: int = 8
     # As of a node like DGX H100, by specifications as generally known, compared with no sheet: two sockets with eight
-    # channels of DDR5-4800 each are 614 GB/s for eight devices; a PCIe 4 NVMe disk for each device writes about 4 GB/s.
+    # channels of DDR5-4800 each are 614 GB/s for eight devices, with 2 TB in all; a PCIe 4 NVMe disk for each device
+    # writes about 4 GB/s.
     cpu: float = 77e9
     disk: float = 4e9
+    host_memory: float = 250e9
     # Fitted to runs on H100 (`benchmarks/published_runs.py`); nobody held the others but the A100 against any.
     reach: float = 0.66
     half: float = 470

@@ -248,7 +248,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     rows = [(", ".join(map(str, stages)), *told) for told, stages in alike.items()]
     yield table(("stage", "M params", "GB of a microbatch", "in flight", "peak in"), rows)
     most, room = plan.fullest, plan.cluster.device.memory
-    fits = "fits" if plan.fits else "does not fit"
+    fits = "fits" if most.peak <= plan.cluster.room else "does not fit"
     yield (
         f"  The fullest ranks are those of stage {most.stage}: {gb(most.peak)} GB, most of it {most.largest} "
         f"({gb(most.terms[most.largest])} GB). It {fits} {gb(room)} GB less {MARGIN:.0%}."
@@ -259,8 +259,8 @@ def _memory(plan: Plan) -> Iterator[str]:
             f"  Of these {gb(room * MARGIN)} GB NCCL takes about {gb(number * COMMUNICATOR)} GB, for the {number} "
             f"group{'s' * (number > 1)} of a rank (an assumption, not measured)."
         )
-    if most.host:
-        yield f"  In host memory, for each rank: {gb(most.host)} GB."
+    if plan.host:
+        yield f"  In host memory, for each rank: {gb(plan.host)} GB."
     if most.disk:
         yield f"  In a file, for each rank: {gb(most.disk)} GB."
 

@@ -27,7 +27,7 @@ from megacore.parallel.virtual_stages import of_stage
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.activations import ActivationMemory
-from megacore.planning.peak_memory import Memory, memory, peaks, stage_peak
+from megacore.planning.peak_memory import Memory, memory, stage_memory, unlike
 from megacore.planning.setting import SHARDS, WHOLE, Setting
 from megacore.planning.state_bytes import Shares, state
 from megacore.planning.step_time import Cluster, Estimate, estimate, share_beside
@@ -159,8 +159,8 @@ def with_other_schedules(setting: Setting, cluster: Cluster, overlapped: bool = 
         ways.append(("overlapped", layout, in_pairs))
     for schedule, placed, (*others, least) in ways:
         made = _keeping(replace(setting, schedule=schedule, layout=placed), [least] * layout.mesh.pp)
-        if all(peak <= cluster.room for peak in peaks(made)):
-            yield _keeping_most(made, others, cluster.room)
+        if all(_fits(cluster, each) for each in unlike(made)):
+            yield _keeping_most(made, others, cluster)
 
 
 def _candidates(base: Setting, world: int, cluster: Cluster) -> Iterator[Candidate]:
@@ -330,10 +330,12 @@ def _least_recomputed(
     setting: Setting, cluster: Cluster, choices: Sequence[Kept], least: float, fastest: float
 ) -> list[Candidate]:
     """Return the setting that fits with the first of the choices, if any does and may take less than ``least`` seconds,
-    those of another of its mesh. Where it may become the ``fastest`` of all, each stage has a choice of its own."""
-    room, stages = cluster.room, setting.layout.mesh.pp
-    if not choices or any(state(own, setting).device(setting).total > room for own in Shares.of(setting).unlike):
+    those of another of its mesh; of those that offload, the one that takes least. Where it may become the ``fastest``
+    of all, each stage has a choice of its own."""
+    stages, shares = setting.layout.mesh.pp, Shares.of(setting)
+    if not choices or any(state(own, setting).device(setting).total > cluster.room for own in shares.unlike):
         return []
+    fitting = list[Candidate]()
     for at, choice in enumerate(choices):
         if at == 1 and least < math.inf:
             kept = estimate(_keeping(setting, [choices[0]] * stages), cluster, simulated=False)
@@ -341,17 +343,20 @@ def _least_recomputed(
             if kept.total - kept.data - kept.offload - kept.optimizer >= least:
                 return []
         found = _keeping(setting, [choice] * stages)
-        if all(peak <= room for peak in peaks(found)):
-            time = estimate(found, cluster, simulated=False)
-            again = time.recompute * time.total / (time.total - time.bubble)  # of which bubbles have a part
-            if at and stages > 1 and time.total - again < fastest:
-                found = _keeping_most(found, choices[:at], room)
-                time = estimate(found, cluster, simulated=False)
-            return [Candidate(found, (), time)]
-    return []
+        if not all(_fits(cluster, each) for each in unlike(found)):
+            continue
+        time = estimate(found, cluster, simulated=False)
+        fitting.append(Candidate(found, (), time))
+        again = time.recompute * time.total / (time.total - time.bubble)  # of which bubbles have a part
+        if at and stages > 1 and time.total - again < fastest:
+            most = _keeping_most(found, choices[:at], cluster)
+            fitting.append(Candidate(most, (), estimate(most, cluster, simulated=False)))
+        if not choice.offload:
+            break  # the next ones compute more again, and save nothing on the way to the host
+    return sorted(fitting, key=lambda each: each.time.total)[:1]
 
 
-def _keeping_most(setting: Setting, choices: Sequence[Kept], room: float) -> Setting:
+def _keeping_most(setting: Setting, choices: Sequence[Kept], cluster: Cluster) -> Setting:
     """Return a setting that fits, each of whose stages has the first of the choices with which it still does."""
     act, chosen, alike = ActivationMemory.of(setting), [*_kept(setting)], dict[int, list[int]]()
     for stage, like in enumerate(act.alike):
@@ -359,14 +364,14 @@ def _keeping_most(setting: Setting, choices: Sequence[Kept], room: float) -> Set
     for choice in reversed(choices):
         tried = _keeping(setting, [choice] * act.stages)
         for stages in alike.values():  # of those that are alike a later one holds less
-            del stages[: bisect_left(stages, True, key=partial(_fits, tried, room))]
+            del stages[: bisect_left(stages, True, key=lambda stage: _fits(cluster, stage_memory(tried, stage)))]
             for stage in stages:
                 chosen[stage] = choice
     return _keeping(setting, chosen)
 
 
-def _fits(setting: Setting, room: float, stage: int) -> bool:
-    return stage_peak(setting, stage) <= room
+def _fits(cluster: Cluster, stage: Memory) -> bool:
+    return stage.peak <= cluster.room and stage.host <= cluster.host_room
 
 
 def _choices(setting: Setting) -> Sequence[Kept]:

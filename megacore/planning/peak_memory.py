@@ -155,13 +155,17 @@ def peaks(setting: Setting) -> Iterator[int]:
     """Yield the bytes at the peaks of the stages, one after the other. Of those that are alike it is that of the first:
     before each of its backwards it has run as many forwards of each chunk as the others, or more. Where weight
     gradients come later, the later a stage the more of them wait."""
+    return (each.peak for each in unlike(setting))
+
+
+def unlike(setting: Setting) -> Iterator[Memory]:
+    """Yield the memory of the stages of which :func:`peaks` has the peaks."""
     act = ActivationMemory.of(setting)
-    return (stage_peak(setting, stage) for stage in (range(act.stages) if act.late else act.unlike))
+    return (stage_memory(setting, stage) for stage in (range(act.stages) if act.late else act.unlike))
 
 
-def stage_peak(setting: Setting, stage: int) -> int:
-    """Return the bytes at the peak of a stage."""
-    return _stage(setting, ActivationMemory.of(setting), stage, Shares.of(setting).stages[stage]).peak
+def stage_memory(setting: Setting, stage: int) -> Memory:
+    return _stage(setting, ActivationMemory.of(setting), stage, Shares.of(setting).stages[stage])
 
 
 @dataclass(frozen=True)

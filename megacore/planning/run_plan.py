@@ -179,10 +179,21 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.peak <= self.cluster.room
+        return self.fullest.peak <= self.cluster.room and self.host <= self.cluster.host_room
+
+    @property
+    def host(self) -> int:
+        """The most bytes of host memory that a rank takes."""
+        return max(each.host for each in self.memory)
 
     def warnings(self) -> Iterator[str]:
-        if not self.fits:
+        share = self.cluster.device.host_memory / 1e9
+        if self.host > self.cluster.host_room:
+            yield (
+                f"memory: {self.host / 1e9:,.2f} GB of each rank do not fit its {share:,.2f} GB of host memory less "
+                f"{MARGIN:.0%}: --fit looks for what does"
+            )
+        if self.fullest.peak > self.cluster.room:
             yield (
                 f"memory: {self.fullest.peak / 1e9:,.2f} GB do not fit {self.cluster.device.memory / 1e9:,.2f} GB less "
                 f"{MARGIN:.0%}: --fit looks for what does"

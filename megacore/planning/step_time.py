@@ -55,6 +55,11 @@ class Cluster:
         return self.device.memory * (1 - MARGIN)
 
     @property
+    def host_room(self) -> float:
+        """The bytes of host memory that a rank may take."""
+        return self.device.host_memory * (1 - MARGIN)
+
+    @property
     def wide_tflops(self) -> float:
         """The speed of what is never in fp8: the attention and the head."""
         return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])

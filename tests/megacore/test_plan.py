@@ -34,7 +34,7 @@ from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
 from megacore.planning.efficiency import CAST_BYTES
 from megacore.planning.fit import _choices, _chunks, _keeping, _keeping_most, _kept, fit, with_other_schedules
-from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, stage_peak
+from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, stage_memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
@@ -634,17 +634,30 @@ def test_stages_that_have_room_recompute_less(offload: bool) -> None:
     room = max(peaks(_keeping(made, [choices[0]] * 8))) * (0.55 if offload else 0.6)
     last = _keeping(made, [choices[-1]] * 8)
     assert max(peaks(last)) < room
-    found = _keeping_most(last, choices[:-1], room)
+    tight = replace(H100, device=replace(H100.device, memory=room / (1 - MARGIN)))
+    found = _keeping_most(last, choices[:-1], tight)
     kept = [*_kept(found)]
     assert len({*kept}) > 2 and kept[0] != kept[-1]
     for stage, own in enumerate(kept):  # and none of what keeps more would fit
-        fits = [stage_peak(_keeping(made, [each] * 8), stage) <= room for each in choices]
+        fits = [stage_memory(_keeping(made, [each] * 8), stage).peak <= room for each in choices]
         assert own == choices[fits.index(True)]
     assert estimate(found, H100).total < min(
         estimate(alike, H100).total
         for alike in (_keeping(made, [each] * 8) for each in choices)
         if max(peaks(alike)) <= room
     )
+
+
+def test_what_waits_in_host_memory_has_room_there() -> None:
+    """Of a 1B on a GPU with 30 GB, whose fastest setting keeps twice as much there as a rank's share."""
+    made = replace(setting({"preset": "llama-3.2-1b"}, MeshShape(), 16, 16), sequence_length=8192)
+    made = replace(made, offload_activations=True)
+    (without, *_) = fit(made, 1, small := replace(H100, device=replace(H100.device, memory=30e9)))
+    kept = max(each.host for each in without.memory)
+    tight = replace(small, device=replace(small.device, host_memory=0.5 * kept / (1 - MARGIN)))
+    (found, *_) = fit(made, 1, tight)
+    assert max(each.host for each in found.memory) <= tight.host_room < kept
+    assert found.time.total > without.time.total
 
 
 @pytest.mark.in_turn(4, 3)
