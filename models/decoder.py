@@ -576,10 +576,10 @@ class Decoder(nn.Module):
             assert self.projector is not None
             x = self.embedding(microbatch)
             found = self.projector(x, microbatch.images, self.tower)
-            x, deeper = found[: len(x)], found[len(x) :]
-            if len(deeper):
+            tokens, x = len(x), found
+            if len(found) > tokens:
                 places = torch.cat([each.places for each in microbatch.images])
-                added = deeper.view(-1, len(places), deeper.shape[-1])
+                x, added = found[:tokens], found[tokens:].view(-1, len(places), found.shape[-1])
                 for block, each in zip(layers, added, strict=False):
                     x = self.run([block], x, context).index_add(0, places, each)
                 layers = layers[len(added) :]
