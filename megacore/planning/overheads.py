@@ -275,8 +275,7 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
         held = {state: [each for each in stored if each.name not in names] for state, names in lacking.items()}
         rest = [each for each in stored if each.name in lacking[MASTER]]
         before = by_rank.total()
-        of_each = [RESIDUAL] * len(ranks)  # all get that of each
-        later = [(state, held[state]) for state in (*STATES[2:], *ROUND_STATES, *of_each) if state in states]
+        later = [(state, held[state]) for state in (*STATES[2:], *ROUND_STATES) if state in states]
         for state, tensors in ((first, held[MASTER]), (WEIGHTS, rest), *later):
             if _writes(state, replica):
                 size += states[state] * sum(_unpadded(each, sizes) for each in tensors)
@@ -285,6 +284,9 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
                     by_rank[ranks[reader]] += states[state] * _unpadded(part, sizes)
         own = by_rank.total() - before
         received = max(received, own - min(by_rank[rank] for rank in ranks))
+        residual = states.get(RESIDUAL, 0) * sum(_unpadded(each, sizes) for each in held[RESIDUAL])
+        size += residual * len(ranks)
+        by_rank.update(dict.fromkeys(ranks, residual))  # each reads its own
     _, _, busiest, busiest_node = _busiest(by_rank, cluster.device.per_node)
     reading = storage.seconds(by_rank.total(), busiest_node)
     seconds = max(reading, received / cluster.bandwidth(layout.mesh, "dp x cp"))

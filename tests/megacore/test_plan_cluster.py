@@ -113,6 +113,15 @@ def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], p
     assert save.seconds == max(save.size, save.busiest_node) / 1e9 and resume.seconds >= resume.read / 1e9
 
 
+def test_no_residual_is_sent_at_a_resume(tmp_path: Path) -> None:
+    """Each rank reads its own, in fp32 as the masters."""
+    recipe, common = write_recipe(tmp_path), ["zero.shard=optimizer", "train.precision=bf16"]
+    without, kept = (planned(recipe, [*common, f"zero.compress={how}"], 4).resume for how in ("none", "int8"))
+    assert kept.received == without.received > 0
+    assert kept.read - without.read == kept.size - without.size == 4 * without.size // 3
+    assert kept.busiest - without.busiest == without.size // 3
+
+
 def test_a_rank_holds_the_data_that_the_plan_says(tmp_path: Path) -> None:
     """More documents than are held apart one by one, so that more would take no more."""
     length = 256
