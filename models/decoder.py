@@ -576,7 +576,8 @@ class Decoder(nn.Module):
             assert self.projector is not None
             x = self.embedding(microbatch)
             found = self.projector(x, microbatch.images, self.tower)
-            x, deeper = found[: len(x)], found[len(x) :]
+            # A slice of all rows would cost its backward a copy.
+            x, deeper = (found[: len(x)], found[len(x) :]) if len(found) > len(x) else (found, found[:0])
             if len(deeper):
                 places = torch.cat([each.places for each in microbatch.images])
                 added = deeper.view(-1, len(places), deeper.shape[-1])
