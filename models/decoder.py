@@ -577,7 +577,7 @@ class Decoder(nn.Module):
             x = self.embedding(microbatch)
             found = self.projector(x, microbatch.images, self.tower)
             tokens, x = len(x), found
-            if len(found) > tokens:
+            if len(found) > tokens:  # a slice of all rows would cost its backward a copy
                 places = torch.cat([each.places for each in microbatch.images])
                 x, added = found[:tokens], found[tokens:].view(-1, len(places), found.shape[-1])
                 for block, each in zip(layers, added, strict=False):
