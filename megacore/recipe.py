@@ -86,6 +86,8 @@ def changed(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def _config(tree: dict[str, Any], overrides: Sequence[str], out: str) -> Config:
+    if isinstance(overrides, str):
+        raise ConfigError([f"the overrides are one text, {overrides!r}: give a list of them, [{overrides!r}]"])
     problems = [problem for override in overrides for problem in _override(tree, override)]
     try:
         config = TypeAdapter(Config).validate_python({"out": out, **tree})

@@ -599,6 +599,11 @@ def test_overrides_that_are_nested_too_deeply(folder: Path, override: str) -> No
         load(write(folder, RECIPE), [f"model{override}"])
 
 
+def test_overrides_that_are_one_text() -> None:
+    with pytest.raises(ConfigError, match=r"the overrides are one text, 'out=x': give a list of them, \['out=x'\]"):
+        load({}, "out=x")
+
+
 def test_the_error_numbers_its_problems() -> None:
     error = ConfigError(["one thing", "another"])
     assert str(error) == "2 problems in the config:\n  1. one thing\n  2. another"
