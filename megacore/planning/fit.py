@@ -16,13 +16,7 @@ from megacore.data.batches import filled_up
 from megacore.models.config import ModelConfig
 from megacore.models.stages import layout_of, source_apart
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.enum_errors import (
-    ContextBalance,
-    ContextExchange,
-    PipelineSchedule,
-    Recompute,
-    ZeroShard,
-)
+from megacore.parallel.enum_errors import ContextBalance, ContextExchange, PipelineSchedule, Recompute, ZeroShard
 from megacore.parallel.virtual_stages import of_stage
 from megacore.parallel.weights.layout import Layout, MeshShape, heads_problem, layers_problems, split_problems
 from megacore.parallel.weights.schema import split_of
