@@ -77,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.add_argument_group("instead of the table's numbers")
     given.add_argument("--peak-tflops", type=above_0, metavar="X", help="of one device in the recipe's precision")
     given.add_argument("--memory-gb", type=above_0, metavar="X", help="of one device")
+    given.add_argument("--host-memory-gb", type=above_0, metavar="X", help="of a node, for each device (250)")
     given.add_argument("--memory-bandwidth", type=above_0, metavar="GB/S", help="of a device's memory")
     given.add_argument("--bandwidth", type=above_0, metavar="GB/S", help="between devices of a node, one direction")
     given.add_argument("--network", type=above_0, metavar="GB/S", help="of each device to other nodes, one direction")
@@ -106,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.fit or arguments.gpu
     gb_per_s = {
         "memory": arguments.memory_gb,
+        "host_memory": arguments.host_memory_gb,
         "bandwidth": arguments.memory_bandwidth,
         "link": arguments.bandwidth,
         "network": arguments.network,

@@ -36,7 +36,7 @@ from megacore.planning.efficiency import CAST_BYTES
 from megacore.planning.fit import _choices, _chunks, _keeping, _keeping_most, _kept, fit, with_other_schedules
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, stage_memory
 from megacore.planning.recipe_setting import setting_of
-from megacore.planning.run_plan import cluster_of
+from megacore.planning.run_plan import cluster_of, plan
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
 from megacore.planning.step_time import MARGIN, Cluster, MatMul, estimate, virtual_costs
@@ -658,6 +658,18 @@ def test_what_waits_in_host_memory_has_room_there() -> None:
     (found, *_) = fit(made, 1, tight)
     assert max(each.host for each in found.memory) <= tight.host_room < kept
     assert found.time.total > without.time.total
+
+
+def test_the_plan_warns_where_host_memory_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = "llama-3.2-1b", ["mesh.dp=1", "memory.offload_activations=true"]
+    plain = plan(*recipe)
+    kept = max(each["host"] for each in plain["memory"])
+    share = 0.99 * kept / (1 - MARGIN)
+    assert main(["plan", recipe[0], *recipe[1], "--host-memory-gb", f"{share / 1e9}", "--json"]) == 0
+    tight = json.loads(capsys.readouterr().out)
+    said = f"memory: {kept / 1e9:,.2f} GB of each rank do not fit its {share / 1e9:,.2f} GB of host memory"
+    assert [each.startswith(said) for each in tight["warnings"] if "host memory" in each] == [True]
+    assert not any("host memory" in each for each in plain["warnings"])
 
 
 @pytest.mark.in_turn(4, 3)
