@@ -157,14 +157,15 @@ class Projector(nn.Module):
     def forward(
         self, x: Tensor, images: Sequence[MicrobatchImage], tower: Callable[[MicrobatchImage], Tensor] | None
     ) -> Tensor:
-        # Ranks without an image have gradients of it too, of zeros, or only some would go through a backward.
-        nothing = [weight.flatten()[:0] for weight in self.weights]
-        features = [torch.cat(nothing).view(1, 0, 1).expand(1, 0, x.shape[-1])] if nothing else []
-        places = [torch.empty(0, dtype=torch.int64, device=x.device)] * bool(nothing)
+        features, places = list[Tensor](), [each.places for each in images]
         for each in images:
             assert tower is not None  # where the data has images
             features.append(tower(each)[:, each.features])
-            places.append(each.places)
+        # Ranks without an image have gradients of it too, of zeros, or only some would go through a backward.
+        if nothing := [weight.flatten()[:0] for weight in self.weights]:
+            depths = len(features[0]) if features else 1
+            features.append(torch.cat(nothing).view(1, 0, 1).expand(depths, 0, x.shape[-1]))
+            places.append(torch.empty(0, dtype=torch.int64, device=x.device))
         if not features:
             return x
         first, *deeper = torch.cat(features, 1)

@@ -140,16 +140,16 @@ _QWEN3_MOE = {
     "rope_theta": 5e5,
     LIE: "inputs",
 }
-_VISUAL = ("visual.",)
-_QWEN2_VL: Mapping[str, Any] = {"others": _VISUAL, "defaults": _QWEN2, "flat": True, "sections": (16, 24, 24)}
+_VISUAL = {"others": ("visual.",), "projector": ("visual.merger.", "visual.deepstack_merger_list.")}
+_QWEN2_VL: Mapping[str, Any] = {**_VISUAL, "defaults": _QWEN2, "flat": True, "sections": (16, 24, 24)}
 _QWEN3_VL: Mapping[str, Any] = {
-    "others": _VISUAL,
+    **_VISUAL,
     "sections": (24, 20, 20),
     "interleaved": True,
     "added": ("deepstack_visual_indexes", (8, 16, 24)),
 }
-_QWEN3_5: Mapping[str, Any] = {"others": _VISUAL, "sections": (11, 11, 10), "interleaved": True}
-_GLM4V: Mapping[str, Any] = {"others": _VISUAL, "sections": (8, 12, 12)}
+_QWEN3_5: Mapping[str, Any] = {**_VISUAL, "sections": (11, 11, 10), "interleaved": True}
+_GLM4V: Mapping[str, Any] = {**_VISUAL, "sections": (8, 12, 12)}
 _BOTH_WAYS = "its attention within an image goes in both directions"  # as Gemma 3's does, but
 _SEES_AND_HEARS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SMOL = Wrapper(

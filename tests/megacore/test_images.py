@@ -28,7 +28,8 @@ from megacore.data.formats import BadExample, example
 from megacore.data.model_tokenizer import ModelTokenizer
 from megacore.data.samples import Sample
 from megacore.inference.model_loader import microbatch_of, model_from
-from megacore.models.decoder import MicrobatchImage
+from megacore.models.assemble import Model
+from megacore.models.decoder import Microbatch, MicrobatchImage
 from megacore.models.wrappers import WRAPPERS, rope_axes
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
@@ -37,7 +38,7 @@ from megacore.planning.peak_memory import memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.recipe import ConfigError, load
 from megacore.store.conversions.formats import open_folder
-from megacore.store.weight_folders.folder import with_projector
+from megacore.store.weight_folders.folder import WeightFolder, with_projector
 from megacore.tools import convert, inspect, reshard, verify
 from megacore.training.check import check, tower_elements
 from megacore.training.vision_tower import ImageReader, Tower
@@ -58,7 +59,7 @@ def float64_of(path: Path) -> Any:
 def of_prompt(prompt: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
     """What a microbatch has of the image of a prompt."""
     places = torch.nonzero(tokens == 60).flatten()
-    inputs = {key: each for key, each in prompt.items() if not key.endswith("token_type_ids")}
+    inputs = {key: each for key, each in prompt.items() if not key.endswith(("input_ids", "token_type_ids"))}
     image = MicrobatchImage("", len(places), inputs, torch.arange(len(places)), places)
     return {"images": (image,), "image_of": torch.where(tokens == 60, 0, -1)}
 
@@ -85,60 +86,78 @@ def test_logits_of_a_text_with_an_image(name: str, tmp_path: Path, capfd: pytest
     assert found is not None and (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
 
 
-@pytest.mark.in_turn(4)
-@pytest.mark.parametrize("name", IN_THREE)
-def test_logits_and_positions_in_three_axes(name: str, tmp_path: Path) -> None:
-    """Of two documents in a row, one of which has two images."""
-    folder = open_folder(saved(name, tmp_path / "hf"))
-    model, whole = model_from(folder, Mesh.single(), torch.float64), float64_of(tmp_path / "hf")
-    (chunk,), carried = model.chunks, folder.index.carried
-    chunk.tower = Tower(folder, torch.float64, torch.device("cpu"))
-    assert carried is not None
-    chunk.turn_by(rope_axes(carried.config, model.config))
-    prompts = [of_patches((4, 8), (8, 4)), of_patches((4, 12))]
+def of_documents(model: Model, prompts: list[dict[str, torch.Tensor]]) -> Microbatch:
+    """A row of prompts, each a document, with their images; each but the last token of one has a label."""
     ids = [each["input_ids"][0].numpy() for each in prompts]
-    documents = np.repeat([0, 1], [each.size for each in ids])
-    row = np.concatenate([*ids, [0]]), np.append(documents, 1), np.ones(len(documents) + 1, bool)
+    documents = np.repeat(np.arange(len(ids)), [each.size for each in ids])
+    counted = np.arange(len(documents) + 1) < len(documents)
+    row = np.concatenate([*ids, [0]]), np.append(documents, documents[-1]), counted
     runs = np.split(at := np.flatnonzero(row[0] == IMAGE), np.flatnonzero(np.diff(at) > 1) + 1)
     grids = [grid for each in prompts for grid in each["image_grid_thw"]]
     sizes = [(grid[1:] // 2).tolist() for grid in grids]
     batch = collate([Sample(*row, images=[("", *each) for each in zip(runs, sizes, strict=True)])], True)
-    texts = [{key: each for key, each in prompt.items() if key != "pixel_values"} for prompt in prompts]
-    wanted = [whole.model.get_rope_index(**each)[0] for each in texts]
-    assert batch.positions_3d is not None
-    assert batch.positions_3d.tolist() == torch.cat(wanted, -1).tolist()
     pixels = torch.cat([each["pixel_values"] for each in prompts]).split([int(grid.prod()) for grid in grids])
     images = tuple(
         MicrobatchImage("", run.size, {"pixel_values": of, "image_grid_thw": grid[None]}, *map(torch.from_numpy, own))
         for run, of, grid, own in zip(runs, pixels, grids, ((e.features, e.places) for e in batch.images), strict=True)
     )
+    assert batch.positions_3d is not None
     in_three = torch.from_numpy(batch.positions_3d).view(3, -1)
+    return replace(microbatch_of(model, batch), images=images, positions_3d=in_three)
+
+
+def seeing(folder: WeightFolder) -> Model:
+    """A model with its tower, in float64."""
+    model, carried = model_from(folder, Mesh.single(), torch.float64), folder.index.carried
+    (chunk,) = model.chunks
+    chunk.tower = Tower(folder, torch.float64, torch.device("cpu"), chunk.projector)
+    assert carried is not None
+    if axes := rope_axes(carried.config, model.config):
+        chunk.turn_by(axes)
+    return model
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", IN_THREE)
+def test_logits_and_positions_in_three_axes(name: str, tmp_path: Path) -> None:
+    """Of two documents in a row, one of which has two images."""
+    model, whole = seeing(open_folder(saved(name, tmp_path / "hf"))), float64_of(tmp_path / "hf")
+    prompts = [of_patches((4, 8), (8, 4)), of_patches((4, 12))]
+    microbatch = of_documents(model, prompts)
+    texts = [{key: each for key, each in prompt.items() if key != "pixel_values"} for prompt in prompts]
+    wanted = [whole.model.get_rope_index(**each)[0] for each in texts]
+    assert microbatch.positions_3d is not None
+    assert microbatch.positions_3d.tolist() == torch.cat(wanted, -1)[:, 0].tolist()
     with in_float64(), torch.no_grad():
-        found = model.logits(replace(microbatch_of(model, batch), images=images, positions_3d=in_three))
+        found = model.logits(microbatch)
         theirs = [whole(**{**each, "pixel_values": each["pixel_values"].double()}).logits[0] for each in prompts]
     assert found is not None and (found - torch.cat(theirs)).abs().max() <= 1e-9 * found.abs().max()
 
 
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("name", SEE)
+@pytest.mark.parametrize("name", [*SEE, *IN_THREE])
 def test_gradients_of_a_text_with_an_image(name: str, tmp_path: Path) -> None:
-    folder = with_projector(open_folder(saved(name, tmp_path / "hf")))
-    prompt = dict(prompts(name)[1])
-    tokens = prompt.pop("input_ids")
-    model = model_from(folder, Mesh.single(), torch.float64)
+    """In three axes of two documents, one of which has two images."""
+    model = seeing(with_projector(open_folder(saved(name, tmp_path / "hf"))))
     (chunk,) = model.chunks
     model.parameters.freeze(())
-    chunk.tower = Tower(folder, torch.float64, torch.device("cpu"), chunk.projector)
-    labels = np.append(tokens[0, 1:].numpy(), IGNORE)[None]
-    batch = Batch(tokens.numpy(), labels, np.arange(tokens.numel())[None], None)
-    image = of_prompt(prompt, tokens[0])
+    if name in IN_THREE:
+        shown = [of_patches((4, 8), (8, 4)), of_patches((4, 12))]
+        microbatch = of_documents(model, shown)
+    else:
+        shown = [dict(prompts(name)[1])]
+        tokens = shown[0]["input_ids"]
+        labels = np.append(tokens[0, 1:].numpy(), IGNORE)[None]
+        batch = Batch(tokens.numpy(), labels, np.arange(tokens.numel())[None], None)
+        microbatch = replace(microbatch_of(model, batch), **of_prompt(shown[0], tokens[0]))
     with in_float64():
-        chunk(None, replace(microbatch_of(model, batch), **image)).backward()
+        chunk(None, microbatch).backward()
     whole = float64_of(tmp_path / "hf")
-    floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
-    with in_float64():
-        logits = whole(input_ids=tokens, **floats).logits[0, :-1]
-        torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").backward()
+    for prompt in shown:
+        floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
+        with in_float64():
+            logits = whole(**floats).logits[0, :-1]
+            torch.nn.functional.cross_entropy(logits, prompt["input_ids"][0, 1:], reduction="sum").backward()
     ours = {name: each.grad for name, each in model.parameters.items()}
     frozen = WRAPPERS[name].others
     theirs = {key.removeprefix("model."): each.grad for key, each in whole.named_parameters()}
@@ -298,15 +317,11 @@ def trained(recipe: str, overrides: list[str]) -> Result:
     return train(recipe, overrides)
 
 
-def _projecting(name: str) -> list[str]:
-    return [] if name in IN_THREE else TRAINED
-
-
 @cache
 def _alone(pool: Pool, folder: Path, name: str = "llava_next") -> Result:
     """Each chat in a row of its own, and all of them in a step."""
     (folder / name).mkdir()
-    overrides = [f"out={folder / name / 'alone'}", *ALONE, *_projecting(name)]
+    overrides = [f"out={folder / name / 'alone'}", *ALONE, *TRAINED]
     result: Result = pool.run(1, trained, recipe(folder / name, name), overrides)[0]
     return result
 
@@ -350,7 +365,7 @@ def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: st
     alone = _alone(pool, folder, name)
     world, overrides = LAYOUTS[layout]
     by_heads = ["context.exchange=heads"] if layout.startswith("cp") and name == "gemma3" else []
-    common = [f"out={folder / name / layout}", *PACKED, *_projecting(name), *by_heads]
+    common = [f"out={folder / name / layout}", *PACKED, *TRAINED, *by_heads]
     made = pool.run(world, trained, str(folder / name / "recipe.yaml"), [*common, *overrides])
     for key in ("loss", "grad_norm", "validation_loss"):
         assert len(made[0].values(key)) == len(alone.values(key)) > 0
@@ -371,16 +386,18 @@ def test_a_run_goes_on_on_another_layout(pool: Pool, folder: Path, tuned: list[s
     np.testing.assert_allclose(last.values("loss"), whole.values("loss"), rtol=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["dp2-tp2", "tp2-pp2"])
+OF_LAYOUTS = {"dp2-tp2": "qwen3_vl", "tp2-pp2": "llava_next"}
+
+
+@pytest.mark.parametrize("layout", OF_LAYOUTS)
 def test_the_projector_alone_is_trained_as_by_transformers(pool: Pool, layout: str, tmp_path: Path) -> None:
     """What is exported is theirs; the rest of it, which is not trained, is what it was."""
-    world, overrides = LAYOUTS[layout]
-    path, out = recipe(tmp_path, "llava_next"), tmp_path / "run"
+    (world, overrides), name = LAYOUTS[layout], OF_LAYOUTS[layout]
+    path, out = recipe(tmp_path, name), tmp_path / "run"
     how = ["schedule.name=constant", "train.only=[projector]", "train.steps=2", "checkpoint.at_end=true"]
-    made = pool.run(world, train, path, [f"out={out}", *PACKED, *TRAINED, *overrides, *how])[0]
-    whole = float64_of(tmp_path / "hf").requires_grad_(False)
-    held = {name: each.requires_grad_() for name, each in whole.named_parameters() if "projector" in name}
-    held["model.image_newline"] = whole.get_parameter("model.image_newline").requires_grad_()
+    made = pool.run(world, trained, path, [f"out={out}", *PACKED, *TRAINED, *overrides, *how])[0]
+    whole, of = float64_of(tmp_path / "hf").requires_grad_(False), WRAPPERS[name]
+    held = {name: each.requires_grad_() for name, each in whole.named_parameters() if of.projects(name)}
     kinds = [[each for each in held.values() if (each.dim() > 1) == decays] for decays in (True, False)]
     groups = [{"params": each, "weight_decay": decay} for each, decay in zip(kinds, (0.1, 0.0), strict=True)]
     optimizer, losses = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)), []
@@ -533,7 +550,7 @@ def test_a_projector_that_was_trained_stays(pool: Pool, tmp_path: Path) -> None:
     [
         ("llava", ["lora.rank=2"], "train.projector is for runs without adapters"),
         ("llava", ["checkpoint.init=null"], "train.projector is of a model that also sees: name its folder or"),
-        ("qwen2_vl", [], "has no projector that can be trained: set it to false"),
+        ("gemma3n", [], "has no projector that can be trained: set it to false"),
         (None, [], "train.projector is true, and no chat of data.train has an image: set it to false"),
         (
             "gemma3",
