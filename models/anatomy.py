@@ -126,7 +126,6 @@ class LayerAttention:
         block: Beyond its window a token sees blocks of so many tokens, of which each is one key, and ``top`` of these;
             None: there are none.
         keys: The layer before it whose keys and values it looks at; None: it has its own.
-        both_ways: Whether tokens of one image see each other whatever their order.
     """
 
     rope: str | None = ROPE
@@ -138,7 +137,6 @@ class LayerAttention:
     chooser: int | None = None
     block: int | None = None
     keys: int | None = None
-    both_ways: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +185,9 @@ class Anatomy:
         cut: The share of its gates that each layer's network cuts off, those that would be the lowest if they were
             normal; empty: none.
         round_input_scales: Whether factors of what layers are told are rounded as ``round_embedding_scale`` says.
+        both_ways: What tokens see each other whatever their order: those of one image, as far as a layer's window
+            reaches; the same, in layers with windows alone; or those of the prompt of a document that has images,
+            whatever the window. None: there are none.
     """
 
     layers: tuple[LayerAttention, ...]
@@ -226,11 +227,7 @@ class Anatomy:
     streams: Streams | AltUp | None = None
     cut: tuple[float, ...] = ()
     round_input_scales: bool = False
-
-    @property
-    def both_ways(self) -> bool:
-        """Whether some of the layers look both ways within an image."""
-        return any(layer.both_ways for layer in self.layers)
+    both_ways: Literal["images", "images in windows", "prompts"] | None = None
 
 
 def by_kind(

@@ -224,6 +224,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         factors = anatomy.factors.get(kind, Factors()).inner
         return StateSpace(parameters, name, activation, of_inner, anatomy.step_limits, factors)
     own = anatomy.layers[layer]
+    looks = None if own.window is None and anatomy.both_ways == "images in windows" else anatomy.both_ways
     scoring = Scoring(
         scale=anatomy.attention_scale,
         window=own.window,
@@ -231,7 +232,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         softcap=anatomy.attention_softcap,
         sinks=parameters.get(f"{name}.sinks"),
         dropout=anatomy.attention_dropout,
-        both_ways=own.both_ways,
+        both_ways=None if looks is None else "anywhere" if looks == "prompts" else "in the window",
     )
     if f"{name}.kv_a.weight" in parameters:
         of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)

@@ -102,8 +102,8 @@ class Microbatch:
         ahead: What layers behind the model are to predict, the first of them first; empty: nothing.
         images: Those of which this rank holds tokens, if it embeds.
         positions_3d: [3, t], each token's positions in time, height and width; None: each is that of ``positions``.
-        image_of: [all tokens], the number of the image that each is of, below 0 of none, where layers look both ways
-            within one; None: there is none.
+        image_of: [all tokens], the number of the image, or of the prompt with one, that each is of, below 0 of none,
+            where layers look both ways within one; None: there is none.
     """
 
     tokens: Tensor

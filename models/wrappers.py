@@ -150,7 +150,7 @@ _QWEN3_VL: Mapping[str, Any] = {
 }
 _QWEN3_5: Mapping[str, Any] = {**_VISUAL, "sections": (11, 11, 10), "interleaved": True}
 _GLM4V: Mapping[str, Any] = {**_VISUAL, "sections": (8, 12, 12)}
-_BOTH_WAYS = "its attention within an image goes in both directions"  # as Gemma 3's does, but
+_TOLD = "its layers are told of tokens, and images have none of those"
 _SEES_AND_HEARS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _SMOL = Wrapper(
     ("llama",),
@@ -173,13 +173,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3n": Wrapper(
         ("gemma3n_text",),
         others=_SEES_AND_HEARS,
-        no_images="its layers are told of tokens, and images have none of those",
+        no_images=_TOLD,
     ),
-    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, no_images=f"{_BOTH_WAYS} in layers with windows alone"),
+    "gemma4": Wrapper(("gemma4_text",), others=_SEES_AND_HEARS, projector=("embed_vision.",)),
     "gemma4_unified": Wrapper(
         ("gemma4_unified_text",),
         others=("vision_embedder.", "embed_vision.", "embed_audio."),
-        no_images=f"{_BOTH_WAYS}, whatever the window",
+        no_images="transformers has another mask of its images in training than in generation",
     ),
     "glm4v": Wrapper(
         ("glm4",),
@@ -199,11 +199,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "llava_next": Wrapper(("llama", "mistral", "qwen2")),
     "llava_onevision": Wrapper(("qwen2",)),
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4")),
-    # Text is what follows a prompt there: a token looks at those before it.
+    # Text without an image is what follows a prompt there: a token looks at those before it.
     "paligemma": Wrapper(
         ("gemma", "gemma2"),
         harmless=("num_image_tokens", "projection_dim", "use_bidirectional_attention"),
-        no_images="its attention within an image and its prompt goes in both directions",
     ),
     "qwen2_5_vl": Wrapper(("qwen2",), "qwen2_5_vl_text", **_QWEN2_VL),
     "qwen2_vl": Wrapper(("qwen2",), "qwen2_vl_text", **_QWEN2_VL),
@@ -264,10 +263,10 @@ def unwrapped(config: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None
     return {**defaults, **shared, **plain, **ropes, **tied, "model_type": found}, wrapper
 
 
-def images_refusal(whole: Mapping[str, Any]) -> str:
+def images_refusal(whole: Mapping[str, Any], config: ModelConfig) -> str:
     """Return why a model cannot be trained on chats that have images; empty if it can. ``whole``: the ``config.json``
-    of what it is the text part of."""
-    reason = WRAPPERS[str(whole["model_type"])].no_images
+    of what it is the text part of; ``config``: that of the part."""
+    reason = WRAPPERS[str(whole["model_type"])].no_images or (_TOLD if "input" in config.sizes else "")
     run = ", ".join(name for name, each in WRAPPERS.items() if not each.no_images)
     return reason and (
         f"has images, which are not trained on in a {whole['model_type']}, as {reason}: leave them out, or start from "

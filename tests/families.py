@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4Config, P
 from transformers.activations import FastGELUActivation
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.bloom.modeling_bloom import BloomGelu
+from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
@@ -268,6 +270,9 @@ def in_float64() -> Iterator[None]:
         patch.setattr(Tensor, "type", type_no_less)
         patch.setattr(Tensor, "float", lambda self: self if self.dtype == torch.float64 else single(self))
         patch.setattr(Tensor, "softmax", softmax_no_less)
+        # Of which shares are made in float32.
+        ones = SimpleNamespace(**{**vars(F), "one_hot": lambda *shape: F.one_hot(*shape).double()})
+        patch.setattr(modeling_gemma4, "F", ones)
         # At places of float32, as the position embeddings of GLM-4V are.
         patch.setattr(F, "grid_sample", lambda x, places, **how: sample(x, places.to(x.dtype), **how))
         yield

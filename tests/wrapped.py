@@ -148,6 +148,15 @@ _GEMMA4 = {
 }
 
 
+_GEMMA4_SEES = {
+    **_GEMMA4,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": "vision",
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
 class Tower(PreTrainedModel):
     """In place of that of Gemma 3n, for which transformers asks a library that is not here."""
 
@@ -304,6 +313,11 @@ SEEING: Mapping[str, Seeing] = {
 }
 
 
+SHOWN: Mapping[str, Seeing] = {
+    **SEEING,
+    "gemma4": replace(SEEING["gemma4"], text=_GEMMA4_SEES, whole={"image_token_id": IMAGE}),
+}
+"""Those that are shown images here: of Gemma 4 one whose layers are told of no tokens."""
 # What a processor makes of images has other sizes than a tower has here.
 WITH_KINDS = tuple(name for name, each in SEEING.items() if each.image in (_patches, _places))
 """Those that are told of each token whether an image has it."""
@@ -311,7 +325,7 @@ _ARIA = {**VIT, "patch_size": 490, "image_size": 980}
 PROCESSED: Mapping[str, Seeing] = {
     "aria": replace(SEEING["aria"], tower=_ARIA, whole={**_INDEX, "projector_patch_to_query_dict": {4: 2}}),
     "gemma3": replace(SEEING["gemma3"], whole={"image_token_index": 263, "mm_tokens_per_image": 4}),
-    **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next", "qwen3_vl")},
+    **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next", "paligemma", "qwen3_vl")},
 }
 """Those of which transformers has a processor that needs no torchvision, or that of videos alone."""
 CHATML = (
@@ -360,15 +374,24 @@ def qwen_processor() -> type[ProcessorMixin]:
 
 def processed(name: str, path: Path) -> Path:
     """A folder of one of PROCESSED with a processor, whose bytes and marks are tokens of its model."""
-    from transformers import AriaProcessor, Gemma3Processor, Idefics3Processor, LlavaNextProcessor, LlavaProcessor
+    from transformers import (
+        AriaProcessor,
+        Gemma3Processor,
+        Idefics3Processor,
+        LlavaNextProcessor,
+        LlavaProcessor,
+        PaliGemmaProcessor,
+    )
     from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    saved(name, path, PROCESSED[name], vocab_size=288, max_position_embeddings=256)
+    vocabulary = 1440 if name == "paligemma" else 288  # whose processor adds places and masks to any tokenizer
+    saved(name, path, PROCESSED[name], vocab_size=vocabulary, max_position_embeddings=256)
     (path / "preprocessor_config.json").unlink()
     marks = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<fake_token_around_image>", "<global-img>"]
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -380,11 +403,14 @@ def processed(name: str, path: Path) -> Path:
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[first])
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<pad>"}
     crops = {"image_token": "<global-img>", "boi_token": "<image>", "eoi_token": "<fake_token_around_image>"}
-    more = {"aria": {"image_token": "<image>"}, "qwen3_vl": {"image_token": "<image>"}, "gemma3": crops}.get(name, {})
+    named_image = dict.fromkeys(("aria", "paligemma", "qwen3_vl"), {"image_token": "<image>"})
+    more = {**named_image, "gemma3": crops}.get(name, {})
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, **named, extra_special_tokens=more)
     square: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     of_qwen: Any = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
+    of_siglip = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    of_siglip.image_seq_length = 4
     made: Any = {
         "aria": lambda: AriaProcessor(AriaImageProcessorPil(), tokenizer, size_conversion={980: 2}),
         "gemma3": lambda: Gemma3Processor(
@@ -397,6 +423,7 @@ def processed(name: str, path: Path) -> Path:
         "llava_next": lambda: LlavaNextProcessor(
             LlavaNextImageProcessorPil(**square, image_grid_pinpoints=[[32, 32]]), tokenizer, **patches
         ),
+        "paligemma": lambda: PaliGemmaProcessor(of_siglip, tokenizer),
         "qwen3_vl": lambda: qwen_processor()(Qwen2VLImageProcessorPil(**of_qwen), tokenizer),
     }[name]()
     made.chat_template = CHATML
@@ -414,9 +441,9 @@ def loaded(path: Path) -> PreTrainedModel:
     return model
 
 
-def prompts(name: str) -> list[Mapping[str, Any]]:
+def prompts(name: str, of: Seeing | None = None) -> list[Mapping[str, Any]]:
     """One of text, and one with an image."""
-    of, text = SEEING[name], torch.arange(20)[None] % 58
+    of, text = of or SEEING[name], torch.arange(20)[None] % 58
     if of.image is _patches:
         return [{"input_ids": text}, of_patches((4, 4))]
     image = of.whole.get("image_token_id", IMAGE)
@@ -426,6 +453,9 @@ def prompts(name: str) -> list[Mapping[str, Any]]:
     # Text of PaliGemma is what follows a prompt; it counts from 1, by which angles of fp32 are rounded otherwise.
     follows = {"token_type_ids": torch.ones_like(text), "position_ids": torch.arange(20)[None]}
     of_text = {"input_ids": text} | (follows if name == "paligemma" else {})
+    if name == "paligemma":
+        kinds = {"token_type_ids": (torch.arange(tokens.numel()) > 8)[None].int()}
+        kinds["position_ids"] = torch.arange(tokens.numel())[None]
     return [of_text, {"input_ids": tokens, **of.image(), **kinds}]
 
 

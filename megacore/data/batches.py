@@ -73,9 +73,10 @@ class Batch:
     those of preferences. ahead: what is further on by one token, by two, and so on; empty where nobody predicts that.
     images: those of its tokens. positions_3d: int64 [3, micro, length], the positions in time, height and width, where
     images have such; None: each of the three is that of positions. image_of: int64 [micro * length], the number of the
-    image that each token is of, -1 of none, where those that follow each other are one. Of a rank of cp: split, how the
-    tokens are shared out, and rows: [its tokens], the row that each is of; the other arrays are of those tokens, too,
-    but for image_of.
+    image that each token is of, -1 of none, where those that follow each other are one; prompt_of: the same, of prompts
+    of documents with images: what is before their first token that counts. Of a rank of cp: split, how the tokens are
+    shared out, and rows: [its tokens], the row that each is of; the other arrays are of those tokens, too, but for
+    image_of and prompt_of.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -91,6 +92,7 @@ class Batch:
     images: tuple[BatchImage, ...] = ()
     positions_3d: npt.NDArray[np.int64] | None = None
     image_of: npt.NDArray[np.int64] | None = None
+    prompt_of: npt.NDArray[np.int64] | None = None
 
     def of_tokens(self, own: npt.NDArray[np.int64]) -> tuple[BatchImage, ...]:
         """Return the images of some of its tokens, [n], by their places among these."""
@@ -127,7 +129,8 @@ class Batch:
         pairs = None if self.pairs is None else replace(self.pairs, places=self.pairs.places.ravel()[own])
         ahead = tuple(BatchAhead(each.tokens.ravel()[own], each.labels.ravel()[own]) for each in self.ahead)
         in_three = None if self.positions_3d is None else self.positions_3d.reshape(3, -1)[:, own]
-        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own), in_three, self.image_of
+        looks = in_three, self.image_of, self.prompt_of
+        rest = own // length, self.blank, pairs, ahead, self.of_tokens(own), *looks
         return Batch(tokens, labels, positions, self.documents, padding, split, *rest)
 
 
@@ -147,7 +150,8 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     images = tuple(BatchImage(file, at.size, np.arange(at.size), at) for file, at, _ in shown)
     sizes, image_of = [(at, size) for _, at, size in shown if size], _image_of(images, inputs.size)
     if not separate_documents:
-        rest = None, None, blank, None, (), images, _in_three(positions == 0, sizes), image_of
+        prompt_of = _prompt_of(images, positions == 0, counted)
+        rest = None, None, blank, None, (), images, _in_three(positions == 0, sizes), image_of, prompt_of
         return Batch(inputs, labels, positions, None, padding, *rest)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
@@ -159,7 +163,8 @@ def collate(samples: list[Sample], separate_documents: bool = False, scores: boo
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
     pairs = _pairs([sample.reference for sample in samples if sample.reference is not None], documents, labels)
     lengths = tuple(np.diff(np.flatnonzero(first), append=first.size).tolist())
-    others = None, None, blank, pairs, (), images, _in_three(first, sizes), image_of
+    prompt_of = _prompt_of(images, first, counted)
+    others = None, None, blank, pairs, (), images, _in_three(first, sizes), image_of, prompt_of
     return Batch(inputs, labels, positions, lengths, padding, *others)
 
 
@@ -191,6 +196,18 @@ def _image_of(images: Sequence[BatchImage], size: int) -> npt.NDArray[np.int64] 
     shown = np.zeros(size + 1, bool)
     shown[np.concatenate([each.places for each in images])] = True
     return np.where(shown, np.cumsum(shown & ~np.roll(shown, 1)), -1)[:size]
+
+
+def _prompt_of(
+    images: Sequence[BatchImage], first: npt.NDArray[np.bool_], counted: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64] | None:
+    """first: [rows, length], where documents begin; counted: [rows, length + 1]."""
+    if not images:
+        return None
+    number, before = np.cumsum(first), np.cumsum(counted[:, :-1])
+    before -= np.maximum.accumulate(np.where(first.ravel(), before, 0))  # a first token never counts
+    shown = np.isin(number, number[np.concatenate([each.places for each in images])])
+    return np.where(shown & (before == 0), number, -1)
 
 
 def _pairs(

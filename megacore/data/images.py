@@ -35,7 +35,7 @@ class ImageProcessor:
         """Return (name, shape, numbers) of each input that a tower takes of an image."""
         image, processor = open_image(ImageFile(Path(file), file)), self._processor
         made = processor(text=processor.image_token, images=[[image]], return_tensors="np")
-        of_tokens = {*processor.tokenizer.model_input_names, "token_type_ids", "mm_token_type_ids"}
+        of_tokens = {*processor.tokenizer.model_input_names, "token_type_ids", "mm_token_type_ids", "labels"}
         arrays = {name: np.asarray(made[name]) for name in made if name not in of_tokens}
         kinds = {name: np.float32 if each.dtype.kind == "f" else np.int64 for name, each in arrays.items()}
         return [(name, each.shape, each.astype(kinds[name]).ravel()) for name, each in arrays.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from megacore.store.io.strict_json import StoreError, short
@@ -52,9 +53,12 @@ def in_parts(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def processor(folder: Path) -> Any:
     """Return what makes tokens and arrays of texts with images. Raises StoreError: whatever its files lead to."""
-    from transformers import AutoImageProcessor, AutoProcessor
+    from transformers import AutoImageProcessor, AutoProcessor, PaliGemmaProcessor, ProcessorMixin
 
     found = _load(AutoProcessor, folder)
+    if isinstance(found, PaliGemmaProcessor):  # adds to a prompt what the template says here of a whole chat
+        for name in ("prepare_inputs_layout", "validate_inputs"):
+            setattr(found, name, MethodType(getattr(ProcessorMixin, name), found))
     # The other one computes with torch, which is not to run in a fork.
     found.image_processor = _load(AutoImageProcessor, folder, backend="pil")
     return found
@@ -73,7 +77,8 @@ def tower(config: Mapping[str, Any], tensors: Mapping[str, Any], dtype: Any) -> 
         text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
         text.layer_types = []
         kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(made)]
-        options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
+        attention = {"": "sdpa", "text_config": "eager"}  # there are text models without the former
+        options = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
         found, told = kind.from_pretrained(None, config=made, state_dict=dict(tensors), **options)
     except Exception as error:
         raise StoreError(f"transformers cannot make the tower of a {config.get('model_type')}: {error}") from error

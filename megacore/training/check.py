@@ -119,7 +119,7 @@ def check(
         travelling = companions(start, config)
         files = ModelFiles(travelling, raw_of(model, start.source), model.vocab_size)
         if start.source is not None and (carried := start.source.index.carried) is not None:
-            files = replace(files, no_images=images_refusal(carried.config))
+            files = replace(files, no_images=images_refusal(carried.config, model))
     except (StoreError, InputError) as error:
         raise ConfigError([f"data: {error}"]) from error
     order = order_of(config, world_size)

@@ -39,6 +39,7 @@ class Uploader:
         tp, width = self.mesh.shape.tp, self.model.config.boundary_width
         tokens, labels, positions = map(self._to_device, (batch.tokens, batch.labels, batch.positions))
         balanced, both_ways = self.model.balance is not None, self.model.config.anatomy.both_ways
+        image_of = batch.prompt_of if both_ways == "prompts" else batch.image_of if both_ways else None
         return Microbatch(
             tokens,
             labels,
@@ -57,7 +58,7 @@ class Uploader:
             replica=self.mesh.place.dp,
             images=tuple(self._image(each) for each in batch.images if each.inputs),  # which ranks that embed have
             positions_3d=None if batch.positions_3d is None else self._to_device(batch.positions_3d).view(3, -1),
-            image_of=self._to_device(batch.image_of) if both_ways and batch.image_of is not None else None,
+            image_of=None if image_of is None else self._to_device(image_of),
         )
 
     def _image(self, image: BatchImage) -> MicrobatchImage:

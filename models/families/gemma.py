@@ -22,7 +22,11 @@ class GemmaConfig(DecoderConfig):
     harmless: ClassVar[frozenset[str]] = frozenset({"hidden_activation"})
     fixed: ClassVar[Mapping[str, Any]] = {"use_bidirectional_attention": None}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16, "head_dim": 256}
-    constants: ClassVar[Mapping[str, Any]] = {"norm_offset": 1.0, "round_embedding_scale": True}
+    constants: ClassVar[Mapping[str, Any]] = {
+        "norm_offset": 1.0,
+        "round_embedding_scale": True,
+        "both_ways": "prompts",  # in PaliGemma
+    }
 
     hidden_act: str = TANH
     rms_norm_eps: float = 1e-6

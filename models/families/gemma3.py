@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megacore.models.anatomy import FULL, SLIDING, Anatomy
+from megacore.models.anatomy import FULL, SLIDING
 from megacore.models.families.gemma2 import Gemma2Config
 from megacore.models.layer_types import PatternedConfig
 from megacore.models.local_rope import LocalRopeConfig
@@ -34,6 +34,7 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
         FULL: Convention(rope_theta=1e6),
         SLIDING: Convention(theta_key="rope_local_base_freq", scaled=False),
     }
+    constants: ClassVar[Mapping[str, Any]] = {"both_ways": "images"}
     pattern: ClassVar[int] = 6
     of_text: ClassVar[bool] = True
 
@@ -41,10 +42,6 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
     final_logit_softcapping: float | None = None
 
     slides = PatternedConfig.slides
-
-    def anatomy_of(self, **own: Any) -> Anatomy:
-        made = super().anatomy_of(**own)
-        return replace(made, layers=tuple(replace(each, both_ways=True) for each in made.layers))
 
     def mixer(self, t: Table) -> Rows:
         return super().mixer(t) + t.norms_of_heads()

@@ -33,6 +33,7 @@ class SharedKeysConfig(GemmaConfig, LocalRopeConfig):
     constants: ClassVar[Mapping[str, Any]] = {
         "attention_scale": 1.0,
         "norm_offset": 0.0,
+        "both_ways": None,
         "plain_norms": frozenset({"attn.v_norm"}),
     }
     told: ClassVar[Mapping[str, str]] = {"logit_softcap": "final_logit_softcapping"}
@@ -158,7 +159,8 @@ class Gemma4Config(SharedKeysConfig, LocalHeadsConfig):
         return Routing(experts=experts, top_k=top_k, logit_factor=factor, normalised=True) if many else None
 
     def anatomy_of(self, **own: Any) -> Anatomy:
-        return super().anatomy_of(routing=self.routing, **own)
+        looks = None if self.use_bidirectional_attention is None else "images in windows"
+        return super().anatomy_of(routing=self.routing, both_ways=looks, **own)
 
     def slides(self, layer: int) -> bool:
         return (layer + 1) % _EVERY > 0

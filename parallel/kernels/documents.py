@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.parallel.kernels import bands, flash
-from megacore.parallel.kernels.scoring import PLAIN, Scoring
+from megacore.parallel.kernels.scoring import PLAIN, Scoring, attend
 from megacore.parallel.kernels.upcast import upcasts
 
 
@@ -103,16 +103,21 @@ def both_ways(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, image_of: Tensor, scoring: Scoring = PLAIN
 ) -> Tensor:
     """Compute all scores of each of the sequences; tokens of one image in a document look at each other whatever their
-    order, but that a window hides what is far before. image_of: [t], the number of each token's image, or below 0."""
+    order; what is far before a window hides, of an image too if they look both ways in it alone. image_of: [t], the
+    number of each token's image, or below 0."""
     place = torch.arange(len(q), device=q.device)
     number = torch.bucketize(place, documents.device, right=True).view(sequences, -1, 1)
     image, place = image_of.view(sequences, -1, 1), place.view(sequences, -1, 1)
     before = place - place.mT
-    seen = (number == number.mT) & ((before >= 0) | ((image == image.mT) & (image >= 0)))
+    shown, seen = (image == image.mT) & (image >= 0), before >= 0
     if scoring.window is not None:
         seen &= before < scoring.window
+        shown &= (before < scoring.window) | (scoring.both_ways == "anywhere")
+    seen = (number == number.mT) & (seen | shown)
     q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product(q, k, v, scoring, seen[:, None]).transpose(1, 2).flatten(0, 1)
+    softcap = scoring.softcap is not None  # which torch's attention does not know
+    y = attend(q, k, v, seen, scoring) if softcap else scaled_dot_product(q, k, v, scoring, seen[:, None])
+    return y.transpose(1, 2).flatten(0, 1)
 
 
 def in_bands(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring) -> Tensor:

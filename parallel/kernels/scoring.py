@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class Scoring:
         dropout: Probability of dropping an attention weight.
         chunk: A document is cut into pieces of so many tokens, and a token looks at none before its piece; None: it
             does.
-        both_ways: Whether tokens of one image look at each other whatever their order.
+        both_ways: Whether tokens of one image look at each other whatever their order: in the window, or anywhere.
     """
 
     scale: float | None = None
@@ -34,7 +35,7 @@ class Scoring:
     sinks: Tensor | None = None
     dropout: float = 0.0
     chunk: int | None = None
-    both_ways: bool = False
+    both_ways: Literal["in the window", "anywhere"] | None = None
 
     @property
     def plain(self) -> bool:

@@ -53,7 +53,7 @@ class DocumentAttention:
 @dataclass(frozen=True, eq=False)
 class ImageAttention:
     """As ``plain``, but in layers that look both ways tokens of one image look at each other whatever their order.
-    ``image_of``: [t], the number of the image that each token is of, below 0 of none."""
+    ``image_of``: [t], the number of the image, or the prompt with one, that each token is of, below 0 of none."""
 
     plain: MaskedAttention
     documents: Documents
@@ -61,6 +61,6 @@ class ImageAttention:
     image_of: Tensor
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        if not scoring.both_ways:
+        if scoring.both_ways is None:
             return self.plain(name, q, k, v, scoring)
         return kernels.image_attention(q, k, v, self.documents, self.sequences, self.image_of, scoring)

@@ -20,11 +20,13 @@ from PIL import Image
 from pool import Pool
 from safetensors.torch import load_file
 from transformers import AutoProcessor
-from wrapped import CHATML, IMAGE, PROCESSED, loaded, of_patches, processed, prompts, qwen_processor, saved
+from wrapped import CHATML, IMAGE, PROCESSED, SHOWN, loaded, of_patches, processed, prompts, qwen_processor, saved
 
+from megacore.data import pretrained
 from megacore.data.batches import Batch, BatchImage, collate
 from megacore.data.examples import Examples
-from megacore.data.formats import BadExample, example
+from megacore.data.formats import BadExample, ImageFile, example
+from megacore.data.images import open_image
 from megacore.data.model_tokenizer import ModelTokenizer
 from megacore.data.samples import Sample
 from megacore.inference.model_loader import microbatch_of, model_from
@@ -56,33 +58,46 @@ def float64_of(path: Path) -> Any:
     return whole
 
 
+def shown_to(name: str, path: Path) -> Path:
+    """A folder of a model, of whose text model another family may be named behind a dash."""
+    kind, _, text = name.partition("-")
+    return saved(kind, path, SHOWN[kind], **({"model_type": text} if text else {}))
+
+
+def prompt_of(name: str) -> dict[str, Any]:
+    kind = name.partition("-")[0]
+    return dict(prompts(kind, SHOWN[kind])[1])
+
+
 def of_prompt(prompt: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
     """What a microbatch has of the image of a prompt."""
     places = torch.nonzero(tokens == 60).flatten()
-    inputs = {key: each for key, each in prompt.items() if not key.endswith(("input_ids", "token_type_ids"))}
+    own = prompt["token_type_ids"][0] == 0 if "position_ids" in prompt else tokens == 60  # PaliGemma's prompt
+    inputs = {
+        key: each
+        for key, each in prompt.items()
+        if not key.endswith(("input_ids", "type_ids")) and key != "position_ids"
+    }
     image = MicrobatchImage("", len(places), inputs, torch.arange(len(places)), places)
-    return {"images": (image,), "image_of": torch.where(tokens == 60, 0, -1)}
+    return {"images": (image,), "image_of": torch.where(own, 0, -1)}
 
 
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("name", SEE)
+@pytest.mark.parametrize("name", [*SEE, "paligemma-gemma2"])
 def test_logits_of_a_text_with_an_image(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = open_folder(saved(name, tmp_path / "hf"))
-    prompt = dict(prompts(name)[1])
-    tokens = prompt.pop("input_ids")
-    model = model_from(folder, Mesh.single(), torch.float64)
-    (chunk,) = model.chunks
+    folder = open_folder(shown_to(name, tmp_path / "hf"))
+    prompt = prompt_of(name)
     capfd.readouterr()
-    chunk.tower = Tower(folder, torch.float64, torch.device("cpu"))
+    model = seeing(folder)
     assert capfd.readouterr() == ("", "")
+    tokens = prompt["input_ids"]
     batch = Batch(tokens.numpy(), np.full(tokens.shape, IGNORE), np.arange(tokens.numel())[None], None)
-    image = of_prompt(prompt, tokens[0])
     with in_float64(), torch.no_grad():  # transformers' towers cast to float32 too
-        found = model.logits(replace(microbatch_of(model, batch), **image))
+        found = model.logits(replace(microbatch_of(model, batch), **of_prompt(prompt, tokens[0])))
     floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
     whole = float64_of(tmp_path / "hf")
     with in_float64(), torch.no_grad():
-        wanted = whole(input_ids=tokens, **floats).logits[0]
+        wanted = whole(**floats).logits[0]
     assert found is not None and (found - wanted).abs().max() <= 1e-9 * wanted.abs().max()
 
 
@@ -135,17 +150,17 @@ def test_logits_and_positions_in_three_axes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.in_turn(4)
-@pytest.mark.parametrize("name", [*SEE, *IN_THREE])
+@pytest.mark.parametrize("name", [*SEE, *IN_THREE, "paligemma-gemma2"])
 def test_gradients_of_a_text_with_an_image(name: str, tmp_path: Path) -> None:
     """In three axes of two documents, one of which has two images."""
-    model = seeing(with_projector(open_folder(saved(name, tmp_path / "hf"))))
+    model = seeing(with_projector(open_folder(shown_to(name, tmp_path / "hf"))))
     (chunk,) = model.chunks
     model.parameters.freeze(())
     if name in IN_THREE:
         shown = [of_patches((4, 8), (8, 4)), of_patches((4, 12))]
         microbatch = of_documents(model, shown)
     else:
-        shown = [dict(prompts(name)[1])]
+        shown = [prompt_of(name)]
         tokens = shown[0]["input_ids"]
         labels = np.append(tokens[0, 1:].numpy(), IGNORE)[None]
         batch = Batch(tokens.numpy(), labels, np.arange(tokens.numel())[None], None)
@@ -159,7 +174,7 @@ def test_gradients_of_a_text_with_an_image(name: str, tmp_path: Path) -> None:
             logits = whole(**floats).logits[0, :-1]
             torch.nn.functional.cross_entropy(logits, prompt["input_ids"][0, 1:], reduction="sum").backward()
     ours = {name: each.grad for name, each in model.parameters.items()}
-    frozen = WRAPPERS[name].others
+    frozen = WRAPPERS[name.partition("-")[0]].others
     theirs = {key.removeprefix("model."): each.grad for key, each in whole.named_parameters()}
     projector = [key for key in theirs if f"projector.{key}" in ours]
     assert len(projector) == len([key for key in ours if key.startswith("projector.")]) > 0
@@ -228,12 +243,15 @@ def in_parts(row: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return made
 
 
+def processor_of(name: str, folder: Path) -> Any:
+    return pretrained.processor(folder) if name == "paligemma" else AutoProcessor.from_pretrained(folder)
+
+
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", PROCESSED)
 def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
     folder = processed(name, tmp_path / "hf")
-    tokenizer = ModelTokenizer(folder)
-    processor = AutoProcessor.from_pretrained(folder)
+    tokenizer, processor = ModelTokenizer(folder), processor_of(name, folder)
     template = tmp_path / "bare" / "chat_template.jinja"
     shutil.copytree(folder, template.parent)
     template.write_text(re.sub("{% (end)?generation %}", "", CHATML))
@@ -257,6 +275,34 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
         assert same.tolist() == ids.tolist() and also.tolist() == counted.tolist()  # as the template has no marks
         places = [at for _, runs, _ in shown for run in runs for at in range(*run)]
         assert places == np.flatnonzero(np.isin(ids, processor.image_token_ids)).tolist()
+
+
+PALIGEMMA = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% endif %}{% endfor %}{{ bos_token }}"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\n' }}"
+    "{% else %}{% generation %}{{ m['content'][0]['text'] }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+"""The template that docs/finetune.md has."""
+
+
+def test_a_template_writes_the_prompts_of_paligemma(tmp_path: Path) -> None:
+    """Tokens, prompts and labels are those of its processor, which is told prompt and answer."""
+    folder = processed("paligemma", tmp_path / "hf")
+    (folder / "chat_template.jinja").write_text(PALIGEMMA)
+    (row, *_) = rows(tmp_path)
+    found = ModelTokenizer(folder).with_images(row, "assistant", tmp_path)
+    assert not isinstance(found, str), found
+    (((ids, counted), shown),) = found
+    image = open_image(ImageFile(tmp_path / "0.png", ""))
+    theirs = AutoProcessor.from_pretrained(folder)
+    wanted = theirs(images=image, text="<image>what?", suffix="a cat", return_tensors="np")
+    assert ids.tolist() == wanted["input_ids"][0].tolist()
+    assert counted.tolist() == (wanted["labels"][0] != -100).tolist()
+    row = np.append(ids, 0), np.zeros(ids.size + 1, np.int32), np.append(counted, False)
+    images = [(file, np.concatenate([np.arange(*run) for run in runs]), size) for file, runs, size in shown]
+    prompt_of = collate([Sample(*row, images=images)], True).prompt_of
+    assert prompt_of is not None and (prompt_of < 0).tolist() == wanted["token_type_ids"][0].astype(bool).tolist()
 
 
 # -- training
@@ -283,7 +329,8 @@ def recipe(folder: Path, name: str = "llava", *more: dict[str, Any], **data: Any
 
 def loss_of_theirs(folder: Path, whole: Any) -> torch.Tensor:
     """The mean loss of all counted tokens of the chats, each by itself."""
-    processor, total, count = AutoProcessor.from_pretrained(folder / "hf"), torch.zeros(()).double(), 0
+    name = whole.config.model_type
+    processor, total, count = processor_of(name, folder / "hf"), torch.zeros(()).double(), 0
     for row in rows(folder):
         text = isinstance(row.get("messages", [{}])[-1].get("content"), str) and "images" not in row
         made = processor.apply_chat_template(
@@ -294,7 +341,12 @@ def loss_of_theirs(folder: Path, whole: Any) -> torch.Tensor:
             processor_kwargs={"add_special_tokens": False} if text else {},  # as the tokenizer has it
         )
         made = {key: torch.as_tensor(np.asarray(each)) for key, each in made.items()}
-        counted = made.pop("assistant_masks")[0, 1:].bool()
+        answers = made.pop("assistant_masks")
+        counted = answers[0, 1:].bool()
+        if name == "paligemma":
+            kinds = (answers.cumsum(1) > 0).long() if "pixel_values" in made else torch.ones_like(answers)
+            made = {key: each for key, each in made.items() if key != "labels"}
+            made |= {"token_type_ids": kinds, "position_ids": torch.arange(kinds.numel())[None]}
         made = {key: each.double() if each.is_floating_point() else each for key, each in made.items()}
         with in_float64():
             logits = whole(**made).logits[0, :-1]
@@ -358,13 +410,13 @@ LAYOUTS = {
 PACKED = ["data.sequence_length=128", "batch.global_size=3"]
 
 
-@pytest.mark.in_turn(3)
-@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl", "gemma3"])
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", ["llava_next", "qwen3_vl", "gemma3", "paligemma"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: str, name: str) -> None:
     alone = _alone(pool, folder, name)
     world, overrides = LAYOUTS[layout]
-    by_heads = ["context.exchange=heads"] if layout.startswith("cp") and name == "gemma3" else []
+    by_heads = ["context.exchange=heads"] if layout.startswith("cp") and name in ("gemma3", "paligemma") else []
     common = [f"out={folder / name / layout}", *PACKED, *TRAINED, *by_heads]
     made = pool.run(world, trained, str(folder / name / "recipe.yaml"), [*common, *overrides])
     for key in ("loss", "grad_norm", "validation_loss"):
@@ -395,7 +447,7 @@ def test_the_projector_alone_is_trained_as_by_transformers(pool: Pool, layout: s
     (world, overrides), name = LAYOUTS[layout], OF_LAYOUTS[layout]
     path, out = recipe(tmp_path, name), tmp_path / "run"
     how = ["schedule.name=constant", "train.only=[projector]", "train.steps=2", "checkpoint.at_end=true"]
-    made = pool.run(world, trained, path, [f"out={out}", *PACKED, *TRAINED, *overrides, *how])[0]
+    made = pool.run(world, with_wide_towers, path, [f"out={out}", *PACKED, *TRAINED, *overrides, *how])[0]
     whole, of = float64_of(tmp_path / "hf").requires_grad_(False), WRAPPERS[name]
     held = {name: each.requires_grad_() for name, each in whole.named_parameters() if of.projects(name)}
     kinds = [[each for each in held.values() if (each.dim() > 1) == decays] for decays in (True, False)]
@@ -602,8 +654,8 @@ def test_the_tower_has_room_on_the_first_stage(tmp_path: Path, monkeypatch: pyte
     [
         (
             "gemma4",
-            "not trained on in a gemma4, as its attention within an image goes in both directions in layers with "
-            "windows alone: leave them out",
+            "not trained on in a gemma4, as its layers are told of tokens, and images have none of those: leave them "
+            "out, or start from one of aria, ",
         ),
         ("gemma3n", "not trained on in a gemma3n, as its layers are told of tokens, and images have none of those"),
         (None, "line 1: has images, and the model reads text alone: leave them out"),
