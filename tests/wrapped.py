@@ -403,13 +403,13 @@ def processed(name: str, path: Path) -> Path:
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[first])
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<pad>"}
     crops = {"image_token": "<global-img>", "boi_token": "<image>", "eoi_token": "<fake_token_around_image>"}
-    named_image = dict.fromkeys(("aria", "paligemma", "qwen3_vl"), {"image_token": "<image>"})
+    named_image = {key: {"image_token": "<image>"} for key in ("aria", "paligemma", "qwen3_vl")}
     more = {**named_image, "gemma3": crops}.get(name, {})
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=fast, **named, extra_special_tokens=more)
     square: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     of_qwen: Any = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
-    of_siglip = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    of_siglip: Any = SiglipImageProcessorPil(size={"height": 16, "width": 16})
     of_siglip.image_seq_length = 4
     made: Any = {
         "aria": lambda: AriaProcessor(AriaImageProcessorPil(), tokenizer, size_conversion={980: 2}),

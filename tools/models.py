@@ -97,7 +97,8 @@ def _seeing() -> Iterator[str]:
     yield "\nModels that also see: their text model is trained, and tower and projector are carried byte by byte"
     yield "([finetune.md](finetune.md#models-that-also-see)). Of each a random small one of transformers goes there and"
     yield "back over tp=2 x pp=2 bitwise, with the same logits of text and image; ours of text agree in fp64 at 1e-9,"
-    yield "and those of an image where chats with images are trained on.\n"
+    yield "and those of an image where chats with images are trained on (gemma4: where layers are told of no tokens, as"
+    yield "in 26B-A4B and 31B).\n"
     yield "| model type | text model | chats with images |\n|---|---|---|"
     for name, each in sorted(WRAPPERS.items()):
         yield f"| {name} | {', '.join(each.families)} | {f'no: {each.no_images}' if each.no_images else 'yes'} |"

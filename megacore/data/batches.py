@@ -204,8 +204,8 @@ def _prompt_of(
     """first: [rows, length], where documents begin; counted: [rows, length + 1]."""
     if not images:
         return None
-    number, before = np.cumsum(first), np.cumsum(counted[:, :-1])
-    before -= np.maximum.accumulate(np.where(first.ravel(), before, 0))  # a first token never counts
+    number, before = np.cumsum(first), np.cumsum(counted[:, :-1], dtype=np.int64)
+    before = before - np.maximum.accumulate(np.where(first.ravel(), before, 0))  # a first token never counts
     shown = np.isin(number, number[np.concatenate([each.places for each in images])])
     return np.where(shown & (before == 0), number, -1)
 

@@ -73,11 +73,8 @@ def of_prompt(prompt: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
     """What a microbatch has of the image of a prompt."""
     places = torch.nonzero(tokens == 60).flatten()
     own = prompt["token_type_ids"][0] == 0 if "position_ids" in prompt else tokens == 60  # PaliGemma's prompt
-    inputs = {
-        key: each
-        for key, each in prompt.items()
-        if not key.endswith(("input_ids", "type_ids")) and key != "position_ids"
-    }
+    about_tokens = ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids")
+    inputs = {key: each for key, each in prompt.items() if key not in about_tokens}
     image = MicrobatchImage("", len(places), inputs, torch.arange(len(places)), places)
     return {"images": (image,), "image_of": torch.where(own, 0, -1)}
 
