@@ -325,7 +325,8 @@ _ARIA = {**VIT, "patch_size": 490, "image_size": 980}
 PROCESSED: Mapping[str, Seeing] = {
     "aria": replace(SEEING["aria"], tower=_ARIA, whole={**_INDEX, "projector_patch_to_query_dict": {4: 2}}),
     "gemma3": replace(SEEING["gemma3"], whole={"image_token_index": 263, "mm_tokens_per_image": 4}),
-    **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next", "paligemma", "qwen3_vl")},
+    **{name: SEEING[name] for name in ("idefics3", "llava", "llava_next", "qwen3_vl")},
+    "paligemma": replace(SEEING["paligemma"], tower={**SEEING["paligemma"].tower, "patch_size": 4}),
 }
 """Those of which transformers has a processor that needs no torchvision, or that of videos alone."""
 CHATML = (
@@ -410,7 +411,7 @@ def processed(name: str, path: Path) -> Path:
     patches = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     of_qwen: Any = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
     of_siglip: Any = SiglipImageProcessorPil(size={"height": 16, "width": 16})
-    of_siglip.image_seq_length = 4
+    of_siglip.image_seq_length = 16
     made: Any = {
         "aria": lambda: AriaProcessor(AriaImageProcessorPil(), tokenizer, size_conversion={980: 2}),
         "gemma3": lambda: Gemma3Processor(

@@ -296,9 +296,9 @@ def test_a_template_writes_the_prompts_of_paligemma(tmp_path: Path) -> None:
     wanted = theirs(images=image, text="<image>what?", suffix="a cat", return_tensors="np")
     assert ids.tolist() == wanted["input_ids"][0].tolist()
     assert counted.tolist() == (wanted["labels"][0] != -100).tolist()
-    row = np.append(ids, 0), np.zeros(ids.size + 1, np.int32), np.append(counted, False)
+    sample = np.append(ids, 0), np.zeros(ids.size + 1, np.int32), np.append(counted, False)
     images = [(file, np.concatenate([np.arange(*run) for run in runs]), size) for file, runs, size in shown]
-    prompt_of = collate([Sample(*row, images=images)], True).prompt_of
+    prompt_of = collate([Sample(*sample, images=images)], True).prompt_of
     assert prompt_of is not None and (prompt_of < 0).tolist() == wanted["token_type_ids"][0].astype(bool).tolist()
 
 
