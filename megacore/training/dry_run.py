@@ -9,8 +9,12 @@ from pathlib import Path
 from megacore import checkpoints
 from megacore.config import Config
 from megacore.data.corpora import EXAMPLES, packed_of
+from megacore.data.pretrained import config_of
 from megacore.data.samples import Epochs
+from megacore.models.wrappers import WRAPPERS
 from megacore.parallel.enum_errors import WITH_REFERENCE
+from megacore.parallel.virtual_stages import of_stage
+from megacore.planning.image_memory import image_scores, tower_forward
 from megacore.planning.overheads import Storage, save_of
 from megacore.planning.peak_memory import Memory, memory
 from megacore.planning.recipe_setting import setting_of
@@ -32,6 +36,7 @@ def outlook(setup: Setup, world: int, here: int) -> str:
         ("ranks", f"{world:,}, {here:,} of them here" if here < world else f"{world:,}, all here"),
         *_course(setup),
         ("memory", _memory(memory(setting), here, kind)),
+        *_images(setup, setting),
         *_reference(setup),
         *_written(config, setting, here),
     ]
@@ -82,6 +87,34 @@ def _memory(stages: tuple[Memory, ...], here: int, kind: str) -> str:
     if room is None:
         return said
     return f"{said}; {where} {room / 1e9:,.2f} GB{', which may be too little' if needed > room else ''}"
+
+
+def _images(setup: Setup, setting: Setting) -> Iterator[tuple[str, str]]:
+    """Yield what images take beside that."""
+    of = None if setup.start.source is None else setup.start.source.index.carried
+    if not setting.tower or of is None:
+        return
+    sides = [side for side in (setup.corpora.train, setup.corpora.validation) if side is not None]
+    tokens = max(packed.examples.longest_image for side in sides for packed in packed_of(side))
+    tower = tower_forward(config_of(of.config), tokens, not WRAPPERS[str(of.config["model_type"])].sections)
+    said = f"up to {tower / 1e9:,.2f} GB beside it where the tower looks at one, of {tokens:,} tokens at most"
+    if setting.model.anatomy.both_ways:
+        most = max(_scores(setup, setting, each) for each in memory(setting))
+        said += f"; up to {most / 1e9:,.2f} GB on each rank for attention both ways, if a row has images"
+    yield "images", said
+
+
+def _scores(setup: Setup, setting: Setting, stage: Memory) -> int:
+    anatomy, layout, shape = setting.model.anatomy, setting.layout, setting.layout.mesh
+    there = [layer for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage.stage, chunk)]
+    in_windows = anatomy.both_ways == "images in windows"
+    looking = [layer for layer in there if not in_windows or anatomy.layers[layer].window is not None]
+    # What is recomputed in full keeps none.
+    full = of_stage(setting.recompute, stage.stage) == "full"
+    layers = min(len(looking), 1) if full else len(looking) * -(-stage.in_flight // layout.chunks)
+    heads = max(setting.model.sizes["heads"] // (shape.tp * shape.cp), 1)
+    length, rows = setup.config.data.sequence_length, setup.config.batch.micro_size
+    return image_scores(rows * length**2, heads, layers, anatomy.attention_softcap is not None)
 
 
 def _written(config: Config, setting: Setting, here: int) -> Iterator[tuple[str, str]]:

@@ -33,16 +33,21 @@ from megacore.inference.model_loader import microbatch_of, model_from
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch, MicrobatchImage
 from megacore.models.wrappers import WRAPPERS, rope_axes
+from megacore.parallel.kernels.documents import Documents, both_ways
+from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
 from megacore.planning import capacity
+from megacore.planning.image_memory import image_scores, tower_forward
 from megacore.planning.peak_memory import memory
 from megacore.planning.recipe_setting import setting_of
+from megacore.planning.trace.measure import Packing, _Watch
 from megacore.recipe import ConfigError, load
 from megacore.store.conversions.formats import open_folder
 from megacore.store.weight_folders.folder import WeightFolder, with_projector
 from megacore.tools import convert, inspect, reshard, verify
 from megacore.training.check import check, tower_elements
+from megacore.training.dry_run import outlook
 from megacore.training.vision_tower import ImageReader, Tower
 
 LENGTH = 256
@@ -644,6 +649,47 @@ def test_the_tower_has_room_on_the_first_stage(tmp_path: Path, monkeypatch: pyte
         check(path, overrides, 1, 1)
     write_jsonl(tmp_path / "chats.jsonl", rows(tmp_path)[4])
     check(path, [f"out={tmp_path / 'text'}"], 1, 1)
+
+
+def test_a_dry_run_says_what_images_take(tmp_path: Path) -> None:
+    many = ["mesh.pp=2", "batch.micro_size=512", "batch.global_size=1024"]
+    setup = check(recipe(tmp_path, "gemma3"), [f"out={tmp_path / 'run'}", *many], 2, 2)
+    said = next(line for line in outlook(setup, 2, 2).splitlines() if line.strip().startswith("images"))
+    assert "of 4 tokens at most" in said
+    # Two layers of each stage, of two microbatches on the first.
+    most = image_scores(512 * LENGTH**2, 4, 2 * 2, softcap=False)
+    assert f"up to {most / 1e9:,.2f} GB on each rank for attention both ways" in said and most > 1e9
+
+
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("name", [*SEE, *IN_THREE])
+def test_what_a_tower_takes_is_below_its_estimate(name: str, tmp_path: Path) -> None:
+    folder = open_folder(shown_to(name, tmp_path / "hf"))
+    prompt, carried = of_patches((8, 8)) if name in IN_THREE else prompt_of(name), folder.index.carried
+    image = of_prompt(prompt, prompt["input_ids"][0])["images"][0]
+    tower = Tower(folder, torch.float32, torch.device("cpu"))
+    held = [*tower._model.parameters(), *tower._model.buffers(), *image.inputs.values()]
+    with torch.no_grad(), _Watch({each.untyped_storage()._cdata for each in held}, Packing(1, 1)) as seen:
+        tower(image)
+    assert carried is not None
+    estimate = tower_forward(pretrained.config_of(carried.config), image.tokens, not WRAPPERS[name].sections)
+    assert seen.peak < estimate < 8 * seen.peak
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_attention_both_ways_takes_is_below_its_estimate(softcap: float | None, dtype: torch.dtype) -> None:
+    """Of one layer and of two."""
+    length, rows, heads = 256, 2, 4
+    q, k, v = (torch.randn(length * rows, n, 16, dtype=dtype, requires_grad=True) for n in (heads, 2, 2))
+    image_of, documents = torch.arange(len(q)) // 32, Documents.of([length] * rows, q.device)
+    held, kept = [q, k, v, image_of, documents.host, documents.device], []
+    scoring = Scoring(window=64, softcap=softcap, both_ways="in the window")
+    with _Watch({each.untyped_storage()._cdata for each in held}, Packing(1, 1)) as seen:
+        for layers in (1, 2):
+            kept.append(both_ways(q, k, v, documents, rows, image_of, scoring))
+            estimate = image_scores(rows * length**2, heads, layers, softcap is not None)
+            assert seen.peak < 1.1 * estimate < 2.5 * seen.peak
 
 
 @pytest.mark.parametrize(
