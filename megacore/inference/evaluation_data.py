@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from megacore.data import data_sets, text
 from megacore.data.chat import TrainOn
-from megacore.data.formats import FORMATS, PREFERENCES, BadExample, Format, format_of
+from megacore.data.formats import FORMATS, PREFERENCES, BadExample, Format, format_of, has_images
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import Fault, FileRange, InputError
 from megacore.inference.texts import Texts, files_of
 from megacore.store.io.strict_json import StoreError
 
+_IMAGES = "has images, and text alone is evaluated: leave them out, or have a run evaluate them (data.validation)"
 LONGEST = 2048
 """Tokens of a window by default, for models that would take more."""
 
@@ -121,6 +122,8 @@ class DocumentFiles:
         for row in (row for piece in pieces for row in text.rows(piece)):
             if isinstance(row, Fault):
                 raise InputError(str(row))
+            if count is not None and has_images(row.values, parts=False):
+                raise InputError(str(row.fault(_IMAGES)))
             (found,) = tokenizer.examples([row], count)
             if isinstance(found, Fault):
                 raise InputError(str(found))

@@ -45,7 +45,7 @@ from megacore.planning.trace.measure import Packing, _Watch
 from megacore.recipe import ConfigError, load
 from megacore.store.conversions.formats import open_folder
 from megacore.store.weight_folders.folder import WeightFolder, with_projector
-from megacore.tools import convert, inspect, reshard, verify
+from megacore.tools import convert, evaluate, inspect, reshard, verify
 from megacore.training.check import check, tower_elements
 from megacore.training.dry_run import outlook
 from megacore.training.vision_tower import ImageReader, Tower
@@ -711,6 +711,14 @@ def test_models_that_do_not_see_here(name: str | None, message: str, tmp_path: P
     write_tokenizer(tmp_path / (name or "."), family.template, family.end)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(path, [f"out={tmp_path / 'run'}", "data.sequence_length=8", *init], 1, 1)
+
+
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_images_are_not_evaluated(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(tmp_path)
+    file = write_jsonl(tmp_path / "one.jsonl", rows(tmp_path)[number])
+    assert evaluate.main([str(tmp_path / "hf"), "--data", str(file)]) == 1
+    assert f"{file}, line 1: has images, and text alone is evaluated: leave them out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gemma4", None])
