@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.models.attention import Attention
 from megacore.models.context import Context
 from megacore.models.names import PROJECTOR
 from megacore.models.rope import Rotary
@@ -19,7 +20,7 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.context_split import ContextParallel, ContextSplit
 from megacore.parallel.enum_errors import Score
 from megacore.parallel.kernels.activation import FUNCTIONS
-from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.documents import Documents, image_mask
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.layers.compressed import CompressedTokens
@@ -492,6 +493,12 @@ class Decoder(nn.Module):
         """Asked for when the chunk is complete, adapters and all."""
         return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
 
+    @cached_property
+    def _image_windows(self) -> set[int | None]:
+        """The windows of the layers that look both ways within an image."""
+        layers = (module.scoring for module in self.modules() if isinstance(module, Attention))
+        return {scoring.window for scoring in layers if scoring.both_ways}
+
     @classmethod
     def chunk(
         cls,
@@ -642,7 +649,8 @@ class Decoder(nn.Module):
             whole = DocumentAttention(documents, microbatch.sequences)
         if microbatch.image_of is not None:
             documents = Documents.of(microbatch.parts, microbatch.tokens.device)
-            whole = ImageAttention(whole, documents, microbatch.sequences, microbatch.image_of)
+            of_tokens = documents, microbatch.sequences, microbatch.image_of
+            whole = ImageAttention(whole, {each: image_mask(*of_tokens, each) for each in self._image_windows})
         if microbatch.split is None:
             return whole
         mesh, context = self._mesh, context or self.context_parallel

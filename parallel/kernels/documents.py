@@ -99,20 +99,24 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int
     return scaled_dot_product(q, k, v, scoring, mask).transpose(1, 2).flatten(0, 1)
 
 
-def both_ways(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, image_of: Tensor, scoring: Scoring = PLAIN
-) -> Tensor:
-    """Compute all scores of each of the sequences; tokens of one image in a document look at each other whatever their
-    order, but that a window hides what is far before. image_of: [t], the number of each token's image, or below 0."""
-    place = torch.arange(len(q), device=q.device)
+def image_mask(documents: Documents, sequences: int, image_of: Tensor, window: int | None) -> Tensor:
+    """Return whether each token looks at each of its sequence, [sequences, 1, s, s]: at those before it in its
+    document, and those of its image there, but that a window hides what is far before. image_of: [t], the number of
+    each token's image, or below 0."""
+    place = torch.arange(len(image_of), device=image_of.device)
     number = torch.bucketize(place, documents.device, right=True).view(sequences, -1, 1)
     image, place = image_of.view(sequences, -1, 1), place.view(sequences, -1, 1)
     before = place - place.mT
     seen = (number == number.mT) & ((before >= 0) | ((image == image.mT) & (image >= 0)))
-    if scoring.window is not None:
-        seen &= before < scoring.window
-    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product(q, k, v, scoring, seen[:, None]).transpose(1, 2).flatten(0, 1)
+    if window is not None:
+        seen &= before < window
+    return seen[:, None]
+
+
+def both_ways(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    """Compute all scores of each of the sequences, of which those that ``seen`` of :func:`image_mask` has count."""
+    q, k, v = (x.unflatten(0, (len(seen), -1)).transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product(q, k, v, scoring, seen).transpose(1, 2).flatten(0, 1)
 
 
 def in_bands(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring) -> Tensor:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from megacore.data.formats import BadExample, example
 from megacore.data.model_tokenizer import ModelTokenizer
 from megacore.data.samples import Sample
 from megacore.inference.model_loader import microbatch_of, model_from
+from megacore.models import decoder
 from megacore.models.decoder import MicrobatchImage
 from megacore.models.wrappers import WRAPPERS, rope_axes
 from megacore.parallel.labels import IGNORE
@@ -132,8 +134,10 @@ def test_gradients_of_a_text_with_an_image(name: str, tmp_path: Path) -> None:
     labels = np.append(tokens[0, 1:].numpy(), IGNORE)[None]
     batch = Batch(tokens.numpy(), labels, np.arange(tokens.numel())[None], None)
     image = of_prompt(prompt, tokens[0])
-    with in_float64():
+    with in_float64(), patch.object(decoder, "image_mask", wraps=decoder.image_mask) as made:
         chunk(None, replace(microbatch_of(model, batch), **image)).backward()
+    # Layers share the masks of a microbatch: one of those with a window, one of the others.
+    assert len(chunk.layers) > 2 and made.call_count == (2 if name == "gemma3" else 0)
     whole = float64_of(tmp_path / "hf")
     floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
     with in_float64():
