@@ -136,5 +136,6 @@ def test_a_method_that_cannot_be_called_is_told_before_anything_starts() -> None
     given: Any = Hears
     with pytest.raises(TypeError, match=r"callbacks: Hears is a class: give what it makes, Hears\(\)"):
         megacore.train("nowhere.yaml", callbacks=[given])
+    given = object()
     with pytest.raises(TypeError, match=r"callbacks: <object .*> is no megacore.Callback: derive its class from that"):
-        megacore.finetune("nowhere.yaml", callbacks=[given := object()])
+        megacore.finetune("nowhere.yaml", callbacks=[given])
