@@ -272,8 +272,7 @@ class NormedEmbedding(nn.Module):
         self.embedding, self.norm = embedding, norm
 
     def forward(self, microbatch: Microbatch) -> Tensor:
-        y: Tensor = self.norm(self.embedding(microbatch))
-        return y
+        return self.norm(self.embedding(microbatch))
 
 
 class DenseHead(nn.Module):
@@ -290,8 +289,7 @@ class DenseHead(nn.Module):
         self.norm, self.linear, self.activation, self.last_norm = norm, linear, FUNCTIONS[activation].of, last_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last_norm(self.activation(self.linear(self.norm(x))))
-        return y
+        return self.last_norm(self.activation(self.linear(self.norm(x))))
 
 
 class Prediction(nn.Module):
@@ -321,8 +319,7 @@ class Prediction(nn.Module):
 
     def forward(self, x: Tensor, microbatch: Microbatch, context: Context, run: Runner) -> Tensor:
         pair = self.embed_norm(self.embedding(microbatch)), self.hidden_norm(x)
-        y: Tensor = self.norm(run([self.block], self.proj(torch.cat(pair, -1)), context))
-        return y
+        return self.norm(run([self.block], self.proj(torch.cat(pair, -1)), context))
 
 
 @dataclass(frozen=True)

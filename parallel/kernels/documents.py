@@ -159,8 +159,7 @@ def fused_takes_groups(device: str, dtype: torch.dtype, masked: bool) -> bool:
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
     """Attend by a kernel for all documents of about one length, one operator for all: autograd and the compiler see no
     document."""
-    y: Tensor = forward(q, k, v, documents.host, scale)[0]
-    return y
+    return forward(q, k, v, documents.host, scale)[0]
 
 
 # Documents whose lengths are the same in multiples of so many tokens go together.

@@ -122,14 +122,12 @@ class Experts(nn.Module):
     def hidden(self, x: Tensor, dispatch: Dispatch, coming: Pending) -> Tensor:
         """x: [n, embed], of which ``coming`` are the R rows -> [R, inner]."""
         products, _ = self.weight_products
-        h: Tensor = _Up.apply(x, self.up, self.up_bias, dispatch, products, coming, self._handing(self.up))
-        return h
+        return _Up.apply(x, self.up, self.up_bias, dispatch, products, coming, self._handing(self.up))
 
     def outputs(self, a: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """a: [R, features], weights: [N, k], of the tokens of all ranks of ``features`` -> [n, embed]."""
         _, products = self.weight_products
-        y: Tensor = _Down.apply(a, weights, self.down, self.down_bias, dispatch, products, self._handing(self.down))
-        return y
+        return _Down.apply(a, weights, self.down, self.down_bias, dispatch, products, self._handing(self.down))
 
 
 @dataclass(frozen=True)
