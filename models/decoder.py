@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.models.attention import Attention
 from megacore.models.context import Context
 from megacore.models.names import PROJECTOR
 from megacore.models.rope import Rotary
@@ -21,6 +20,7 @@ from megacore.parallel.context_split import ContextParallel, ContextSplit
 from megacore.parallel.enum_errors import Score
 from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.documents import Documents, image_mask
+from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.layers.compressed import CompressedTokens
@@ -493,8 +493,8 @@ class Decoder(nn.Module):
     @cached_property
     def _image_windows(self) -> set[int | None]:
         """The windows of the layers that look both ways within an image."""
-        layers = (module.scoring for module in self.modules() if isinstance(module, Attention))
-        return {scoring.window for scoring in layers if scoring.both_ways}
+        layers = (getattr(module, "scoring", None) for module in self.modules())
+        return {each.window for each in layers if isinstance(each, Scoring) and each.both_ways}
 
     @classmethod
     def chunk(
