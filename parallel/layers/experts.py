@@ -42,7 +42,8 @@ class Experts(nn.Module):
     x: [n, embed], chosen: [n, k], weights: [n, k] -> [n, embed].
 
     Where rows travel the host waits once for the device, for how many there are, and the device copies rows meanwhile;
-    where they do not and a kernel takes the products, never.
+    where they do not and a kernel takes the products, never; but where some experts do nothing it does, for the device
+    alone knows how many rows are left, and to multiply as many as there could be would cost more.
 
     Args:
         up: [experts here, inner, embed], the inner features of gate and up one after the other where they are gated.
