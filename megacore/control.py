@@ -48,8 +48,7 @@ class Control:
                 dist.reduce(said, group.ranks[0], dist.ReduceOp.MAX, group=group.process_group)
         for group in reversed(self.levels[: self.depth - 1]):
             dist.broadcast(said, group.ranks[0], group=group.process_group)
-        values: list[float] = said.tolist()
-        return values
+        return said.tolist()
 
     def gather(self, here: object) -> list[Any]:
         """Return the values of all ranks, in their order, on rank 0; nothing on the others. They travel as JSON."""
@@ -74,8 +73,7 @@ class Control:
     def exchange(self, here: object) -> list[Any]:
         """Return the values of all ranks, in their order, on all of them; for little, and seldom. They travel as
         JSON."""
-        told: list[Any] = self.tell(self.gather(here))
-        return told
+        return self.tell(self.gather(here))
 
     def attempt(self, make: Callable[[], Made]) -> Made:
         """Make something on each rank, or on none: ranks that go on would wait for one that does not. Raises

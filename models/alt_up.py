@@ -104,8 +104,7 @@ class Mean(nn.Module):
         first, *others = x.chunk(len(self.weight) + 1, -1)
         pairs = zip(others, self.weight, strict=True)
         every = torch.stack([first, *(_of_size(first, F.linear(other, each)) for other, each in pairs)])
-        y: Tensor = self.norm(every.mean(0))
-        return y
+        return self.norm(every.mean(0))
 
 
 def _of_size(x: Tensor, y: Tensor) -> Tensor:

@@ -195,5 +195,4 @@ class SharedKeysAttention(Attention):
         q = q if self.rope is None else self._rotate(q, *context.rotations[self.rope])
         k, v = context.keys[self.name]
         scoring = self.scoring if self.training else self._still
-        y: Tensor = self.out(self.attend(q, k, v, None, scoring, context).flatten(1))
-        return y
+        return self.out(self.attend(q, k, v, None, scoring, context).flatten(1))

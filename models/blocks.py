@@ -171,8 +171,7 @@ class SideBySide(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         first, *others = (mixer(x, context) for mixer in self.mixers)
-        y: Tensor = sum(others, first)
-        return y
+        return sum(others, first)
 
 
 class LowRank(nn.Module):
@@ -188,8 +187,7 @@ class LowRank(nn.Module):
         self.left, self.right, self.norm = left, right, norm
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.norm(self.right(self.left(x)))
-        return y
+        return x + self.norm(self.right(self.left(x)))
 
 
 class Scaled(nn.Module):

@@ -83,8 +83,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         if f"{name}.then.attn.out.weight" in p:
             kind = partial(ShortcutBlock, then=block(layer, f"{name}.then"), experts=branches[1])
             branches = branches[0], feed(anatomy, p, layer, f"{name}.dense")
-        made: Block = kind(*branches, norms, scale=anatomy.branch_scale, **others)
-        return made
+        return kind(*branches, norms, scale=anatomy.branch_scale, **others)
 
     def inputs(name: str) -> nn.Module:
         plain, last = (norm(anatomy, p, each) for each in ("inputs_norm", f"{name}.out_norm"))

@@ -19,7 +19,8 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.context_split import ContextParallel, ContextSplit
 from megacore.parallel.enum_errors import Score
 from megacore.parallel.kernels.activation import FUNCTIONS
-from megacore.parallel.kernels.documents import Documents
+from megacore.parallel.kernels.documents import Documents, image_mask
+from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.layers.compressed import CompressedTokens
@@ -272,8 +273,7 @@ class NormedEmbedding(nn.Module):
         self.embedding, self.norm = embedding, norm
 
     def forward(self, microbatch: Microbatch) -> Tensor:
-        y: Tensor = self.norm(self.embedding(microbatch))
-        return y
+        return self.norm(self.embedding(microbatch))
 
 
 class DenseHead(nn.Module):
@@ -290,8 +290,7 @@ class DenseHead(nn.Module):
         self.norm, self.linear, self.activation, self.last_norm = norm, linear, FUNCTIONS[activation].of, last_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last_norm(self.activation(self.linear(self.norm(x))))
-        return y
+        return self.last_norm(self.activation(self.linear(self.norm(x))))
 
 
 class Prediction(nn.Module):
@@ -321,8 +320,7 @@ class Prediction(nn.Module):
 
     def forward(self, x: Tensor, microbatch: Microbatch, context: Context, run: Runner) -> Tensor:
         pair = self.embed_norm(self.embedding(microbatch)), self.hidden_norm(x)
-        y: Tensor = self.norm(run([self.block], self.proj(torch.cat(pair, -1)), context))
-        return y
+        return self.norm(run([self.block], self.proj(torch.cat(pair, -1)), context))
 
 
 @dataclass(frozen=True)
@@ -493,6 +491,12 @@ class Decoder(nn.Module):
         """Asked for when the chunk is complete, adapters and all."""
         return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
 
+    @cached_property
+    def _image_windows(self) -> set[tuple[int | None, str]]:
+        """The windows of the layers that look both ways within an image, and how they do."""
+        layers = (getattr(module, "scoring", None) for module in self.modules())
+        return {(each.window, each.both_ways) for each in layers if isinstance(each, Scoring) and each.both_ways}
+
     @classmethod
     def chunk(
         cls,
@@ -643,7 +647,12 @@ class Decoder(nn.Module):
             whole = DocumentAttention(documents, microbatch.sequences)
         if microbatch.image_of is not None:
             documents = Documents.of(microbatch.parts, microbatch.tokens.device)
-            whole = ImageAttention(whole, documents, microbatch.sequences, microbatch.image_of)
+            of_tokens = documents, microbatch.sequences, microbatch.image_of
+            masks = {
+                (window, looks): image_mask(*of_tokens, window, looks == "anywhere")
+                for window, looks in self._image_windows
+            }
+            whole = ImageAttention(whole, masks)
         if microbatch.split is None:
             return whole
         mesh, context = self._mesh, context or self.context_parallel

@@ -62,8 +62,7 @@ class GatedDeltaRule(nn.Module):
             (qkv, share), (z, fades) = inner.split([qkv, values], 1), (of(x) for of in self.of_latents)
         else:
             qkv, z, share, fades = inner.split([qkv, width, values, values], 1)
-        y: Tensor = self.out(self._mixed(qkv, z, share, fades, context).flatten(1))
-        return y
+        return self.out(self._mixed(qkv, z, share, fades, context).flatten(1))
 
     @torch.compiler.disable  # which tokens are of one document is known where it runs
     def _mixed(self, qkv: Tensor, z: Tensor, share: Tensor, fades: Tensor, context: Context) -> Tensor:

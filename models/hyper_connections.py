@@ -72,8 +72,7 @@ class Collapse(_Weights):
 
     def forward(self, x: Tensor) -> Tensor:
         (into,) = self.weights(x)
-        y: Tensor = self.norm((into[..., None] * self.apart(x)).sum(1).to(x.dtype))
-        return y
+        return self.norm((into[..., None] * self.apart(x)).sum(1).to(x.dtype))
 
 
 def _weights(
@@ -132,5 +131,4 @@ class Repeated(nn.Module):
         self.embedding, self.count = embedding, count
 
     def forward(self, microbatch: object) -> Tensor:
-        y: Tensor = self.embedding(microbatch).repeat(1, self.count)
-        return y
+        return self.embedding(microbatch).repeat(1, self.count)

@@ -55,5 +55,4 @@ class LayerInputs(nn.Module):
         assert tokens is not None and embedded is not None  # those of a decoder that tells
         rows = self.embed(tokens.masked_fill(tokens >= self.embed.vocab, 0))
         told = self.norm(self.proj(embedded) * self.of_proj) + rows * self.scale
-        y: Tensor = self.out_norm(self.out(self.activation(self.gate(x)) * (told * self.of_sum)))
-        return y
+        return self.out_norm(self.out(self.activation(self.gate(x)) * (told * self.of_sum)))

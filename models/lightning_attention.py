@@ -40,8 +40,7 @@ class LightningAttention(nn.Module):
         self.rates = rates.chunk(tp.size)[tp.index].to(parameters.mesh.device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        y: Tensor = self.out(self._mixed(self.inner(x), context))
-        return y
+        return self.out(self._mixed(self.inner(x), context))
 
     @torch.compiler.disable  # which tokens are of one document is known where it runs
     def _mixed(self, x: Tensor, context: Context) -> Tensor:

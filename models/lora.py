@@ -169,11 +169,14 @@ def targets(schema: Schema, patterns: Sequence[str]) -> list[LinearTarget]:
     return [linear for linear in linears(schema) if any(matches(each, linear.names) for each in patterns)]
 
 
-def peft_problems(family: str, chosen: Iterable[LinearTarget], whole: str | None) -> Iterator[str]:
+def peft_problems(family: str, chosen: Sequence[LinearTarget], whole: str | None) -> Iterator[str]:
     """Yield why the peft library would load adapters of a family wrongly, or find no place for them; ``whole``: the
     larger model of which the adapted one is a part."""
     if mistaken := mistaken_by_peft(family, chosen):
         yield f"peft takes those of {', '.join(mistaken)} for those of {family}'s experts"
+    transposed = {linear.transposed: linear.hf_name for linear in chosen if not linear.is_parameter}
+    if len(transposed) > 1:
+        yield f"peft has one fan_in_fan_out for all adapters, and {' and '.join(sorted(transposed.values()))} differ"
     refused = REFUSED_BY_PEFT.get(family)
     names = {linear.hf_name.removesuffix(".weight").rpartition(".")[2] for linear in chosen}
     for past in sorted(_PASSED_BY & names):

@@ -155,8 +155,7 @@ def _counting(rope: Rope, sequence_length: int) -> int:
 def _positions_per_radian(base: float, dims: int, count: int | None = None) -> Tensor:
     """Return base ** (0/dims, 2/dims, 4/dims, ...): [count, or dims/2, rounded up]."""
     stop = dims if count is None else 2 * count
-    powers: Tensor = base ** (torch.arange(0, stop, 2, dtype=torch.float32) / dims)
-    return powers
+    return base ** (torch.arange(0, stop, 2, dtype=torch.float32) / dims)
 
 
 def _dynamic_base(rope: DynamicRope, dims: int, sequence_length: int) -> float:

@@ -26,8 +26,7 @@ class ShortConvolution(nn.Module):
         self.conv, self.bias = parameters[f"{name}.conv.weight"], parameters.get(f"{name}.conv.bias")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        y: Tensor = self.out(self._mixed(self.inner(x), context))
-        return y
+        return self.out(self._mixed(self.inner(x), context))
 
     @torch.compiler.disable  # which tokens are of one document is known where it runs
     def _mixed(self, x: Tensor, context: Context) -> Tensor:

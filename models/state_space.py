@@ -56,8 +56,7 @@ class StateSpace(nn.Module):
         self.factors = torch.tensor(factors, dtype=torch.float32, device="cpu").tolist()  # rounded, as there
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        y: Tensor = self.out(self._mixed(self.inner(x), context).flatten(1))
-        return y
+        return self.out(self._mixed(self.inner(x), context).flatten(1))
 
     @torch.compiler.disable  # which tokens are of one document is known where it runs
     def _mixed(self, x: Tensor, context: Context) -> Tensor:
@@ -112,15 +111,13 @@ class SelectiveScan(nn.Module):
         x = self._convolved(x, context)
         dt, b, c = (norm(each) for norm, each in zip(self.norms, self.select(x).split(self.pieces, 1), strict=True))
         bc = all_gather(torch.cat([b, c], 1), self.group)
-        y: Tensor = self.out(self._scanned(x, z, self.dt(dt), bc, context))
-        return y
+        return self.out(self._scanned(x, z, self.dt(dt), bc, context))
 
     @torch.compiler.disable  # which tokens are of one document is known where it runs
     def _convolved(self, x: Tensor, context: Context) -> Tensor:
         assert context.states is not None  # of a model that has layers with a state
         x = context.states.convolve(self.name, x, self.conv.flatten(1))
-        y: Tensor = self.activation(x if self.bias is None else x + self.bias)
-        return y
+        return self.activation(x if self.bias is None else x + self.bias)
 
     @torch.compiler.disable
     def _scanned(self, x: Tensor, z: Tensor, steps: Tensor, bc: Tensor, context: Context) -> Tensor:

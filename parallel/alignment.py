@@ -54,8 +54,7 @@ class Alignment:
         """
         if tokens.padding is not None:
             divergences = divergences.masked_fill(tokens.padding, 0)
-        entered: Tensor = _EnterDivergence.apply(y, divergences.sum(), self, self.layers.index(layer))
-        return entered
+        return _EnterDivergence.apply(y, divergences.sum(), self, self.layers.index(layer))
 
     @torch.no_grad()
     def read(self, layers: int) -> Tensor:

@@ -157,8 +157,7 @@ class Balance:
         self._counted[at].add(tokens.microbatch)
         if not (self.coefficients.balance or self.coefficients.z_loss) or not logits.requires_grad:
             return logits
-        entered: Tensor = _Enter.apply(logits, counts, rows, tokens.padding, self, at)
-        return entered
+        return _Enter.apply(logits, counts, rows, tokens.padding, self, at)
 
     def _rows(self, tokens: RoutedTokens, n: int) -> Tensor | None:
         """Return the sequence of the microbatch that each of this rank's tokens is of, [n]; None where they count as

@@ -233,8 +233,7 @@ def _node(started: Tensor) -> Pending:
 
 @torch.library.custom_op("megacore::all_gather_after", mutates_args=())
 def _gather_after(x: Tensor, size: int, name: str, after: Tensor) -> Tensor:
-    gathered: Tensor = _functional.all_gather_into_tensor(x, size, name)
-    return gathered
+    return _functional.all_gather_into_tensor(x, size, name)
 
 
 @_gather_after.register_fake
@@ -321,8 +320,7 @@ def _same(x: Tensor, group: Group, dim: int) -> Tensor:
 def _apply(x: Tensor, group: Group, dim: int, there: _Move, back: _Move) -> Tensor:
     if group.size == 1:
         return x
-    result: Tensor = _CollectiveAndAdjoint.apply(x, group, dim, there, back)
-    return result
+    return _CollectiveAndAdjoint.apply(x, group, dim, there, back)
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:

@@ -195,8 +195,7 @@ class ContextSplit:
         return int(np.searchsorted(self.starts, token, side="right")) - 1
 
     def _documents_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        found: npt.NDArray[np.int64] = np.searchsorted(self.starts, tokens, side="right") - 1
-        return found
+        return np.searchsorted(self.starts, tokens, side="right") - 1
 
     @cached_property
     def in_part(self) -> tuple[dict[int, list[_Held]], ...]:

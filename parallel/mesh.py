@@ -231,10 +231,9 @@ class Mesh:
         """
         nccl = backend is None and self.device.type == "cuda" and dist.get_backend() == "nccl"
         options = urgent(self.timeout) if nccl else None
-        made: dist.ProcessGroup = dist.new_group(
+        return dist.new_group(
             list(ranks), timeout=self.timeout, backend=backend, pg_options=options, use_local_synchronization=True
         )
-        return made
 
     def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Group:
         return Group(ranks, ranks.index(self.rank), group, dist.get_backend(group) == "gloo", self.recorder, self.baton)

@@ -65,6 +65,19 @@ def matrix_dims(param: Param, split: Split) -> tuple[str, ...]:
     return tuple(dim for dim in TOKENS if dim not in others)
 
 
+def copy_dims(param: Param, split: Split) -> tuple[str, ...]:
+    """Return the dimensions of the mesh along which ranks of a stage hold copies of a parameter: those of the tokens,
+    but for those that split one of its axes."""
+    split_by = {dim for axis in (*param.sentence.axes, *param.named_axes) for dim in split.get(axis, ())}
+    return tuple(dim for dim in TOKENS if dim not in split_by)
+
+
+def of_copies(layout: Layout) -> Iterator[list[RankSet]]:
+    """Yield the sets of ranks along each of :func:`copy_dims`, of all parameters."""
+    for dims in dict.fromkeys(copy_dims(param, layout.split) for param in layout.schema.params):
+        yield layout.mesh.all_along(*dims)
+
+
 def of_matrices(layout: Layout) -> Iterator[list[RankSet]]:
     """Yield the sets of ranks along each of :func:`matrix_dims`, of all matrices."""
     for dims in dict.fromkeys(matrix_dims(p, layout.split) for p in layout.schema.params if p.is_matrix):

@@ -777,8 +777,10 @@ def _base_dtype(facts: RuleContext) -> Iterator[str]:
     schema, shape = facts.model.schema, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp)
     if mesh_problems(facts.sizes, shape, mesh.etp):
         return  # said already
+    on_any = config.tuning.block_problems(schema, MeshShape(), mesh.split)
     for problem in config.tuning.block_problems(schema, shape, mesh.split):
-        yield f"{problem}: choose other sizes of the mesh, or lora.base_dtype=null"
+        other = "" if problem in on_any else "choose other sizes of the mesh, or "
+        yield f"{problem}: {other}set lora.base_dtype=null"
 
 
 def _one_start(facts: RuleContext) -> Iterator[str]:

@@ -100,8 +100,7 @@ class Examples:
 
     def images(self, index: int) -> ImageTokens:
         """Return the images of a document."""
-        found: ImageTokens = json.loads(self._images[index])[1] if index in self._images else ()
-        return found
+        return json.loads(self._images[index])[1] if index in self._images else ()
 
     @property
     def longest_image(self) -> int:

@@ -486,7 +486,7 @@ def _object(path: Path, at: int, line: bytes) -> dict[str, Any] | Fault:
     except RecursionError:
         return Fault(path, "not JSON that can be read: it is nested too deeply", at)
     if not isinstance(row, dict):
-        return Fault(path, f"a JSON {type(row).__name__}, not an object", at)
+        return Fault(path, f"{'null' if row is None else f'a JSON {type(row).__name__}'}, not an object", at)
     return row
 
 

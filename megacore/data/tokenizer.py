@@ -155,8 +155,7 @@ class _Slow:
         return 1 + max(self._tokenizer.get_vocab().values())
 
     def end(self, token: str | None) -> int | None:
-        found: int | None = self._tokenizer.eos_token_id
-        return found
+        return self._tokenizer.eos_token_id
 
     def batch(self, texts: list[str]) -> tuple[Integers, list[int]]:
         """Return the same as _Fast."""

@@ -39,7 +39,7 @@ def image_scores(scores: int, heads: int, layers: int, softcap: bool) -> int:
         layers: Those that look both ways.
         softcap: Whether they have one.
     """
-    each, made = (11 * heads, 17 * heads) if softcap else (5, 16)
+    each, made = (11 * heads, 17 * heads) if softcap else (4, 16)
     return scores * (each * max(layers - 1, 0) + made * bool(layers))
 
 

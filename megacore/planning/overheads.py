@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,12 +25,15 @@ from megacore.data.indexed import IndexedDataset, Integers
 from megacore.data.samples import BLOCKS, Source, parts
 from megacore.models import names
 from megacore.parallel.rank_sets import (
+    TOKENS,
     RankSet,
     Rounds,
     across,
     channel_kinds,
+    copy_dims,
     divided,
     of_context,
+    of_copies,
     of_matrices,
     of_mesh,
     parts_of_dp,
@@ -118,9 +121,9 @@ class Save:
 
 @dataclass(frozen=True)
 class Resume:
-    """Going on from it on the same layout: bytes of the states that are loaded, those that all ranks read, one rank and
-    one node at the most, those that the fullest rank gets from others, and the seconds until all have everything:
-    reading and sending go on side by side."""
+    """Going on from it on the same layout: bytes of the states that are loaded, each element once, those that all ranks
+    read, one rank and one node at the most, those that the fullest rank gets from others, and the seconds until all
+    have everything: reading and sending go on side by side."""
 
     size: int
     read: int
@@ -268,33 +271,50 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
     """Return the costs of a resume as `megacore.training.initial_state` does it: masters of what is trained, other
     weights, then moments."""
     layout, states, lacking = setting.layout, _states(setting), _lacking(setting)
-    by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes
-    first = MASTER if MASTER in states else WEIGHTS
+    by_rank, held, residuals = Counter[int](), Counter[int](), Counter[int]()
+    sizes, part = layout.schema.sizes, _of_replica(layout.mesh, setting.alone)
+    parts, first = parts_of_dp(layout.mesh, setting.alone), MASTER if MASTER in states else WEIGHTS
+
+    def loaded(stored: Sequence[Stored]) -> Iterator[tuple[str, list[Stored]]]:
+        """Yield what is loaded of each state."""
+        yield first, [each for each in stored if each.name not in lacking[MASTER]]
+        yield WEIGHTS, [each for each in stored if each.name in lacking[MASTER]]
+        for state in (*STATES[2:], *ROUND_STATES):
+            if state in states:
+                yield state, [each for each in stored if each.name not in lacking[state]]
+
     for replica, ranks in _together(setting):
-        stored = list(native(layout, [ranks[0]]))
-        held = {state: [each for each in stored if each.name not in names] for state, names in lacking.items()}
-        rest = [each for each in stored if each.name in lacking[MASTER]]
-        before = by_rank.total()
-        later = [(state, held[state]) for state in (*STATES[2:], *ROUND_STATES) if state in states]
-        for state, tensors in ((first, held[MASTER]), (WEIGHTS, rest), *later):
-            if _writes(state, replica):
-                size += states[state] * sum(_unpadded(each, sizes) for each in tensors)
-            for _, slices in share_reads(tensors, len(ranks)):
-                for part, reader in slices:
-                    by_rank[ranks[reader]] += states[state] * _unpadded(part, sizes)
-        own = by_rank.total() - before
-        received = max(received, own - min(by_rank[rank] for rank in ranks))
-        residual = states.get(RESIDUAL, 0) * sum(_unpadded(each, sizes) for each in held[RESIDUAL])
-        size += residual * len(ranks)
-        by_rank.update(dict.fromkeys(ranks, residual))  # each reads its own
+        stored, place = list(native(layout, [ranks[0]])), parts[replica].index(ranks[0])
+        for state, tensors in loaded(stored):
+            held.update(dict.fromkeys(ranks, states[state] * sum(_unpadded(each, sizes) for each in tensors)))
+            by_dims = dict[tuple[str, ...], list[Stored]]()
+            for each in tensors:
+                by_dims.setdefault(copy_dims(layout.schema[each.param], layout.split), []).append(each)
+            for dims, copied in by_dims.items():
+                sharing = part.along(place, *dims)
+                for _, slices in share_reads(copied, len(sharing)) if place == sharing[0] else ():
+                    for each, reader in slices:
+                        by_rank[parts[replica][sharing[reader]]] += states[state] * _unpadded(each, sizes)
+        own = [each for each in stored if each.name not in lacking[RESIDUAL]]
+        residuals.update(dict.fromkeys(ranks, states.get(RESIDUAL, 0) * sum(_unpadded(each, sizes) for each in own)))
+    received = max(held[rank] - by_rank[rank] for rank in held)
+    by_rank += residuals  # each reads its own
+    once = list(native(replace(layout, mesh=MeshShape(), layers=(sum(layout.layers),), placement="loop"), [0]))
+    size = residuals.total() + sum(
+        states[state] * sum(math.prod(each.shape) for each in tensors)
+        for replica in range(setting.alone)
+        for state, tensors in loaded(once)
+        if _writes(state, replica)
+    )
     _, _, busiest, busiest_node = _busiest(by_rank, cluster.device.per_node)
     reading = storage.seconds(by_rank.total(), busiest_node)
-    seconds = max(reading, received / cluster.bandwidth(layout.mesh, "dp x cp"))
+    slowest = min(cluster.bandwidth(layout.mesh, " x ".join(dims)) for dims in (("dp", "cp"), TOKENS))
+    seconds = max(reading, received / slowest)
     return Resume(size, by_rank.total(), busiest, busiest_node, received, seconds)
 
 
 def _together(setting: Setting) -> Iterator[tuple[int, RankSet]]:
-    """Yield (a replica, ranks of it) of ranks along dp and cp, which write and read together."""
+    """Yield (a replica, ranks of it) of ranks along dp and cp, which write together."""
     mesh = setting.layout.mesh
     for replica, part in enumerate(parts_of_dp(mesh, setting.alone)):
         for ranks in _of_replica(mesh, setting.alone).all_along("dp", "cp"):
@@ -319,13 +339,13 @@ def _unpadded(stored: Stored, sizes: Sizes) -> int:
 
 def _rounds(setting: Setting) -> list[list[RankSet]]:
     """Return the sets that get groups of the device's kind, in the calls that make them: of the mesh, of those that
-    share gradients and state, and of those that read together."""
+    share gradients and state, and of those that read copies together."""
     mesh, alone, rounds = setting.layout.mesh, setting.alone, Rounds()
     layout = replace(setting.layout, mesh=_of_replica(mesh, alone))
     shared = divided(layout, None if setting.shard == "none" else setting.replicas // alone)
     inner = of_context(layout.mesh, setting.context.heads)
     whole = of_matrices(layout) if setting.muon_steps else ()
-    batches = [*of_mesh(layout.mesh, setting.has_experts), inner, shared, *whole, layout.mesh.all_along("dp", "cp")]
+    batches = [*of_mesh(layout.mesh, setting.has_experts), inner, shared, *whole, *of_copies(layout)]
     if alone > 1:
         parts = parts_of_dp(mesh, alone)
         batches = [[tuple(part[rank] for rank in ranks) for ranks in sets for part in parts] for sets in batches]

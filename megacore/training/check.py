@@ -38,6 +38,7 @@ from megacore.training.resume import (
     data_as_begun,
     find,
     model_of,
+    peft_refusals,
     raw_of,
     with_init,
 )
@@ -101,6 +102,7 @@ def check(
             found += [f"checkpoint: {error}"] * isinstance(error, StoreError)  # of a mesh, a rule says what is wrong
     if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
+        found += _unexportable(config, model)
     is_elsewhere = any(each.hub_name is not None for each in config.data.train + config.data.validation)
     if readable(config) and not (found and is_elsewhere):
         try:
@@ -141,6 +143,17 @@ def check(
     if changed := [*wrong, *changed, *no_room]:
         raise ConfigError(changed)
     return Setup(config, model, corpora, start, travelling, order)
+
+
+def _unexportable(config: Config, model: ModelConfig) -> Iterator[str]:
+    """Yield why the export of a run's adapters would be refused when they are trained."""
+    export, init = config.checkpoint.export, config.checkpoint.init
+    for problem in peft_refusals(config, model) if export is not None else ():
+        yield (
+            f"checkpoint.export ({export}) is for the peft library, and {problem}: name other linears in lora.targets, "
+            f"or leave out the export and merge the adapters by `megacore convert CHECKPOINT FOLDER --to hf --base "
+            f"{init}`"
+        )
 
 
 def _of_images(config: Config, model: ModelConfig, start: Start, corpora: Corpora) -> Iterator[str]:

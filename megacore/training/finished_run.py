@@ -12,7 +12,7 @@ from megacore.store.conversions.target import MadeFolder
 from megacore.training import metrics
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FinishedRun:
     """A run whose ranks have ended. What is on disk is read when it is asked for, on the machine that has it.
 
@@ -25,6 +25,11 @@ class FinishedRun:
     config: Config
     step: int
     exported: MadeFolder | None = None
+
+    def __repr__(self) -> str:
+        losses = [record["loss"] for record in self.metrics if "loss" in record]
+        loss = f", loss {losses[-1]:.4f}" if losses else ""
+        return f"FinishedRun({self.config.out!r}, step {self.step} of {self.config.train.steps}{loss})"
 
     @property
     def folder(self) -> Path:

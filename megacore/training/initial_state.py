@@ -47,7 +47,7 @@ def load_initial_state(start: Start, parameters: Parameters, optimizer: Optimize
                 for name, tensor in loader.tensors(going_on, kept, wanted):
                     optimizer.load_from(state, name, tensor)
         if ours := optimizer.residuals:
-            apart = Loader(parameters, control, share=())
+            apart = Loader(parameters, control, share=False)
             for number, state in enumerate(residuals_of(going_on.states)):
                 # Dealt out in turns: what all have left together is as it was.
                 mine = number % ours == optimizer.data_rank

@@ -425,12 +425,15 @@ def _of_run(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
 
 
 def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
-    """Yield which adapters the peft library would load wrongly, so that an export to it refuses them in the end."""
-    if (lora := config.tuning.lora) is None:
-        return
-    whole = base if is_part_of(base := str(config.checkpoint.init)) else None
-    for problem in lora_of.peft_problems(model.family, lora_of.targets(model.schema, lora.targets), whole):
+    for problem in peft_refusals(config, model):
         yield f"The adapters can be merged (--to hf --base), not exported by --to peft: {problem}."
+
+
+def peft_refusals(config: Config, model: ModelConfig) -> Iterator[str]:
+    """Yield why the peft library would load the adapters of a run wrongly, so that an export to it refuses them."""
+    if (lora := config.tuning.lora) is not None:
+        whole = base if is_part_of(base := str(config.checkpoint.init)) else None
+        yield from lora_of.peft_problems(model.family, lora_of.targets(model.schema, lora.targets), whole)
 
 
 def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[Any]:

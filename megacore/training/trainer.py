@@ -113,9 +113,15 @@ def callbacks_of(config: Config) -> list[Callback]:
 
 
 def check_methods(callbacks: Sequence[Callback]) -> None:
-    """Raise a TypeError for a callback with a method that cannot be called as :class:`Callback` says."""
+    """Raise a TypeError for what is no callback, and for one with a method that cannot be called as :class:`Callback`
+    says."""
     hooks = {name: method for name, method in vars(Callback).items() if not name.startswith("_")}
     for callback in callbacks:
+        if isinstance(callback, type):
+            name = callback.__name__
+            raise TypeError(f"callbacks: {name} is a class: give what it makes, {name}()")
+        if not isinstance(callback, Callback):
+            raise TypeError(f"callbacks: {callback!r} is no megacore.Callback: derive its class from that")
         for name, method in hooks.items():
             given = list(inspect.signature(method).parameters)[1:]
             try:

@@ -45,8 +45,7 @@ def _relu2(x: Tensor) -> Tensor:
     """So et al. 2021, arXiv 2109.08668."""
     if torch.compiler.is_compiling():
         return F.relu(x).square()
-    y: Tensor = _ReLU2.apply(x)
-    return y
+    return _ReLU2.apply(x)
 
 
 def _gelu(approximate: str) -> Function:
@@ -123,8 +122,7 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
     7 (gpt-oss, OpenAI 2025, arXiv 2508.10925); only the input is kept for the backward."""
     if torch.compiler.is_compiling():
         return _clamped_swiglu(gate_up)
-    y: Tensor = _ClampedSwiGLU.apply(gate_up)
-    return y
+    return _ClampedSwiGLU.apply(gate_up)
 
 
 def limited_swiglu(gate_up: Tensor) -> Tensor:
@@ -157,5 +155,4 @@ def gated(name: str, gate_up: Tensor) -> Tensor:
         # The compiler fuses the formula, keeps its input alone, and cannot trace writing into halves of a tensor.
         gate, up = gate_up.chunk(2, -1)
         return function.of(gate) * up
-    y: Tensor = _Gated.apply(gate_up, function)
-    return y
+    return _Gated.apply(gate_up, function)

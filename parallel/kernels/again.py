@@ -34,5 +34,4 @@ class _Again(torch.autograd.Function):
 def keeping_inputs(formula: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Return ``formula(*inputs)``, of which autograd keeps the inputs alone; it must depend on nothing else that
     changes."""
-    outputs: tuple[Tensor, ...] = _Again.apply(formula, *inputs)
-    return outputs
+    return _Again.apply(formula, *inputs)

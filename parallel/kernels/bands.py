@@ -119,8 +119,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, starts: Tensor 
         starts: int32 [documents + 1], where the documents of all rows begin, and their end; None where each row is one.
     """
     scale = scoring.factor(q.shape[-1])
-    y: Tensor = forward(q, k, v, scoring.sinks, starts, scale, scoring.window, scoring.softcap)[0]
-    return y
+    return forward(q, k, v, scoring.sinks, starts, scale, scoring.window, scoring.softcap)[0]
 
 
 # Operators, so that torch.compile takes them as they are: unrolled, they compile for long and run slower.
@@ -460,8 +459,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 
     Torch's kernel forward. The backward is that of :func:`causal_backward`.
     """
-    y: Tensor = _NarrowAttention.apply(q, k, v, scale)
-    return y
+    return _NarrowAttention.apply(q, k, v, scale)
 
 
 def is_faster(q: Tensor) -> bool:

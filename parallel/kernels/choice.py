@@ -347,8 +347,7 @@ def updates(optimizer: torch.optim.AdamW) -> int:
 
 def step_of(optimizer: torch.optim.AdamW) -> Tensor:
     """Return the same number, a scalar on the device that nobody waits for."""
-    step: Tensor = next(iter(optimizer.state.values()))["step"]
-    return step
+    return next(iter(optimizer.state.values()))["step"]
 
 
 def set_updates(optimizer: torch.optim.AdamW, count: int) -> None:

@@ -23,8 +23,7 @@ def causal_convolution(x: Tensor, weight: Tensor, before: Tensor, spans: Spans) 
         before: [spans, taps - 1, channels], what stands before each span; zeros at the beginning of a document.
         spans: Those of the tokens.
     """
-    y: Tensor = _Convolution.apply(x, weight, before, spans.earlier(weight.shape[1] - 1))
-    return y
+    return _Convolution.apply(x, weight, before, spans.earlier(weight.shape[1] - 1))
 
 
 class _Convolution(torch.autograd.Function):

@@ -99,22 +99,24 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int
     return scaled_dot_product(q, k, v, scoring, mask).transpose(1, 2).flatten(0, 1)
 
 
-def both_ways(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, image_of: Tensor, scoring: Scoring = PLAIN
-) -> Tensor:
-    """Compute all scores of each of the sequences; tokens of one image in a document look at each other whatever their
-    order; what is far before a window hides, of an image too if they look both ways in it alone. image_of: [t], the
-    number of each token's image, or below 0."""
-    place = torch.arange(len(q), device=q.device)
+def image_mask(documents: Documents, sequences: int, image_of: Tensor, window: int | None, anywhere: bool) -> Tensor:
+    """Return whether each token looks at each of its sequence, [sequences, s, s]: at those before it in its document,
+    and those of its image there; what is far before a window hides, of an image too unless they look ``anywhere``.
+    image_of: [t], the number of each token's image, or below 0."""
+    place = torch.arange(len(image_of), device=image_of.device)
     number = torch.bucketize(place, documents.device, right=True).view(sequences, -1, 1)
     image, place = image_of.view(sequences, -1, 1), place.view(sequences, -1, 1)
     before = place - place.mT
     shown, seen = (image == image.mT) & (image >= 0), before >= 0
-    if scoring.window is not None:
-        seen &= before < scoring.window
-        shown &= (before < scoring.window) | (scoring.both_ways == "anywhere")
-    seen = (number == number.mT) & (seen | shown)
-    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
+    if window is not None:
+        seen &= before < window
+        shown &= (before < window) | anywhere
+    return (number == number.mT) & (seen | shown)
+
+
+def both_ways(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    """Compute all scores of each of the sequences, of which those that ``seen`` of :func:`image_mask` has count."""
+    q, k, v = (x.unflatten(0, (len(seen), -1)).transpose(1, 2) for x in (q, k, v))
     softcap = scoring.softcap is not None  # which torch's attention does not know
     y = attend(q, k, v, seen, scoring) if softcap else scaled_dot_product(q, k, v, scoring, seen[:, None])
     return y.transpose(1, 2).flatten(0, 1)
@@ -160,8 +162,7 @@ def fused_takes_groups(device: str, dtype: torch.dtype, masked: bool) -> bool:
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
     """Attend by a kernel for all documents of about one length, one operator for all: autograd and the compiler see no
     document."""
-    y: Tensor = forward(q, k, v, documents.host, scale)[0]
-    return y
+    return forward(q, k, v, documents.host, scale)[0]
 
 
 # Documents whose lengths are the same in multiples of so many tokens go together.

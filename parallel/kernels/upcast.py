@@ -53,8 +53,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [..., in], weight: [out, in], bias: [out] -> x weight' + bias: [..., out]."""
     if not upcasts(x) or (weight.is_contiguous() and x.numel() < FEW * x.shape[-1]):
         return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias)
-    return y
+    return _Linear.apply(x, weight, bias)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

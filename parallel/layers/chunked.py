@@ -39,8 +39,7 @@ def in_chunks(function: Function, modules: Sequence[nn.Module], x: Tensor, token
     kept = _Keep.apply(x)
     # No node stands behind what nobody differentiates, such as what a frozen embedding gives.
     keeper = kept.grad_fn or SimpleNamespace(saved_tensors=(x,))
-    y: Tensor = _Chunked.apply(kept, keeper, function, modules, tokens, *trained)
-    return y
+    return _Chunked.apply(kept, keeper, function, modules, tokens, *trained)
 
 
 def _forward(function: Function, x: Tensor, tokens: int) -> Tensor:
@@ -140,8 +139,7 @@ def _summing(modules: Iterable[nn.Module], sums: dict[Tensor, Tensor]) -> Iterat
 
 def _random(device: torch.device) -> Tensor:
     """Return the state of the generator of a device."""
-    state: Tensor = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-    return state
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 @contextmanager

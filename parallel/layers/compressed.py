@@ -89,8 +89,7 @@ class CompressedTokens:
         """Return what layers ask for alike."""
         if key not in self._made:
             self._made[key] = make()
-        found: T = self._made[key]  # type: ignore[assignment]
-        return found
+        return self._made[key]  # type: ignore[return-value]
 
     def __call__(
         self,

@@ -31,8 +31,7 @@ class Cutoff(nn.Module):
         self.deviations, self.features, self.own, self.group = deviations, features, own, group
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Quantile.apply(x, self.deviations, self.features, self.own, self.group)
-        return y
+        return _Quantile.apply(x, self.deviations, self.features, self.own, self.group)
 
 
 class _Quantile(torch.autograd.Function):

@@ -42,7 +42,8 @@ class Experts(nn.Module):
     x: [n, embed], chosen: [n, k], weights: [n, k] -> [n, embed].
 
     Where rows travel the host waits once for the device, for how many there are, and the device copies rows meanwhile;
-    where they do not and a kernel takes the products, never.
+    where they do not and a kernel takes the products, never; but where some experts do nothing it does, for the device
+    alone knows how many rows are left, and to multiply as many as there could be would cost more.
 
     Args:
         up: [experts here, inner, embed], the inner features of gate and up one after the other where they are gated.
@@ -122,14 +123,12 @@ class Experts(nn.Module):
     def hidden(self, x: Tensor, dispatch: Dispatch, coming: Pending) -> Tensor:
         """x: [n, embed], of which ``coming`` are the R rows -> [R, inner]."""
         products, _ = self.weight_products
-        h: Tensor = _Up.apply(x, self.up, self.up_bias, dispatch, products, coming, self._handing(self.up))
-        return h
+        return _Up.apply(x, self.up, self.up_bias, dispatch, products, coming, self._handing(self.up))
 
     def outputs(self, a: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         """a: [R, features], weights: [N, k], of the tokens of all ranks of ``features`` -> [n, embed]."""
         _, products = self.weight_products
-        y: Tensor = _Down.apply(a, weights, self.down, self.down_bias, dispatch, products, self._handing(self.down))
-        return y
+        return _Down.apply(a, weights, self.down, self.down_bias, dispatch, products, self._handing(self.down))
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,7 @@ class Fp8(Product):
         if self.kernels is None or torch.compiler.is_compiling():
             wide = torch.promote_types(tensors[0].dtype, torch.float32)
             return torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=wide) for x in tensors])
-        found: Tensor = self.kernels.largest(tensors)
-        return found
+        return self.kernels.largest(tensors)
 
     def _cast(
         self, x: Tensor, largest: Tensor | None, dtype: torch.dtype, straight: bool = True, turned: bool = False

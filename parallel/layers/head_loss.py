@@ -143,8 +143,7 @@ def head_loss(
     """
     if chunk is None:
         return head_losses(x, weight, labels, objective, chunk, bias, product).sum()
-    loss: Tensor = _ChunkedLoss.apply(x, weight, bias, labels, objective, chunk, torch.is_grad_enabled())
-    return loss
+    return _ChunkedLoss.apply(x, weight, bias, labels, objective, chunk, torch.is_grad_enabled())
 
 
 def head_losses(
@@ -165,5 +164,4 @@ def head_losses(
     """
     if chunk is None:
         return objective(column_linear(x, weight, bias, objective.group, product=product), labels)
-    losses: Tensor = _ChunkedLosses.apply(x, weight, bias, labels, objective, chunk)
-    return losses
+    return _ChunkedLosses.apply(x, weight, bias, labels, objective, chunk)

@@ -167,8 +167,7 @@ def column_linear(
     """x: [t/tp, in], or [t, in] on every rank without ``sequence`` -> y: [t, out/tp]."""
     if group.size == 1 and product is DENSE:
         return kernels.linear(x, weight, bias)  # autograd's own, which can be differentiated twice
-    y: Tensor = Column.apply(x, weight, bias, group, sequence, product)
-    return y
+    return Column.apply(x, weight, bias, group, sequence, product)
 
 
 def row_linear(
@@ -185,8 +184,7 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
     """x: [t/tp, in] -> y: [t/tp, out]; every rank of the group has all of the weight."""
     if product is DENSE:
         return kernels.linear(x, weight, bias)
-    y: Tensor = Replicated.apply(x, weight, bias, group, product)
-    return y
+    return Replicated.apply(x, weight, bias, group, product)
 
 
 def _drawn(

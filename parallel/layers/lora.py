@@ -139,19 +139,15 @@ class ExpertsAdapted(Experts):
         if not self.up_adapter:
             return super().hidden(x, dispatch, coming)
         products = self.products, self.weight_products[0]
-        h: Tensor = _UpAdapted.apply(
-            x, self.up, self.up_bias, *self.up_adapter, self._scale, dispatch, *products, coming
-        )
-        return h
+        return _UpAdapted.apply(x, self.up, self.up_bias, *self.up_adapter, self._scale, dispatch, *products, coming)
 
     def outputs(self, a: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
         if not self.down_adapter:
             return super().outputs(a, weights, dispatch)
         products = self.products, self.weight_products[1]
-        y: Tensor = _DownAdapted.apply(
+        return _DownAdapted.apply(
             a, weights, self.down, self.down_bias, *self.down_adapter, self._scale, dispatch, *products
         )
-        return y
 
 
 class _UpAdapted(torch.autograd.Function):

@@ -78,8 +78,7 @@ class Objective:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute :func:`cross_entropy`."""
-        loss: Tensor = _CrossEntropy.apply(logits, labels, self)
-        return loss
+        return _CrossEntropy.apply(logits, labels, self)
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """-> the losses: [t], zero where the label is ignored, and ``log sum exp``: [t]; the same on every rank."""

@@ -134,8 +134,7 @@ class SplitRMSNorm(nn.Module):
         if self.own > 1:
             rows = x.reshape(len(x), self.own, -1)
             return self._alone(rows, self.weight.view(self.own, -1), self.eps).view(x.shape)
-        y: Tensor = _NormOverRanks.apply(x, self.weight, self.eps, self.group, self.groups)
-        return y
+        return _NormOverRanks.apply(x, self.weight, self.eps, self.group, self.groups)
 
 
 class _NormOverRanks(torch.autograd.Function):

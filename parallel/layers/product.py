@@ -257,8 +257,7 @@ class SymmetricMemory(Dense):
         return y if bias is None else y.add_(bias)
 
     def forward_scatter(self, x: Operand, weight: Operand, group: Group) -> Tensor:
-        y: Tensor = _matmul_scatter(x.values, weight.values.t(), "sum", 0, group.name)
-        return y
+        return _matmul_scatter(x.values, weight.values.t(), "sum", 0, group.name)
 
     def gather_input_gradient(self, dy: Operand, weight: Operand, group: Group) -> tuple[Operand, Tensor]:
         full, (dx,) = _gather_matmul(dy.values.contiguous(), [weight.values], 0, group.name)

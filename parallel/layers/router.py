@@ -119,8 +119,7 @@ def scores_of(logits: Tensor, routing: Routing) -> Tensor:
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [n, in], weight: [out, in], bias: [out] -> [n, out], in fp32 at least."""
-    y: Tensor = _WideLinear.apply(x, weight, bias)
-    return y
+    return _WideLinear.apply(x, weight, bias)
 
 
 class _WideLinear(torch.autograd.Function):

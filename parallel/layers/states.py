@@ -153,8 +153,7 @@ class ContextStates(States):
         """each: [spans, ...] of this rank -> what is made of those of all ranks: [place, ...]."""
         own = self.spans.kept("told", lambda: self.plan.told_by(self.group.index))
         rows = F.pad(each[own], (0, 0) * (each.dim() - 1) + (0, self.plan.most - len(own)))
-        result: Tensor = _OfAll.apply(rows, self.group, made)
-        return result
+        return _OfAll.apply(rows, self.group, made)
 
 
 class _OfAll(torch.autograd.Function):

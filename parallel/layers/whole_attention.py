@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,14 +54,12 @@ class DocumentAttention:
 @dataclass(frozen=True, eq=False)
 class ImageAttention:
     """As ``plain``, but in layers that look both ways tokens of one image look at each other whatever their order.
-    ``image_of``: [t], the number of the image, or the prompt with one, that each token is of, below 0 of none."""
+    ``masks``: that of each window, and of how they look, as of :func:`~parallel.kernels.documents.image_mask`."""
 
     plain: MaskedAttention
-    documents: Documents
-    sequences: int
-    image_of: Tensor
+    masks: Mapping[tuple[int | None, str], Tensor]
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         if scoring.both_ways is None:
             return self.plain(name, q, k, v, scoring)
-        return kernels.image_attention(q, k, v, self.documents, self.sequences, self.image_of, scoring)
+        return kernels.image_attention(q, k, v, self.masks[scoring.window, scoring.both_ways], scoring)

@@ -99,8 +99,7 @@ def runner(
 
 
 def _call(block: nn.Module, *arguments: object) -> Tensor:
-    y: Tensor = block(*arguments)
-    return y
+    return block(*arguments)
 
 
 PLAIN = Runner(_call)

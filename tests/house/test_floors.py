@@ -38,7 +38,9 @@ LOWER = {
 INTEGERS = {"numpy"} | sys.stdlib_module_names
 
 
-MEASURE = tuple(f"megacore.planning.trace.{x}" for x in ("fake_cuda", "measure", "rank_steps", "simulated_gpu"))
+MEASURE = tuple(
+    f"megacore.planning.trace.{x}" for x in ("fake_cuda", "measure", "rank_steps", "simulated_gpu", "torch_attention")
+)
 """Run the model, and are imported when they are to."""
 FILLS_TENSORS = "megacore.store.weight_folders.loader"
 AGENT = tuple(

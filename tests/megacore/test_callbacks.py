@@ -133,3 +133,9 @@ class Forgets(Callback):
 def test_a_method_that_cannot_be_called_is_told_before_anything_starts() -> None:
     with pytest.raises(TypeError, match=r"Forgets\.on_step is called with \(run, stats\): too many positional"):
         megacore.train("nowhere.yaml", callbacks=[Hears(), Forgets()])
+    given: Any = Hears
+    with pytest.raises(TypeError, match=r"callbacks: Hears is a class: give what it makes, Hears\(\)"):
+        megacore.train("nowhere.yaml", callbacks=[given])
+    given = object()
+    with pytest.raises(TypeError, match=r"callbacks: <object .*> is no megacore.Callback: derive its class from that"):
+        megacore.finetune("nowhere.yaml", callbacks=[given])

@@ -75,6 +75,8 @@ def test_steps_come_from_the_epochs_everywhere(tmp_path: Path, capsys: pytest.Ca
     run = [f"out={tmp_path / 'run'}", "train.steps=1", "schedule.warmup_steps=1", "checkpoint.at_end=true"]
     done = megacore.train(recipe, [*run, "train.epochs=0.1"])
     assert f"train.epochs=0.1: {done.step} steps of 8 samples" in capsys.readouterr().out
+    last = [each["loss"] for each in done.metrics if "loss" in each][-1]
+    assert repr(done) == f"FinishedRun('{tmp_path / 'run'}', step {done.step} of {done.step}, loss {last:.4f})"
     assert load(tmp_path / "run/config.yaml").train.steps == done.step > 1
     steps = engine.train(recipe, [f"out={tmp_path / 'steps'}", "schedule.warmup_steps=1", f"train.steps={done.step}"])
     for key in ("lr", "loss", "validation_loss"):

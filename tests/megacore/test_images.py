@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -30,10 +31,11 @@ from megacore.data.images import open_image
 from megacore.data.model_tokenizer import ModelTokenizer
 from megacore.data.samples import Sample
 from megacore.inference.model_loader import microbatch_of, model_from
+from megacore.models import decoder
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch, MicrobatchImage
 from megacore.models.wrappers import WRAPPERS, rope_axes
-from megacore.parallel.kernels.documents import Documents, both_ways
+from megacore.parallel.kernels.documents import Documents, both_ways, image_mask
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
@@ -54,6 +56,8 @@ LENGTH = 256
 SEE = [name for name, each in WRAPPERS.items() if not each.no_images and not each.sections]
 IN_THREE = [name for name, each in WRAPPERS.items() if each.sections]
 """Those of whose images tokens have three positions."""
+MASKS = {"gemma3": 2, "gemma4": 1, "paligemma": 1, "paligemma-gemma2": 2}
+"""How many masks of images their layers share: with a window one, and without one another."""
 
 
 def float64_of(path: Path) -> Any:
@@ -167,8 +171,9 @@ def test_gradients_of_a_text_with_an_image(name: str, tmp_path: Path) -> None:
         labels = np.append(tokens[0, 1:].numpy(), IGNORE)[None]
         batch = Batch(tokens.numpy(), labels, np.arange(tokens.numel())[None], None)
         microbatch = replace(microbatch_of(model, batch), **of_prompt(shown[0], tokens[0]))
-    with in_float64():
+    with in_float64(), patch.object(decoder, "image_mask", wraps=decoder.image_mask) as made:
         chunk(None, microbatch).backward()
+    assert len(chunk.layers) > made.call_count == MASKS.get(name, 0)
     whole = float64_of(tmp_path / "hf")
     for prompt in shown:
         floats = {key: each.double() if each.is_floating_point() else each for key, each in prompt.items()}
@@ -686,8 +691,9 @@ def test_what_attention_both_ways_takes_is_below_its_estimate(softcap: float | N
     held, kept = [q, k, v, image_of, documents.host, documents.device], []
     scoring = Scoring(window=64, softcap=softcap, both_ways="in the window")
     with _Watch({each.untyped_storage()._cdata for each in held}, Packing(1, 1)) as seen:
+        mask = image_mask(documents, rows, image_of, scoring.window, anywhere=False)
         for layers in (1, 2):
-            kept.append(both_ways(q, k, v, documents, rows, image_of, scoring))
+            kept.append(both_ways(q, k, v, mask, scoring))
             estimate = image_scores(rows * length**2, heads, layers, softcap is not None)
             assert seen.peak < 1.1 * estimate < 2.5 * seen.peak
 

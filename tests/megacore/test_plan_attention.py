@@ -8,18 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from extended_family import extended
 from operations import Flops
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.devices import DEVICES
 from megacore.models.config import flops_per_token
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
-from megacore.parallel.kernels import bands
+from megacore.parallel.kernels import bands, documents
+from megacore.parallel.kernels.scoring import PLAIN
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.setting import Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
+from megacore.planning.trace import measure
 
 EMBED, MLP, LAYERS, HEADS, KV, HEAD, VOCAB = 64, 96, 4, 4, 2, 16, 512
 LENGTH, SEQUENCES, WINDOW = 256, 2, 100
@@ -31,6 +35,38 @@ IN_WINDOW = 100 * 101 // 2 + 156 * 100
 PRODUCTS = (HEADS * HEAD * EMBED * 2 + 2 * KV * HEAD * EMBED + 3 * EMBED * MLP) * LAYERS + EMBED * VOCAB
 """Elements of all matrices that multiply: queries and what ends the attention, keys, values, the feed-forward's."""
 H100 = Cluster(DEVICES["h100-80"], DEVICES["h100-80"].tflops("bf16"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "kernel"),
+    [
+        (torch.bfloat16, False, "_scaled_dot_product_flash_attention"),
+        (torch.bfloat16, True, "_scaled_dot_product_efficient_attention"),
+        (torch.float32, False, "_scaled_dot_product_efficient_attention"),
+        (torch.float64, False, "_safe_softmax"),
+        (torch.float64, True, "_safe_softmax"),
+    ],
+)
+def test_grouped_heads_are_measured_by_the_kernel_that_runs(dtype: torch.dtype, masked: bool, kernel: str) -> None:
+    """No fused kernel takes eight bytes, nor a mask and groups; for the last keys are repeated before, as on a GPU."""
+    q, k, v = (torch.empty(1, heads, 8, 16, dtype=dtype, device="meta", requires_grad=True) for heads in (4, 2, 2))
+    mask = torch.empty(1, 1, 8, 8, dtype=torch.bool, device="meta") if masked else None
+    with measure._fused(), Operators() as seen:
+        documents.scaled_dot_product(q, k, v, PLAIN, mask)
+    found = {name for name in seen.names if "scaled_dot" in name or "softmax" in name}
+    assert found == {kernel}
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators of torch are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

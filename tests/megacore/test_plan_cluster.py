@@ -85,7 +85,12 @@ def started_saved_and_resumed(recipe: str, overrides: list[str]) -> Seen:
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "overrides",
-    [["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"], ["mesh.tp=2", "zero.compress=int8"]],
+    [
+        ["mesh.tp=2"],
+        ["mesh.pp=2", "zero.shard=optimizer"],
+        ["mesh.tp=2", "zero.compress=int8"],
+        ["mesh.ep=2", "mesh.tp=2", "model.family=mixtral", "model.num_local_experts=4"],
+    ],
     ids=" ".join,
 )
 def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], pool: Pool, tmp_path: Path) -> None:
@@ -109,6 +114,8 @@ def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], p
     assert len(checkpoint.index.files) == save.files
     assert 0 <= sum(file.size for file in checkpoint.index.files.values()) - save.size < 4096 * save.files  # headers
     assert resume.read == resume.size == sum(each.read for each in seen)
+    there = sum(file.size for name, file in checkpoint.index.files.items() if not name.startswith("weights/"))
+    assert resume.read < there, "what ranks of ep or tp replicate is read once"
     assert resume.busiest == max(each.read for each in seen)
     assert save.seconds == max(save.size, save.busiest_node) / 1e9 and resume.seconds >= resume.read / 1e9
 

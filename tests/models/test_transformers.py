@@ -14,6 +14,8 @@ from pool import Pool
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.minimax import modeling_minimax as minimax
+from transformers.models.minimax_m2 import modeling_minimax_m2 as minimax_m2
 
 from megacore.models.assemble import Model
 from megacore.models.decoder import Microbatch
@@ -155,6 +157,20 @@ def test_an_odd_part_of_a_head_turns_with_one_dimension_more(name: str) -> None:
     }
     made = AutoConfig.for_model(name, **fields)
     same_numbers(name, made, 0)
+
+
+def test_as_much_of_a_head_turns_as_minimax_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By M2's function in transformers: its own turns all of a head, whatever is said."""
+
+    def frequencies(config: PretrainedConfig, **_: Any) -> tuple[Tensor, float]:
+        steps = torch.arange(0, config.rotary_dim, 2, dtype=torch.float) / config.rotary_dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** steps, 1.0
+
+    own = minimax.MiniMaxRotaryEmbedding
+    monkeypatch.setattr(own, "compute_default_rope_parameters", staticmethod(frequencies))
+    monkeypatch.setattr(minimax, "apply_rotary_pos_emb", minimax_m2.apply_rotary_pos_emb)
+    turns = {"head_dim": 12, "rotary_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+    same_numbers("minimax", of_transformers(section("minimax", 1) | turns), 1)
 
 
 @pytest.mark.parametrize("each", [1, 2])

@@ -195,8 +195,14 @@ def seeded(fault: Fault, root: Path = ROOT) -> dict[str, str]:
 # -- the copy
 
 
-# What hangs is caught as well; the copy need not wait as long for it.
-IMPATIENT = "\nTIMEOUT_S = 15\n"
+LEAST_S, MOST_S, TIMES = 15, 120, 3
+
+
+def patience(output: str) -> int:
+    """How many seconds the pool waits for ranks with a fault: what hangs is caught as well, and need not be waited for
+    as long as the pool does, but several times as long as the slowest part of a test took without a fault."""
+    slowest = max(map(float, re.findall(r"^([\d.]+)s (?:setup|call)", output, re.MULTILINE)), default=0.0)
+    return min(max(LEAST_S, round(TIMES * slowest)), MOST_S)
 
 
 @contextmanager
@@ -210,8 +216,6 @@ def copied(files: Iterable[str]) -> Iterator[Path]:
         shutil.copy(ROOT / "pyproject.toml", folder)
         for file in files:
             (folder / file).write_text(ast.unparse(ast.parse((ROOT / file).read_text())))
-        with (folder / find("tests.pool", TESTS).file).open("a") as pool:
-            pool.write(IMPATIENT)
         yield folder
 
 
@@ -261,10 +265,12 @@ def check(faults: Sequence[Fault]) -> int:
     with copied({file for fault in faults for file in seeded(fault)}) as folder:
         start = time.perf_counter()
         tests = sorted({test for fault in faults for test in fault.tests})
-        status, output = run_tests(folder, tests)
+        status, output = run_tests(folder, tests, "--durations=1")
         if status:
             raise Stale(f"without any fault pytest ends with status {status}:\n{output}")
         print(f"{len(tests)} tests pass without a fault ({time.perf_counter() - start:.0f} s)", flush=True)
+        with (folder / find("tests.pool", TESTS).file).open("a") as pool:
+            pool.write(f"\nTIMEOUT_S = {patience(output)}\n")
         width = max(len(fault.name) for fault in faults)
         for fault in faults:
             start = time.perf_counter()

@@ -116,6 +116,13 @@ def test_a_fault_that_no_test_sees_survives(
     assert capsys.readouterr().out.count("SURVIVES") == 2
 
 
+def test_ranks_with_a_fault_have_several_times_as_long_as_without() -> None:
+    """Many cores are shared, and what is only slow has caught nothing."""
+    told = (f"1 passed\n{said} call     tests/x.py::test\n" for said in ("0.12s", "20.5s", "70.00s"))
+    assert [*map(seeding.patience, told)] == [15, 62, 120]
+    assert seeding.patience("0.10s call a\n9.00s setup a\n") == 27 and seeding.patience("1 passed in 3 s") == 15
+
+
 @pytest.mark.parametrize(("statuses", "message"), [([1], "without any fault"), ([0, 2], "pytest ended with status 2")])
 def test_tests_that_cannot_tell_are_an_error(
     statuses: list[int], message: str, monkeypatch: pytest.MonkeyPatch

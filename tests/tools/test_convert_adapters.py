@@ -280,6 +280,16 @@ def test_what_peft_would_load_wrongly_is_refused(
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
     assert message in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
+    # A run that is to export them is refused before it trains them.
+    adapters = ["lora.rank=2", "lora.alpha=1", f"lora.targets=['*.out',{target}]", f"checkpoint.init={folder}"]
+    exports = [
+        "model=null",
+        f"out={tmp_path / 'run'}",
+        f"checkpoint.export={tmp_path / 'hf'}",
+        "checkpoint.at_end=true",
+    ]
+    found = engine.problems(engine.write_recipe(tmp_path), *adapters, *exports)
+    assert any(message in each and "checkpoint.export" in each and f"--base {folder}" in each for each in found)
 
 
 def test_what_peft_would_not_find_is_refused(

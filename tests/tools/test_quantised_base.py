@@ -239,8 +239,15 @@ def test_a_run_is_resumed_bitwise_and_goes_on_elsewhere(pool: Pool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["mesh.tp=2", "model.head_dim=16"], "tp=2 cuts the 64 inputs of layers.{layer}.attn.out.weight into 32"),
-        (["model.intermediate_size=72"], "the 72 inputs of layers.{layer}.mlp.down.weight are no multiple of 64"),
+        (
+            ["mesh.tp=2", "model.head_dim=16"],
+            "tp=2 cuts the 64 inputs of layers.{layer}.attn.out.weight into 32, which is no multiple of 64: choose "
+            "other sizes of the mesh, or set lora.base_dtype=null",
+        ),
+        (
+            ["model.intermediate_size=72"],
+            "the 72 inputs of layers.{layer}.mlp.down.weight are no multiple of 64: set lora.base_dtype=null",
+        ),
         (["train.precision=fp8"], "train.precision multiplies by weights as they are, and lora.base_dtype nf4 holds"),
         (["lora.base_dtype=fp4"], "lora.base_dtype"),
     ],

@@ -248,6 +248,7 @@ BAD = {
     "line_encoding.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "line_encoding.jsonl, line 2: not UTF-8"),
     "key.jsonl": (b'{"text": "a"}\n{"body": 1, "id": 2}', "line 2: no key 'text' among 'body', 'id': name the one"),
     "array.jsonl": (b'["a"]', "line 1: a JSON list, not an object"),
+    "null.jsonl": (b"null", "line 1: null, not an object"),
     "number.jsonl": (b'{"text": 3}', "line 1: 'text' is a int, not text"),
     "surrogate.jsonl": (b'{"text": "ab\\ud800"}', r"line 1: 'text' has the lone surrogate '\ud800' at 2"),
 }

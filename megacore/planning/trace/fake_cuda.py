@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megacore.parallel import baton
 from megacore.parallel.kernels.choice import has_triton
+from megacore.planning.trace.torch_attention import attention
 
 TOP = Path(__file__).parents[3]
 """Where our packages lie: a checkout, or where they are installed."""
@@ -91,31 +92,6 @@ def _as_built_for_cuda() -> torch.library.Library:
 
     def fused(*arguments: object) -> None:
         raise AssertionError("fake tensors need no kernel")
-
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        dropout: float = 0.0,
-        causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """The choice of torch on an H100, cuDNN aside."""
-        if q.dtype.itemsize == 2 and mask is None:
-            return aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)[0]
-        if q.dtype.itemsize <= 4 and q.shape[1] == k.shape[1]:
-            bias = mask if mask is None or mask.is_floating_point() else torch.zeros_like(mask, dtype=q.dtype)
-            if bias is not None:
-                bias = bias.expand(*q.shape[:3], k.shape[2])
-            return aten._scaled_dot_product_efficient_attention(
-                q, k, v, bias, q.requires_grad, dropout, causal, scale=scale
-            )[0]
-        return aten._scaled_dot_product_attention_math(
-            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
 
     library.impl("_fused_rms_norm", fused, "CUDA")
     library.impl("_scaled_mm.out", lambda *arguments, out, **named: out, "Meta")  # torch has none

@@ -39,7 +39,7 @@ from megacore.models.layer_inputs import LayerInputs
 from megacore.models.moe import MixtureOfExperts
 from megacore.models.stages import layout_of
 from megacore.models.tuning import Tuning
-from megacore.parallel.kernels import flash, grouped, norm
+from megacore.parallel.kernels import documents, flash, grouped, norm
 from megacore.parallel.kernels.grouped import HostCounts
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.memory.recompute import Activations, Recompute, Runner, runner
@@ -62,6 +62,7 @@ from megacore.planning.costs import (
     OpCounts,
 )
 from megacore.planning.setting import ExchangeWork, Packing
+from megacore.planning.trace.torch_attention import attention
 
 aten = torch.ops.aten
 
@@ -790,24 +791,6 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Return the choice of torch on an H100, cuDNN aside: flash attention for two bytes without a mask."""
-    if q.dtype.itemsize == 2 and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) if enable_gqa else x for x in (k, v))
-    bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
-
-
 def _in_fp32(normal: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
     """Take the kernel of a norm, with an offset or without; one with weights for each head goes by its formula."""
     return (
@@ -816,10 +799,12 @@ def _in_fp32(normal: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset
 
 
 _FORMULA: Callable[..., Tensor] = norm._in_fp32
+_TAKES_GROUPS: Callable[..., bool] = documents.fused_takes_groups
 _FUSED: Sequence[tuple[ModuleType, str, Callable[..., Any]]] = (
     (F, "rms_norm", _rms_norm),
     (F, "dropout", _dropout),
-    (F, "scaled_dot_product_attention", _attention),
+    (F, "scaled_dot_product_attention", attention),
+    (documents, "fused_takes_groups", lambda _, *asked: _TAKES_GROUPS("cuda", *asked)),
     (norm, "_in_fp32", _in_fp32),
     (flash, "takes", flash.fits),
     (flash, "shares", lambda: True),

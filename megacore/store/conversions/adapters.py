@@ -156,9 +156,6 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     """Return a config with the field names and meaning of the peft library's."""
     chosen = targets(checkpoint.config.schema, adapters.lora.targets)
     linears = [linear for linear in chosen if not linear.is_parameter]
-    transposed = {linear.transposed for linear in linears}
-    if len(transposed) > 1:
-        raise StoreError(f"{checkpoint.path}: peft has one fan_in_fan_out for all adapters, and these need both")
     whole = adapters.base if is_part_of(adapters.base) else None
     for problem in peft_problems(checkpoint.config.family, chosen, whole):
         raise StoreError(f"{checkpoint.path}: {problem}: merge the adapters by --to hf --base {adapters.base}")
@@ -175,7 +172,7 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
         "target_modules": sorted({linear.hf_name for linear in linears}),
         **({"target_parameters": parameters} if parameters else {}),
         **({"modules_to_save": beside} if beside else {}),
-        "fan_in_fan_out": True in transposed,
+        "fan_in_fan_out": any(linear.transposed for linear in linears),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,

@@ -1,7 +1,8 @@
 """Loads tensors of folders into the shards of the ranks, and verifies them while they are read.
 
-Replicas hold the same tensors, and read them together: each slice is read by one of them, ahead of its turn, and goes
-to the others over the network of their devices. However many they are, a byte is read once.
+Ranks of a stage that hold the same tensor, whatever the dimension of the mesh, read it together: each slice is read by
+one of them, ahead of its turn, and goes to the others over the network of their devices. However many they are, a byte
+is read once.
 
 A checkpoint's index holds the fingerprint of every piece as it was written. Each rank takes those of the slices that it
 reads. Fingerprints add up over boxes, so that together the ranks know whether they have read what was written, whatever
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from megacore.control import Control
 from megacore.parallel.collectives import broadcast_
+from megacore.parallel.mesh import Group
 from megacore.parallel.parameters import Parameters, view
-from megacore.parallel.rank_sets import parts_of_dp
+from megacore.parallel.rank_sets import copy_dims, of_copies, parts_of_dp
 from megacore.parallel.weights.fingerprint import Logical, ReplicasDiffer, add_up, combined, spell
 from megacore.parallel.weights.transfer import Copy, Cut, Stored, native, plan
 from megacore.store.io.errors import listed
@@ -66,19 +68,21 @@ class _Target:
     """A tensor that this rank and its replicas hold, and where it comes from."""
 
     stored: Stored
+    replicas: Group
     dtype: str
     slices: Sequence[_Slice]
 
 
 class Loader:
-    """Reads the tensors that this rank holds; all ranks make the same calls in one order. Those along some dimensions
-    of the mesh name the same tensors: each reads a part of them and sends it to the others."""
+    """Reads the tensors that this rank holds; all ranks make the same calls in one order. Those that hold the same
+    tensors name the same: each reads a part of them and sends it to the others. ``share``: whether they do; else each
+    rank reads for itself."""
 
-    def __init__(self, parameters: Parameters, control: Control, share: Sequence[str] = ("dp", "cp")) -> None:
-        self._parameters, self._control = parameters, control
-        mesh = parameters.mesh
-        mesh.make_groups(mesh.shape.all_along(*share))
-        self._replicas = mesh.along(*share)
+    def __init__(self, parameters: Parameters, control: Control, share: bool = True) -> None:
+        self._parameters, self._control, self._share = parameters, control, share
+        if share:
+            for sets in of_copies(parameters.layout):
+                parameters.mesh.make_groups(sets)
         self._reads: list[_StateRead] = []
 
     def tensors(self, folder: WeightFolder, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -92,7 +96,7 @@ class Loader:
 
         (read, planned), errors = self._control.attempt(begin), list[StoreError]()
         self._reads.append(read)
-        own = [(target, part) for target in planned for part in target.slices if part.reader == self._replicas.index]
+        own = [(target, part) for target in planned for part in target.slices if part.reader == target.replicas.index]
         folder.bring(state, [copy for _, part in own for copy in part.copies])
         with ThreadPoolExecutor(1) as thread:
             coming = self._ahead(thread, own, read)
@@ -107,21 +111,22 @@ class Loader:
 
     def _planned(self, read: _StateRead, names: Set[str] | None) -> Iterator[_Target]:
         """Yield the tensors with who reads what: all replicas come to the same."""
-        layout, group, turns = self._parameters.layout, self._replicas, Turns(self._replicas.size)
-        held = native(layout, [self._parameters.mesh.rank])
+        layout, mesh, turns = self._parameters.layout, self._parameters.mesh, dict[tuple[str, ...], Turns]()
+        held = native(layout, [mesh.rank])
         parts = [(target, read_at_once(target)) for target in held if names is None or target.name in names]
         stored = read.folder.stored(read.state)
         planned = plan(layout.schema, stored, [part for _, of in parts for part in of])
         for target, of in parts:
-            made = list[_Slice]()
+            dims = copy_dims(layout.schema[target.param], layout.split) if self._share else ()
+            group, made = mesh.along(*dims), list[_Slice]()
             for part, copies in itertools.islice(planned, len(of)):
                 near = read.folder.near(read.state, copies)
                 among = [index for index, rank in enumerate(group.ranks) if rank in near] if near else ()
-                made.append(_Slice(part, copies, turns.next(part, among)))
+                made.append(_Slice(part, copies, turns.setdefault(dims, Turns(group.size)).next(part, among)))
             dtypes = {read.folder.dtype(read.state, copy.source) for each in made for copy in each.copies}
             # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
             dtype = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
-            yield _Target(target, dtype, made)
+            yield _Target(target, group, dtype, made)
 
     def _ahead(
         self, thread: ThreadPoolExecutor, own: Sequence[tuple[_Target, _Slice]], read: _StateRead
@@ -147,7 +152,7 @@ class Loader:
         """Return a tensor, put together from what this rank and its replicas read."""
         whole = torch.empty(target.stored.shape, dtype=getattr(torch, NUMBERS[target.dtype]))
         for part in target.slices:
-            found = self._sent(part, whole.dtype, coming, errors)
+            found = self._sent(part, target.replicas, whole.dtype, coming, errors)
             if len(target.slices) == 1:
                 return found
             for label, piece in target.stored.inside(part.stored).items():
@@ -155,10 +160,10 @@ class Loader:
         return whole
 
     def _sent(
-        self, part: _Slice, dtype: torch.dtype, coming: Iterator[Future[Tensor]], errors: list[StoreError]
+        self, part: _Slice, group: Group, dtype: torch.dtype, coming: Iterator[Future[Tensor]], errors: list[StoreError]
     ) -> Tensor:
         """Return a slice in host memory, from whoever reads it."""
-        group, device, read = self._replicas, self._parameters.mesh.device, None
+        device, read = self._parameters.mesh.device, None
         if part.reader == group.index:
             try:
                 read = next(coming).result()

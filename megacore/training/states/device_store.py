@@ -159,8 +159,7 @@ class DeviceStore:
             return self._averages[part]
         if self._whole is not None and part in self._whole.means:
             return self._whole.means[part] if state == MOMENTS[0] else self._whole.means[part].new_empty(0)
-        tensor: Tensor = self.adamw.state[target.tensor][state]
-        return tensor
+        return self.adamw.state[target.tensor][state]
 
     def states(self, part: OwnedShard) -> Sequence[str]:
         """Return the names of what is kept of a part beside its values."""

@@ -114,5 +114,4 @@ class _FusedGated(torch.autograd.Function):
 def gated(name: str, gate_up: Tensor) -> Tensor:
     """f(gate) * up, with f of :data:`FUNCTIONS`. gate_up: [..., 2 mlp] -> [..., mlp]; only the input is kept for the
     backward."""
-    y: Tensor = _FusedGated.apply(gate_up, name)
-    return y
+    return _FusedGated.apply(gate_up, name)

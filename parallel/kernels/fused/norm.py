@@ -214,12 +214,10 @@ def _tile(n: int) -> dict[str, int]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x: [..., n], weight: [n] -> x / rms(x) * (weight + offset); n is at most :data:`WIDEST`."""
-    y: Tensor = _Norm.apply(x, weight, None, eps, offset, False)
-    return y
+    return _Norm.apply(x, weight, None, eps, offset, False)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """x: [..., n], weight, bias: [n] -> (x - mean(x)) / deviation(x) * (weight + offset) + bias; n is at most
     :data:`WIDEST`."""
-    y: Tensor = _Norm.apply(x, weight, bias, eps, offset, True)
-    return y
+    return _Norm.apply(x, weight, bias, eps, offset, True)

@@ -144,5 +144,4 @@ def split_and_apply(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int) 
 
 def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [t, heads, head], cos, sin: [t, turning/2] -> x turned, a new tensor."""
-    y: Tensor = _Turn.apply(x, cos, sin)
-    return y
+    return _Turn.apply(x, cos, sin)
