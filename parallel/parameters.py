@@ -66,13 +66,13 @@ class CastWeight(Protocol):
         """Make the narrow numbers of the weight, which is here whole."""
         ...
 
-    def narrowed(self, part: Tensor, start: int, largest: Tensor) -> Tensor:
-        """Return the narrow numbers of a flat part of it, from element ``start`` on."""
+    def fill(self, narrow: Tensor, part: Tensor, start: int, largest: Tensor) -> None:
+        """Make the narrow numbers of a flat part of it, from element ``start`` on, in a tensor of as many."""
         ...
 
     def give(self, values: Tensor, largest: Tensor) -> None:
         """Have the products multiply ``values``, of the weight's shape, whose owner fills them with what
-        :meth:`narrowed` has made."""
+        :meth:`fill` has made."""
         ...
 
 

@@ -460,11 +460,10 @@ def _casts(setting: Setting, cluster: Cluster, shares: Sequence[ParameterShare],
         changed = elements * part.trained // part.elements
         if ranks > 1:
             moved += changed * efficiency.CAST_SLICE_BYTES / ranks + elements * efficiency.TURN_BYTES * m
-        elif part.param.leading:  # by torch's operators, turned for the backward
-            each = 2 * efficiency.CAST_SLICE_BYTES - efficiency.TURN_BYTES
-            moved += changed * efficiency.CAST_SLICE_BYTES if ranks else elements * each * m
-        else:
-            moved += 2 * efficiency.CAST_BYTES * (changed if ranks else elements * m)
+        elif ranks:
+            moved += 2 * efficiency.CAST_BYTES * changed
+        else:  # the bf16 is read for a copy each, and of experts for the largest magnitude too
+            moved += (2 * efficiency.CAST_BYTES + (4 if part.param.leading else 2)) * elements * m
     return moved / cluster.device.bandwidth
 
 

@@ -205,11 +205,16 @@ class Fp8Weight:
     def cast(self, largest: Tensor) -> None:
         self._product.narrow = self._product._cast(self.linear.weight, largest, E4M3, turned=True)
 
-    def narrowed(self, part: Tensor, start: int, largest: Tensor) -> Tensor:
-        return quantise(part, units(largest, E4M3), E4M3).values
+    def fill(self, narrow: Tensor, part: Tensor, start: int, largest: Tensor) -> None:
+        if (kernels := self._product.kernels) is None:
+            narrow.copy_(quantise(part, units(largest, E4M3), E4M3).values)
+        else:
+            kernels.cast_slice(part, 0, part.numel(), largest, LARGEST[E4M3], narrow)
 
     def give(self, values: Tensor, largest: Tensor) -> None:
-        self._product.narrow = Operand(values, units(largest, E4M3))
+        kernels = self._product.kernels
+        unit = units(largest, E4M3) if kernels is None else kernels.units(largest, LARGEST[E4M3])
+        self._product.narrow = Operand(values, unit)
 
 
 def _turned(x: Operand) -> Operand:
