@@ -134,8 +134,8 @@ class Fp8Products(GroupedProducts):
         if narrow is None:
             parts = max(self.inputs, self.outputs, key=lambda group: group.size)
             largest = all_reduce_(self.largest(weight), parts, dist.ReduceOp.MAX)
-            turned = back and self.multiply is not None
-            narrow = self.cast(weight, largest, not turned, turned)
+            copied = back and self.multiply is not None
+            narrow = self.cast(weight, largest, not copied, copied)
         fits = not any(size % MULTIPLE for size in weight.shape[1:])
         if self.multiply is not None and fits and groups.rows:
             turned = self.with_turned(narrow).turned if back else narrow.values
