@@ -58,6 +58,11 @@ class CastWeight(Protocol):
         """The shape of the largest magnitudes."""
         ...
 
+    @property
+    def made(self) -> tuple[Tensor | None, ...] | None:
+        """The narrow numbers, their scales and a transposed copy, as the products have them; None before."""
+        ...
+
     def largest(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         """Return the largest magnitudes in parts of the weight, one at least, each with the element it begins at."""
         ...

@@ -82,9 +82,9 @@ def multiply_scaled(
 
 
 def multiply_on(device: torch.device) -> Multiply:
-    """Return what multiplies on a device: compute capability 8.9 (Ada, Hopper) brought fp8."""
+    """Return what multiplies on a device: compute capability 8.9 (Ada, Hopper) brought fp8; ``meta`` plans for it."""
     hardware = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return multiply_scaled if hardware else multiply_wide
+    return multiply_scaled if hardware or device.type == "meta" else multiply_wide
 
 
 @dataclass(eq=False)
@@ -197,6 +197,10 @@ class Fp8Weight:
     def _product(self) -> Fp8:
         assert isinstance(self.linear.product, Fp8)
         return self.linear.product
+
+    @property
+    def made(self) -> Operand | None:
+        return self._product.narrow
 
     def largest(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         found = self._product.largest([part for _, part in parts])

@@ -50,9 +50,9 @@ def multiply_scaled(rows: Operand, matrices: Operand, groups: Groups, dtype: tor
 
 
 def multiply_on(device: torch.device) -> GroupedMultiply | None:
-    """Return what multiplies on a device; None where its hardware does not."""
+    """Return what multiplies on a device; None where its hardware does not. ``meta`` plans for one that does."""
     hardware = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return multiply_scaled if hardware else None
+    return multiply_scaled if hardware or device.type == "meta" else None
 
 
 @dataclass(eq=False)
@@ -179,6 +179,10 @@ class Fp8ExpertsWeight:
     @property
     def scales(self) -> tuple[int, ...]:
         return (self.experts,)
+
+    @property
+    def made(self) -> Operand | None:
+        return self.products.narrow
 
     def largest(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         found = torch.zeros(self.experts, dtype=_wide(self.weight.dtype), device=self.weight.device)

@@ -43,13 +43,9 @@ from megacore.parallel import kernels
 from megacore.parallel.kernels import flash, grouped, norm
 from megacore.parallel.kernels.grouped import HostCounts
 from megacore.parallel.kernels.scoring import Scoring
-from megacore.parallel.layers import fp8, fp8_experts
-from megacore.parallel.layers.fp8 import Fp8, Fp8Weight
-from megacore.parallel.layers.fp8_experts import Fp8Products
-from megacore.parallel.layers.product import Operand
 from megacore.parallel.memory.recompute import Activations, Recompute, Runner, runner
 from megacore.parallel.mesh import Group, Mesh
-from megacore.parallel.parameters import CastWeight, WeightGradient
+from megacore.parallel.parameters import WeightGradient
 from megacore.parallel.rank_sets import inner_ranks
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import SPLIT, Param
@@ -122,8 +118,8 @@ class FakeModel:
         for parameter in self._chunk.parameters():
             if parameter.requires_grad:  # the engine takes it, and lets go of autograd's
                 parameter.register_post_accumulate_grad_hook(_forget)
-        made = [_narrow(cast) for cast in model.parameters.casts.values()]
-        self._known = frozenset(map(_key, (*self._chunk.parameters(), *_tensors(made))))
+        narrow = [cast.made for cast in model.parameters.casts.values()]
+        self._known = frozenset(map(_key, (*self._chunk.parameters(), *_tensors(narrow))))
         first: dict[object, str] = {}
         self.kinds = self.kinds or [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
 
@@ -322,12 +318,6 @@ class _Leaving(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return dy.new_empty(ctx.shape)
-
-
-def _narrow(cast: CastWeight) -> Operand | None:
-    """Return the narrow numbers of a weight."""
-    made_by = cast.linear.product if isinstance(cast, Fp8Weight) else getattr(cast, "products", None)
-    return made_by.narrow if isinstance(made_by, Fp8 | Fp8Products) else None
 
 
 def _forget(parameter: Tensor) -> None:
@@ -874,8 +864,6 @@ _FUSED: Sequence[tuple[ModuleType, str, Callable[..., Any]]] = (
     (flash, "takes", flash.fits),
     (flash, "shares", lambda: True),
     (kernels, "cast_transpose", lambda device: _Casts),
-    (fp8, "multiply_on", lambda device: fp8.multiply_scaled),
-    (fp8_experts, "multiply_on", lambda device: fp8_experts.multiply_scaled),
 )
 """Functions that are other ones where the device is a GPU, and what they are there."""
 
