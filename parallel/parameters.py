@@ -58,6 +58,11 @@ class CastWeight(Protocol):
         """The shape of the largest magnitudes."""
         ...
 
+    @property
+    def made(self) -> tuple[Tensor | None, ...] | None:
+        """The narrow numbers, their scales and a transposed copy, as the products have them; None before."""
+        ...
+
     def largest(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         """Return the largest magnitudes in parts of the weight, one at least, each with the element it begins at."""
         ...
@@ -66,13 +71,13 @@ class CastWeight(Protocol):
         """Make the narrow numbers of the weight, which is here whole."""
         ...
 
-    def narrowed(self, part: Tensor, start: int, largest: Tensor) -> Tensor:
-        """Return the narrow numbers of a flat part of it, from element ``start`` on."""
+    def fill(self, narrow: Tensor, part: Tensor, start: int, largest: Tensor) -> None:
+        """Make the narrow numbers of a flat part of it, from element ``start`` on, in a tensor of as many."""
         ...
 
     def give(self, values: Tensor, largest: Tensor) -> None:
         """Have the products multiply ``values``, of the weight's shape, whose owner fills them with what
-        :meth:`narrowed` has made."""
+        :meth:`fill` has made."""
         ...
 
 

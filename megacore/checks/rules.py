@@ -21,6 +21,10 @@ from megacore.models.stages import source_apart, together
 from megacore.models.tuning import EVERYTHING
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
+GROUPS, MULTIPLE = 1024, 16
+"""Experts of a rank that torch's products of all of them on a GPU refuse, one thread being that of each; and what the
+features of those in fp8 must be multiples of."""
+
 
 class _OutOfRange(Exception):
     """A rule has read a value that it cannot judge by: a number that is out of range, or of a model that is unknown."""
@@ -720,6 +724,29 @@ def _experts(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _grouped(facts: RuleContext) -> Iterator[str]:
+    """What torch's products of all experts of a rank take on a GPU."""
+    config, sizes, precision = facts.config, facts.sizes, facts.config.train.precision
+    mesh, shape = config.mesh, MeshShape(pp=config.mesh.pp, cp=config.mesh.cp, ep=config.mesh.ep, tp=config.mesh.tp)
+    on_gpus = config.train.device_type(facts.gpus) == "cuda" and precision in ("bf16", "fp8")
+    if not on_gpus or "experts" not in sizes or mesh_problems(sizes, shape, mesh.etp):
+        return
+    held = {axis: size // shape.size(mesh.split.get(axis, ())) for axis, size in sizes.items()}
+    if held["experts"] >= GROUPS:
+        yield (
+            f"mesh.ep ({mesh.ep}): a rank has {held['experts']} of the {sizes['experts']} experts, and a GPU "
+            f"multiplies by fewer than {GROUPS} at once: choose a larger ep"
+        )
+    for param in facts.model.schema.params if precision == "fp8" else ():
+        _, *sides = param.sentence.shape(held) if "experts" in param.leading else (0,)
+        if odd := [side for side in sides if side % MULTIPLE]:
+            yield (
+                f"train.precision fp8: {param.name} has {' and '.join(map(str, odd))} features on a rank, and a GPU "
+                f"multiplies experts in fp8 by multiples of {MULTIPLE}: choose another mesh.etp (it is {mesh.etp}), or "
+                "train.precision=bf16"
+            )
+
+
 def _said(asked: Mapping[str, float]) -> str:
     return ", ".join(f"{key} ({value:g})" for key, value in asked.items())
 
@@ -821,8 +848,8 @@ RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
     _labels, _mtp, _indexers, _choices, _mlp_chunk, _each_stage, _offload, _positions, _tokens, _context,
     _context_of_model, _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon,
-    _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _ramp, _batch_balance, _adapters, _base_dtype,
-    _one_start, _repetition, _export,
+    _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _grouped, _ramp, _batch_balance, _adapters,
+    _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ class ActivationMemory:
         recompute, offload: What of a block each stage computes again, and whether what it keeps goes to the host.
         imbalance: The rows of the fullest rank's experts over the mean of all ranks.
         late: Whether weight gradients come later than input gradients.
+        fp8: Whether linears and experts multiply in fp8.
     """
 
     model: ModelConfig
@@ -81,6 +82,7 @@ class ActivationMemory:
     mlp_chunk: int | None
     imbalance: float
     late: bool
+    fp8: bool
 
     @classmethod
     def of(cls, setting: Setting) -> ActivationMemory:
@@ -92,7 +94,7 @@ class ActivationMemory:
         return _activations(
             s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.layout.placement,
             s.widths.parameter, s.device, s.packing, recompute, offload, s.loss_chunk, s.mlp_chunk, s.imbalance,
-            s.splits_backward,
+            s.splits_backward, s.fp8,
         )  # fmt: skip
 
     @cached_property
@@ -101,10 +103,16 @@ class ActivationMemory:
         return replace(self, recompute=(nothing,) * self.stages)
 
     @cached_property
+    def wide(self) -> ActivationMemory:
+        """The same without recomputation and fp8."""
+        return replace(self.without_recomputation, fp8=False) if self.fp8 else self.without_recomputation
+
+    @cached_property
     def _fake(self) -> FakeModel:
         from megacore.planning.trace.measure import fake_model  # torch
 
-        return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, self.device, self.late)
+        made_of = self.model, self.tuning, self.mesh, self.split, self.width, self.device, self.late, self.fp8
+        return fake_model(*made_of)
 
     @cached_property
     def chunks(self) -> tuple[tuple[LayerCost, ...], ...]:

@@ -13,9 +13,9 @@ FlashAttention-2 on an H100 and up to 75 % for the third one (arXiv 2407.08608).
 PASSES = 8.5
 """The number of times that what a block keeps of its forward passes through the device's memory, in a forward and a
 backward: norms, activation functions, rope and residual adds."""
-CAST_BYTES, CAST_SLICE_BYTES, TURN_BYTES = 3, 11, 2
+CAST_BYTES, CAST_SLICE_BYTES, TURN_BYTES = 3, 5, 2
 """The bytes moved for each element of a factor of a product in fp8, of which bf16 is read for its largest magnitude and
-for two copies; of a slice of a weight, by torch's operators; and of a copy that is transposed by itself."""
+for two copies; of a slice of a weight, which has one; and of a copy that is transposed by itself."""
 MEMORY = 0.85
 """Share of the memory's bandwidth that a kernel of one pass reaches: an assumption; plain copies are generally known to
 reach about 90 % on an H100, and norms and reductions less."""

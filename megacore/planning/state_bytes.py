@@ -211,11 +211,11 @@ def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
 
 def cast(part: ParameterShare, setting: Setting, stage: int) -> int:
     """Return the elements of a part on a stage whose products multiply fp8 that is made once a step: matrices of
-    linears and experts, but for those of the first and the last layer (`Model.use_fp8`) and adapters of experts."""
+    linears and experts, but for those of the first and the last layer (`Model.use_fp8`) and adapters."""
     param, layout = part.param, setting.layout
     if not setting.fp8 or not param.is_matrix or "layer" not in param.named_axes:
         return 0
-    if param.leading and "rank" in param.sentence.axes:
+    if "rank" in param.sentence.axes:
         return 0
     layers = [layer for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
     held = [layer for layer in layers if param.layers is None or layer in param.layers]

@@ -69,16 +69,12 @@ class Cluster:
         """Whether the other products are in fp8."""
         return self.tflops > self.wide_tflops
 
-    def product_s(self, product: MatMul, tflops: float) -> float:
-        """Return the seconds of a product on a device whose products could reach so many TFLOP/s, with what casts its
-        factors to fp8 but weights (:func:`_casts`). What routers multiply stays as it is, and weight gradients of
-        experts."""
-        if (product.batch > 1 and not (product.grouped and product.weight)) or product.dtype != "bfloat16":
-            tflops = min(tflops, self.wide_tflops)
-        narrow = tflops > self.wide_tflops and not product.attention
+    def product_s(self, product: MatMul) -> float:
+        """Return the seconds of a product, in fp8 with what casts its factors but weights (:func:`_casts`)."""
+        if not product.dtype.startswith("float8"):
+            return self.multiplied_s(product, self.wide_tflops)
         factors = product.batch * product.k * (product.m + product.n * (not product.weight))
-        cast = efficiency.CAST_BYTES * narrow * factors
-        return self.multiplied_s(product, tflops) + cast / self.device.bandwidth
+        return self.multiplied_s(product, self.tflops) + efficiency.CAST_BYTES * factors / self.device.bandwidth
 
     def multiplied_s(self, product: MatMul, tflops: float) -> float:
         """Return the seconds of a product alone."""
@@ -216,18 +212,17 @@ class Estimate:
         }
 
 
-def parts(act: ActivationMemory, virtual: int) -> Iterator[tuple[LayerCost, LayerCost, bool, int]]:
-    """Yield each part of a virtual stage: what it costs, and without recomputation; whether its products are in fp8
-    where the run is; and how often it is there."""
-    plain, start, last = act.without_recomputation, sum(act.layers[:virtual]), sum(act.layers) - 1
-    inner = [0 < layer < last for layer in range(start, start + act.layers[virtual])]
-    blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], inner, strict=True))
-    for (block, like, narrow), number in blocks.items():
-        yield block, like, narrow, number
+def parts(act: ActivationMemory, virtual: int) -> Iterator[tuple[LayerCost, LayerCost, int, int]]:
+    """Yield each part of a virtual stage: what it costs, and without recomputation; the bytes that it would keep
+    without that and fp8, by which what passes through memory beside casts is estimated; and how often it is there."""
+    plain, kept = act.without_recomputation, (block.kept for block in act.wide.chunks[virtual])
+    blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], kept, strict=True))
+    for (block, like, passed), number in blocks.items():
+        yield block, like, passed, number
     if virtual == 0:
-        yield act.embedding, plain.embedding, False, 1
+        yield act.embedding, plain.embedding, plain.embedding.kept, 1
     if virtual == len(act.chunks) - 1:
-        yield act.head, plain.head, False, 1
+        yield act.head, plain.head, plain.head.kept, 1
 
 
 @dataclass(frozen=True)
@@ -249,19 +244,19 @@ class _Seconds:
 
 
 @lru_cache(maxsize=4096)
-def _seconds(cluster: Cluster, part: LayerCost, plain: LayerCost, narrow: bool) -> _Seconds:
+def _seconds(cluster: Cluster, part: LayerCost, plain: LayerCost, passed: int) -> _Seconds:
     """Return the seconds of a part of a virtual stage, see :func:`parts`."""
-    tflops, bandwidth = cluster.tflops if narrow else cluster.wide_tflops, cluster.device.bandwidth
+    bandwidth = cluster.device.bandwidth
 
     def taken(products: Mapping[MatMul, int], passes: int) -> float:
-        return sum(count * cluster.product_s(each, tflops) for each, count in products.items()) + passes / bandwidth
+        return sum(count * cluster.product_s(each) for each, count in products.items()) + passes / bandwidth
 
     again, late = Counter(part.backward.products) - Counter(plain.backward.products), plain.weights.products
     made_again = plain.kept - part.kept if part.left else 0
     one = efficiency.PASSES / 3 / bandwidth  # a third of the passes are the forward's
     return _Seconds(
-        taken(part.forward.products, part.forward.passes) + one * plain.kept,
-        taken(plain.backward.products + late, plain.backward.passes) + 2 * one * plain.kept,
+        taken(part.forward.products, part.forward.passes) + one * passed,
+        taken(plain.backward.products + late, plain.backward.passes) + 2 * one * passed,
         taken(again, part.backward.passes - plain.backward.passes) + one * made_again,
         taken(late, 0),
     )
@@ -403,18 +398,18 @@ def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) ->
         key = tuple(parts(act, virtual))
         if key not in known:
             known[key] = _Times()
-            for part, plain, narrow, number in key:
-                known[key] = known[key].plus(_part_times(cluster, mesh, packing, part, plain, narrow), number)
+            for part, plain, passed, number in key:
+                known[key] = known[key].plus(_part_times(cluster, mesh, packing, part, plain, passed), number)
         found.append(known[key])
     return found
 
 
 @lru_cache(maxsize=4096)
 def _part_times(
-    cluster: Cluster, mesh: MeshShape, packing: Packing, part: LayerCost, plain: LayerCost, narrow: bool
+    cluster: Cluster, mesh: MeshShape, packing: Packing, part: LayerCost, plain: LayerCost, passed: int
 ) -> _Times:
     """Return the seconds of a part of a virtual stage, see :func:`parts`."""
-    seconds = _seconds(cluster, part, plain, narrow)
+    seconds = _seconds(cluster, part, plain, passed)
 
     def shown(work: Mapping[Collective, int], beside: float, of: Callable[[Collective], bool]) -> float:
         """Return what is not hidden: such as gathers and scatters of a column-parallel product's backward, which run
@@ -460,11 +455,10 @@ def _casts(setting: Setting, cluster: Cluster, shares: Sequence[ParameterShare],
         changed = elements * part.trained // part.elements
         if ranks > 1:
             moved += changed * efficiency.CAST_SLICE_BYTES / ranks + elements * efficiency.TURN_BYTES * m
-        elif part.param.leading:  # by torch's operators, turned for the backward
-            each = 2 * efficiency.CAST_SLICE_BYTES - efficiency.TURN_BYTES
-            moved += changed * efficiency.CAST_SLICE_BYTES if ranks else elements * each * m
-        else:
-            moved += 2 * efficiency.CAST_BYTES * (changed if ranks else elements * m)
+        elif ranks:
+            moved += 2 * efficiency.CAST_BYTES * changed
+        else:  # the bf16 is read for a copy each, and of experts for the largest magnitude too
+            moved += (2 * efficiency.CAST_BYTES + (4 if part.param.leading else 2)) * elements * m
     return moved / cluster.device.bandwidth
 
 

@@ -115,8 +115,7 @@ class FlatParameters:
             cast = self._casts[weight]
             if start < stop:
                 here = slice(start - lo, stop - lo)
-                narrow = cast.narrowed(self.own[here], start - place.start, largest[weight])
-                self._sent[here].view(cast.dtype).copy_(narrow)
+                cast.fill(self._sent[here].view(cast.dtype), self.own[here], start - place.start, largest[weight])
             cast.give(whole, largest[weight])
 
     def parts(self, gradient: Tensor | None) -> list[Stretch]:

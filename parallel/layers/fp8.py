@@ -82,9 +82,9 @@ def multiply_scaled(
 
 
 def multiply_on(device: torch.device) -> Multiply:
-    """Return what multiplies on a device: compute capability 8.9 (Ada, Hopper) brought fp8."""
+    """Return what multiplies on a device: compute capability 8.9 (Ada, Hopper) brought fp8; ``meta`` plans for it."""
     hardware = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return multiply_scaled if hardware else multiply_wide
+    return multiply_scaled if hardware or device.type == "meta" else multiply_wide
 
 
 @dataclass(eq=False)
@@ -197,6 +197,10 @@ class Fp8Weight:
         assert isinstance(self.linear.product, Fp8)
         return self.linear.product
 
+    @property
+    def made(self) -> Operand | None:
+        return self._product.narrow
+
     def largest(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         found = self._product.largest([part for _, part in parts])
         return found[0] if len(parts) == 1 else found.max()
@@ -204,11 +208,16 @@ class Fp8Weight:
     def cast(self, largest: Tensor) -> None:
         self._product.narrow = self._product._cast(self.linear.weight, largest, E4M3, turned=True)
 
-    def narrowed(self, part: Tensor, start: int, largest: Tensor) -> Tensor:
-        return quantise(part, units(largest, E4M3), E4M3).values
+    def fill(self, narrow: Tensor, part: Tensor, start: int, largest: Tensor) -> None:
+        if (kernels := self._product.kernels) is None:
+            narrow.copy_(quantise(part, units(largest, E4M3), E4M3).values)
+        else:
+            kernels.cast_slice(part, 0, part.numel(), largest, LARGEST[E4M3], narrow)
 
     def give(self, values: Tensor, largest: Tensor) -> None:
-        self._product.narrow = Operand(values, units(largest, E4M3))
+        kernels = self._product.kernels
+        unit = units(largest, E4M3) if kernels is None else kernels.units(largest, LARGEST[E4M3])
+        self._product.narrow = Operand(values, unit)
 
 
 def _turned(x: Operand) -> Operand:

@@ -50,9 +50,9 @@ def multiply_scaled(rows: Operand, matrices: Operand, groups: Groups, dtype: tor
 
 
 def multiply_on(device: torch.device) -> GroupedMultiply | None:
-    """Return what multiplies on a device; None where its hardware does not."""
+    """Return what multiplies on a device; None where its hardware does not. ``meta`` plans for one that does."""
     hardware = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return multiply_scaled if hardware else None
+    return multiply_scaled if hardware or device.type == "meta" else None
 
 
 @dataclass(eq=False)
@@ -93,18 +93,35 @@ class Fp8Products(GroupedProducts):
     def sums(self, dy: Tensor, groups: Groups) -> Tensor:
         return self.plain.sums(dy, groups)
 
-    def cast(self, weight: Tensor, largest: Tensor) -> Operand:
-        """weight: [experts here, out, in], the largest magnitude of each -> what is multiplied."""
-        unit = units(largest, E4M3)
-        values = (weight * unit.reciprocal().to(weight.dtype)[:, None, None]).to(E4M3)
-        return Operand(values, self.scales(unit, weight))
+    def largest(self, weight: Tensor) -> Tensor:
+        """weight: [experts here, out, in] -> the largest magnitude of each: [experts here]."""
+        if self.kernels is None:
+            return torch.linalg.vector_norm(weight.flatten(1), torch.inf, 1, dtype=_wide(weight.dtype))
+        found = torch.zeros(len(weight), device=weight.device)
+        self.kernels.add_largest(weight.flatten(), 0, weight[0].numel(), found)
+        return found
 
-    def scales(self, unit: Tensor, weight: Tensor) -> Tensor:
-        """unit: [experts here] -> the same for each row and each column of these."""
-        return unit[:, None].expand(-1, max(weight.shape[1:])).contiguous()
+    def cast(self, weight: Tensor, largest: Tensor, straight: bool = True, turned: bool = False) -> Operand:
+        """weight: [experts here, out, in], the largest magnitude of each -> what is multiplied. A kernel also makes the
+        transposed copy that the hardware multiplies gradients by where it is ``turned``, or that alone."""
+        if self.kernels is None:
+            scale = self.scales(largest, weight)
+            values = (weight * scale[:, :1, None].reciprocal().to(weight.dtype)).to(E4M3)
+            return self.with_turned(Operand(values, scale)) if turned else Operand(values, scale)
+        width = max(weight.shape[1:])
+        values, copy, scale = self.kernels.cast(weight, largest, E4M3, LARGEST[E4M3], straight, turned, width)
+        return Operand(copy.transpose(1, 2) if values is None else values, scale, copy)
+
+    def scales(self, largest: Tensor, weight: Tensor) -> Tensor:
+        """largest: [experts here] -> their units, for each row and each column of the weight."""
+        width = max(weight.shape[1:])
+        if self.kernels is not None:
+            scales: Tensor = self.kernels.units(largest, LARGEST[E4M3], width)
+            return scales
+        return units(largest, E4M3)[:, None].expand(-1, width).contiguous()
 
     def with_turned(self, weight: Operand) -> Operand:
-        """Return a weight with the transposed copy that the hardware multiplies gradients by."""
+        """Return a weight with the transposed copy."""
         if self.multiply is None or weight.turned is not None:
             return weight
         values = weight.values
@@ -115,9 +132,10 @@ class Fp8Products(GroupedProducts):
         """Multiply by the weight's transpose, or by itself on the way ``back``."""
         narrow, dtype = self.narrow, weight.dtype
         if narrow is None:
-            largest = torch.linalg.vector_norm(weight.flatten(1), torch.inf, 1, dtype=_wide(dtype))
             parts = max(self.inputs, self.outputs, key=lambda group: group.size)
-            narrow = self.cast(weight, all_reduce_(largest, parts, dist.ReduceOp.MAX))
+            largest = all_reduce_(self.largest(weight), parts, dist.ReduceOp.MAX)
+            copied = back and self.multiply is not None
+            narrow = self.cast(weight, largest, not copied, copied)
         fits = not any(size % MULTIPLE for size in weight.shape[1:])
         if self.multiply is not None and fits and groups.rows:
             turned = self.with_turned(narrow).turned if back else narrow.values
@@ -162,26 +180,36 @@ class Fp8ExpertsWeight:
     def scales(self) -> tuple[int, ...]:
         return (self.experts,)
 
+    @property
+    def made(self) -> Operand | None:
+        return self.products.narrow
+
     def largest(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         found = torch.zeros(self.experts, dtype=_wide(self.weight.dtype), device=self.weight.device)
         for start, part in parts:
+            if (kernels := self.products.kernels) is not None:
+                kernels.add_largest(part.reshape(-1), start, self.weight[0].numel(), found[self.first :])
+                continue
             for number, rows in self._by_expert(start, part.reshape(-1)):
                 own = found[number : number + len(rows)]
                 torch.maximum(own, torch.linalg.vector_norm(rows, torch.inf, 1, dtype=found.dtype), out=own)
         return found
 
     def cast(self, largest: Tensor) -> None:
-        self.products.narrow = self.products.with_turned(self.products.cast(self.weight, self._here(largest)))
+        self.products.narrow = self.products.cast(
+            self.weight, self._here(largest), turned=self.products.multiply is not None
+        )
 
-    def narrowed(self, part: Tensor, start: int, largest: Tensor) -> Tensor:
-        inverse, narrow = units(largest, E4M3).reciprocal().to(part.dtype), torch.empty_like(part, dtype=E4M3)
+    def fill(self, narrow: Tensor, part: Tensor, start: int, largest: Tensor) -> None:
+        if (kernels := self.products.kernels) is not None:
+            kernels.cast_slice(part, start, self.weight[0].numel(), self._here(largest), LARGEST[E4M3], narrow)
+            return
+        inverse = units(largest, E4M3).reciprocal().to(part.dtype)
         for (number, rows), own in zip(self._by_expert(start, part), self._by_expert(start, narrow), strict=True):
             own[1].copy_(rows * inverse[number : number + len(rows), None])
-        return narrow
 
     def give(self, values: Tensor, largest: Tensor) -> None:
-        scales = self.products.scales(units(self._here(largest), E4M3), self.weight)
-        self.products.narrow = Operand(values, scales)
+        self.products.narrow = Operand(values, self.products.scales(self._here(largest), self.weight))
 
     def _here(self, largest: Tensor) -> Tensor:
         return largest[self.first : self.first + len(self.weight)]

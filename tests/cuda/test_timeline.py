@@ -212,6 +212,21 @@ def test_a_step_casts_to_fp8_what_the_plan_says(split: str, preset: str) -> None
         assert sum(cast.moved for cast in casts if cast.product is None) == pytest.approx(want, rel=0.01)
 
 
+@pytest.mark.in_turn(4)
+def test_fp8_keeps_less_than_bf16_by_as_much_as_the_plan_says() -> None:
+    sizes = "model.hidden_size=256 model.num_hidden_layers=4 data.train=none data.sequence_length=512"
+    said = f"model.preset=llama-tiny {sizes} batch.global_size=16 batch.micro_size=16 mesh.tp=2".split()
+    config = {precision: load({}, [*said, f"train.precision={precision}"]) for precision in ("bf16", "fp8")}
+    traced, planned = (
+        saved["bf16"] - saved["fp8"]
+        for saved in (
+            {key: trace(each, cluster_of("h100-80", key, None, {})).stages[0].peak for key, each in config.items()},
+            {key: plan(each)["memory"][0]["peak"] for key, each in config.items()},
+        )
+    )
+    assert traced == pytest.approx(planned, rel=0.01) and traced > 2 << 20
+
+
 @pytest.mark.in_turn(3)
 def test_messages_of_experts_are_exposed_in_what_has_nothing_beside_it_alone() -> None:
     """The first forward and the last backward: of four microbatches a quarter. The plan says so too, of time and of

@@ -38,7 +38,7 @@ from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, s
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of, plan
 from megacore.planning.setting import ADAM_16, SHARDS, Setting, Widths
-from megacore.planning.state_bytes import Shares, StateBytes, state, state_of
+from megacore.planning.state_bytes import Shares, StateBytes, cast, state, state_of
 from megacore.planning.step_time import MARGIN, Cluster, MatMul, estimate, virtual_costs
 from megacore.planning.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import ConfigError, changed, load
@@ -419,14 +419,40 @@ def test_the_plan_warns_of_blank_sequences(capsys: pytest.CaptureFixture[str]) -
 def test_fp8_is_of_the_products_of_blocks() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192, microbatches=1)
     narrow = Cluster(H100.device, H100.device.tflops("fp8"))
-    wide, fast = (estimate(made, cluster).compute for cluster in (H100, narrow))
+    wide, fast = estimate(made, H100).compute, estimate(replace(made, fp8=True), narrow).compute
     assert 1.2 < wide / fast < 1.8
     attention, experts = MatMul(8192, 8193, 128, 32, attention=True), MatMul(2048, 1024, 512, 8, grouped=True)
     for other in (attention, experts, MatMul(4096, 128, 2048, dtype="float32")):  # weight gradients, and a router
-        assert narrow.product_s(other, narrow.tflops) == H100.product_s(other, H100.tflops)
-    forward = replace(experts, weight=True)
+        assert narrow.product_s(other) == H100.product_s(other)
+    forward = replace(experts, weight=True, dtype="float8_e4m3fn")
     cast = CAST_BYTES * 8 * 2048 * 512 / H100.device.bandwidth
-    assert narrow.product_s(forward, narrow.tflops) == narrow.multiplied_s(forward, narrow.tflops) + cast
+    assert narrow.product_s(forward) == narrow.multiplied_s(forward, narrow.tflops) + cast
+
+
+def test_what_is_kept_in_fp8_is_planned_so() -> None:
+    """Of four linears between the ends: one byte of what goes into each, beside the two of what attention gives, which
+    it keeps itself."""
+    for mesh in (MeshShape(), MeshShape(tp=2)):
+        made = setting(
+            LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}, mesh, device="cuda"
+        )
+        before, after = (ActivationMemory.of(replace(made, fp8=fp8)).chunks[0] for fp8 in (False, True))
+        assert [each.kept for each in before] == [after[0].kept, before[1].kept, after[2].kept]
+        assert before[1].kept - after[1].kept == 64 * (64 + 64 + 96 - 64) // mesh.tp
+
+
+def test_adapters_are_planned_in_bf16() -> None:
+    """Those of linears and of experts, beside products in fp8; nothing of them is cast once a step either."""
+    model = {"preset": "mixtral-tiny", "intermediate_size": 96, "num_hidden_layers": 3}
+    tuning = Tuning(Lora(24, 32.0, ("*",)))
+    layout = layout_of(configure(model), MeshShape(), tuning=tuning)
+    made = setting(model, MeshShape(), layout=layout, tuning=tuning, device="cuda", fp8=True)
+    block = ActivationMemory.of(made).chunks[0][1]
+    products = [*block.forward.products, *block.backward.products]
+    found = {each.dtype.startswith("float8") for each in products if 24 in (each.m, each.n, each.k)}
+    assert found == {False} and any(each.dtype == "float8_e4m3fn" and each.grouped for each in products)
+    adapters = [each for each in Shares.of(made).stages[0] if "rank" in each.param.sentence.axes]
+    assert adapters and not any(cast(each, made, 0) for each in adapters)
 
 
 def test_published_runs_are_as_fast_as_planned() -> None:

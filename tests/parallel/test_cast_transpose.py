@@ -2,18 +2,19 @@
 them."""
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.parallel.kernels import grouped
 from megacore.parallel.kernels.grouped import Groups
 from megacore.parallel.layers import fp8
-from megacore.parallel.layers.fp8 import E4M3, E5M2, Fp8, multiply_scaled, multiply_wide, quantise, units
-from megacore.parallel.layers.fp8_experts import Fp8Products
+from megacore.parallel.layers.fp8 import E4M3, E5M2, Fp8, Fp8Weight, multiply_scaled, multiply_wide, quantise, units
+from megacore.parallel.layers.fp8_experts import Fp8ExpertsWeight, Fp8Products
 from megacore.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megacore.parallel.layers.product import Operand
 from megacore.parallel.mesh import ALONE, Mesh
@@ -110,6 +111,54 @@ def test_experts_by_kernels_and_by_operators_are_the_same() -> None:
         found.append([products.forward(draw, weight, groups)])
         found[-1].append(products.input_gradient(found[-1][0], weight, groups))
     assert all(map(same, *found))
+
+
+def test_weights_of_experts_are_cast_by_kernels_as_by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, with their transposed copies, and in slices that begin and end wherever; in a launch each."""
+    launched = list[str]()
+
+    def launch(kernel: Any, *given: Any, **constants: Any) -> None:
+        launched.append(kernel.__name__)
+        own(kernel, *given, **constants)
+
+    own = cast_transpose.launching.launch
+    monkeypatch.setattr(cast_transpose.launching, "launch", launch)
+    weight = nn.Parameter(drawn(torch.bfloat16, 3, 144, 300) * 2.0 ** torch.tensor([[[-40]], [[0]], [[50]]]))
+    weight.data[1, 2, 3], weight.data[2] = torch.inf, 0
+    found = list[list[Tensor]]()
+    for kernels in (None, cast_transpose):
+        products = Fp8Products(grouped.LOOP, lambda *given: multiplied(*given[:3]), kernels, ALONE, ALONE)
+        cast = Fp8ExpertsWeight(weight, products, 2, 6)
+        with torch.no_grad():
+            whole = cast.largest([(0, weight)])
+            cast.cast(whole)
+            assert products.narrow is not None and products.narrow.turned is not None
+            narrow = [*(x for x in products.narrow if x is not None), whole]
+            for lengths in ((1, 2, weight.numel() - 3), (50_000, 43_200, 36_400)):
+                parts = weight.flatten().split(lengths)
+                starts = np.cumsum([0, *lengths[:-1]]).tolist()
+                largest = cast.largest(list(zip(starts, parts, strict=True)))
+                for start, part in zip(starts, parts, strict=True):
+                    narrow.append(torch.empty_like(part, dtype=E4M3))
+                    cast.fill(narrow[-1], part, start, largest)
+                cast.give(narrow[0], largest)
+                assert products.narrow.scale is not None
+                narrow += [largest, products.narrow.scale]
+        found.append(narrow)
+    assert all(map(same, *found))
+    assert launched == ["fp8_largest", "fp8_cast", *2 * [*3 * ["fp8_largest"], *3 * ["fp8_cast_slice"], "fp8_units"]]
+
+
+def test_a_slice_of_a_weight_is_cast_by_kernels_as_by_operators() -> None:
+    part, largest, found = drawn(torch.bfloat16, 5000), torch.tensor(30.0), []
+    for kernels in (None, cast_transpose):
+        cast = Fp8Weight(SimpleNamespace(weight=nn.Parameter(part), product=Fp8(multiply_wide, kernels)))
+        found.append(torch.empty_like(part, dtype=E4M3))
+        cast.fill(found[-1], part, 7, largest)
+        cast.give(found[-1], largest)
+        assert isinstance(cast.linear.product, Fp8) and cast.linear.product.narrow is not None
+        assert cast.linear.product.narrow.scale == 0.125
+    assert same(*found)
 
 
 def multiplied(rows: Operand, matrices: Operand, groups: Groups) -> Tensor:

@@ -71,6 +71,11 @@ def launched(sizes: Sizes) -> list[Any]:
             x = empty(tokens, sizes.widths[-1]).detach()
             cast_transpose.cast(x, cast_transpose.largest([x])[0], narrow, exponent, True, True)
         cast_transpose.turn(x.to(torch.float8_e4m3fn))
+        stacked, largest = empty(3, *x.shape[1:], 48).detach(), torch.empty(3, device="meta")
+        cast_transpose.cast(stacked, largest, torch.float8_e4m3fn, 9, True, True, width=max(stacked.shape[1:]))
+        part, each = x.flatten(), x.numel() // 2
+        cast_transpose.cast_slice(part, each // 2, each, largest, 9, part.to(torch.float8_e4m3fn))
+        cast_transpose.units(largest, 9, 48)
         cast_transpose.cast_rows(x, None, torch.float8_e4m3fn, 9)
         table, heads = empty(tokens, sizes.head // 2).detach(), (sizes.heads, sizes.kv)
         run(rotation.split_and_apply(empty(tokens, (heads[0] + 2 * heads[1]) * sizes.head), table, table, *heads))
@@ -141,7 +146,7 @@ def test_each_is_good_code_for_an_h100(tmp_path: Path) -> None:
         process.kill()
         process.join()
     for found in (large, small):
-        assert len({name.partition(" ")[0] for name in found}) == 13
+        assert len({name.partition(" ")[0] for name in found}) == 15
         for name, (ptx, uses) in found.items():
             # Of sides that are no multiples of 16 there is no product in fp8: that they are cast will do.
             odd = found is small and name.startswith("fp8_cast")
@@ -151,10 +156,10 @@ def test_each_is_good_code_for_an_h100(tmp_path: Path) -> None:
     for name, (ptx, _) in large.items():
         assert ".v4" in ptx or name.startswith(("norm_sum", "cross_entropy_finish")), f"{name} moves few bytes"
     casts = {name: ptx for name, (ptx, _) in large.items() if name.startswith("fp8_cast")}
-    assert len(casts) == len(NARROW) + 1
+    assert len(casts) == len(NARROW) + 2
     for name, ptx in casts.items():
         instruction = next(each for exponent, each in NARROW.items() if f"'LARGEST': {exponent}," in name)
         assert f"cvt.rn.satfinite.{instruction}.f32" in ptx
-        # Of rows with scales of their own eight neighbours are a thread's, and no transposed copy is made.
+        # Of rows with scales of their own, and of slices, neighbours are a thread's; no transposed copy is made.
         stores = len(re.findall(r"st\.global\.v[24]", ptx))
-        assert "ld.global.v4" in ptx and stores >= (1 if name.startswith("fp8_cast_rows") else 2)
+        assert "ld.global.v4" in ptx and stores >= (1 if name.startswith(("fp8_cast_rows", "fp8_cast_slice")) else 2)

@@ -39,6 +39,7 @@ from megacore.models.layer_inputs import LayerInputs
 from megacore.models.moe import MixtureOfExperts
 from megacore.models.stages import layout_of
 from megacore.models.tuning import Tuning
+from megacore.parallel import kernels
 from megacore.parallel.kernels import documents, flash, grouped, norm
 from megacore.parallel.kernels.grouped import HostCounts
 from megacore.parallel.kernels.scoring import Scoring
@@ -72,21 +73,31 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 class FakeModel:
     """A rank's model in one chunk, without numbers: of layers that are alike the first one. ``mesh``: the mesh that its
     layers are split over: neither pp nor dp; ``width``: bytes of a parameter; ``late``: whether weight gradients come
-    later than input gradients."""
+    later than input gradients; ``in_fp8``: whether its linears and experts multiply in fp8."""
 
     def __init__(
-        self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, split: Splits, width: int, device: str, late: bool
+        self,
+        config: ModelConfig,
+        tuning: Tuning,
+        mesh: MeshShape,
+        split: Splits,
+        width: int,
+        device: str,
+        late: bool,
+        in_fp8: bool,
     ) -> None:
         self._fakes = FakeTensorMode() if device == "cpu" else None
         self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
         self._width, self._dtype = config.width, _DTYPES[width]
-        self._made_of, self._split = (config, tuning, width, device, late), split
+        self._made_of, self._split = (config, tuning, width, device, late, in_fp8), split
         self._runners: dict[tuple[str, Recompute], Runner] = {}
         self.kinds: list[str] = []
         """The first layer that is like each layer."""
         layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
         if mesh.world > 1:  # layers that are alike on one rank are on all
-            self.kinds = fake_model(config, tuning, MeshShape(), tuple(SPLIT.items()), width, device, late).kinds
+            self.kinds = fake_model(
+                config, tuning, MeshShape(), tuple(SPLIT.items()), width, device, late, in_fp8
+            ).kinds
             some = tuple(map(int, dict.fromkeys(self.kinds)))
             layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some=some)
         with self._without_numbers():
@@ -95,6 +106,10 @@ class FakeModel:
             if model.alignment is not None:
                 one = torch.ones((), dtype=torch.float64, device=self._mesh.device)
                 model.alignment.begin(one, one)
+            if in_fp8:
+                model.use_fp8()
+            for cast in model.parameters.casts.values():  # once a step, beside what is measured
+                cast.cast(torch.ones(cast.scales, device=self._mesh.device))
         (self._chunk,) = model.chunks
         self._handed: deque[WeightGradient] = deque()
         if late:  # by a pipeline, of which the embedding is in another chunk, whatever it shares with the head
@@ -104,7 +119,8 @@ class FakeModel:
         for parameter in self._chunk.parameters():
             if parameter.requires_grad:  # the engine takes it, and lets go of autograd's
                 parameter.register_post_accumulate_grad_hook(_forget)
-        self._known = frozenset(map(_key, self._chunk.parameters()))
+        narrow = [cast.made for cast in model.parameters.casts.values()]
+        self._known = frozenset(map(_key, (*self._chunk.parameters(), *_tensors(narrow))))
         first: dict[object, str] = {}
         self.kinds = self.kinds or [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
 
@@ -782,6 +798,30 @@ def _counts(imbalance: float) -> Iterator[None]:
 # -- kernels of GPUs
 
 
+class _Casts:
+    """What `parallel.kernels.fused.cast_transpose` makes, which not every machine that plans can import."""
+
+    @staticmethod
+    def largest(tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].new_empty(len(tensors), dtype=torch.float32)
+
+    @staticmethod
+    def cast(
+        x: Tensor, largest: Tensor, dtype: torch.dtype, exponent: int, straight: bool, turned: bool, width: int = 0
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        unit = largest.new_empty(*largest.shape, width) if width else torch.empty_like(largest)
+        copy = x.new_empty(*x.shape[:-2], x.shape[-1], x.shape[-2], dtype=dtype) if turned else None
+        return x.new_empty(x.shape, dtype=dtype) if straight else None, copy, unit
+
+    @staticmethod
+    def cast_rows(x: Tensor, largest: Tensor | None, dtype: torch.dtype, exponent: int) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=torch.float32)
+
+    @staticmethod
+    def turn(x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-2], x.shape[-1], x.shape[-2])
+
+
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Run a layer norm, which keeps the same and one number more for each token."""
     return F.layer_norm(x, shape, weight)
@@ -808,6 +848,7 @@ _FUSED: Sequence[tuple[ModuleType, str, Callable[..., Any]]] = (
     (norm, "_in_fp32", _in_fp32),
     (flash, "takes", flash.fits),
     (flash, "shares", lambda: True),
+    (kernels, "cast_transpose", lambda device: _Casts),
 )
 """Functions that are other ones where the device is a GPU, and what they are there."""
 
