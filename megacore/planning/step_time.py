@@ -219,6 +219,7 @@ class Estimate:
 def parts(act: ActivationMemory, virtual: int) -> Iterator[tuple[LayerCost, LayerCost, bool, int]]:
     """Yield each part of a virtual stage: what it costs, and without recomputation; whether its products are in fp8
     where the run is; and how often it is there."""
+    act = act.uncompressed
     plain, start, last = act.without_recomputation, sum(act.layers[:virtual]), sum(act.layers) - 1
     inner = [0 < layer < last for layer in range(start, start + act.layers[virtual])]
     blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], inner, strict=True))
@@ -396,6 +397,7 @@ class _Times:
 
 def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) -> Sequence[_Times]:
     """Return the seconds of one microbatch in each virtual stage."""
+    per_byte = [act.compress * passes / cluster.device.bandwidth for passes in efficiency.COMPRESS_PASSES]
     mesh, packing = setting.layout.mesh, setting.packing
     known = dict[object, _Times]()
     found = []
@@ -405,7 +407,8 @@ def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) ->
             known[key] = _Times()
             for part, plain, narrow, number in key:
                 known[key] = known[key].plus(_part_times(cluster, mesh, packing, part, plain, narrow), number)
-        found.append(known[key])
+        kept = sum(block.kept for block in act.uncompressed.chunks[virtual])
+        found.append(known[key].plus(_Times(_Seconds(*(kept * each for each in per_byte)))))
     return found
 
 
