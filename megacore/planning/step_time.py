@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megacore.devices import PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
+from megacore.parallel.budgets import BLOCK
 from megacore.parallel.enum_errors import OVERLAPPED
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
 from megacore.parallel.weights.layout import MeshShape
@@ -397,7 +398,7 @@ class _Times:
 
 def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) -> Sequence[_Times]:
     """Return the seconds of one microbatch in each virtual stage."""
-    per_byte = [act.compress * passes / cluster.device.bandwidth for passes in efficiency.COMPRESS_PASSES]
+    per_byte = [passes / cluster.device.bandwidth for passes in efficiency.COMPRESS_PASSES]
     mesh, packing = setting.layout.mesh, setting.packing
     known = dict[object, _Times]()
     found = []
@@ -407,8 +408,9 @@ def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) ->
             known[key] = _Times()
             for part, plain, narrow, number in key:
                 known[key] = known[key].plus(_part_times(cluster, mesh, packing, part, plain, narrow), number)
-        kept = sum(block.kept for block in act.uncompressed.chunks[virtual])
-        found.append(known[key].plus(_Times(_Seconds(*(kept * each for each in per_byte)))))
+        kept, whole = (sum(block.kept for block in each.chunks[virtual]) for each in (act, act.uncompressed))
+        rounded = (whole - kept) / (1 - 1 / act.width - 1 / BLOCK)  # to a byte of each element, and scales
+        found.append(known[key].plus(_Times(_Seconds(*(rounded * each for each in per_byte)))))
     return found
 
 
