@@ -519,6 +519,9 @@ class MemoryConfig:
     ones hold the most microbatches."""
     offload_activations: PerStage[Bool] = False
     """Whether the activations of the blocks wait in host memory for the backward. A list has one for each stage."""
+    compress_activations: Bool = False
+    """Whether the activations of the blocks wait for the backward in 8 bits: losses stay as they are, and gradients
+    agree with those without it to a few per cent (see docs/precision.md)."""
     loss_chunk: Annotated[Int, AT_LEAST_1] | None = None
     """Tokens whose logits are there at a time; null: those of a microbatch."""
     mlp_chunk: Annotated[Int, AT_LEAST_1] | None = None

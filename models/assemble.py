@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megacore.models.adapt import adapt, multiply_quantised
 from megacore.models.attention import Attention
-from megacore.models.blocks import CHEAP, Block
+from megacore.models.blocks import CHEAP, Block, may_round
 from megacore.models.compressed_attention import CompressedAttention, Compressor
 from megacore.models.config import ModelConfig
 from megacore.models.decoder import Decoder, Head, Losses, Microbatch
@@ -91,7 +91,7 @@ class Model:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)
             multiply_quantised(chunk, parameters)
-            chunk.run = runner(activations, chunk.blocks, CHEAP, mesh.device, mesh.recorder)
+            chunk.run = runner(activations, chunk.blocks, CHEAP, mesh.device, mesh.recorder, may_round)
             for module in chunk.modules():
                 if isinstance(module, Block):
                     module.mlp_tokens = activations.mlp_tokens(mesh.shape.tp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,10 @@ from megacore.parallel.kernels.activation import FUNCTIONS
 from megacore.parallel.kernels.again import keeping_inputs
 from megacore.parallel.layers.chunked import in_chunks
 from megacore.parallel.layers.cutoff import Cutoff
+from megacore.parallel.layers.experts import Experts
 from megacore.parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megacore.parallel.layers.norm import LayerNorm, PlainNorm, RMSNorm
+from megacore.parallel.layers.router import Router
 from megacore.parallel.parameters import Parameters
 
 
@@ -281,6 +283,21 @@ class CutGates(nn.Module):
 
 CHEAP = (RMSNorm, LayerNorm, PlainNorm, Activation, XIELU, CutGates)
 """Modules whose outputs take less to compute again than to keep."""
+
+
+def may_round(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules of blocks of whose first input, and of what is cheap whose output, the backward may be given a
+    rounded one. Within what mixes tokens these are none: small errors grow where a softmax is sure of itself, in a
+    state, and in norms of few features; as in xIELU, which squares."""
+    for block in blocks:
+        mixers = [each.attn for each in block.modules() if isinstance(each, Block) and each.attn is not None]
+        inner = {module for mixer in mixers for module in mixer.modules()}
+        yield from mixers
+        yield from (each for each in block.modules() if isinstance(each, _ROUNDING) and each not in inner)
+
+
+_LINEARS = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
+_ROUNDING = *_LINEARS, Router, Experts, RMSNorm, LayerNorm, PlainNorm, Activation, CutGates
 
 
 class FeedForward(nn.Module):

@@ -15,5 +15,8 @@ ROUNDING_BLOCK = 256
 NORM_BLOCK = 1 << 18
 """Elements of a gradient that a core widens at a time for the norm: they stay in its cache."""
 
+BLOCK = 64
+"""Elements that share a scale where numbers are rounded to 8 bits."""
+
 MATRIX_ELEMENTS = 1 << 28
 """Elements of matrices that a rank has on their way at once, in 2 bytes each."""

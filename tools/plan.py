@@ -224,6 +224,7 @@ def _headline(plan: Plan, name: str) -> Iterator[str]:
         f"bytes of a parameter {w.parameter}, its gradient {w.gradient}, master {w.master}, moments {w.moments}"
         f"{f', start and momentum of outer steps {w.outer}' if w.outer else ''}; "
         f"split over data parallel ranks: {s.shard}; recomputed: {spelled(s.recompute)}"
+        f"{', what is kept in 8 bits' * s.compress_activations}"
     )
 
 

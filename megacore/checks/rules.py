@@ -358,6 +358,27 @@ def _offload(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _compressed_activations(facts: RuleContext) -> Iterator[str]:
+    memory = facts.config.memory
+    if not memory.compress_activations:
+        return
+    if "full" in (memory.recompute if isinstance(memory.recompute, tuple) else [memory.recompute]):
+        yield (
+            "memory.compress_activations with memory.recompute=full would compute blocks again from rounded inputs, "
+            "of which experts may be chosen otherwise: set memory.recompute=selective, or leave one of both out"
+        )
+    if memory.offload_activations not in (False, (False,) * facts.config.mesh.pp):
+        yield (
+            "memory.compress_activations is for what is kept on the device, and memory.offload_activations has it wait "
+            "on the host: set one of both to false"
+        )
+    if facts.config.train.compile:
+        yield (
+            "memory.compress_activations rounds what each module keeps, and the compiler decides itself what compiled "
+            "blocks keep: set train.compile=false, or memory.compress_activations=false"
+        )
+
+
 def _positions(facts: RuleContext) -> Iterator[str]:
     length, limit = facts.config.data.sequence_length, facts.model.max_positions
     if limit is not None and length > limit:
@@ -846,10 +867,10 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
     _world, _parts, _stages, _chunks, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
-    _labels, _mtp, _indexers, _choices, _mlp_chunk, _each_stage, _offload, _positions, _tokens, _context,
-    _context_of_model, _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16, _moments, _muon,
-    _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _grouped, _ramp, _batch_balance, _adapters,
-    _base_dtype, _one_start, _repetition, _export,
+    _labels, _mtp, _indexers, _choices, _mlp_chunk, _each_stage, _offload, _compressed_activations, _positions,
+    _tokens, _context, _context_of_model, _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16,
+    _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _grouped, _ramp, _batch_balance,
+    _adapters, _base_dtype, _one_start, _repetition, _export,
 )  # fmt: skip
 
 

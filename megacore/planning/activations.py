@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from megacore.models.config import ModelConfig
 from megacore.models.tuning import Tuning
+from megacore.parallel.budgets import BLOCK
 from megacore.parallel.enum_errors import Placement, Recompute
 from megacore.parallel.virtual_stages import of_stage, stage_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
@@ -64,6 +65,7 @@ class ActivationMemory:
         imbalance: The rows of the fullest rank's experts over the mean of all ranks.
         late: Whether weight gradients come later than input gradients.
         fp8: Whether linears and experts multiply in fp8.
+        compress: Whether activations wait for the backward in 8 bits.
     """
 
     model: ModelConfig
@@ -83,6 +85,7 @@ class ActivationMemory:
     imbalance: float
     late: bool
     fp8: bool
+    compress: bool
 
     @classmethod
     def of(cls, setting: Setting) -> ActivationMemory:
@@ -94,7 +97,7 @@ class ActivationMemory:
         return _activations(
             s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.layout.placement,
             s.widths.parameter, s.device, s.packing, recompute, offload, s.loss_chunk, s.mlp_chunk, s.imbalance,
-            s.splits_backward, s.fp8,
+            s.splits_backward, s.fp8, s.compress_activations,
         )  # fmt: skip
 
     @cached_property
@@ -108,11 +111,15 @@ class ActivationMemory:
         return replace(self.without_recomputation, fp8=False) if self.fp8 else self.without_recomputation
 
     @cached_property
+    def uncompressed(self) -> ActivationMemory:
+        return replace(self, compress=False)
+
+    @cached_property
     def _fake(self) -> FakeModel:
         from megacore.planning.trace.measure import fake_model  # torch
 
-        made_of = self.model, self.tuning, self.mesh, self.split, self.width, self.device, self.late, self.fp8
-        return fake_model(*made_of)
+        rest = self.device, self.late, self.fp8, self.compress
+        return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, *rest)
 
     @cached_property
     def chunks(self) -> tuple[tuple[LayerCost, ...], ...]:
@@ -208,7 +215,10 @@ class ActivationMemory:
         blocks = [sum(block.kept for block in own) + _tables(own) for own in self.chunks]
         tokens = self.packing.length * self.packing.sequences // self.mesh.size(("cp", "tp"))
         told = tokens * (self.model.boundary_width - self.model.width) * self.width  # it came with the activations
-        return blocks[0] + self.embedding.kept, *(each + told for each in blocks[1:])
+        # What another stage sends, who runs the chunk holds as it is.
+        entered = tokens * self.model.width
+        exact = (entered * (self.width - 1) - -(-entered // min(BLOCK, self.model.width)) * self.width) * self.compress
+        return blocks[0] + self.embedding.kept, *(each + told + exact for each in blocks[1:])
 
     @cached_property
     def waiting(self) -> tuple[int, ...]:

@@ -16,6 +16,9 @@ backward: norms, activation functions, rope and residual adds."""
 CAST_BYTES, CAST_SLICE_BYTES, TURN_BYTES = 3, 5, 2
 """The bytes moved for each element of a factor of a product in fp8, of which bf16 is read for its largest magnitude and
 for two copies; of a slice of a weight, which has one; and of a copy that is transposed by itself."""
+COMPRESS_PASSES = 17.5, 3.5
+"""The number of times that what is rounded to 8 bits passes through the memory, in a forward and in a backward,
+where each of torch's operators reads and writes it."""
 MEMORY = 0.85
 """Share of the memory's bandwidth that a kernel of one pass reaches: an assumption; plain copies are generally known to
 reach about 90 % on an H100, and norms and reductions less."""

@@ -369,6 +369,8 @@ def _fits(cluster: Cluster, stage: Memory) -> bool:
 
 
 def _choices(setting: Setting) -> Sequence[Kept]:
+    if setting.compress_activations:  # with which no stage recomputes all
+        return _KEPT[:2]
     return _OFFLOADED if setting.offload_activations else _KEPT
 
 

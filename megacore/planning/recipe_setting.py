@@ -52,6 +52,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         offload_parameters=config.memory.offload_parameters,
         offload_buffer=config.memory.offload_buffer << 20,
         offload_activations=config.memory.offload_activations,
+        compress_activations=config.memory.compress_activations,
         device=device,
         tuning=tuning,
         context=config.context.over(mesh.cp, model.drops_attention),

@@ -222,6 +222,7 @@ class Plan:
             "bytes_of_an_element": asdict(s.widths),
             "shard": s.shard,
             "recompute": s.recompute,
+            "compress_activations": s.compress_activations,
             "context": asdict(s.context),
             "memory": [asdict(m) | {"peak": m.peak, "largest": m.largest} for m in self.memory],
             "imbalance": s.imbalance,

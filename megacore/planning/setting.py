@@ -199,6 +199,7 @@ class Setting:
         microbatches: The number of those of one step on each data parallel rank.
         loss_chunk, mlp_chunk: Tokens whose logits, or feed-forward activations, exist at a time; None for all.
         offload_buffer: Bytes of host memory through which offloaded states pass.
+        compress_activations: Whether activations wait for the backward in 8 bits.
         device: The kind of device: their kernels keep different things.
         imbalance: The rows that the experts of the fullest rank get over the mean of all ranks, if there are as many.
         context: The way in which cp, as large as that of the layout's mesh, shares out a microbatch.
@@ -231,6 +232,7 @@ class Setting:
     offload_parameters: bool = False
     offload_buffer: int = 512 << 20
     offload_activations: bool | tuple[bool, ...] = False
+    compress_activations: bool = False
     device: Literal["cpu", "cuda"] = "cuda"
     bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megacore.devices import PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
+from megacore.parallel.budgets import BLOCK
 from megacore.parallel.enum_errors import OVERLAPPED
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
 from megacore.parallel.weights.layout import MeshShape
@@ -215,6 +216,7 @@ class Estimate:
 def parts(act: ActivationMemory, virtual: int) -> Iterator[tuple[LayerCost, LayerCost, int, int]]:
     """Yield each part of a virtual stage: what it costs, and without recomputation; the bytes that it would keep
     without that and fp8, by which what passes through memory beside casts is estimated; and how often it is there."""
+    act = act.uncompressed
     plain, kept = act.without_recomputation, (block.kept for block in act.wide.chunks[virtual])
     blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], kept, strict=True))
     for (block, like, passed), number in blocks.items():
@@ -391,6 +393,7 @@ class _Times:
 
 def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) -> Sequence[_Times]:
     """Return the seconds of one microbatch in each virtual stage."""
+    per_byte = [passes / cluster.device.bandwidth for passes in efficiency.COMPRESS_PASSES]
     mesh, packing = setting.layout.mesh, setting.packing
     known = dict[object, _Times]()
     found = []
@@ -400,7 +403,9 @@ def _virtual_times(setting: Setting, act: ActivationMemory, cluster: Cluster) ->
             known[key] = _Times()
             for part, plain, passed, number in key:
                 known[key] = known[key].plus(_part_times(cluster, mesh, packing, part, plain, passed), number)
-        found.append(known[key])
+        kept, whole = (sum(block.kept for block in each.chunks[virtual]) for each in (act, act.uncompressed))
+        rounded = (whole - kept) / (1 - 1 / act.width - 1 / BLOCK)  # to a byte of each element, and scales
+        found.append(known[key].plus(_Times(_Seconds(*(rounded * each for each in per_byte)))))
     return found
 
 

@@ -166,7 +166,10 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     losses = Losses(*terms, config.memory.loss_chunk, function, of_pairs, mtp)
     memory, stage = config.memory, mesh.place.pp
     activations = Activations(
-        of_stage(memory.recompute, stage), of_stage(memory.offload_activations, stage), memory.mlp_chunk
+        of_stage(memory.recompute, stage),
+        of_stage(memory.offload_activations, stage),
+        memory.mlp_chunk,
+        memory.compress_activations,
     )
     dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
     experts = config.experts

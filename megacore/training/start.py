@@ -92,7 +92,7 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
     if config.train.epochs is not None:
         steps = f"{config.train.steps:,} steps of {config.batch.sizes} samples"
         said = [f"train.epochs={config.train.epochs:g}: {steps}", *said]
-    say("\n".join([*said, *setup.corpora.remarks, *uneven, *in_no_round(config)]))
+    say("\n".join([*said, *setup.corpora.remarks, *uneven, *in_no_round(config), *in_8_bits(config)]))
     return setup.held()
 
 
@@ -104,6 +104,15 @@ def in_no_round(config: Config) -> Iterator[str]:
             f"sync.every={every}: no round ends with the last {left} of {steps:,} steps, so the common weights, which "
             f"are evaluated and exported, stay those of step {steps - left:,}; with train.steps={steps - left + every} "
             "one does"
+        )
+
+
+def in_8_bits(config: Config) -> Iterator[str]:
+    """Yield what of a run is rounded to 8 bits."""
+    if config.memory.compress_activations:
+        yield (
+            "memory.compress_activations: activations wait for the backward in 8 bits; losses stay what they are, and "
+            "gradients agree with those without it, and of other layouts, to a few per cent (docs/precision.md)"
         )
 
 

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megacore.parallel.enum_errors import Recompute, check_choice
+from megacore.parallel.memory.compress import Rounding
 from megacore.parallel.memory.offload import Back, HostMemory, Keep, Key, View, keep, keeping, key
 from megacore.parallel.recorder import IDLE, RECOMPUTE, Recorder
 
@@ -29,17 +30,25 @@ class Activations:
         offload: Whether what is kept goes to host memory.
         mlp_chunk: The number of tokens whose feed-forward activations are there at a time; None for all. Of a
             feed-forward network its input is kept then, and ``"full"`` computes it no more often than without.
+        compress: Whether what is kept is rounded to 8 bits where modules say that it may be; with ``"full"`` a forward
+            that runs again would not be that which was, and it is not for what is on the host.
 
     Raises:
-        ValueError: ``recompute`` is another word.
+        ValueError: ``recompute`` is another word, or something is compressed that may not be.
     """
 
     recompute: Recompute = "none"
     offload: bool = False
     mlp_chunk: int | None = None
+    compress: bool = False
 
     def __post_init__(self) -> None:
         check_choice("recompute", self.recompute, get_args(Recompute))
+        if self.compress and (self.recompute == "full" or self.offload):
+            raise ValueError(
+                f"compress is for what is kept on the device, not with recompute={self.recompute!r}"
+                f" and offload={self.offload}: choose one of them"
+            )
 
     def mlp_tokens(self, tp: int) -> int | None:
         """Return the share of ``mlp_chunk`` that one of tp ranks has."""
@@ -71,6 +80,7 @@ def runner(
     cheap: tuple[type[nn.Module], ...],
     device: torch.device,
     recorder: Recorder = IDLE,
+    may_round: Callable[[Iterable[nn.Module]], Iterable[nn.Module]] = lambda blocks: (),
 ) -> Runner:
     """Return the runner of these blocks.
 
@@ -80,9 +90,12 @@ def runner(
         cheap: Modules whose outputs take less to compute than to keep; each is a function of its inputs and weights.
         device: The device of the blocks.
         recorder: Is told of what is computed again.
+        may_round: Returns the modules of blocks whose first input, and whose output if they are cheap, may be rounded.
     """
     blocks = list(blocks)
     start: Callable[[], Keep] = HostMemory(device).start if activations.offload else lambda: keep
+    if activations.compress:
+        start = Rounding(may_round(blocks), cheap).start
     if activations.recompute == "selective":
         return Runner(_call, Selective(blocks, cheap, start, recorder).saving)
     step = _call
@@ -95,7 +108,8 @@ def runner(
             preserve_rng_state=drops,
             context_fn=lambda: (nullcontext(), recorder.over(RECOMPUTE)),
         )
-    return Runner(step, lambda: keeping(start())) if activations.offload else Runner(step)
+    moved = activations.offload or activations.compress
+    return Runner(step, lambda: keeping(start())) if moved else Runner(step)
 
 
 def _call(block: nn.Module, *arguments: object) -> Tensor:

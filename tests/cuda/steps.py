@@ -126,6 +126,7 @@ CASES: Mapping[str, Case] = {
     "activations on host": Case("memory.offload_activations=true"),
     "selective, activations on host": Case("memory.recompute=selective memory.offload_activations=true"),
     "full, activations on host": Case("memory.recompute=full memory.offload_activations=true"),
+    "activations in 8 bits": Case("memory.compress_activations=true"),
     "loss chunks": Case("memory.loss_chunk=16"),
     "few labels": Case("data.sequence_length=256", labels=FEW),
     "documents": Case(documents=TEXTS),

@@ -336,6 +336,9 @@ BAD = [
         "sync.every=8 sync.replicas=2 zero.shard=optimizer zero.replicas=4 mesh.pp=1",
         "dp=2 data parallel ranks of a replica of sync into zero.replicas=4 groups: choose from 1, 2",
     ),
+    bad("memory.compress_activations=true memory.recompute=full", "from rounded inputs", "memory.recompute=selective"),
+    bad("memory.compress_activations=true memory.offload_activations=true", "has it wait on the host: set one of both"),
+    bad("memory.compress_activations=true train.compile=true", "the compiler decides", "set train.compile=false, or"),
     bad("zero.compress=bf16 train.precision=fp64", "these are summed in fp64: set zero.compress=none"),
     bad("zero.compress=bf16 train.precision=bf16 optimizer.master_weights=false", "or optimizer.master_weights=true"),
     bad(
@@ -525,6 +528,7 @@ GOOD = [
     bad("pipeline.schedule=gpipe pipeline.chunks=9"),
     bad("memory.recompute=full memory.offload_activations=true memory.loss_chunk=512"),
     bad("memory.recompute=[full,none] memory.offload_activations=[true,false]"),
+    bad("memory.recompute=selective memory.compress_activations=true memory.loss_chunk=512"),
     bad("mesh.cp=2"),
     bad("memory.offload_optimizer=host"),
     bad("memory.offload_optimizer=host memory.offload_parameters=true zero.shard=parameters"),

@@ -686,6 +686,18 @@ def test_what_waits_in_host_memory_has_room_there() -> None:
     assert found.time.total > without.time.total
 
 
+def test_what_is_rounded_to_8_bits_takes_time_and_is_never_recomputed_in_full() -> None:
+    """The time by the bytes: two of an element become one, and a 64th of a scale of two."""
+    made = replace(setting({"preset": "llama-3.2-1b"}, MeshShape(), 1, 16), sequence_length=8192)
+    rounded = replace(made, compress_activations=True)
+    less = ActivationMemory.of(made).kept[0] - ActivationMemory.of(rounded).kept[0]
+    seconds = less / (0.5 - 1 / 64) * 21 / H100.device.bandwidth
+    assert estimate(rounded, H100).total - estimate(made, H100).total == pytest.approx(16 * seconds)
+    small = replace(H100, device=replace(H100.device, memory=29e9))
+    assert {each.setting.recompute for each in fit(made, 1, small)} == {"full"}
+    assert not [*fit(rounded, 1, small)]
+
+
 def test_the_plan_warns_where_host_memory_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = "llama-3.2-1b", ["mesh.dp=1", "memory.offload_activations=true"]
     plain = plan(*recipe)

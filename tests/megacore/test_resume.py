@@ -61,6 +61,7 @@ def six(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(4, 16, ["train.precision=bf16", "mesh.tp=2", "mesh.pp=2"], id="tp2-pp2-bf16"),
         pytest.param(2, 4, ["train.precision=bf16", "zero.shard=gradients", "zero.compress=bf16"], id="dp2-rounded"),
         pytest.param(4, 12, ["train.precision=bf16", "mesh.tp=2", "zero.compress=int8"], id="dp2-tp2-int8"),
+        pytest.param(2, 6, ["mesh.tp=2", "memory.compress_activations=true"], id="tp2-8bits"),
     ],
 )
 def test_ten_steps_and_ten_are_twenty_bitwise(

@@ -25,7 +25,16 @@ from megacore.parallel.layers.linear import ColumnParallelLinear
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
 from megacore.rank import LOST, outcome_of
+from megacore.recipe import load
 from megacore.training import main
+from megacore.training.start import in_8_bits
+
+
+def test_what_waits_in_8_bits_is_said(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    (said,) = in_8_bits(load(recipe, ["memory.compress_activations=true"]))
+    assert "losses stay what they are" in said and not [*in_8_bits(load(recipe))]
+
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 

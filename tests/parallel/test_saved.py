@@ -2,13 +2,15 @@
 
 import gc
 from collections.abc import Callable
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megacore.parallel.memory import compress
+from megacore.parallel.memory.compress import Rounding, dequantise, quantise
 from megacore.parallel.memory.offload import HostMemory, keep, keeping
 from megacore.parallel.memory.recompute import Activations, Runner, runner
 
@@ -196,3 +198,37 @@ def test_full_recomputation_draws_the_same_masks_and_leaves_the_generator_alone(
         gradients.append(x.grad)
     assert torch.equal(gradients[0], gradients[1])
     assert all(torch.equal(state, states[0]) for state in states)
+
+
+# -- in 8 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_block_loses_little_whatever_is_in_it(dtype: torch.dtype) -> None:
+    drawn = torch.randn(100, 64, generator=torch.Generator().manual_seed(1))
+    sizes = torch.arange(-3.0, 2.0)[torch.arange(64) % 5]
+    for x, most in ((drawn, 0.02), (drawn * 10**sizes, 0.063), (drawn * 1e-3, 0.02), (drawn.relu(), 0.02)):
+        wide = x.to(dtype).double()
+        found = dequantise(*quantise(x.to(dtype).flatten()), dtype).view_as(x).double()
+        assert ((found - wide).norm(dim=1) <= most * wide.norm(dim=1)).all()
+        assert torch.equal(found.sign(), wide.sign())
+    spoilt = dequantise(*quantise(torch.tensor([1.0, torch.nan] + [2.0] * 62 + [4.0]).to(dtype)), dtype)
+    assert spoilt[:64].isnan().all() and spoilt[64].item() == pytest.approx(4, rel=0.01)
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+def test_what_a_module_is_given_is_rounded_once_unless_it_is_kept_before() -> None:
+    square, x = Square(), numbers(4, 16)
+    rounding = Rounding([square], ())
+    with patch.object(compress, "quantise", wraps=quantise) as made, keeping(rounding.start()):
+        e = x.exp()  # keeps it before it is given
+        a = x * 3
+        y = square(e) + square(a) + (square(a.t()) + a.t().sin()).t()
+    found = dequantise(*quantise(a.detach().flatten(), 16), a.dtype).view_as(a)
+    assert not torch.equal(found, a) and made.call_count == 1
+    want = 2 * e * e + 3 * (4 * found + found.cos())
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], want)

@@ -199,7 +199,8 @@ class Run:
 
 def told(kept: Activations) -> str:
     recompute = f"-{kept.recompute}" if kept.recompute != "none" else ""
-    return recompute + "-offload" * kept.offload + (f"-mlp{kept.mlp_chunk}" if kept.mlp_chunk else "")
+    moved = "-offload" * kept.offload + "-8bits" * kept.compress
+    return recompute + moved + (f"-mlp{kept.mlp_chunk}" if kept.mlp_chunk else "")
 
 
 @dataclass

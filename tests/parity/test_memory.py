@@ -5,9 +5,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from layouts import BIASES, DROPOUT, GPT2, KEPT, LLAMA, OF_MEMORY, OF_STAGES, RUNGS, interleaved
-from oracle import Case, Measured, Run, deep, measure
+from families import drawn, one_in
+from layouts import BIASES, DROPOUT, GPT2, KEPT, LLAMA, MIXTRAL, OF_MEMORY, OF_STAGES, RUNGS, interleaved
+from oracle import GAP, TOLERANCE, Case, Measured, Run, deep, expected, measure, one_process, relative
 from pool import Pool
+from turns import ROTATION
 
 from megacore.parallel.enum_errors import ZeroShard
 from megacore.parallel.memory.recompute import Activations
@@ -49,6 +51,49 @@ def check_no_bit_changes(pool: Pool, case: Case, run: Run) -> None:
         for what, mine, theirs in (("gradient", got.gradients, want.gradients), ("weight", got.final, want.final)):
             for name, array in theirs.items():
                 assert np.array_equal(mine[name], array), f"rank {rank}: {what} of {name} differs"
+
+
+MIXTURE = Case("mixtral", MIXTRAL, ignored=0.3)
+COMPRESSED, LOST = Activations(compress=True), 0.04
+"""The most that a gradient of the cases below may lose of its norm; it is about 1 %."""
+IN_8_BITS = [
+    (CASES[0], Run(MeshShape(tp=2, dp=2), shard="optimizer", activations=COMPRESSED)),
+    (CASES[0], Run(MeshShape(pp=2, dp=2), shard="gradients", activations=replace(COMPRESSED, recompute="selective"))),
+    (CASES[0], Run(MeshShape(tp=2, pp=2), schedule="zb-h1", activations=COMPRESSED)),
+    (CASES[0], Run(MeshShape(cp=2), micro=2, activations=replace(COMPRESSED, mlp_chunk=5))),
+    (MIXTURE, Run(MeshShape(tp=2, ep=2), shard="parameters", activations=COMPRESSED)),
+    (MIXTURE, Run(MeshShape(ep=2, pp=2), schedule="zb-h1", activations=COMPRESSED)),
+]
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(
+    ("case", "run"), IN_8_BITS, ids=lambda each: each.name if isinstance(each, Case) else str(each)
+)
+def test_in_8_bits_forwards_are_exact_and_gradients_about_right(pool: Pool, case: Case, run: Run) -> None:
+    """Before an update. It repeats bitwise, and each layout rounds: its gradients are not those without."""
+    case = deep(case, 3)
+    exact = one_process(pool, case)
+    first, again = (pool.run(run.mesh.world, measure, case, run) for _ in range(2))
+    for rank, (got, same) in enumerate(zip(first, again, strict=True)):
+        assert min(got.gap, exact.gap) > GAP
+        assert got.losses[0] == pytest.approx(exact.losses[0], rel=TOLERANCE) and got.losses == same.losses
+        lost = {}
+        for name, want in expected(case, run, rank, exact.gradients).items():
+            lost[name] = relative(got.gradients[name], want)
+            assert np.array_equal(got.final[name], same.final[name]), f"rank {rank}: {name} differs the second time"
+        assert 1e-4 < max(lost.values()) < LOST, f"rank {rank}: {lost}"
+
+
+@pytest.mark.parametrize("name", one_in(8))
+def test_in_8_bits_each_family_runs_forward_bit_for_bit(pool: Pool, name: str) -> None:
+    case = Case(name, drawn(name, ROTATION), ignored=0.3)
+    exact = one_process(pool, case)
+    (got,) = pool.run(1, measure, case, Run(micro=case.sequences, activations=COMPRESSED))
+    assert got.losses[0] == exact.losses[0] and got.losses[1] != exact.losses[1]
+    lost = {each: relative(got.gradients[each], want) for each, want in exact.gradients.items()}
+    whole = relative(*(np.concatenate([*map(np.ravel, each.gradients.values())]) for each in (got, exact)))
+    assert whole < 0.03 and max(lost.values()) < 0.12, (whole, lost)
 
 
 @pytest.mark.in_turn(12)

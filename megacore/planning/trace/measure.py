@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from megacore.models.assemble import Model
 from megacore.models.attention import SharedKeysAttention
-from megacore.models.blocks import CHEAP, Block
+from megacore.models.blocks import CHEAP, Block, may_round
 from megacore.models.config import ModelConfig, looks
 from megacore.models.context import Context, MaskedAttention
 from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
@@ -73,7 +73,8 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 class FakeModel:
     """A rank's model in one chunk, without numbers: of layers that are alike the first one. ``mesh``: the mesh that its
     layers are split over: neither pp nor dp; ``width``: bytes of a parameter; ``late``: whether weight gradients come
-    later than input gradients; ``in_fp8``: whether its linears and experts multiply in fp8."""
+    later than input gradients; ``in_fp8``: whether its linears and experts multiply in fp8; ``compress``: whether
+    activations wait in 8 bits."""
 
     def __init__(
         self,
@@ -85,19 +86,20 @@ class FakeModel:
         device: str,
         late: bool,
         in_fp8: bool,
+        compress: bool,
     ) -> None:
         self._fakes = FakeTensorMode() if device == "cpu" else None
         self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
         self._width, self._dtype = config.width, _DTYPES[width]
-        self._made_of, self._split = (config, tuning, width, device, late, in_fp8), split
+        self._made_of, self._split = (config, tuning, width, device, late, in_fp8, compress), split
+        self._compress = compress
         self._runners: dict[tuple[str, Recompute], Runner] = {}
         self.kinds: list[str] = []
         """The first layer that is like each layer."""
         layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
         if mesh.world > 1:  # layers that are alike on one rank are on all
-            self.kinds = fake_model(
-                config, tuning, MeshShape(), tuple(SPLIT.items()), width, device, late, in_fp8
-            ).kinds
+            alone = MeshShape(), tuple(SPLIT.items()), width, device, late, in_fp8, False
+            self.kinds = fake_model(config, tuning, *alone).kinds
             some = tuple(map(int, dict.fromkeys(self.kinds)))
             layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some=some)
         with self._without_numbers():
@@ -160,12 +162,12 @@ class FakeModel:
         """Return the cost of a block, [tokens/tp, embed] -> same, like the layer ``kind``; ``entered``: what comes in
         has a gradient; ``imbalance``: the rows of its experts over the mean of all ranks, if there are as many."""
         block = self._chunk.layers[kind]
-        activations = Activations(recompute, mlp_chunk=mlp_chunk)
+        activations = Activations(recompute, mlp_chunk=mlp_chunk, compress=self._compress)
         for module in block.modules():
             if isinstance(module, Block):
                 module.mlp_tokens = activations.mlp_tokens(self._mesh.shape.tp)
         if (kind, recompute) not in self._runners:
-            self._runners[kind, recompute] = runner(activations, [block], CHEAP, self._mesh.device)
+            self._runners[kind, recompute] = runner(activations, [block], CHEAP, self._mesh.device, may_round=may_round)
         run = self._runners[kind, recompute]
 
         def call(x: Tensor, batch: Microbatch, context: Context) -> Tensor:
@@ -186,7 +188,8 @@ class FakeModel:
         if not predicts:
             plain = packing.tokens
             return self._unit("head", head, lambda x, batch, _: head(x, batch.labels), entered, plain, loss_chunk)
-        run = runner(Activations(recompute), head.blocks, CHEAP, self._mesh.device)
+        activations = Activations(recompute, compress=self._compress)
+        run = runner(activations, head.blocks, CHEAP, self._mesh.device, may_round=may_round)
 
         def call(x: Tensor, batch: Microbatch, context: Context) -> Tensor:
             ahead = (FurtherTokens(batch.tokens, batch.labels),) * len(head.predictions)
