@@ -62,6 +62,22 @@ class Alibi:
 
 
 @dataclass(frozen=True)
+class Sinusoids:
+    """Positions are sines and cosines of angles, from slow to fast ones, in place of rows that are learned (Vaswani et
+    al. 2017, arXiv 1706.03762): that of frequency i is 10000^(-i / steps) times the position.
+
+    Args:
+        steps: From the first frequency to what would be the last, a ten-thousandth.
+        of_power: Whether frequencies are powers, and not exponentials of logarithms: they are rounded otherwise (CTRL).
+        none: The row that is zeros; None: there is none.
+    """
+
+    steps: float
+    of_power: bool = False
+    none: int | None = None
+
+
+@dataclass(frozen=True)
 class Factors:
     """What a branch is multiplied by, or one of two that stand side by side (Yang et al. 2022, arXiv 2203.03466).
 
@@ -161,11 +177,13 @@ class Anatomy:
         mixer_activation: That of the convolutions of state space layers; None: the same.
         delta_gate: The function of the gates that weigh what the gated delta rule gives.
         delta_share: The largest share of a value that it writes: above 1 states may change their sign.
+        delta_least: The least logarithm of what is left of a state at a token; None: there is no such bound.
         delta_norm_eps: ``norm_eps`` of what it gives, or lightning attention; None: the same.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).
         qkv_limit: Queries, keys and values are kept within plus and minus this, after their norms; None: they are not.
+        attention_gate: The function of what attention's outputs are weighed by, where they are.
         attention_softcap: c of c tanh(score / c).
         logit_softcap: c of c tanh(logit / c).
         embedding_scale: Factor of the embeddings of tokens.
@@ -176,7 +194,8 @@ class Anatomy:
         attention_dropout: Probability of dropping an attention weight.
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.
-        position_offset: The row of the learned positions where a sequence begins.
+        position_offset: The row of the learned positions, or of sinusoids, where a sequence begins.
+        sinusoids: What is added to the embeddings of tokens where no positions are learned; None: nothing is.
         padding_idx: The token whose embedding gets no gradient from being looked up.
         alibi: The slopes by which heads count distances; None: they do not.
         step_limits: The lower and the upper bound of the steps of state space layers.
@@ -205,10 +224,12 @@ class Anatomy:
     mixer_activation: str | None = None
     delta_gate: Literal["silu", "sigmoid"] = "silu"
     delta_share: float = 1.0
+    delta_least: float | None = None
     delta_norm_eps: float | None = None
     parallel: bool = False
     attention_scale: float | None = None
     qkv_limit: float | None = None
+    attention_gate: Literal["sigmoid", "softplus"] = "sigmoid"
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -220,6 +241,7 @@ class Anatomy:
     branch_dropout: float = 0.0
     embedding_dropout: float = 0.0
     position_offset: int = 0
+    sinusoids: Sinusoids | None = None
     padding_idx: int | None = None
     alibi: Alibi | None = None
     step_limits: tuple[float, ...] = (0.0, math.inf)

@@ -11,6 +11,7 @@ from megacore.models.blocks import column, row
 from megacore.models.context import Context
 from megacore.models.positions import Encoding
 from megacore.parallel import kernels
+from megacore.parallel.kernels.delta_rule import GATES
 from megacore.parallel.kernels.scoring import Scoring
 from megacore.parallel.layers.indexed import IndexVectors
 from megacore.parallel.parameters import Parameters
@@ -34,6 +35,7 @@ class Attention(nn.Module):
         head: Size of a head of queries and of keys, before positions are encoded.
         value: Size of a head of values.
         encoding: What positions do to queries and keys beside rotating them; None: nothing.
+        gate: The function of what outputs are weighed by, where they are, of :data:`parallel.kernels.delta_rule.GATES`.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Attention(nn.Module):
         head: int,
         value: int,
         encoding: Encoding | None = None,
+        gate: str = "sigmoid",
     ) -> None:
         super().__init__()
+        self.weigh = GATES[gate]
         self.out = row(parameters, f"{name}.out")
         self.heads, self.kv, self.value = heads, kv, value
         self.head = head + (0 if encoding is None else encoding.dimensions)
@@ -68,7 +72,7 @@ class Attention(nn.Module):
             q, k = self.encoding(q, k, context.positions)
         scoring = self.scoring if self.training else self._still
         y = self.attend(q, k, v, index, scoring, context)
-        y = self.out((y if gate is None else y * gate.sigmoid()).flatten(1))
+        y = self.out((y if gate is None else y * self.weigh(gate)).flatten(1))
         return y
 
     @property
@@ -101,11 +105,11 @@ class MultiHeadAttention(Attention):
             there are none.
         limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
         norms_after_rope: Whether those norms are of heads that have rotated.
-        encoding: That of :class:`Attention`.
+        encoding, gate: Those of :class:`Attention`.
         shares: Whether layers behind look at its keys and values.
 
-    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by its sigmoids: each
-    of its own, or all of a head by one.
+    Where ``.qkv`` has a piece ``q.gate`` or ``gate``, behind the queries, the outputs are weighed by it: each by its
+    own, or all of a head by one.
     Where it has none ``v``, the keys before their norm are the values, too.
     """
 
@@ -120,6 +124,7 @@ class MultiHeadAttention(Attention):
         norms_after_rope: bool = False,
         encoding: Encoding | None = None,
         shares: bool = False,
+        gate: str = "sigmoid",
     ) -> None:
         shard = parameters.shards[f"{name}.qkv.weight"]
         sentence = shard.param.sentence
@@ -127,12 +132,14 @@ class MultiHeadAttention(Attention):
         rows, head = shard.shape[0], shard.sizes["local_head" if "local_head" in sentence.axes else "head"]
         value = shard.sizes["value"] if "value" in shard.piece(of_values).axes else head
         kv, own = shard.piece(of_values).numel // shard.sizes["embed"] // value, of_values == "v"
-        gate = next((shard.piece(each) for each in ("q.gate", "gate") if each in sentence.labels), None)
-        wide = 0 if gate is None else head if {"head", "local_head"} & {*gate.axes} else 1  # or one of all of a head
+        weighs = next((shard.piece(each) for each in ("q.gate", "gate") if each in sentence.labels), None)
+        wide = (
+            0 if weighs is None else head if {"head", "local_head"} & {*weighs.axes} else 1
+        )  # or one of all of a head
         heads = (rows - kv * (head + value * own)) // (head + wide)
         sizes = {"heads": heads, "kv": kv, "head": head, "value": value}
-        super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding)
-        self.gated, self.own_values, self.shares = gate is not None, own, shares
+        super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding, gate=gate)
+        self.gated, self.own_values, self.shares = weighs is not None, own, shares
         self.pieces = ((heads, head), (heads * self.gated, wide), (kv, head), (kv * own, value))
         self.limit, self.norms_after_rope = limit, norms_after_rope
         self.qkv = column(parameters, f"{name}.qkv")

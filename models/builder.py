@@ -43,6 +43,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     )
     from megacore.models.hyper_connections import Collapse, HyperBlock, HyperConnection, Repeated
     from megacore.models.layer_inputs import LayerInputs
+    from megacore.models.positions import Waves
     from megacore.models.rope import Rotary
 
     p, vocab, streams = parameters, sizes["vocab"], anatomy.streams
@@ -101,11 +102,12 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         return f"{name}.weight" in p or name in anatomy.plain_norms
 
     def embedded() -> nn.Module:
-        if "positions.weight" in p:
+        waves = anatomy.sinusoids
+        if "positions.weight" in p or waves is not None:
             return PositionEmbedding(
                 p,
                 "embed.weight",
-                "positions.weight",
+                "positions.weight" if waves is None else Waves(waves, sizes["embed"], p.mesh.device),
                 vocab,
                 anatomy.padding_idx,
                 anatomy.position_offset,
@@ -170,7 +172,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
 _AROUND = "attn", "mlp"
 """The branches that streams stand around."""
-MIXERS = ("attn", "local_attn", "delta", "lightning", "ssm", "short")
+MIXERS = ("attn", "local_attn", "delta", "lightning", "ssm", "lru", "short")
 """The names that what mixes tokens has in a block: those that a layer has stand side by side."""
 FEEDS = ("mlp", "wide_mlp")
 """The names that a feed-forward network has."""
@@ -187,12 +189,14 @@ def scaled(anatomy: Anatomy, name: str, branch: nn.Module) -> nn.Module:
 def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.Module:
     """Return what mixes tokens in a layer: self-attention, ``attn``, or ``local_attn`` where heads of layers with
     windows have other sizes, of latents where it has some, the gated delta rule, ``delta``, lightning attention,
-    ``lightning``, a state space, ``ssm``, or a short convolution, ``short``, as the name ends."""
+    ``lightning``, a state space, ``ssm``, a recurrent unit, ``lru``, or a short convolution, ``short``, as the name
+    ends."""
     from megacore.models.attention import MultiHeadAttention, SharedKeysAttention
     from megacore.models.compressed_attention import CompressedAttention
     from megacore.models.delta_rule import GatedDeltaRule
     from megacore.models.latent_attention import LatentAttention
     from megacore.models.lightning_attention import LightningAttention
+    from megacore.models.recurrent_unit import RecurrentUnit
     from megacore.models.short_convolution import ShortConvolution
     from megacore.models.state_space import SelectiveScan, StateSpace
     from megacore.parallel.kernels.scoring import Scoring
@@ -201,11 +205,13 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     kind, weight = name.rpartition(".")[2], parameters.get(f"{name}.norm.weight")
     if kind == "short":
         return ShortConvolution(parameters, name)
+    if kind == "lru":
+        return RecurrentUnit(parameters, name, ACTIVATIONS[anatomy.activation])
     if kind == "delta":
         assert weight is not None  # of each head's outputs
         of_head = RMSNorm.of(weight, anatomy.delta_norm_eps or anatomy.norm_eps, parameters.mesh)
         activation, share = ACTIVATIONS[anatomy.activation], anatomy.delta_share
-        return GatedDeltaRule(parameters, name, activation, anatomy.delta_gate, of_head, share)
+        return GatedDeltaRule(parameters, name, activation, anatomy.delta_gate, of_head, share, anatomy.delta_least)
     if kind == "lightning":
         assert weight is not None  # of all heads' outputs
         of_all = SplitRMSNorm(weight, anatomy.delta_norm_eps or anatomy.norm_eps, parameters.mesh)
@@ -256,7 +262,7 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
     )
     how = norms, anatomy.qkv_limit, anatomy.norms_after_rope, encode(anatomy, parameters, layer, name)
     shares = any(each.keys == layer for each in anatomy.layers)
-    return MultiHeadAttention(parameters, name, own.rope, scoring, *how, shares=shares)
+    return MultiHeadAttention(parameters, name, own.rope, scoring, *how, shares=shares, gate=anatomy.attention_gate)
 
 
 def encode(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> Encoding | None:

@@ -324,6 +324,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "float": (int, float),
     "bool": (bool,),
     "str": (str,),
+    "bool | str": (bool, str),
     "int | None": (int, type(None)),
     "float | None": (int, float, type(None)),
     "tuple[str, ...]": (tuple,),
@@ -451,10 +452,11 @@ _STATES: Mapping[str, int] = {
     "layers.{layer}.delta.conv.weight": 18,
     "layers.{layer}.lightning.norm.weight": 12,
     "layers.{layer}.ssm.conv.weight": 12,
+    "layers.{layer}.lru.conv.weight": 6,
     "layers.{layer}.short.conv.weight": 0,
 }
 """{a weight that layers with a state have: the operations of an element of a head's state for each token}: those of the
-gated delta rule, of lightning attention, of state space layers, and of a short convolution alone."""
+gated delta rule, of lightning attention, of state space layers, of recurrent units, and of short convolutions alone."""
 _ATTENDS = tuple(f"layers.{{layer}}.{each}.out.weight" for each in ("attn", "local_attn", "then.attn"))
 
 
@@ -473,8 +475,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     Where blocks of tokens are one key each, both count these.
 
     A layer with a state has no scores. Each of its heads multiplies the state three times, to know what it says of a
-    key, to write and to read: 18 * key * value, or without the first one 12; and a short convolution counts 6 for each
-    of its weights.
+    key, to write and to read: 18 * key * value, or without the first one 12, and where a state is one number 6; and a
+    short convolution counts 6 for each of its weights.
 
     A layer that predicts further tokens counts as any other does, with another head, where it is trained.
     """
@@ -488,12 +490,12 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
     full, local, then = (() if param is None else param.values("layer", sizes) for param in attends)
     looked_at = 0  # numbers of all heads
-    of_heads = sizes.get("head", 0)
-    kinds = ((*full, *then, *others, *further), of_heads), (tuple(local), sizes.get("local_head", of_heads))
-    for layers, head in kinds:
+    count, of_heads = sizes.get("heads", 0), sizes.get("head", 0)
+    local_kind = tuple(local), sizes.get("local_heads", count), sizes.get("local_head", of_heads)
+    for layers, heads, head in (((*full, *then, *others, *further), count, of_heads), local_kind):
         attending = (config.anatomy.layers[layer] for layer in layers)
         tokens = sum(_looked_at(sequence_length, layer) for layer in attending)
-        looked_at += sizes.get("heads", 0) * (head + sizes.get("value", head)) * tokens
+        looked_at += heads * (head + sizes.get("value", head)) * tokens
     attention = 6 * looked_at // sequence_length + sum(
         6 * whole.numel(param) for param in mixed.values() if "taps" in param.sentence.axes
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megacore.models.context import Context
 from megacore.models.names import PROJECTOR
+from megacore.models.positions import Waves
 from megacore.models.rope import Rotary
 from megacore.parallel.balance import RoutedTokens
 from megacore.parallel.collectives import all_gather
@@ -228,11 +229,12 @@ def rounded(scale: float, dtype: torch.dtype) -> float:
 
 
 class PositionEmbedding(nn.Module):
-    """microbatch -> [tokens/tp, embed]: tokens plus learned positions, each rank's own.
+    """microbatch -> [tokens/tp, embed]: tokens plus positions, each rank's own.
 
     Args:
         parameters: This rank's.
-        tokens, positions: The names of the two tables.
+        tokens: The name of the table of tokens.
+        positions: That of the positions that are learned, or what gives those that are not, [t] -> [t, embed].
         vocab: Size of the vocabulary without padding.
         padding_idx: The token whose embedding gets no gradient from being looked up.
         offset: The row of the positions where a sequence begins.
@@ -244,7 +246,7 @@ class PositionEmbedding(nn.Module):
         self,
         parameters: Parameters,
         tokens: str,
-        positions: str,
+        positions: str | Waves,
         vocab: int,
         padding_idx: int | None,
         offset: int,
@@ -253,7 +255,8 @@ class PositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = VocabParallelEmbedding.of(parameters[tokens], vocab, parameters.mesh, padding_idx)
-        self.positions, self.offset, self.scale = parameters[positions], offset, scale
+        self.positions = parameters[positions] if isinstance(positions, str) else positions
+        self.offset, self.scale = offset, scale
         self.dropout = nn.Dropout(dropout)
         self.group = parameters.mesh.tp
 
@@ -262,7 +265,8 @@ class PositionEmbedding(nn.Module):
         own = own + self.offset if self.offset else own
         tokens = self.tokens(microbatch.tokens)
         tokens = tokens if self.scale == 1 else tokens * self.scale
-        return self.dropout(tokens + F.embedding(own, self.positions))
+        where = self.positions(own) if isinstance(self.positions, Waves) else F.embedding(own, self.positions)
+        return self.dropout(tokens + where.to(tokens.dtype))
 
 
 class NormedEmbedding(nn.Module):

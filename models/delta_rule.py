@@ -33,10 +33,18 @@ class GatedDeltaRule(nn.Module):
         gate: That of the gates, of :data:`parallel.kernels.delta_rule.GATES`.
         norm: That of each head's outputs: [tokens, heads, value] -> same.
         most: The largest share that is written.
+        least: That of :func:`parallel.kernels.delta_rule.left`.
     """
 
     def __init__(
-        self, parameters: Parameters, name: str, activation: str, gate: str, norm: nn.Module, most: float = 1.0
+        self,
+        parameters: Parameters,
+        name: str,
+        activation: str,
+        gate: str,
+        norm: nn.Module,
+        most: float = 1.0,
+        least: float | None = None,
     ) -> None:
         super().__init__()
         sizes = parameters.shards[f"{name}.inner.weight"].sizes
@@ -53,6 +61,7 @@ class GatedDeltaRule(nn.Module):
         self.fade, self.fade_bias = parameters[f"{name}.fade"], parameters[f"{name}.fade_bias"]
         self.activation = Activation(FUNCTIONS[activation].of)
         self.weighed, self.norm, self.most = partial(weighed, gate=GATES[gate]), norm, most
+        self.left = partial(left, least=least)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         inner = self.inner(x)
@@ -61,7 +70,7 @@ class GatedDeltaRule(nn.Module):
         if self.of_latents:
             (qkv, share), (z, fades) = inner.split([qkv, values], 1), (of(x) for of in self.of_latents)
         else:
-            qkv, z, share, fades = inner.split([qkv, width, values, values], 1)
+            qkv, z, share, fades = inner.tensor_split([qkv, qkv + width, qkv + width + values], 1)
         return self.out(self._mixed(qkv, z, share, fades, context).flatten(1))
 
     @torch.compiler.disable  # which tokens are of one document is known where it runs
@@ -74,7 +83,7 @@ class GatedDeltaRule(nn.Module):
         q, k, v = qkv.split([keys, keys, values * self.value], 1)
         q, k = (each.unflatten(1, (self.heads, self.key)) for each in (q, k))
         v, z = (each.unflatten(1, (self.heads, self.each, self.value)) for each in (v, z))
-        (g,) = keeping_inputs(left, fades, self.fade.flatten(), self.fade_bias)
+        (g,) = keeping_inputs(self.left, fades, self.fade.flatten(), self.fade_bias)
         share = wide(share).sigmoid()
         beta = share if self.most == 1 else self.most * share
         g, beta = (each.unflatten(1, (self.heads, self.each)) for each in (g, beta))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ class LatentAttention(Attention):
 
     Args:
         parameters, name, rope, scoring: Those of :class:`~models.attention.Attention`. The prefix is also that of
-            ``.kv_a`` and ``.kv_b``, and of ``.q_a`` and ``.q_b``, or of ``.q`` where queries have no latent.
+            ``.kv_a`` and ``.kv_b``, and of ``.q_a`` and ``.q_b``, or of ``.q`` where queries have no latent; and of
+            ``.gate``, where outputs are weighed.
         norm: Makes the norm of a name: ``.kv_a_norm``, and ``.q_a_norm`` where queries have a latent.
         layer: The layer.
         looks: How it encodes positions and which tokens it sees: those that an indexer chooses, ``.index``, its own or
@@ -55,7 +57,7 @@ class LatentAttention(Attention):
         sizes = parameters.shards[f"{name}.kv_b.weight"].sizes
         heads, rest = sizes["heads"], sizes["rest"]
         rotary = 2 * parameters.shards[f"{name}.kv_a.weight"].sizes["half"]
-        own = {"heads": heads, "kv": heads, "head": rotary + rest, "value": sizes["value"]}
+        own: dict[str, Any] = {"heads": heads, "kv": heads, "head": rotary + rest, "value": sizes["value"]}
         super().__init__(parameters, name, looks.rope, scoring, **own, encoding=encoding)
         latent = f"{name}.q_a.weight" in parameters
         self.q_a = replicated(parameters, f"{name}.q_a") if latent else nn.Identity()
@@ -63,6 +65,7 @@ class LatentAttention(Attention):
         self.q_b = column(parameters, f"{name}.q_b" if latent else f"{name}.q")
         self.kv_a, self.kv_a_norm = replicated(parameters, f"{name}.kv_a"), norm(f"{name}.kv_a_norm")
         self.kv_b = column(parameters, f"{name}.kv_b")
+        self.gate = column(parameters, f"{name}.gate") if f"{name}.gate.weight" in parameters else None
         self.scale = scale
         self.latent, self.rotary, self.rest = sizes["kv_latent"], rotary, rest
         self.group = parameters.mesh.tp
@@ -82,7 +85,8 @@ class LatentAttention(Attention):
             q, turning = self._rotate(q, *rotation), self._rotate(turning, *rotation)
         still, v = (each.unflatten(-1, (self.heads, -1)) for each in (still, v))
         index = None if self.indexer is None else self.indexer(x, of_queries, rotation, self.alignment is not None)
-        return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v, None, index
+        gate = None if self.gate is None else self.gate(x)[..., None]
+        return q, torch.cat([turning.expand(-1, self.heads, -1), still], -1), v, gate, index
 
     @property
     def chooses(self) -> bool:

@@ -61,7 +61,7 @@ MISTAKEN_IN = frozenset(
         "solar_open",
     }
 )
-UNKNOWN_TO_PEFT = frozenset({"deepseek_v4", "hy_v3", "kimi_linear", "lfm3", "nemotron_h"})
+UNKNOWN_TO_PEFT = frozenset({"bailing_hybrid", "deepseek_v4", "hy_v3", "kimi_linear", "laguna", "lfm3", "nemotron_h"})
 """Families some of whose modules have other names in memory than in their files, where the peft library finds none."""
 _MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
 _PASSED_BY = frozenset({"classifier", "dt_proj"})

@@ -1,4 +1,4 @@
-"""What the positions of tokens do to queries and keys beside rotating them."""
+"""What the positions of tokens do to queries and keys beside rotating them, and to embeddings if none are learned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.models.anatomy import Alibi, Temperature
+from megacore.models.anatomy import Alibi, Sinusoids, Temperature
 
 
 class Encoding(Protocol):
@@ -69,3 +69,26 @@ def slopes(alibi: Alibi, heads: int) -> Tensor:
     n = 2 ** math.ceil(math.log2(heads))
     found = 1.0 / 2 ** (torch.arange(1, n + 1).float() * (alibi.most / n))
     return found if n == heads else torch.cat([found[1::2], found[::2]])[:heads]
+
+
+class Waves:
+    """positions: [t] -> [t, embed], sines and then cosines, in fp32 and in the order of operations of transformers.
+
+    Args:
+        of: The frequencies.
+        embed: The features, of which an odd one is a sine more, or a zero where there is none.
+        device: That of the positions.
+    """
+
+    def __init__(self, of: Sinusoids, embed: int, device: torch.device) -> None:
+        numbers = torch.arange(embed // 2 + embed % 2 * of.of_power, dtype=torch.float32, device="cpu")
+        found = (
+            1 / torch.pow(10000, numbers / of.steps) if of.of_power else (numbers * -(math.log(10000) / of.steps)).exp()
+        )
+        self.frequencies, self.embed, self.none = found.to(device), embed, of.none
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        angles = positions.float()[:, None] * self.frequencies
+        waves = torch.cat([angles.sin(), angles[:, : self.embed // 2].cos()], 1)
+        waves = F.pad(waves, (0, self.embed - waves.shape[1]))
+        return waves if self.none is None else waves.masked_fill(positions[:, None] == self.none, 0.0)

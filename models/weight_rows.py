@@ -321,6 +321,31 @@ class Table:
             *self.linear("ssm.out", "embed", "channels", f"{hf}.out_proj", bias=bias, ends=True),
         )
 
+    def recurrent_unit(self, hf: str) -> Rows:
+        """Return a real-gated linear recurrent unit, as RecurrentGemma's ``temporal_block`` has it."""
+        channels, name, theirs = "state_heads state_value", "layers.{layer}.lru", f"{self.layer}.{hf}"
+        gates, both = "(write: state_value + fade: state_value)", f"{theirs}.rg_lru.{{input,recurrent}}_gate"
+        return (
+            *self.linear("lru.inner", f"(x: {channels} + z: {channels})", "embed", f"{hf}.linear_{{x,y}}", bias=True),
+            Param(
+                f"{name}.conv.weight", f"({channels}) one taps", f"{theirs}.conv_1d.weight", std=self.std, vector=True
+            ),
+            Param(f"{name}.conv.bias", f"({channels})", f"{theirs}.conv_1d.bias"),
+            Param(f"{name}.gates", f"state_heads state_given {gates}", f"{both}_weight", std=self.std),
+            Param(f"{name}.gates_bias", f"state_heads {gates}", f"{both}_bias", vector=True),
+            # Of which, where gates are open, 0.9^8 to 0.999^8 is left.
+            Param(
+                f"{name}.fade",
+                f"({channels})",
+                f"{theirs}.rg_lru.recurrent_param",
+                mean=0.056,
+                std=0.0318,
+                uniform=True,
+                log=True,
+            ),
+            *self.linear("lru.out", "embed", f"({channels})", f"{hf}.linear_out", bias=True, ends=True),
+        )
+
     def short_convolution(self, *, bias: bool = False) -> Rows:
         """Return a gated convolution of each channel, as LFM2's ``conv`` has it."""
         conv, theirs = "layers.{layer}.short.conv", f"{self.layer}.conv.conv"
@@ -333,27 +358,38 @@ class Table:
             *self.linear("short.out", "embed", "channels", "conv.out_proj", bias=bias, ends=True),
         )
 
-    def latent_attention(self, *, latent_queries: bool, bias: bool = False, pairs: bool = True) -> Rows:
+    def latent_attention(
+        self,
+        *,
+        latent_queries: bool,
+        bias: bool = False,
+        pairs: bool = True,
+        hf: str = "self_attn",
+        out: str = "o_proj",
+        gate: str = "",
+    ) -> Rows:
         """Multi-head latent attention, as DeepSeek's ``self_attn`` has it.
 
         Args:
             latent_queries: Whether queries are made of a latent, too.
             bias: Whether what takes or gives the tokens has one.
             pairs: Whether dimensions 2 i and 2 i + 1 turn together on disk, and not i and i + turning/2 as here.
+            hf, out: Hugging Face's names of it and of what gives the tokens.
+            gate: That of what weighs each head's outputs; empty: nothing does.
         """
         turning = "half two" if pairs else "two half"
         # Here the part of a head that turns comes first, as all that rotates has it.
         queries, stored = "(heads (turn: two half + still: rest))", f"(heads (still: rest + turn: {turning}))"
         keys, keys_stored = (f"(latent: kv_latent + turn: {each})" for each in ("two half", turning))
-        q_a, kv_a, kv_b = "self_attn.q_a", "self_attn.kv_a", "self_attn.kv_b_proj"
+        q_a, kv_a, kv_b = (f"{hf}.{each}" for each in ("q_a", "kv_a", "kv_b_proj"))
         of_queries = (
             (
                 *self.linear("attn.q_a", "q_latent", "embed", f"{q_a}_proj", bias=bias),
                 *self.norm("attn.q_a_norm", f"{q_a}_layernorm", "q_latent"),
-                *self.linear("attn.q_b", queries, "q_latent", "self_attn.q_b_proj", stored=f"{stored} q_latent"),
+                *self.linear("attn.q_b", queries, "q_latent", f"{hf}.q_b_proj", stored=f"{stored} q_latent"),
             )
             if latent_queries
-            else self.linear("attn.q", queries, "embed", "self_attn.q_proj", stored=f"{stored} embed")
+            else self.linear("attn.q", queries, "embed", f"{hf}.q_proj", stored=f"{stored} embed")
         )
         return (
             *of_queries,
@@ -374,7 +410,8 @@ class Table:
                 kv_b,
                 stored="(heads (k: rest + v: value)) kv_latent",
             ),
-            *self.linear("attn.out", "embed", "(heads value)", "self_attn.o_proj", bias=bias, ends=True),
+            *(self.linear("attn.gate", "heads", "embed", f"{hf}.{gate}") if gate else ()),
+            *self.linear("attn.out", "embed", "(heads value)", f"{hf}.{out}", bias=bias, ends=True),
         )
 
     def indexer(self, *, pairs: bool) -> Rows:

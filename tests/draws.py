@@ -220,6 +220,11 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "KimiLinearConfig": {"linear_head_dim": (4, 6), "linear_conv_kernel_dim": (2, 4)},
     "ShortConvolutionConfig": {"conv_L_cache": (2, 3)},
     "Kolibri1Config": {"moe_intermediate_size": (6, 11), "shared_expert_intermediate_size": (10, 13)},
+    "LagunaConfig": {
+        "moe_intermediate_size": (6, 11),
+        "shared_expert_intermediate_size": (10, 13),
+        "moe_routed_scaling_factor": (1.0, 2.5),
+    },
     "Lfm3Config": {"conv_L_cache": (2, 3)},
     "Lfm2Config": {"block_multiple_of": (1, 8), "block_ffn_dim_multiplier": (1.0, 1.3)},
     "Lfm2MoeConfig": {"moe_intermediate_size": (6, 11), "routed_scaling_factor": (1.0, 2.5)},
@@ -259,6 +264,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "OlmoConfig": {"clip_qkv": (None, 0.3, 1.2)},
     "OlmoeConfig": {"clip_qkv": (None, 0.3, 1.2)},
     "PhimoeConfig": {"router_jitter_noise": (0.4, 0.7)},
+    "RecurrentGemmaConfig": {"conv1d_width": (2, 4), "logits_soft_cap": (30.0, 3.0)},
     "Qwen2MoeConfig": {"shared_expert_intermediate_size": (10, 13)},
     "Qwen3_5MoeConfig": {"moe_intermediate_size": (6, 11), "shared_expert_intermediate_size": (10, 13)},
     "Qwen3NextConfig": {"shared_expert_intermediate_size": (10, 13)},
@@ -481,6 +487,12 @@ def kimi_linear(d: Draw) -> Fields:
     return own | dict.fromkeys(d.config.derived, ABSENT)
 
 
+def laguna(d: Draw) -> Fields:
+    heads = d["num_attention_heads"]
+    local = {"num_attention_heads_per_layer": d.one(None, d.of_layers(heads, 2 * heads), d.of_layers(heads, 2 * heads))}
+    return local | {"sliding_window": d.window, "gating": d.one(True, "per-head", "per-element")}
+
+
 def lfm3(d: Draw) -> Fields:
     kinds = d.of_layers(CONVOLUTION, FULL, SLIDING)
     kinds[d.rng.randrange(d.layers)] = FULL  # whose cache tells how many tokens there are
@@ -562,6 +574,16 @@ def phimoe(d: Draw) -> Fields:
     return {"rope_parameters": turns | (own if kind == "longrope" else {}), "head_dim": ABSENT}
 
 
+def recurrent_gemma(d: Draw) -> Fields:
+    head = d["hidden_size"] // d["num_attention_heads"]
+    return {
+        "attention_window_size": d.window,
+        "block_types": d.one(["recurrent", "recurrent", "attention"], ["attention", "recurrent"], ["recurrent"]),
+        "lru_width": d.one(None, 3 * d["num_attention_heads"]),
+        "rope_parameters": d.rope(head, ["default"]),
+    }
+
+
 def used(probability: float) -> Callable[[Draw], Fields]:
     """Windows that a switch turns off."""
 
@@ -591,6 +613,11 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "WindowedConfig": windowed,
     "AXK1Config": lambda d: {"q_lora_rank": d.one(6, 9)},
     "ApertusConfig": lambda d: {"hidden_act": d.one("xielu", "xielu", d["hidden_act"])},
+    "BailingHybridConfig": lambda d: (
+        dict.fromkeys(d.config.derived - {"head_dim"}, ABSENT)
+        | {"head_dim": d.one(4, 6), "short_conv_kernel_size": d.one(2, 4), "kda_lower_bound": d.one(-5.0, -0.7)}
+        | {"q_lora_rank": ABSENT, "tie_word_embeddings": False}
+    ),
     "BambaConfig": lambda d: {
         "attn_layer_indices": [layer for layer, kind in enumerate(d["layer_types"]) if kind == FULL],
         "layer_types": ABSENT,
@@ -621,6 +648,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "JambaConfig": jamba,
     "KimiLinearConfig": kimi_linear,
     "Kolibri1Config": lambda d: {"sliding_window": d.window} if d["sliding_window"] is None else {},
+    "LagunaConfig": laguna,
     "Lfm2MoeConfig": lambda d: {"num_dense_layers": d.one(0, 1) * (d.layers > 1)},
     "Lfm3Config": lfm3,
     "Llama4Config": llama4,
@@ -641,7 +669,9 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "PhimoeConfig": phimoe,
     "Qwen2Config": lambda d: used(0.7)(d) | {"max_window_layers": d.rng.randint(0, d.layers)},
     "Qwen3MoeConfig": lambda d: {"sliding_window": d.window},
+    "RecurrentGemmaConfig": recurrent_gemma,
     "SmolLM3Config": used(0.5),
+    "XglmConfig": lambda d: {"pad_token_id": d.one(None, 1, 5)},
     "SwashConfig": lambda d: {"layer_rope_theta": d.one(None, d.of_layers(0, 10.0, 1e4))},
 }
 """{a class of configs: what it draws beside its bases}"""

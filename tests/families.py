@@ -21,6 +21,8 @@ from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
+from transformers.models.xglm.modeling_xglm import XGLMAttention
 
 from megacore.models.anatomy import SLIDING
 from megacore.models.families.deepseek_v4 import HEAVY, SPARSE
@@ -65,6 +67,17 @@ def exactly(self: MiniMaxLightningAttention, hidden_states: Tensor, *arguments: 
 
 MiniMaxLightningAttention.__init__ = lightning  # type: ignore[assignment, method-assign]
 MiniMaxLightningAttention.forward = exactly  # type: ignore[method-assign]
+
+_RECURRENT = RecurrentGemmaRecurrentBlock.forward
+
+
+def afresh(self: RecurrentGemmaRecurrentBlock, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any) -> Any:
+    """Where a text of one token begins, the convolution of transformers goes on with the text before."""
+    self.conv1d_state = None if position_ids[0, 0] == 0 else self.conv1d_state
+    return _RECURRENT(self, x, position_ids, *arguments, **named)
+
+
+RecurrentGemmaRecurrentBlock.forward = afresh  # type: ignore[assignment, method-assign]
 
 T = TypeVar("T")
 
@@ -130,7 +143,7 @@ SMALL: dict[str, Any] = {
 
 ALWAYS_PADDED = ("modernbert-decoder",)
 """Whose class of transformers takes no null for a token."""
-NEVER_TIED = ("kimi_linear", "nemotron_h")
+NEVER_TIED = ("bailing_hybrid", "kimi_linear", "nemotron_h")
 """Whose class of transformers ties nothing, whatever a file says."""
 
 
@@ -196,6 +209,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     ):
         if field in known and known.isdisjoint(("attn_layer_indices", "mamba_d_ssm")):
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
+    own |= {"num_attention_heads_per_layer": [8 if layer % 2 else 4 for layer in range(layers)]}
     own |= {"num_heads": 8, "state_size": 6} if "state_size" in known else {}
     own |= {"pad_token_id": 5} if name in ALWAYS_PADDED else {}
     # Of which transformers saves the convolutions in three equal parts.
@@ -211,7 +225,8 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     if "zero_expert_num" in known:  # whose num_hidden_layers are twice as many
         fields = {"num_layers": layers, **{name: value for name, value in fields.items() if "layers" not in name}}
         own |= {"zero_expert_num": 4, "ffn_hidden_size": 24, "expert_ffn_hidden_size": 6, "moe_topk": 3, "head_dim": 4}
-    known -= {"head_dim"} if {"kv_lora_rank", "zero_expert_num"} & known == {"kv_lora_rank"} else set()  # which follows
+    others = {"kda_lower_bound", "zero_expert_num"}  # whose head_dim does not follow
+    known -= {"head_dim"} if {"kv_lora_rank", *others} & known == {"kv_lora_rank"} else set()
     known |= {"num_hash_layers"} if "hc_mult" in known else set()
     return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
@@ -230,7 +245,25 @@ def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelF
 def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     """transformers' model of a folder."""
     # Their other products of experts know no float64.
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    for module in model.modules():
+        if isinstance(module, XGLMAttention):
+            module.forward = wide_numbers()(module.forward)  # type: ignore[method-assign]
+    return model
+
+
+@contextmanager
+def wide_numbers() -> Iterator[None]:
+    """Within this, numbers that float32 does not have make tensors of float64: of XGLM, the least one."""
+    full = torch.full
+
+    def full_enough(size: Any, value: Any, **named: Any) -> Tensor:
+        beyond = isinstance(value, float) and abs(value) > torch.finfo(torch.float32).max
+        return full(size, value, **(named | {"dtype": torch.float64} if beyond else named))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "full", full_enough)
+        yield
 
 
 def saved(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -260,7 +293,7 @@ def in_float64() -> Iterator[None]:
     def softmax_no_less(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         return softmax(self, dim, dtype=None if self.dtype == torch.float64 else dtype)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, wide_numbers():
         # Whose constants have eight digits, and ten.
         for rounded in (BloomGelu, FastGELUActivation):
             patch.setattr(rounded, "forward", lambda self, x: F.gelu(x, approximate="tanh"))

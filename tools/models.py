@@ -28,13 +28,11 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 """
 
 NOT_CARRIED = {
-    "other states in place of keys and values": "recurrent_gemma, rwkv, xlstm",
-    "a lower bound of what the gated delta rule forgets": "bailing_hybrid",
+    "other states in place of keys and values": "rwkv, xlstm",
     "blocks that several layers share, with adapters for each use": "zamba, zamba2",
     "keys and values that are compressed, or convolved": "inkling2_text, inkling_text, zaya",
     "indexers that choose blocks of tokens": "minimax_m3_vl_text, qwen4_exp, qwen4_exp_text",
     "several residual streams, or sums weighed by depth": "beam, hy_v4",
-    "as many heads as a list says of each layer": "laguna",
     "gates of norms or of latent attention": "axk2, dots3_note, dots3_note_text",
     "a rope for some kinds of layers and none for the others": "cohere_compass_text",
     "experts in place of the linears of attention": "jetmoe",
@@ -42,7 +40,6 @@ NOT_CARRIED = {
     "layers that are passed through more than once": "hrm_text",
     "weights of three values, which every step rounds": "bitnet",
     "patches of bytes": "blt",
-    "sinusoids in place of positions that are learned": "ctrl, xglm",
     "norms of the sums behind branches": "openai-gpt",
     "biases of scores by distance, which are learned": "cpmant",
     "a rope that transformers does not read where published files say it": "dbrx",
@@ -136,15 +133,17 @@ def _of_table(schema: Schema) -> Iterator[str]:
         ("delta", "the gated delta rule"),
         ("lightning", "lightning attention"),
         ("ssm", "selective scans" if "ssm.select.weight" in names else "state spaces"),
+        ("lru", "linear recurrences"),
         ("short", "short convolutions"),
     ):
         if (row := names.get(f"{mixer}.conv.weight") or names.get(f"{mixer}.inner.weight")) is not None:
             yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
     if (row := names.get("delta.fade_bias")) is not None and "state_key" in row.sentence.axes:
         yield "gates of channels"
-    if (row := names.get("attn.qkv.weight")) is not None and not {"q.gate", "gate"}.isdisjoint(row.sentence.labels):
-        yield "gated attention"
     qkv = names.get("attn.qkv.weight")
+    labels = () if qkv is None else qkv.sentence.labels
+    if "attn.gate.weight" in names or not {"q.gate", "gate"}.isdisjoint(labels):
+        yield "gated attention"
     # Where keys have the axis `share`, groups are of heads that share nothing.
     each = qkv is not None and any("share" in qkv.sentence.piece_axes(k) for k in qkv.sentence.labels if k[0] == "k")
     heads = schema.sizes.get("heads", 0)
@@ -154,6 +153,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "heads of other sizes in windows"
     elif "local_kv" in schema.sizes:
         yield "more heads of keys and values in windows"
+    elif "local_heads" in schema.sizes:
+        yield "heads of two numbers"
     if "attn_norm.weight" not in names and "attn_out_norm.weight" in names:
         yield "norms after the branches"
     elif "attn_out_norm.weight" in names:
@@ -208,6 +209,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
         inputs = ", whose inputs are scaled" if routing.scales_inputs else ""
         idle = f", of which {routing.idle} do nothing" if routing.idle else ""
         yield f"top {routing.top_k} of {routing.experts} experts{idle}{limited}{how}{close}{inputs}"
+    if anatomy.sinusoids is not None:
+        yield "sinusoids for positions"
     if anatomy.plain_norms:
         yield "norms without weights"
     if anatomy.alibi is not None:

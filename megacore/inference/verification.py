@@ -259,6 +259,9 @@ def _largest(values: Tensor) -> float | None:
     return value if math.isfinite(value) else None
 
 
+_MOST = torch.finfo(torch.float32).max
+
+
 class _Float64(TorchDispatchMode):
     """Within this, what is float64 stays so: norms, softmaxes and routers of transformers are cast to float32 whatever
     the dtype of the model. Rotary frequencies and angles are float32 from the start, and stay that: they are what the
@@ -268,6 +271,8 @@ class _Float64(TorchDispatchMode):
         named = named or {}
         narrows = function is torch.ops.aten._to_copy.default and named.get("dtype") is torch.float32
         if narrows and arguments[0].dtype is torch.float64:
+            named = named | {"dtype": torch.float64}
+        if function is torch.ops.aten.full.default and abs(arguments[1]) > _MOST:  # the least number, in XGLM
             named = named | {"dtype": torch.float64}
         return function(*arguments, **named)
 

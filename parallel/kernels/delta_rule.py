@@ -31,7 +31,7 @@ from megacore.parallel.kernels.upcast import wide
 
 CHUNK = 64
 """Tokens of a chunk."""
-GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid, "softplus": F.softplus}
 """The functions of gates."""
 _EPSILON = 1e-6
 """Added to the square of the length of a key or a query, as all do who have published weights."""
@@ -75,16 +75,18 @@ def delta_rule(
     return y, last
 
 
-def left(fades: Tensor, fade: Tensor, bias: Tensor) -> tuple[Tensor]:
+def left(fades: Tensor, fade: Tensor, bias: Tensor, least: float | None = None) -> tuple[Tensor]:
     """Return g of :func:`delta_rule`, with ``heads`` for heads of values: [t, heads], or [t, heads, key].
 
     Args:
         fades: [t, heads] or [t, heads * key], what tokens say of it.
         fade: [heads], the logarithms of the rates.
         bias: That of ``fades``.
+        least: What g is above, for it is a share of it, a sigmoid; None: there is no such bound, it is a softplus.
     """
-    rates = F.softplus(wide(fades) + bias).unflatten(1, (len(fade), -1))
-    return ((-wide(fade).exp()[:, None] * rates).squeeze(-1),)
+    said, rates = (wide(fades) + bias).unflatten(1, (len(fade), -1)), wide(fade).exp()[:, None]
+    g = -rates * F.softplus(said) if least is None else least * (rates * said).sigmoid()
+    return (g.squeeze(-1),)
 
 
 def weighed(y: Tensor, z: Tensor, gate: Callable[[Tensor], Tensor]) -> tuple[Tensor]:

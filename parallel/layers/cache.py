@@ -370,10 +370,8 @@ class DecodeStates(States):
         self._take(again)
         return before
 
-    def _follow(
-        self, rule: Callable[..., tuple[Tensor, Tensor]], name: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
-    ) -> Tensor:
-        given, entering = (q, k, v, *others), self.entering(name, v.shape[-1])
+    def _follow(self, rule: Callable[..., tuple[Tensor, Tensor]], name: str, value: int, *given: Tensor) -> Tensor:
+        entering = self.entering(name, value)
         y, last = rule(*given, entering, self.spans)
         self.leaving(name, last)
 

@@ -25,6 +25,7 @@ from megacore.parallel.collectives import start_all_gather, start_reduce_scatter
 from megacore.parallel.context_split import ContextSplit
 from megacore.parallel.kernels.convolution import causal_convolution
 from megacore.parallel.kernels.delta_rule import Enter, delta_rule, handed_on
+from megacore.parallel.kernels.linear_recurrence import linear_recurrence
 from megacore.parallel.kernels.selective_scan import selective_scan
 from megacore.parallel.kernels.spans import Spans
 from megacore.parallel.mesh import Group
@@ -49,21 +50,29 @@ class States:
         """q, k: [t, heads, key], v: [t, heads, each, value], g: [t, heads, each] or [t, heads, each, key], beta: [t,
         heads, each] -> [t, heads, each, value], as :func:`~parallel.kernels.delta_rule.delta_rule` does it; ``name`` is
         the layer that asks."""
-        return self._follow(kernels.gated_delta_rule, name, q, k, v, g, beta)
+        return self._follow(kernels.gated_delta_rule, name, v.shape[-1], q, k, v, g, beta)
 
     def state_space(self, name: str, c: Tensor, b: Tensor, x: Tensor, g: Tensor, step: Tensor) -> Tensor:
         """Do as :meth:`delta_rule` with c, b, x and the steps for q, k, v and beta, without the correction."""
-        return self._follow(partial(delta_rule, corrects=False), name, c, b, x, g, step)
+        return self._follow(partial(delta_rule, corrects=False), name, x.shape[-1], c, b, x, g, step)
 
     def selective_scan(self, name: str, c: Tensor, b: Tensor, x: Tensor, step: Tensor, rate: Tensor) -> Tensor:
         """c, b: [t, key], x: [t, channels, 1], step: [t, channels], rate: [channels, key] -> [t, channels, 1], as
         :func:`~parallel.kernels.selective_scan.selective_scan` does it; ``name`` is the layer that asks."""
-        return self._follow(selective_scan, name, c, b, x, step, rate)
 
-    def _follow(
-        self, rule: Callable[..., tuple[Tensor, Tensor]], name: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
-    ) -> Tensor:
-        y, last = rule(q, k, v, *others, self.entering(name, v.shape[-1]), self.spans)
+        def scan(c: Tensor, b: Tensor, x: Tensor, step: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+            return selective_scan(c, b, x, step, rate, *how)
+
+        return self._follow(scan, name, 1, c, b, x, step)
+
+    def linear_recurrence(self, name: str, x: Tensor, g: Tensor) -> Tensor:
+        """x, g: [t, channels] -> [t, channels], as
+        :func:`~parallel.kernels.linear_recurrence.linear_recurrence` does it; ``name`` is the layer that asks."""
+        return self._follow(linear_recurrence, name, 1, x, g)
+
+    def _follow(self, rule: Callable[..., tuple[Tensor, Tensor]], name: str, value: int, *given: Tensor) -> Tensor:
+        """Return what a rule makes of what it is given of each token; ``value`` is the last size of its states."""
+        y, last = rule(*given, self.entering(name, value), self.spans)
         self.leaving(name, last)
         return y
 

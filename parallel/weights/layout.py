@@ -216,7 +216,8 @@ def heads_problem(sizes: Sizes, tp: int, ranks: int) -> str | None:
         return None
     heads, kv = sizes["heads"] // tp, sizes.get("kv", sizes.get("groups", sizes["heads"])) // tp or 1
     looked_at = {kv, sizes.get("local_kv", kv * tp) // tp or 1}
-    fits = (n for n in range(1, min(heads, 4096) + 1) if heads % n == 0)
+    local = sizes.get("local_heads", sizes["heads"]) // tp
+    fits = (n for n in range(1, min(heads, 4096) + 1) if heads % n == 0 and local % n == 0)
     fitting = [n for n in fits if all(each % n == 0 or n % each == 0 for each in looked_at)]
     if heads * tp < sizes["heads"] or ranks in fitting:  # where tp does not split them, that is said already
         return None

@@ -18,6 +18,7 @@ SPLIT: Split = {
     "layer": ("pp",),
     "experts": ("ep", "tp"),
     "heads": ("tp",),
+    "local_heads": ("tp",),
     "kv": ("tp",),
     "local_kv": ("tp",),
     "groups": ("tp",),

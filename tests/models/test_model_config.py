@@ -445,10 +445,14 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     attention = counted.pop("aten.bmm", 0)  # it does not look into windows
     linears = 6 * matmul_parameters(config) * length
     sizes, names = config.sizes, config.schema.by_name
+    of_blocks = (
+        6 * length * sum(config.schema.numel(param) for name, param in names.items() if name.endswith("lru.gates"))
+    )
+    linears -= of_blocks  # whose products it counts with attention's, and those of streams
     # Products of streams with each other, of which those of the backward count as attention's. Their router and its
     # norm have two tensors of a layer, of which the plan counts one.
     streams = 2 * length * sizes["layer"] * sizes.get("streams", 0) ** 2 * sizes["embed"]
-    assert counted.pop("aten.baddbmm", 0) == streams
+    assert counted.pop("aten.baddbmm", 0) == streams + of_blocks // 3
     attention -= 2 * streams
     # A norm may sum its weight's gradient by a product with one row, where a token has one, and of its heads.
     of_heads = [
@@ -460,9 +464,11 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     heads = 0
     for kind, axis in (("attn", ""), ("local_attn", "local_")):
         if (normed := names.get(f"layers.{{layer}}.{kind}.q_norm.weight")) is not None:
-            of_kind = sizes["heads"] + sizes.get(f"{axis}kv", sizes["heads"])
-            heads += sizes[f"{axis}head"] * of_kind * len(normed.values("layer", sizes))
-    of_states = r"(delta|ssm|short)\.conv\.weight|lightning\.norm"
+            of_kind = sizes.get(f"{axis}heads", sizes["heads"]) + sizes.get(
+                f"{axis}kv", sizes.get("kv", sizes["heads"])
+            )
+            heads += sizes.get(f"{axis}head", sizes["head"]) * of_kind * len(normed.values("layer", sizes))
+    of_states = r"(delta|ssm|lru|short)\.conv\.weight|lightning\.norm"
     mixed = {n.split(".")[2]: p for n, p in names.items() if re.search(of_states, n)}
     with_state = [layer for param in mixed.values() for layer in param.values("layer", sizes)]
     values = len(with_state) * math.prod(
@@ -476,19 +482,20 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     further = 0 if config.anatomy.alibi is None else 12 * sizes["heads"] * Distances.dimensions
     count, head = sizes.get("heads", 0), sizes.get("head", 0)
     each = 12 * count * head + further
+    of_local = names.get("layers.{layer}.local_attn.out.weight")
+    local = () if of_local is None else of_local.values("layer", sizes)
+    more = 12 * (sizes.get("local_heads", count) * sizes.get("local_head", head) - count * head)  # heads of those
     if {*windows} == {(None, None)} and len(windows) == sizes["layer"] and not mixed:
-        assert attention == each * sizes["layer"] * length * length
+        assert attention == (each * sizes["layer"] + more * len(local)) * length * length
     causal = sum(looked_at(length, *window) for window in windows)
     # Dimensions that hold positions do not count, nor what pads values that are narrower than keys.
     each -= further + 6 * count * (head - sizes.get("value", head))
-    for mixer, products in (("delta", 3), ("lightning", 2), ("ssm", 2)):
+    for mixer, products in (("delta", 3), ("lightning", 2), ("ssm", 2), ("lru", 1)):
         linears += length * 6 * products * values * sizes.get("state_key", 1) * (mixer in mixed)
     taps = (param for param in mixed.values() if "taps" in param.sentence.axes)
     linears += length * sum(6 * config.schema.numel(param) for param in taps)
-    if (of_local := names.get("layers.{layer}.local_attn.out.weight")) is not None and "local_head" in sizes:
-        own = (config.anatomy.layers[layer].window for layer in of_local.values("layer", sizes))
-        more = 12 * sizes["heads"] * (sizes["local_head"] - sizes["head"])
-        linears += more * sum(looked_at(length, window) for window in own)
+    linears += more * sum(looked_at(length, config.anatomy.layers[layer].window) for layer in local)
+    linears += of_blocks
     assert flops_per_token(config, length) * length == linears + each * causal
 
 

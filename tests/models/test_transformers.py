@@ -37,7 +37,7 @@ FIRST, SEEDS = 3, 60
 def section(name: str, seed: int) -> dict[str, Any]:
     r = Random(seed)
     # Shorter than the sequence half of the time, which is where dynamic and longrope change; a table must be as long.
-    bounded = "position" in family(name).config.axes or name == "mpt"
+    bounded = "position" in family(name).config.axes or name in ("ctrl", "mpt")
     positions = LENGTH if bounded else r.choice([8, 32])
     return drawn(name, seed, layers=r.choice([1, 2, 3]), vocab=r.choice([17, 64]), positions=positions, tp=1)
 
@@ -300,7 +300,7 @@ def test_no_draw_is_refused(name: str) -> None:
     for seed in range(SEEDS):
         config = configure(drawn(name, seed, layers=5, vocab=13, positions=16, tp=4))
         # Slopes of heads reach over any number of positions, and so do states.
-        most = None if name in ("bloom", "falcon_mamba", "mamba", "mamba2") else 16
+        most = None if name in ("bloom", "falcon_mamba", "mamba", "mamba2", "recurrent_gemma") else 16
         assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, most)
         layout_of(config, MeshShape(tp=4, pp=2))
 
@@ -337,6 +337,7 @@ SPREAD = {
     "mamba": ContextParallel(4, "gather", "rows"),
     "jamba": ContextParallel(2, "ring", "documents"),
     "minimax": ContextParallel(4, "ring", "rows"),
+    "recurrent_gemma": ContextParallel(4, "ring", "rows"),
     "qwen3_next": ContextParallel(),
     "qwen3_5_text": ContextParallel(4, "ring", "rows", 2),
 }

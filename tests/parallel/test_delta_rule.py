@@ -1,5 +1,5 @@
-"""The gated delta rule, state spaces, selective scans and convolutions against their definitions, token by token, and
-transformers."""
+"""The gated delta rule, state spaces, selective scans, linear recurrences and convolutions against their definitions,
+token by token, and transformers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from megacore.parallel.kernels.convolution import causal_convolution
 from megacore.parallel.kernels.delta_rule import delta_rule, handed_on
+from megacore.parallel.kernels.linear_recurrence import linear_recurrence
 from megacore.parallel.kernels.selective_scan import selective_scan
 from megacore.parallel.kernels.spans import Spans
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 CASES = [((13, 13), 4), ((5, 1, 8, 3, 16), 4), ((1,), 64), ((1, 1, 1), 2), ((7, 64, 1), 16), ((130,), 64)]
 
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, ...]
 
 
 def draw(t: int, heads: int = 2, each: int = 3, key: int = 5, value: int = 4, channels: bool = False) -> Inputs:
@@ -67,7 +68,7 @@ def draw_scan(t: int, channels: int = 3, key: int = 5) -> Inputs:
         for shape in ((t, key), (t, key), (t, channels, 1), (t, channels), (channels, key))
     )
     step = F.softplus(step) * torch.tensor([1e-6, 1.0, 300.0])
-    return tuple(each.requires_grad_() for each in (c, b, x, step.detach(), -rate.exp().detach()))  # type: ignore[return-value]
+    return tuple(each.requires_grad_() for each in (c, b, x, step.detach(), -rate.exp().detach()))
 
 
 def scanned_step_by_step(
@@ -78,6 +79,23 @@ def scanned_step_by_step(
     for i in range(len(c)):
         state = (step[i, :, None] * rate).exp()[..., None] * state + (step[i, :, None] * x[i] * b[i])[..., None]
         outputs.append((state * c[i, :, None]).sum(1))
+    return torch.stack(outputs), state
+
+
+def draw_recurrence(t: int) -> Inputs:
+    """x, g of t tokens and three channels; of one nearly all is left, of another nothing."""
+    generator = torch.Generator().manual_seed(t)
+    x, g = (torch.randn(t, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    g = -F.softplus(g) * torch.tensor([1e-6, 1.0, 300.0])
+    return x.requires_grad_(), g.requires_grad_()
+
+
+def recurred_step_by_step(x: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: one token after the other, and one span."""
+    outputs = []
+    for i in range(len(x)):
+        state = g[i, :, None, None].exp() * state + x[i, :, None, None]
+        outputs.append(state.flatten())
     return torch.stack(outputs), state
 
 
@@ -116,7 +134,10 @@ RULES = {
         ("channels", True, True),
         ("channels-state-space", False, True),
     )
-} | {"scan": Rule(draw_scan, scanned_step_by_step, selective_scan, 4, (3, 5, 1))}
+} | {
+    "scan": Rule(draw_scan, scanned_step_by_step, selective_scan, 4, (3, 5, 1)),
+    "recurrence": Rule(draw_recurrence, recurred_step_by_step, lambda *a: linear_recurrence(*a[:-1]), 2, (3, 1, 1)),
+}
 OF_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 

@@ -470,3 +470,5 @@ def test_heads_that_ranks_of_cp_can_share_out() -> None:
     assert heads_problem({"heads": 12, "kv": 2}, 1, 6) is None
     told = heads_problem({"heads": 12, "kv": 2, "local_kv": 4}, 1, 6)
     assert told is not None and "choose from 1, 2, 4, 12" in told
+    told = heads_problem({"heads": 12, "kv": 2, "local_heads": 18}, 1, 4)
+    assert told is not None and "choose from 1, 2, 6" in told

@@ -134,6 +134,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("jamba", MeshShape(cp=2, tp=2)),
         ("minimax", MeshShape(cp=2, tp=2)),
         ("mimo_v2_flash", MeshShape(cp=2, tp=2)),
+        ("recurrent_gemma", MeshShape(cp=2, tp=2)),
         ("deepseek_v2", MeshShape(cp=2, pp=2)),
         ("deepseek_v32", MeshShape(cp=2, tp=2)),
     ],
