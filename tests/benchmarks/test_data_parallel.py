@@ -58,11 +58,7 @@ def test_it_runs_without_peers(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--rounds", "1", "--warm-up", "1", "--steps", "1", "--peers", str(tmp_path)]
     options += ["--only", "parameters, masters", "FSDP2, not", "DeepSpeed", "--json", str(results)]
     done = subprocess.run(
-        [sys.executable, "benchmarks/data_parallel.py", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "benchmarks/data_parallel.py", *options], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(results.read_text())

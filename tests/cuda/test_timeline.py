@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pool import forkserver
 from test_trace import in_a_process, pytestmark
 
 from megacore.devices import DEVICES
@@ -29,6 +30,14 @@ from megacore.recipe import load
 from megacore.tools.main import main
 
 __all__ = ["pytestmark"]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that trace have imported everything; a trace beside the plan has those that a user has."""
+    context = forkserver()
+    monkeypatch.setattr("megacore.planning.trace.run.multiprocessing.get_context", lambda method: context)
+
 
 H100 = Cluster(DEVICES["h100-80"], 989.4)
 COSTS = Costs(H100, MeshShape(dp=2))
@@ -184,6 +193,7 @@ def test_a_trace_and_the_plan_agree(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(each["dur"] > 0 and each["ts"] >= 0 for each in ran)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.in_turn(4, 1)
 @pytest.mark.parametrize("preset", ["llama", "mixtral"])
 @pytest.mark.parametrize("split", ["mesh.dp=1", "mesh.dp=2 zero.shard=parameters"])
@@ -212,6 +222,7 @@ def test_a_step_casts_to_fp8_what_the_plan_says(split: str, preset: str) -> None
         assert sum(cast.moved for cast in casts if cast.product is None) == pytest.approx(want, rel=0.01)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.in_turn(4)
 def test_fp8_keeps_less_than_bf16_by_as_much_as_the_plan_says() -> None:
     sizes = "model.hidden_size=256 model.num_hidden_layers=4 data.train=none data.sequence_length=512"
@@ -227,6 +238,7 @@ def test_fp8_keeps_less_than_bf16_by_as_much_as_the_plan_says() -> None:
     assert traced == pytest.approx(planned, rel=0.01) and traced > 2 << 20
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.in_turn(3)
 def test_messages_of_experts_are_exposed_in_what_has_nothing_beside_it_alone() -> None:
     """The first forward and the last backward: of four microbatches a quarter. The plan says so too, of time and of
@@ -245,6 +257,7 @@ def test_messages_of_experts_are_exposed_in_what_has_nothing_beside_it_alone() -
     assert turned.stages[0].peak == pytest.approx(planned_turned["memory"][0]["peak"], rel=0.05)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("loss", ["simpo", "bradley_terry"])
 def test_pairs_are_traced(loss: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,6 +298,7 @@ def test_a_product_that_sends_takes_as_long_as_the_longer_of_both(kind: str, siz
     assert message.seconds == pytest.approx(min(sent, message.end - HOST_S))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.in_turn(3)
 def test_products_that_send_expose_less() -> None:
     sizes = "model.num_hidden_layers=2 data.train=none data.sequence_length=8192 mesh.tp=8 batch.global_size=2"

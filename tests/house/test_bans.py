@@ -5,6 +5,7 @@ What the name of a module tells is banned by the linter (pyproject.toml); this k
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -32,8 +33,8 @@ RANKS = ("megacore/training/", "megacore/inference/", "megacore/store/weight_fol
 """Where ranks go through the same things together."""
 
 
-def bans(text: str, path: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+def bans(tree: ast.AST, path: str) -> Iterator[str]:
+    for node in ast.walk(tree):
         name, owner = _name(node)
         if isinstance(node, ast.Call) and name in METHODS and path != f"{METHODS[name].replace('.', '/')}.py":
             yield f"{path}:{node.lineno}: {name}: {METHODS[name]} does it"
@@ -78,7 +79,15 @@ def _name(node: ast.AST) -> tuple[str, str]:
 
 @pytest.mark.quick
 def test_the_house_keeps_to_it() -> None:
-    found = [ban for path in FILES for ban in bans(path.read_text(), str(path.relative_to(ROOT)))]
+    """And a class name has one meaning; a leading underscore makes no other name."""
+    found, files = list[str](), defaultdict[str, list[str]](list)
+    for path in FILES:
+        name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
+        found += bans(tree, name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                files[node.name.lstrip("_")].append(name)
+    found += [f"class {name} in {', '.join(places)}" for name, places in files.items() if len(places) > 1]
     assert not found, "\n".join(found)
 
 
@@ -100,11 +109,11 @@ def test_the_house_keeps_to_it() -> None:
     ],
 )
 def test_what_is_banned(text: str) -> None:
-    assert len(list(bans(text, "megacore/training/trainer.py"))) == 1
+    assert len(list(bans(ast.parse(text), "megacore/training/trainer.py"))) == 1
 
 
 @pytest.mark.parametrize(
     "text", ['open(path, "xb")', 'names["w"].open(1)', "path.open()", 'gzip.open(path, "rb")', "a.copy()"]
 )
 def test_what_is_not(text: str) -> None:
-    assert not list(bans(text, "megacore/training/trainer.py"))
+    assert not list(bans(ast.parse(text), "megacore/training/trainer.py"))

@@ -60,10 +60,7 @@ def test_a_layout_computes_what_one_process_does_and_resumes_bitwise(
     folder: Path, tmp_path: Path, pool: Pool, data: str, layout: list[str]
 ) -> None:
     asked = [f"data.train={data}", "evaluate.every=0" if "Stream" in data else "evaluate.every=2"]
-    ways: dict[str, tuple[int, list[str]]] = {
-        "one": (1, []),
-        "four": (4, layout),
-    }
+    ways: dict[str, tuple[int, list[str]]] = {"one": (1, []), "four": (4, layout)}
     found = {}
     for name, (world, mesh) in ways.items():
         given = [*asked, *mesh, f"out={tmp_path / name}", "checkpoint.every=2"]

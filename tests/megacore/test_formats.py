@@ -327,11 +327,7 @@ def test_all_kinds_of_files_are_the_same_rows(tmp_path: Path, monkeypatch: pytes
 
 BAD: Mapping[str, tuple[str, Callable[[], bytes], str]] = {
     "gz-truncated": ("a.jsonl.gz", lambda: gzip.compress(lines())[:-20], "is no whole gzip file"),
-    "gz-bomb": (
-        "a.jsonl.gz",
-        lambda: gzip.compress(b"\n" * 10**6),
-        "unpacks to more than 100 times its size.*gunzip",
-    ),
+    "gz-bomb": ("a.jsonl.gz", lambda: gzip.compress(b"\n" * 10**6), "unpacks to more than 100 times its size.*gunzip"),
     "zst-truncated": ("a.jsonl.zst", lambda: zstandard(lines())[:-5], "is no whole zstandard file"),
     "zst-garbage": ("a.jsonl.zst", lambda: bytes(99), "is no whole zstandard file"),
     "zst-bomb": ("a.jsonl.zst", lambda: zstandard(b"\n" * 10**7), "unpacks to more than 100 times its size, .*unzstd"),

@@ -6,7 +6,6 @@ import engine
 import numpy as np
 import pytest
 import torch
-from device_store import device_store
 from engine import LENGTH, LLAMA, RECIPE, VOCAB, Result, train, trainer, write_recipe
 from families import drawn
 from pool import Pool
@@ -113,18 +112,6 @@ def test_only_linears_of_layers_between_the_ends_are_fp8(recipe: str) -> None:
         name for name in found if name.startswith(("layers.1.", "layers.2."))
     }
     assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.in_turn(2, 0)
-def test_weights_and_masters_are_those_of_bf16_and_a_run_resumes(recipe: str, tmp_path: Path) -> None:
-    common = [*FP8, "train.steps=4", "checkpoint.every=2"]
-    whole = train(recipe, [f"out={tmp_path / 'whole'}", *common])
-    first = engine.path_of(tmp_path / "whole", 2)
-    made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *common], log=True)
-    assert {target.tensor.dtype for target in device_store(made.train_step.optimizer).targets} == {torch.float32}
-    rest = engine.result(made, made.fit())
-    assert rest.values("loss") == whole.values("loss")[2:]
-    assert engine.same(rest.weights, whole.weights)
 
 
 @pytest.mark.in_turn(4)

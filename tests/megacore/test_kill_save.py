@@ -58,13 +58,7 @@ def newest(out: Path) -> int:
     ],
 )
 def test_kills_while_saving(
-    pool: Pool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    mesh: str,
-    share: int,
-    count: int,
-    kills: int,
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], mesh: str, share: int, count: int, kills: int
 ) -> None:
     recipe, out, rng = write_recipe(tmp_path, RECIPE | {"checkpoint": {}}), tmp_path / "run", random.Random(5)
     context = forkserver()

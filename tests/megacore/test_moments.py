@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import engine
 import numpy as np
 import pytest
-import torch
-from engine import train, trainer
+from engine import train
 from pool import Pool
 
 COMMON = ["train.precision=bf16", "train.steps=6", "evaluate.every=0", "checkpoint.every=3", "checkpoint.at_end=false"]
@@ -21,22 +19,6 @@ def test_they_train_as_fp32_s_do(recipe: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.3
     np.testing.assert_allclose(losses, wide, rtol=0.01)
     assert losses != wide
-
-
-@pytest.mark.in_turn(2, 0)
-def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
-    whole = train(recipe, [f"out={tmp_path / 'whole'}", *NARROW])
-    first = engine.path_of(tmp_path / "whole", 3)
-    made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *NARROW], log=True)
-    kept = made.train_step.optimizer.states()
-    assert {state: set(dtypes.values()) for state, dtypes in kept.items()} == {
-        "master": {torch.float32},
-        "exp_avg": {torch.bfloat16},
-        "exp_avg_sq": {torch.bfloat16},
-    }
-    rest = engine.result(made, made.fit())
-    assert rest.values("loss") == whole.values("loss")[3:]
-    assert engine.same(rest.weights, whole.weights)
 
 
 @pytest.mark.in_turn(4)

@@ -35,12 +35,7 @@ def found(recipe: str, overrides: list[str], *counts: int) -> tuple[Config, Mapp
     ids=["free", "dp", "the plan's", "cp"],
 )
 def test_each_number_of_nodes_has_a_layout(
-    recipe: str,
-    overrides: list[str],
-    least: int,
-    most: int,
-    processes: int,
-    followed: dict[int, dict[str, int | None]],
+    recipe: str, overrides: list[str], least: int, most: int, processes: int, followed: dict[int, dict[str, int | None]]
 ) -> None:
     config, by_nodes = found(recipe, overrides, least, most, processes)
     model, before = configure(config.model), config
@@ -113,9 +108,6 @@ def test_an_order_of_a_pipeline_goes_where_it_does_not_fit(recipe: str, tmp_path
     file = tmp_path / "order.json"
     file.write_bytes(order_text("1f1b", SCHEDULES["1f1b"](2, 1, 4)))
     _, overrides = found(recipe, ["mesh.pp=2", "mesh.dp=2", "batch.micro_size=1", f"pipeline.order={file}"], 1, 2, 2)
-    assert overrides == {
-        1: ["mesh.dp=1", "pipeline.order=null"],
-        2: ["mesh.dp=2", f"pipeline.order={file}"],
-    }
+    assert overrides == {1: ["mesh.dp=1", "pipeline.order=null"], 2: ["mesh.dp=2", f"pipeline.order={file}"]}
     with pytest.raises(ConfigError, match=r"cannot read nowhere\.json"):
         found(recipe, ["mesh.pp=2", "mesh.dp=2", "pipeline.order=nowhere.json"], 1, 2, 2)

@@ -321,11 +321,7 @@ def test_what_tensor_parallel_ranks_send() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "etp", "axis", "rows"),
-    [
-        (MeshShape(ep=4), 1, "ep", 128),
-        (MeshShape(ep=2, tp=2), 1, "ep x tp", 64),
-        (MeshShape(ep=2, tp=2), 2, "ep", 128),
-    ],
+    [(MeshShape(ep=4), 1, "ep", 128), (MeshShape(ep=2, tp=2), 1, "ep x tp", 64), (MeshShape(ep=2, tp=2), 2, "ep", 128)],
 )
 def test_rows_go_to_the_ranks_over_which_experts_are_spread(mesh: MeshShape, etp: int, axis: str, rows: int) -> None:
     """64 tokens to 2 experts each, 64 features of 2 bytes: there and back, in the backward there twice and back."""

@@ -707,8 +707,7 @@ def sent_by_step(cases: list[Case]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("shard", "to"),
-    [("optimizer", "bf16"), ("gradients", "bf16"), ("parameters", "bf16"), ("optimizer", "int8")],
+    ("shard", "to"), [("optimizer", "bf16"), ("gradients", "bf16"), ("parameters", "bf16"), ("optimizer", "int8")]
 )
 def test_rounded_gradients_save_what_is_planned(pool: Pool, shard: ZeroShard, to: Compression) -> None:
     rounded = Case(MeshShape(dp=2), shard=shard, microbatches=2, vocab=64, length=16, compress=to)

@@ -109,11 +109,7 @@ def test_a_step_that_is_bad_once_leaves_no_trace(recipe: str, tmp_path: Path, ev
 
 
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize(
-    ("world", "overrides", "known"),
-    [(2, [], 1), (2, ["mesh.pp=2"], None)],
-    ids=["dp2", "pp2"],
-)
+@pytest.mark.parametrize(("world", "overrides", "known"), [(2, [], 1), (2, ["mesh.pp=2"], None)], ids=["dp2", "pp2"])
 def test_all_ranks_repeat_and_name_the_one(
     pool: Pool, recipe: str, tmp_path: Path, world: int, overrides: list[str], known: int | None
 ) -> None:

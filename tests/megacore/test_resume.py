@@ -52,6 +52,37 @@ def six(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # -- on the same layout, bitwise
 
+FP16 = ["train.precision=fp16", "loss_scale.growth_interval=2"]
+BF16 = ["train.precision=bf16", "optimizer.moments=bf16"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scale", "moments"),
+    [
+        pytest.param(FP16, {"scale": 2.0**17, "good_steps": 1}, torch.float32, id="fp16"),
+        pytest.param(BF16, None, torch.bfloat16, id="moments", marks=pytest.mark.in_turn(2, 0)),
+        pytest.param(["train.precision=fp8"], None, torch.float32, id="fp8", marks=pytest.mark.in_turn(2, 0)),
+    ],
+)
+def test_a_run_in_few_bits_goes_on_bitwise(
+    tmp_path: Path, overrides: list[str], scale: dict[str, float] | None, moments: torch.dtype
+) -> None:
+    """With masters of fp32, the scale of the loss, and moments of their own dtype."""
+    model = LLAMA | {"hidden_size": 32, "intermediate_size": 64}  # fp8 takes blocks of 16
+    recipe = engine.write_recipe(tmp_path, RECIPE | {"model": model})
+    common = ["train.steps=6", "checkpoint.every=3", *OFF, *overrides]
+    straight = train(recipe, [f"out={tmp_path / 'straight'}", *common])
+    resume = f"checkpoint.resume={path_of(tmp_path / 'straight', 3)}"
+    made = trainer(recipe, [f"out={tmp_path / 'rest'}", resume, *common], log=True)
+    assert made.train_step.scaler.state() == scale
+    states = {"master": torch.float32, "exp_avg": moments, "exp_avg_sq": moments}
+    kept = made.train_step.optimizer.states()
+    assert {state: {*dtypes.values()} for state, dtypes in kept.items()} == {name: {states[name]} for name in states}
+    rest = engine.result(made, made.fit())
+    for key in ("loss", "loss_scale", "grad_norm"):
+        assert rest.values(key) == straight.values(key)[3:], key
+    assert same(rest.weights, straight.weights)
+
 
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize(

@@ -249,18 +249,6 @@ def test_the_optimizer_sees_gradients_without_the_scale(recipe: str, clip: str) 
 # -- resuming
 
 
-def test_the_scale_is_resumed_and_the_run_is_bitwise_the_same(recipe: str, tmp_path: Path) -> None:
-    common = [*FP16, "train.steps=6", "loss_scale.growth_interval=2", "checkpoint.every=3", "checkpoint.at_end=false"]
-    complete = train(recipe, [f"out={tmp_path / 'whole'}", *common])
-    resume = f"checkpoint.resume={path_of(tmp_path / 'whole', 3)}"
-    made = trainer(recipe, [f"out={tmp_path / 'rest'}", resume, *common], log=True)
-    assert made.train_step.scaler.state() == {"scale": 2.0**17, "good_steps": 1}
-    rest = engine.result(made, made.fit())
-    for key in ("loss", "loss_scale", "grad_norm"):
-        assert rest.values(key) == complete.values(key)[3:], key
-    assert same(rest.weights, complete.weights)
-
-
 def test_a_run_of_another_precision_begins_anew(recipe: str, tmp_path: Path) -> None:
     common = ["evaluate.every=0", "train.steps=4", "checkpoint.every=2", "checkpoint.at_end=false"]
     train(recipe, [f"out={tmp_path / 'bf16'}", "train.precision=bf16", *common])

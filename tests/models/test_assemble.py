@@ -3,12 +3,10 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 
 import pytest
 import torch
 from deep_family import deep
-from torch import nn
 
 from megacore.models.assemble import Model
 from megacore.models.decoder import Losses
@@ -96,23 +94,6 @@ def test_losses_arrive_at_the_head() -> None:
     assert head is not None and head.losses == losses
     plain = tiny().chunks[0].head
     assert plain is not None and plain.losses == Losses()
-
-
-def test_compile_is_for_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[nn.Module] = []
-
-    def note(forward: MethodType, options: object) -> MethodType:
-        assert isinstance(forward.__self__, nn.Module)
-        compiled.append(forward.__self__)
-        return forward
-
-    monkeypatch.setattr(torch, "compile", note)
-    model = tiny(chunks=3)
-    model.compile()
-    blocks = [block for chunk in model.chunks for block in chunk.layers.values()]
-    assert compiled == blocks and len(compiled) == 3
-    model.compile()
-    assert compiled == blocks, "once is enough"
 
 
 @pytest.mark.parametrize("preset", ["deepseek_v32-tiny", "deepseek_v4-tiny", "llama4_text-tiny", "mixtral-tiny"])

@@ -1,7 +1,7 @@
 """What the files of each family may say: what means the same in other words, which layers have windows and ropes, what
 is refused; and published files mean here what they mean to transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ import pytest
 import torch
 import yaml
 from families import drawn, of_transformers, small
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from megacore.models.anatomy import FULL, ROPE, SLIDING
 from megacore.models.assemble import Model
-from megacore.models.config import ModelConfig, ModelConfigError, active_parameters
+from megacore.models.config import ModelConfig, ModelConfigError
 from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure, family
 from megacore.models.rope_config import DefaultRope, YarnRope
@@ -321,7 +322,7 @@ def test_a_model_without_experts_has_none() -> None:
     assert not any("expert" in param.name or "router" in param.name for param in config.schema.params)
 
 
-# -- Falcon's heads, the gate of gpt-oss, StarCoder2's dropout, active parameters
+# -- Falcon's heads, gates with limits, StarCoder2's dropout
 
 
 @pytest.mark.parametrize(
@@ -344,26 +345,24 @@ def test_a_group_is_on_one_rank() -> None:
         layout_of(configure({"preset": "falcon-40b"}), MeshShape(tp=16))
 
 
-def test_the_gate_of_gpt_oss_is_the_formula_and_its_derivative() -> None:
+@pytest.mark.parametrize(
+    ("name", "function", "limit", "formula"),
+    [
+        ("swiglu_oai", clamped_swiglu, 7, lambda g, u: (u + 1) * g / (1 + (-1.702 * g).exp())),  # gpt-oss
+        ("swiglu_limited", limited_swiglu, 10, lambda g, u: u * g / (1 + (-g).exp())),  # DeepSeek-V4
+    ],
+)
+def test_gates_with_a_limit_are_the_formula_and_its_derivative(
+    name: str, function: Callable[[Tensor], Tensor], limit: int, formula: Callable[[Tensor, Tensor], Tensor]
+) -> None:
     """Below, within and above the limits."""
-    generator = torch.Generator().manual_seed(0)
-    gate_up = (torch.randn(6, 16, generator=generator, dtype=torch.float64) * 6).requires_grad_()
-    gate, up = gate_up.detach().chunk(2, -1)
-    assert (gate > 7).any() and (gate < -7).any() and (up > 7).any() and (up < -7).any()
-    g, u = gate.clamp(max=7), up.clamp(-7, 7)
-    torch.testing.assert_close(gated("swiglu_oai", gate_up), (u + 1) * g / (1 + (-1.702 * g).exp()))
-    assert torch.autograd.gradcheck(clamped_swiglu, (gate_up,))
-    assert not clamped_swiglu(torch.zeros(2, 4)).any()  # what is padded with zeros stays zero
-
-
-def test_the_gate_of_deepseek_v4_is_the_formula_and_its_derivative() -> None:
     generator = torch.Generator().manual_seed(0)
     gate_up = (torch.randn(6, 16, generator=generator, dtype=torch.float64) * 9).requires_grad_()
     gate, up = gate_up.detach().chunk(2, -1)
-    assert (gate > 10).any() and (gate < -10).any() and (up > 10).any() and (up < -10).any()
-    g, u = gate.clamp(max=10), up.clamp(-10, 10)
-    torch.testing.assert_close(gated("swiglu_limited", gate_up), u * g / (1 + (-g).exp()))
-    assert torch.autograd.gradcheck(limited_swiglu, (gate_up,))
+    assert all((each > limit).any() and (each < -limit).any() for each in (gate, up))
+    torch.testing.assert_close(gated(name, gate_up), formula(gate.clamp(max=limit), up.clamp(-limit, limit)))
+    assert torch.autograd.gradcheck(function, (gate_up,))
+    assert not function(torch.zeros(2, 4)).any()  # what is padded with zeros stays zero
 
 
 @pytest.mark.parametrize("field", ["attention_dropout", "embedding_dropout", "residual_dropout"])
@@ -380,16 +379,6 @@ def test_each_dropout_of_starcoder2_drops_in_training_alone(field: str) -> None:
     assert loss(1) == loss(1) != loss(2)
     model.train(False)
     assert loss(1) == loss(2)
-
-
-@pytest.mark.parametrize(("preset", "active"), [("gpt-oss-20b", 4_187_440_704), ("gpt-oss-120b", 5_711_982_912)])
-def test_a_token_meets_four_experts_of_a_layer(preset: str, active: int) -> None:
-    """By hand: all but the experts, and four of those."""
-    config = configure({"preset": preset})
-    sizes = config.sizes
-    each = 3 * sizes["embed"] * sizes["expert_mlp"] + 2 * sizes["expert_mlp"] + sizes["embed"]
-    idle = sizes["layer"] * (sizes["experts"] - 4) * each
-    assert active_parameters(config) == config.schema.parameters - idle == active
 
 
 # -- what is refused

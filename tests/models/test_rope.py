@@ -287,20 +287,6 @@ def test_parts_of_heads_have_the_tables_of_transformers(family: str, rope_type: 
                 check(rope, head_dim, tokens, made)
 
 
-@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "llama3", "longrope"])
-def test_odd_parts_of_heads_have_the_tables_of_transformers(rope_type: str) -> None:
-    embedding, convention = PARTIAL_FAMILIES["gpt_neox"]
-    for part, head_dim in ((3, 12), (5, 20), (9, 32)):
-        said = draw_rope(random.Random(part), head_dim, 32, convention, [rope_type])
-        said["partial_rotary_factor"] = partial_rotary_factor(part, head_dim)
-        said |= {name: [1.5] * (part // 2 + 1) for name in said if name in ("short_factor", "long_factor")}
-        config = {"max_position_embeddings": 32, "rope_parameters": said}
-        rope = from_hugging_face(config, convention)
-        assert not rope.problems(head_dim) and rope.turning(head_dim) == part + 1
-        made = embedding(of_family("gpt_neox", head_dim, config))(torch.empty(0), torch.arange(40)[None])
-        check(rope, head_dim, 40, made)
-
-
 def test_a_number_of_dimensions_as_a_factor() -> None:
     """As GPT-J says it. 0.29 * 100 is 28.999999999999996."""
     for head_dim in range(2, 513):
@@ -460,15 +446,6 @@ def test_bfloat16_is_as_close_as_transformers() -> None:
     ours, theirs = apply(*low), textbook(*low)
     assert ours.dtype == torch.bfloat16
     assert (ours.double() - exact).abs().mean() <= 1.02 * (theirs.double() - exact).abs().mean()
-
-
-def test_rotation_depends_on_distance_only() -> None:
-    """What rotary embeddings are for: <q at i, k at j> is a function of i - j."""
-    q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
-    cos, sin = some_tables(12, 16, torch.float64)
-    at = [[apply(x, cos[i : i + 1], sin[i : i + 1]).flatten() for i in range(12)] for x in (q, k)]
-    for i, j in [(3, 1), (7, 2), (4, 4)]:
-        torch.testing.assert_close(at[0][i] @ at[1][j], at[0][i + 4] @ at[1][j + 4], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.in_turn(4)

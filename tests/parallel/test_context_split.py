@@ -262,10 +262,7 @@ def test_auto_on_rows_of_short_documents_moves_at_most_half_the_keys(parts: int,
 
 
 @pytest.mark.parametrize(
-    ("parts", "documents"),
-    [
-        pytest.param(6, (15, 21), id="as few parts as can take them would move more keys"),
-    ],
+    ("parts", "documents"), [pytest.param(6, (15, 21), id="as few parts as can take them would move more keys")]
 )
 def test_auto_is_documents_where_that_moves_fewer_keys(parts: int, documents: tuple[int, ...]) -> None:
     spans = [context_split.split(documents, sum(documents), parts, each, 1).spans for each in ("auto", "documents")]

@@ -99,10 +99,7 @@ def on_mesh(
         """The features of this rank, those of gate and up."""
         return torch.cat([each.chunk(inner.size, dim)[part] for each in whole.chunk(parts, dim)], dim)
 
-    held = {
-        "up": own(drawn.up.chunk(group.size)[at], 1, 2),
-        "down": own(drawn.down.chunk(group.size)[at], 2, 1),
-    }
+    held = {"up": own(drawn.up.chunk(group.size)[at], 1, 2), "down": own(drawn.down.chunk(group.size)[at], 2, 1)}
     if biases:
         held["up_bias"] = own(drawn.up_bias.chunk(group.size)[at], 1, 2)
         held["down_bias"] = drawn.down_bias.chunk(group.size)[at]

@@ -190,10 +190,7 @@ def test_scalars_and_nothing() -> None:
 
 
 SCHEMA = Schema(
-    (
-        Param("layers.{layer}.up", "(gate: mlp + up: mlp) embed"),
-        Param("norm", "embed", at="last"),
-    ),
+    (Param("layers.{layer}.up", "(gate: mlp + up: mlp) embed"), Param("norm", "embed", at="last")),
     {"layer": 2, "mlp": 4, "embed": 3},
 )
 
@@ -224,12 +221,7 @@ def test_all_replicas_that_differ_are_named() -> None:
     found = [(s, {label: 2 if s.where and label != "k" else 1 for label in s.labels}) for s in stored]
     with pytest.raises(ValueError) as caught:
         add_up(schema, found)
-    for name in (
-        "layers.0.kv (v) in 1",
-        "layers.0.kv (v) in 2",
-        "norm in 1",
-        "norm in 2",
-    ):
+    for name in ("layers.0.kv (v) in 1", "layers.0.kv (v) in 2", "norm in 1", "norm in 2"):
         assert name in str(caught.value)
     assert "(k)" not in str(caught.value)
 

@@ -72,11 +72,7 @@ def connected_in_a_step(shape: MeshShape, shard: ZeroShard, replicas: int) -> tu
 
 @pytest.mark.parametrize(
     ("shape", "shard", "replicas"),
-    [
-        (MeshShape(pp=2, tp=2), "none", 1),
-        (MeshShape(pp=2, dp=2), "gradients", 1),
-        (MeshShape(dp=4), "parameters", 2),
-    ],
+    [(MeshShape(pp=2, tp=2), "none", 1), (MeshShape(pp=2, dp=2), "gradients", 1), (MeshShape(dp=4), "parameters", 2)],
     ids=str,
 )
 def test_all_connections_are_made_before_the_first_step(

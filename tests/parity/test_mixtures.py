@@ -9,17 +9,7 @@ import torch
 import torch.nn.functional as F
 from extended_family import extended
 from layouts import AFTERWARDS, EXPERTS, GROUPS, SIGMOID
-from oracle import (
-    LENGTH,
-    TOLERANCE,
-    Case,
-    Run,
-    buffers_of,
-    expected,
-    lively,
-    relative,
-    trained,
-)
+from oracle import LENGTH, TOLERANCE, Case, Run, buffers_of, expected, lively, relative, trained
 from pool import Pool
 from torch import Tensor
 

@@ -128,8 +128,7 @@ def manifest(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "schema"),
-    [("jobset.yaml", JOB_SET), ("elastic.yaml", JOB_SET), ("pytorchjob.yaml", PYTORCH_JOB)],
+    ("name", "schema"), [("jobset.yaml", JOB_SET), ("elastic.yaml", JOB_SET), ("pytorchjob.yaml", PYTORCH_JOB)]
 )
 def test_each_field_is_one_of_the_api(name: str, schema: Schema) -> None:
     assert problems(manifest(name), schema) == []

@@ -342,8 +342,7 @@ def make_open(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [make_strange, make_file, make_link, make_theirs, make_open, lambda path: path.symlink_to("gone")],
+    "make", [make_strange, make_file, make_link, make_theirs, make_open, lambda path: path.symlink_to("gone")]
 )
 def test_what_is_not_ours_is_not_removed(tmp_path, make):
     """A folder without our lock, a file, a link to a folder (even to one like ours), somebody's, a link to nothing."""

@@ -58,12 +58,7 @@ MIXTRAL: Section = {
 
 SECTIONS: Mapping[str, tuple[Section, ...]] = {
     name: tuple(
-        drawn(
-            name,
-            seed,
-            tie_word_embeddings=not seed,
-            **({FIELD: 1} if hasattr(family(name).config, FIELD) else {}),
-        )
+        drawn(name, seed, tie_word_embeddings=not seed, **({FIELD: 1} if hasattr(family(name).config, FIELD) else {}))
         for seed in (0, 1)
     )
     for name in FAMILIES
