@@ -127,6 +127,7 @@ FAMILIES: Mapping[str, str] = {
     "starcoder2": "megacore.models.families.starcoder2.Starcoder2Config",
     "vaultgemma": "megacore.models.families.vaultgemma.VaultGemmaConfig",
     "youtu": "megacore.models.families.youtu.YoutuConfig",
+    "zamba2": "megacore.models.families.zamba2.Zamba2Config",
 }
 """{Hugging Face's ``model_type``: the config in its module}."""
 

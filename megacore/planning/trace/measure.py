@@ -276,7 +276,8 @@ class _SomeLayers(Layout):
         return self.some
 
     def stages(self, param: Param, index: Mapping[str, int]) -> tuple[int, ...]:
-        return super().stages(param, index) if index.get("layer", self.some[0]) in self.some else ()
+        users = param.users(index["layer"]) if "layer" in index else self.some
+        return super().stages(param, index) if {*users} & {*self.some} else ()
 
 
 class _Entering(torch.autograd.Function):
