@@ -93,7 +93,11 @@ class Shares:
         stages, known = [], dict[object, tuple[ParameterShare, ...]]()
         for stage in range(pp):
             layers = [layer for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
-            key = (stage if stage in ends or shares else None, len(layers), *(len(each.intersection(layers)) for each in some))
+            key = (
+                stage if stage in ends or shares else None,
+                len(layers),
+                *(len(each.intersection(layers)) for each in some),
+            )
             if key not in known:
                 parts = [(part, layers) for part in (*ends.get(stage, ()), *blocks)]
                 own = (part.of(some, frozen) for each in parts for part, some in _by_stages(layout, *each))
@@ -201,7 +205,7 @@ def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> Sta
 
 def sharing(part: ParameterShare, setting: Setting) -> int:
     """Return the number of ranks that the state of a part is split over where it is (`parallel.rank_sets.divide`): all
-    that hold copies, less HSDP's replicas and those that take steps alone, and less the other stages of the pipeline."""
+    that hold copies, less HSDP's replicas and those that take steps alone, and less other stages of the pipeline."""
     mesh = setting.layout.mesh
     return part.model_replicas // part.stages * mesh.dp * mesh.cp // setting.replicas
 

@@ -1,5 +1,5 @@
-"""Zamba2 (Zyphra 2024, arXiv 2411.15242): state spaces (Mamba-2), and blocks in front of some that several layers share,
-with adapters for each use."""
+"""Zamba2 (Zyphra 2024, arXiv 2411.15242): state spaces (Mamba-2), and in front of some a block that several layers
+share, with adapters for each use."""
 
 from __future__ import annotations
 
@@ -140,21 +140,24 @@ class Zamba2Config(StateSpaceConfig):
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read(config)
         hybrid = [layer for layer, kind in enumerate(values.get("layer_types") or ()) if kind == HYBRID]
-        for name, value in (("attention_hidden_size", 2 * values["hidden_size"]), ("hybrid_layer_ids", hybrid)):
+        hidden = values.get("hidden_size")
+        pair = 2 * hidden if isinstance(hidden, int) else None
+        for name, value in (("attention_hidden_size", pair), ("hybrid_layer_ids", hybrid)):
             if config.get(name) not in (None, value):
                 problems.append(f"{name} is {config[name]!r}: {cls.architecture} takes {value!r}")
         return values, problems
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:
-        hidden, heads = values["hidden_size"], values.get("num_attention_heads")
-        values["intermediate_size"] = values.get("intermediate_size") or 4 * hidden
-        if values.get("head_dim") is None and isinstance(heads, int) and heads > 0:
-            values["head_dim"] = 2 * hidden // heads
+        hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        if isinstance(hidden, int):
+            values["intermediate_size"] = values.get("intermediate_size") or 4 * hidden
+            if values.get("head_dim") is None and isinstance(heads, int) and heads > 0:
+                values["head_dim"] = 2 * hidden // heads
         return super()._derive(values)
 
 
-_EACH = {"vocab_size": 32000, "num_key_value_heads": 32, "mamba_n_heads": 64, "mamba_d_state": 64}
+_EACH = {"vocab_size": 32000, "num_key_value_heads": 32, "n_mamba_heads": 64}
 
 
 def _types(layers: int, *hybrid: int) -> dict[str, Any]:
@@ -164,4 +167,8 @@ def _types(layers: int, *hybrid: int) -> dict[str, Any]:
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "zamba2-tiny": tiny(layers=5, n_mamba_heads=8, mamba_d_state=16, num_mem_blocks=2, adapter_rank=4)
     | _types(5, 1, 2, 4),
+    "zamba2-1.2b": _EACH
+    | shape(2048, 8192, 38, 32)
+    | {"mamba_d_state": 128, "use_mem_rope": True, "use_shared_attention_adapter": True}
+    | _types(38, *range(5, 36, 6)),
 }

@@ -479,7 +479,7 @@ class Layout:
         return range(start, start + self.layers[virtual])
 
     def stages(self, param: Param, index: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the pipeline stages that hold a parameter of the layer in ``index``: those of all layers that use it."""
+        """Return the pipeline stages that hold a parameter of the layer in ``index``, of all that use it."""
         if "layer" in param.named_axes:
             return tuple(sorted({self.stage_of_layer[layer] for layer in param.users(index["layer"])}))
         if param.at == "layers":

@@ -239,7 +239,7 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
     mixers = {
         "mimo_v2_flash": "local_attn",
         "minimax": "lightning",
-        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), "ssm"),
+        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "zamba2"), "ssm"),
     }
     out = f"layers.3.{mixers.get(family, 'attn')}.out.weight"
     change(changed, out, swap)
