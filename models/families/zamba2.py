@@ -24,7 +24,9 @@ class Zamba2Config(StateSpaceConfig):
     family: ClassVar[str] = "zamba2"
     architecture: ClassVar[str] = "Zamba2ForCausalLM"
     more: ClassVar[tuple[str, ...]] = (HYBRID,)
-    derived: ClassVar[frozenset[str]] = frozenset({"attention_bias", "mamba_conv_bias", "mamba_proj_bias"})
+    derived: ClassVar[frozenset[str]] = frozenset(
+        {"attention_bias", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"}
+    )
     reads: ClassVar[frozenset[str]] = frozenset({"attention_hidden_size", "hybrid_layer_ids"})
     # Of kernels, initial values and generating; sizes that follow from others; what transformers' class never asks for.
     harmless: ClassVar[frozenset[str]] = frozenset(
