@@ -305,7 +305,7 @@ def _first_of_both(some: Sequence[int], others: Sequence[int]) -> int | None:
 
 
 def _check_layers(param: Param, sizes: Sizes) -> None:
-    if (layers := param.layers) is None:
+    if (layers := param.layers) is None and not param.also:
         return
     if not layers or list(layers) != sorted({*layers}) or layers[0] < 0 or layers[-1] >= sizes["layer"]:
         raise ValueError(
