@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from megacore.models.assemble import Model
 from megacore.models.attention import SharedKeysAttention
-from megacore.models.blocks import CHEAP, Block
+from megacore.models.blocks import CHEAP, Block, SharedBlock
 from megacore.models.config import ModelConfig, looks
 from megacore.models.context import Context, MaskedAttention
 from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
@@ -205,7 +205,7 @@ class FakeModel:
                 if isinstance(each, SharedKeysAttention):
                     of = len(batch.tokens), each.kv, each.head
                     context.keys[each.name] = _Entering.apply(leaf, of), _Entering.apply(leaf, of)
-                if isinstance(each, LayerInputs):
+                if isinstance(each, LayerInputs | SharedBlock):
                     of_embedding = len(batch.tokens) // self._mesh.shape.tp, self._chunk.told
                     context = replace(context, embedded=_Entering.apply(leaf, of_embedding))
             rotations = {rope: [*map(_key, tables)] for rope, tables in context.rotations.items()}
