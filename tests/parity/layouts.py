@@ -707,7 +707,7 @@ OF_BLOCKS: list[Pair] = [
     (BLOCKS, Run(MeshShape(pp=2, tp=2), 2, "zb-v", (0, 1, 5, 0))),
     (
         replace(BLOCKS, name="lora-shared-blocks", tuning=Tuning(Lora(3, 2.0, ("attn", "mlp", "join")))),
-        Run(MeshShape(pp=2, dp=2), 2, "interleaved", layers=(1, 2, 2, 1), shard="parameters"),
+        Run(MeshShape(pp=2, dp=2), layers=(3, 3), shard="parameters"),
     ),
 ]
 
