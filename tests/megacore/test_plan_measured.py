@@ -82,6 +82,8 @@ def small(name: str, vocab: int) -> dict[str, Any]:
         own = drawn(name, seed, layers=SIZES["layer"], vocab=vocab, positions=1024) | sizes
         if "num_heads" in own and "expand" in own:  # of Mamba-2, whose heads are all that there is
             own["head_dim"] = own["expand"] * SIZES["embed"] // own["num_heads"]
+        if "num_mem_blocks" in own:  # whose heads are of twice the width
+            own["attention_head_dim"] = 2 * SIZES["head"]
         if own.get("sliding_window"):
             own["sliding_window"] = WINDOW
         try:
