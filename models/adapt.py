@@ -53,6 +53,15 @@ def adapt(chunk: nn.Module, parameters: Parameters, lora: Lora) -> None:
                 setattr(parent, place, _adapted(module, *own, parameters, names[module.weight], lora))
 
 
+def with_adapter(linear: nn.Module, parameters: Parameters, weight: str, a: str, b: str) -> nn.Module:
+    """Return a column-parallel linear of a weight of this name with an adapter of the model's own, whose halves have
+    these names; itself where there is none."""
+    if a not in parameters:
+        return linear
+    rows = _rows(parameters.shards[weight], parameters.shards[a])
+    return ColumnAdapted(linear, parameters[a], parameters[b], rows, 1.0, 0.0)
+
+
 def multiply_quantised(chunk: nn.Module, parameters: Parameters) -> None:
     """Have the linears and experts of a chunk multiply by weights that are quantised, where theirs are.
 

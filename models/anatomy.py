@@ -127,6 +127,10 @@ class AltUp:
     limit: float | None
 
 
+TOLD = frozenset({"input_vocab", "pair"})
+"""Axes of what layers have where they are told the embedding of each token."""
+
+
 @dataclass(frozen=True)
 class LayerAttention:
     """The positions that the attention of one layer sees, and how it encodes them.
@@ -178,7 +182,7 @@ class Anatomy:
         delta_gate: The function of the gates that weigh what the gated delta rule gives.
         delta_share: The largest share of a value that it writes: above 1 states may change their sign.
         delta_least: The least logarithm of what is left of a state at a token; None: there is no such bound.
-        delta_norm_eps: ``norm_eps`` of what it gives, or lightning attention; None: the same.
+        delta_norm_eps: ``norm_eps`` of what it gives, or lightning attention, or a state space; None: the same.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).

@@ -131,11 +131,10 @@ class MultiHeadAttention(Attention):
         of_values = "v" if "v" in sentence.labels else "k"
         rows, head = shard.shape[0], shard.sizes["local_head" if "local_head" in sentence.axes else "head"]
         value = shard.sizes["value"] if "value" in shard.piece(of_values).axes else head
-        kv, own = shard.piece(of_values).numel // shard.sizes["embed"] // value, of_values == "v"
+        kv, own = shard.piece(of_values).numel // shard.shape[1] // value, of_values == "v"
         weighs = next((shard.piece(each) for each in ("q.gate", "gate") if each in sentence.labels), None)
-        wide = (
-            0 if weighs is None else head if {"head", "local_head"} & {*weighs.axes} else 1
-        )  # or one of all of a head
+        of_each = weighs is not None and {"head", "local_head"}.isdisjoint(weighs.axes)  # one of all of a head
+        wide = 0 if weighs is None else 1 if of_each else head
         heads = (rows - kv * (head + value * own)) // (head + wide)
         sizes = {"heads": heads, "kv": kv, "head": head, "value": value}
         super().__init__(parameters, name, rope, scoring, **sizes, encoding=encoding, gate=gate)

@@ -164,6 +164,28 @@ class ShortcutBlock(Block):
         return self._add(self.then(x, context), late)
 
 
+class SharedBlock(Block):
+    """A block whose weights several layers share, in front of one of the layer's own (Zamba2, Glorioso et al. 2024,
+    arXiv 2411.15242). It is given x and the embedding side by side, and has no residuals; what comes out goes through
+    a linear of the layer's own into what the branch of the other block is given, and no further.
+
+    Args:
+        then: The layer's own block, of one branch.
+        join: The linear.
+    """
+
+    def __init__(self, *arguments: Any, then: Block, join: nn.Module, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.then, self.join = then, join
+
+    def branches(self, x: Tensor, context: Context) -> Tensor:
+        attn, mlp, own = self.attn, self.mlp, self.then.attn
+        assert attn is not None and mlp is not None and own is not None and context.embedded is not None
+        y = attn(self.attn_norm(torch.cat([x, context.embedded], -1)), context)
+        y = self.by_tokens(lambda y: mlp(self.mlp_norm(y), context), y)
+        return x + own(self.then.attn_norm(x + self.join(y)), context)
+
+
 class SideBySide(nn.Module):
     """The sum of what several modules that mix tokens make of the same x. (x, context) -> x."""
 

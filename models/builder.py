@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megacore.models import scores
-from megacore.models.anatomy import ACTIVATIONS, AltUp, Anatomy, Factors, Streams
+from megacore.models.anatomy import ACTIVATIONS, TOLD, AltUp, Anatomy, Factors, Streams
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,8 +30,20 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
+    from megacore.models.adapt import with_adapter
     from megacore.models.alt_up import AltUpBlock, Mean, Spread
-    from megacore.models.blocks import Block, LowRank, NormedBlock, ParallelBlock, ShortcutBlock, SideBySide, replicated
+    from megacore.models.attention import MultiHeadAttention
+    from megacore.models.blocks import (
+        Block,
+        FeedForward,
+        LowRank,
+        NormedBlock,
+        ParallelBlock,
+        SharedBlock,
+        ShortcutBlock,
+        SideBySide,
+        replicated,
+    )
     from megacore.models.decoder import (
         Decoder,
         DenseHead,
@@ -49,6 +61,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
     p, vocab, streams = parameters, sizes["vocab"], anatomy.streams
 
     def block(layer: int, name: str = "") -> Block:
+        if not name and f"layers.{layer}.join.weight" in p:
+            return shared(layer)
         name = name or f"layers.{layer}"
         norms = {
             place: norm(anatomy, p, f"{name}.{place}")
@@ -85,6 +99,19 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             kind = partial(ShortcutBlock, then=block(layer, f"{name}.then"), experts=branches[1])
             branches = branches[0], feed(anatomy, p, layer, f"{name}.dense")
         return kind(*branches, norms, scale=anatomy.branch_scale, **others)
+
+    def shared(layer: int) -> Block:
+        owners = p.layout.schema["layers.{layer}.pair_norm.weight"].owners or {}
+        name, own, use = f"layers.{layer}", f"layers.{owners[layer]}", sorted(owners).index(layer)
+        attn, mlp = mix(anatomy, p, layer, f"{own}.attn"), feed(anatomy, p, layer, f"{own}.mlp")
+        assert isinstance(attn, MultiHeadAttention) and isinstance(mlp, FeedForward)
+        attn.name = f"{name}.attn"  # its keys and values are its own
+        for module, place, child in ((attn, "attn.qkv", "qkv"), (mlp, "mlp.up", "up")):
+            halves = (f"{name}.{place}.use{use}_{half}" for half in "ab")
+            adapted = with_adapter(module.get_submodule(child), p, f"{own}.{place}.weight", *halves)
+            module.set_submodule(child, adapted)
+        norms = {"attn_norm": norm(anatomy, p, f"{own}.pair_norm"), "mlp_norm": norm(anatomy, p, f"{own}.mlp_norm")}
+        return SharedBlock(attn, mlp, norms, then=block(layer, f"{name}.then"), join=replicated(p, f"{name}.join"))
 
     def inputs(name: str) -> nn.Module:
         plain, last = (norm(anatomy, p, each) for each in ("inputs_norm", f"{name}.out_norm"))
@@ -163,7 +190,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         embedding=embedding,
         block=block,
         head=head,
-        told=sizes["embed"] if "input_vocab" in sizes else 0,
+        told=0 if TOLD.isdisjoint(sizes) else sizes["embed"],
         rotaries={
             name: Rotary(rope, anatomy.rotary_heads.get(name, sizes["head"])) for name, rope in anatomy.ropes.items()
         },
@@ -224,7 +251,8 @@ def mix(anatomy: Anatomy, parameters: Parameters, layer: int, name: str) -> nn.M
         return SelectiveScan(parameters, name, ACTIVATIONS[anatomy.activation], norms)
     if kind == "ssm":
         groups = parameters.layout.schema.sizes["state_groups"]
-        of_inner = None if weight is None else SplitRMSNorm(weight, anatomy.norm_eps, parameters.mesh, groups)
+        eps = anatomy.delta_norm_eps or anatomy.norm_eps
+        of_inner = None if weight is None else SplitRMSNorm(weight, eps, parameters.mesh, groups)
         activation = ACTIVATIONS[anatomy.mixer_activation or anatomy.activation]
         factors = anatomy.factors.get(kind, Factors()).inner
         return StateSpace(parameters, name, activation, of_inner, anatomy.step_limits, factors)

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megacore.models import scores
-from megacore.models.anatomy import Anatomy, LayerAttention
+from megacore.models.anatomy import TOLD, Anatomy, LayerAttention
 from megacore.models.names import whole_names
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel import limits
@@ -183,7 +183,7 @@ class ModelConfig(ABC):
     def boundary_width(self) -> int:
         """The numbers of a token that travel between the stages of a pipeline: its embedding too, where blocks are told
         it."""
-        return self.width + self.sizes["embed"] * any(param.is_table for param in self.params())
+        return self.width + self.sizes["embed"] * any(not TOLD.isdisjoint(p.sentence.axes) for p in self.params())
 
     @property
     @abstractmethod
@@ -426,14 +426,20 @@ def parameters_in_words(config: ModelConfig, tuning: Tuning = EVERYTHING) -> str
 
 def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
     """Return the number of parameters that multiply a token's activations: all matrices that it meets but tables that
-    are only looked up at the first stage.
+    are only looked up at the first stage. What several layers share counts for each of them.
 
     Args:
         config: The model's.
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema
-    return sum(active_elements(config, schema, param) for param in _matmuls(schema))
+    counted = ((active_elements(config, schema, param), _uses(schema, param)) for param in _matmuls(schema))
+    return sum(active // len(uses) * sum(uses) for active, uses in counted)
+
+
+def _uses(schema: Schema, param: Param) -> list[int]:
+    """Return how many layers use each tensor of a parameter."""
+    return [1 + len(others) for others in param.also] or [1] * schema.count(param, param.name)
 
 
 def _matmuls(schema: Schema) -> list[Param]:
@@ -453,6 +459,7 @@ _STATES: Mapping[str, int] = {
     "layers.{layer}.lightning.norm.weight": 12,
     "layers.{layer}.ssm.conv.weight": 12,
     "layers.{layer}.lru.conv.weight": 6,
+    "layers.{layer}.then.ssm.conv.weight": 12,
     "layers.{layer}.short.conv.weight": 0,
 }
 """{a weight that layers with a state have: the operations of an element of a head's state for each token}: those of the
@@ -488,7 +495,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
         () if mixed or any(attends) else range(sizes["layer"])
     )  # a user's own blocks give their weights other names
     further = range(sizes["layer"], len(config.anatomy.layers)) if predicts else ()
-    full, local, then = (() if param is None else param.values("layer", sizes) for param in attends)
+    full, local, then = (() if param is None else param.used_in(range(sizes["layer"])) for param in attends)
     looked_at = 0  # numbers of all heads
     count, of_heads = sizes.get("heads", 0), sizes.get("head", 0)
     local_kind = tuple(local), sizes.get("local_heads", count), sizes.get("local_head", of_heads)
@@ -511,8 +518,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     products, head_weight = 0, "head.weight" if "head.weight" in whole.by_name else "embed.weight"
     for param in _matmuls(schema):
         if predicts or not param.predicts:
-            names = list(whole_names(schema, param))
-            each, still = active_elements(config, schema, param) // len(names), sum(name in frozen for name in names)
+            names, uses = list(whole_names(schema, param)), _uses(schema, param)
+            each = active_elements(config, schema, param) // len(names)
             times = 1 + config.mtp_layers if predicts and param.name == head_weight else 1
-            products += times * each * (6 * len(names) - 2 * still)
+            products += times * each * sum((6 - 2 * (name in frozen)) * n for name, n in zip(names, uses, strict=True))
     return products + attention

@@ -276,7 +276,7 @@ def _pair(schema: Schema, chosen: Sequence[LinearTarget], parameters: Sequence[L
     theirs = {A: f"{hf_first} {_text(columns)}", B: f"{_text(rows)} {hf_last}"}
     a = Param(f"{name}.{A}", f"{each}{first} {_text(inner)}", hf + _PEFT[of_a], theirs[of_a], std=std, uniform=True)
     b = Param(f"{name}.{B}", f"{each}{_text(out)} {RANK}", hf + _PEFT[of_b], theirs[of_b])
-    return replace(a, layers=param.layers), replace(b, layers=param.layers)
+    return replace(a, layers=param.layers, also=param.also), replace(b, layers=param.layers, also=param.also)
 
 
 def _wrapper(linear: LinearTarget, parameters: Sequence[LinearTarget]) -> str:

@@ -132,6 +132,7 @@ FAMILIES: Mapping[str, str] = {
     "vaultgemma": "megacore.models.families.vaultgemma.VaultGemmaConfig",
     "xglm": "megacore.models.families.xglm.XglmConfig",
     "youtu": "megacore.models.families.youtu.YoutuConfig",
+    "zamba2": "megacore.models.families.zamba2.Zamba2Config",
 }
 """{Hugging Face's ``model_type``: the config in its module}."""
 

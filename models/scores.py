@@ -20,7 +20,7 @@ FAMILIES = frozenset(
         "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "llama", "minicpm3", "minimax", "ministral", "ministral3",
         "mistral", "mistral4", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi",
         "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
-        "smollm3", "stablelm", "starcoder2",
+        "smollm3", "stablelm", "starcoder2", "zamba2",
     }
 )  # fmt: skip
 """Those of which transformers has such a class."""

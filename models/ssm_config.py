@@ -100,7 +100,7 @@ class StateSpaceConfig(HybridConfig):
 
     def _write(self) -> dict[str, Any]:
         written = super()._write()
-        low, high = written.pop("time_step_limit")
+        low, high = written.pop("time_step_limit", (0.0, math.inf))
         if (low, high) == (0.0, math.inf):  # what is left out means this
             return written
         return self.as_written(written | {"time_step_limit": [low, high]})

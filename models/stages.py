@@ -28,9 +28,8 @@ def default_layers(config: ModelConfig, virtual_stages: int, bare_ends: bool = F
     for param in params:
         if param.is_table:
             continue
-        held = param.values("layer", schema.sizes)
-        of_each = active_elements(config, schema, param) // len(held)
-        for layer in held:
+        of_each = active_elements(config, schema, param) // len(param.values("layer", schema.sizes))
+        for layer in param.used_in(range(layers)):
             work[layer] += of_each
     mean = sum(work) / layers
     table = schema.sizes["vocab"] * schema.sizes["embed"] / mean

@@ -142,6 +142,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "mamba_expand": (1, 2),
     },
     "StateSpaceConfig": {"mamba_d_head": ("auto",), "mamba_d_state": (3, 5), "mamba_d_conv": (2, 4)},
+    "Zamba2Config": {"num_mem_blocks": (1, 2), "adapter_rank": (2, 5), "time_step_min": (0.001, 0.4)},
     "AriaTextConfig": {"moe_num_shared_experts": (1, 2)},
     "Cohere2MoeConfig": {
         "rms_norm_eps": (None, 1e-6, 1e-2),
@@ -566,6 +567,15 @@ def olmo_hybrid(d: Draw) -> Fields:
     return still | alike | {"num_hidden_layers": layers, "layer_types": d.one(kinds, kinds, None)}
 
 
+def zamba2(d: Draw) -> Fields:
+    kinds = d.of_layers(LINEAR, "hybrid", "hybrid")
+    kinds[d.rng.randrange(d.layers)] = "hybrid"
+    adapted, heads, hidden = d["use_shared_attention_adapter"], d["num_attention_heads"], d["hidden_size"]
+    same = {"num_key_value_heads": heads} if adapted else {}
+    head = {"attention_head_dim": ABSENT, "mamba_headdim": ABSENT, "rope_parameters": d.rope(2 * hidden // heads)}
+    return {"layers_block_type": kinds, "layer_types": ABSENT, "time_step_limit": ABSENT, **same, **head}
+
+
 def phimoe(d: Draw) -> Fields:
     head, kind = d["hidden_size"] // d["num_attention_heads"], d.one("default", "longrope")
     turns = d.rope(head, [kind])
@@ -672,6 +682,7 @@ DRAWS: Mapping[str, Callable[[Draw], Fields]] = {
     "RecurrentGemmaConfig": recurrent_gemma,
     "SmolLM3Config": used(0.5),
     "XglmConfig": lambda d: {"pad_token_id": d.one(None, 1, 5)},
+    "Zamba2Config": zamba2,
     "SwashConfig": lambda d: {"layer_rope_theta": d.one(None, d.of_layers(0, 10.0, 1e4))},
 }
 """{a class of configs: what it draws beside its bases}"""

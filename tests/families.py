@@ -211,6 +211,9 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
             own |= {"layer_types": [mixer if layer % 3 else "full_attention" for layer in range(layers)]}
     own |= {"num_attention_heads_per_layer": [8 if layer % 2 else 4 for layer in range(layers)]}
     own |= {"num_heads": 8, "state_size": 6} if "state_size" in known else {}
+    if "num_mem_blocks" in known:
+        own |= {"layers_block_type": ["linear_attention" if layer % 2 else "hybrid" for layer in range(layers)]}
+        own |= {"n_mamba_heads": 8, "adapter_rank": 3, "head_dim": 8}
     own |= {"pad_token_id": 5} if name in ALWAYS_PADDED else {}
     # Of which transformers saves the convolutions in three equal parts.
     own |= {"linear_num_value_heads": 4, "linear_value_head_dim": 16} if name == "olmo_hybrid" else {}

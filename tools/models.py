@@ -29,7 +29,7 @@ interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and 
 
 NOT_CARRIED = {
     "other states in place of keys and values": "rwkv, xlstm",
-    "blocks that several layers share, with adapters for each use": "zamba, zamba2",
+    "state spaces (Mamba) of heads of channels, beside blocks that several layers share": "zamba",
     "keys and values that are compressed, or convolved": "inkling2_text, inkling_text, zaya",
     "indexers that choose blocks of tokens": "minimax_m3_vl_text, qwen4_exp, qwen4_exp_text",
     "several residual streams, or sums weighed by depth": "beam, hy_v4",
@@ -136,8 +136,12 @@ def _of_table(schema: Schema) -> Iterator[str]:
         ("lru", "linear recurrences"),
         ("short", "short convolutions"),
     ):
-        if (row := names.get(f"{mixer}.conv.weight") or names.get(f"{mixer}.inner.weight")) is not None:
-            yield f"{words} in {len(row.values('layer', schema.sizes))} of {schema.sizes['layer']} layers"
+        of_either = (f"{where}{mixer}.{each}.weight" for where in ("", "then.") for each in ("conv", "inner"))
+        layers = {layer for each in of_either if each in names for layer in names[each].values("layer", schema.sizes)}
+        if layers:
+            yield f"{words} in {len(layers)} of {schema.sizes['layer']} layers"
+    if (block := names.get("pair_norm.weight")) is not None and block.owners is not None:
+        yield f"{len(block.layers or ())} shared block(s) in front of {len(block.owners)} of them"
     if (row := names.get("delta.fade_bias")) is not None and "state_key" in row.sentence.axes:
         yield "gates of channels"
     qkv = names.get("attn.qkv.weight")

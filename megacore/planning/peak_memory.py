@@ -372,7 +372,7 @@ class _Sharing:
         else:
             rounds = sum(len(blocks) for blocks in act.of_stage(stage, act.chunks))
             for layer, block in act.layers_of(stage).items():
-                here = [part for part in alone if part.param.layers is None or layer in part.param.layers]
+                here = [part for part in alone if part.param.used_in([layer])]
                 own = sum(part.trained // part.tensors for part in here)
                 sizes = (setting.bytes_of(part.param, part.elements) // part.tensors for part in here)
                 unit = max(unit, block.size - (0 if setting.offload_parameters else sum(sizes)))

@@ -29,6 +29,7 @@ class ParameterShare:
         tensors: The number of tensors that these are of, all alike: one for each layer.
         model_replicas: Ranks of one data parallel replica that hold the same.
         dims: Along which dimensions of the mesh these differ.
+        stages: The stages of a pipeline that they are of.
     """
 
     param: Param
@@ -38,12 +39,13 @@ class ParameterShare:
     tensors: int
     model_replicas: int
     dims: tuple[str, ...]
+    stages: int
 
     def of(self, layers: Sequence[int], frozen: frozenset[str]) -> ParameterShare:
         """Return the share of those of some layers that have it, this being that of one; an end of the model has no
         layers."""
-        name, some = self.param.name, self.param.layers
-        held = [n for n in layers if some is None or n in some] if "layer" in self.param.named_axes else [0]
+        name = self.param.name
+        held = self.param.held_in(layers) if "layer" in self.param.named_axes else [0]
         trained = sum(name.format(layer=n) not in frozen for n in held) if frozen else len(held)
         return replace(
             self, elements=self.elements * len(held), trained=self.elements * trained, tensors=self.tensors * len(held)
@@ -72,7 +74,7 @@ class Shares:
         """Count the shares in one layer that has all that any layer has, and at both ends; dp and cp split none."""
         layout, pp, frozen = setting.layout, setting.layout.mesh.pp, setting.frozen
         params = {param.name: param for param in layout.schema.params}
-        alike = tuple(replace(param, layers=None, hf="") for param in params.values())
+        alike = tuple(replace(param, layers=None, also=(), hf="") for param in params.values())
         one_each = Schema(alike, {**layout.schema.sizes, "layer": 1})
         mesh = replace(layout.mesh, pp=min(pp, 2), dp=1, cp=1)
         bare = mesh.pp * min(layout.chunks, 2) - 1
@@ -84,15 +86,21 @@ class Shares:
         blocks = [part for part in first if "layer" in part.param.named_axes]
         ends = {stage: [part for part in own if part not in blocks] for stage, own in ((pp - 1, last), (0, first))}
         some = [frozenset(part.param.layers) for part in blocks if part.param.layers is not None]
+        shares = any(part.param.also for part in blocks)
         if frozen:
             numbers = range(layout.schema.sizes["layer"])
             some += [frozenset(n for n in numbers if part.param.name.format(layer=n) in frozen) for part in blocks]
         stages, known = [], dict[object, tuple[ParameterShare, ...]]()
         for stage in range(pp):
             layers = [layer for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
-            key = (stage if stage in ends else None, len(layers), *(len(each.intersection(layers)) for each in some))
+            key = (
+                stage if stage in ends or shares else None,
+                len(layers),
+                *(len(each.intersection(layers)) for each in some),
+            )
             if key not in known:
-                own = (part.of(layers, frozen) for part in (*ends.get(stage, ()), *blocks))
+                parts = [(part, layers) for part in (*ends.get(stage, ()), *blocks)]
+                own = (part.of(some, frozen) for each in parts for part, some in _by_stages(layout, *each))
                 known[key] = tuple(part for part in own if part.tensors)
             stages.append(known[key])
         return cls(tuple(stages))
@@ -114,6 +122,23 @@ def _parts(layout: Layout, place: Coordinates) -> tuple[ParameterShare, ...]:
     return tuple(part for alike in shards.values() for part in _by_replicas(layout, alike))
 
 
+def _by_stages(
+    layout: Layout, part: ParameterShare, layers: Sequence[int]
+) -> Iterator[tuple[ParameterShare, Sequence[int]]]:
+    """Yield a share of one layer and some layers of a stage; of what layers share, for each set of stages that hold it
+    the share of one of them, and its layers."""
+    if not part.param.also:
+        yield part, layers
+        return
+    by_stages: dict[tuple[int, ...], list[int]] = {}
+    for layer in part.param.held_in(layers):
+        by_stages.setdefault(layout.stages(part.param, {"layer": layer}), []).append(layer)
+    for stages, held in by_stages.items():
+        replicas = part.model_replicas * len(stages)
+        dims = ("pp", *part.dims) if len(stages) > 1 else part.dims
+        yield replace(part, model_replicas=replicas, dims=dims, stages=len(stages)), held
+
+
 def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[ParameterShare]:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     numel = {piece.label: piece.numel for piece in alike[0].pieces}
@@ -122,7 +147,8 @@ def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[ParameterShare]
     for ranks, labels in by_ranks.items():
         dims = differ_in(layout.mesh, ranks)
         elements = sum(numel[label] for label in labels) * len(alike)
-        yield ParameterShare(alike[0].param, tuple(labels), elements, elements, len(alike), len(ranks), dims)
+        stages = len({layout.mesh.place(rank).pp for rank in ranks})
+        yield ParameterShare(alike[0].param, tuple(labels), elements, elements, len(alike), len(ranks), dims, stages)
 
 
 @dataclass(frozen=True)
@@ -179,10 +205,9 @@ def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> Sta
 
 def sharing(part: ParameterShare, setting: Setting) -> int:
     """Return the number of ranks that the state of a part is split over where it is (`parallel.rank_sets.divide`): all
-    that hold copies, less HSDP's replicas and those that take steps alone, and less the other end of the pipeline."""
+    that hold copies, less HSDP's replicas and those that take steps alone, and less other stages of the pipeline."""
     mesh = setting.layout.mesh
-    ends = 2 if "pp" in part.dims else 1
-    return part.model_replicas // ends * mesh.dp * mesh.cp // setting.replicas
+    return part.model_replicas // part.stages * mesh.dp * mesh.cp // setting.replicas
 
 
 def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
@@ -218,7 +243,7 @@ def cast(part: ParameterShare, setting: Setting, stage: int) -> int:
     if "rank" in param.sentence.axes:
         return 0
     layers = [layer for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
-    held = [layer for layer in layers if param.layers is None or layer in param.layers]
+    held = param.used_in(layers)
     inner = sum(0 < layer < layout.schema.sizes["layer"] - 1 for layer in held)
     return part.elements * inner // max(1, len(held))
 

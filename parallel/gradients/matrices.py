@@ -207,11 +207,13 @@ class Owners:
         before = 0
         for axis, (first, _) in index.items():
             before = before * shard.sizes[axis] + first - shard.box[axis][0]
+        stage = {*layout.mesh.ranks(pp=[layout.mesh.place(rank).pp])}
         splits, seen = {*matrix_dims(param, layout.split)} - {"dp", "cp"}, set[tuple[int, ...]]()
         for other in layout.mesh.along(rank, *splits):
             here = {axis: layout.box(axis, layout.mesh.place(other)) for axis in param.sentence.axes}
             held = replace(shard, box={**shard.box, **here})
-            replicas = layout.replicas(held, labels[0])
+            # What layers of several stages share each of these makes by itself, of the same sums.
+            replicas = tuple(each for each in layout.replicas(held, labels[0]) if each in stage)
             if replicas not in seen:
                 seen.add(replicas)
                 box = {axis: held.box[axis] for axis in (*pattern.axes, *param.named_axes)}

@@ -12,7 +12,7 @@ of experts are split, up's A and down's B are whole, and what they are given or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from megacore.parallel.layers.linear import (
     row_linear,
 )
 from megacore.parallel.layers.router import Router, wide_linear
+from megacore.parallel.mesh import Group
 
 Rows = Sequence[tuple[int, bool]]
 """The outputs of a linear in turn: how many belong together, and whether they have an adapter."""
@@ -52,6 +53,7 @@ class _Adapted(nn.Module):
     ) -> None:
         super().__init__()
         self.base, self.a, self.b, self.dropout = base, a, b, nn.Dropout(dropout)
+        self.group = cast(Group, base.group)
         self._rows, self._scale = tuple(rows), scale
 
     def spread(self) -> Tensor:
@@ -72,7 +74,7 @@ class ColumnAdapted(_Adapted):
     def forward(self, x: Tensor) -> Tensor:
         narrow = kernels.linear(self.dropout(x), self.a) * self._scale
         y: Tensor = self.base(x)
-        return y + column_linear(narrow, self.spread(), None, self.base.group)
+        return y + column_linear(narrow, self.spread(), None, self.group)
 
 
 class RowAdapted(_Adapted):
@@ -81,7 +83,7 @@ class RowAdapted(_Adapted):
     base: RowParallelLinear
 
     def forward(self, x: Tensor) -> Tensor:
-        narrow = row_linear(self.dropout(x), self.a, None, self.base.group) * self._scale
+        narrow = row_linear(self.dropout(x), self.a, None, self.group) * self._scale
         y: Tensor = self.base(x)
         return y + kernels.linear(narrow, self.spread())
 

@@ -480,9 +480,9 @@ class Layout:
         return range(start, start + self.layers[virtual])
 
     def stages(self, param: Param, index: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the pipeline stages that hold a parameter of the layer in ``index``."""
+        """Return the pipeline stages that hold a parameter of the layer in ``index``, of all that use it."""
         if "layer" in param.named_axes:
-            return (self.stage_of_layer[index["layer"]],)
+            return tuple(sorted({self.stage_of_layer[layer] for layer in param.users(index["layer"])}))
         if param.at == "layers":
             return tuple(sorted({*self.stage_of_layer}))
         ends = {"first": 0, "last": self.last_stage}
@@ -528,9 +528,9 @@ class Layout:
         """Return every set of ranks that hold the same box of some piece, over the whole mesh."""
         sets = set()
         for stage, ep, tp in itertools.product(range(self.mesh.pp), range(self.mesh.ep), range(self.mesh.tp)):
-            seen = set()  # all layers of a stage are alike
+            seen = set()  # all layers of a stage are alike, but for those that share a tensor with others
             for shard in self.shards(Coordinates(pp=stage, ep=ep, tp=tp)):
-                if shard.param.name not in seen:
+                if shard.param.also or shard.param.name not in seen:
                     seen.add(shard.param.name)
                     sets |= {self.replicas(shard, label) for label in shard.param.sentence.labels}
         return sets

@@ -72,6 +72,7 @@ class Param:
         at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied); or ``layers``, every
             stage that has some. Parameters with ``{layer}`` in their name live where their layer lives instead.
         layers: The layers that have it, ascending; None: all. It needs ``{layer}`` in its name.
+        also: Of each of ``layers`` the later ones that use its very tensor, ascending; empty: none does.
         mean: Mean of the initial values.
         std: Standard deviation of the initial values.
         uniform: Whether they are spread evenly about the mean, rather than normally.
@@ -92,6 +93,7 @@ class Param:
     hf_held: str = ""
     at: str = "first"
     layers: tuple[int, ...] | None = None
+    also: tuple[tuple[int, ...], ...] = ()
     mean: float = 0.0
     std: float = 0.0
     uniform: bool = False
@@ -120,6 +122,26 @@ class Param:
     def values(self, axis: str, sizes: Sizes) -> Sequence[int]:
         """Return the indices that an axis has in its names: of ``layer`` those of the layers that have it."""
         return range(sizes[axis]) if axis != "layer" or self.layers is None else self.layers
+
+    @cached_property
+    def owners(self) -> Mapping[int, int] | None:
+        """{a layer that uses it: the one whose tensor that is}; None: each of all layers has its own."""
+        layers = self.layers or ()
+        others = {user: layer for layer, also in zip(layers, self.also, strict=False) for user in also}
+        return None if self.layers is None else {**dict(zip(layers, layers, strict=True)), **others}
+
+    def used_in(self, layers: Iterable[int]) -> list[int]:
+        """Return those of some layers that use it."""
+        return [layer for layer in layers if self.owners is None or layer in self.owners]
+
+    def held_in(self, layers: Iterable[int]) -> list[int]:
+        """Return the layers whose tensors some layers use."""
+        owners = self.owners or {}
+        return [*dict.fromkeys(owners.get(layer, layer) for layer in self.used_in(layers))]
+
+    def users(self, layer: int) -> tuple[int, ...]:
+        """Return the layers that use the tensor that one of them has, that one the first."""
+        return (layer, *self.also[(self.layers or ()).index(layer)]) if self.also else (layer,)
 
     @property
     def predicts(self) -> bool:
@@ -284,11 +306,19 @@ def _first_of_both(some: Sequence[int], others: Sequence[int]) -> int | None:
 
 
 def _check_layers(param: Param, sizes: Sizes) -> None:
-    if (layers := param.layers) is None:
+    if (layers := param.layers) is None and not param.also:
         return
     if not layers or list(layers) != sorted({*layers}) or layers[0] < 0 or layers[-1] >= sizes["layer"]:
         raise ValueError(
             f"{param.name}: layers={layers} are not some of the {sizes['layer']} layers, ascending, each once"
+        )
+    later = [(layer, *others) for layer, others in zip(layers, param.also, strict=False)]
+    used = [*layers, *itertools.chain(*param.also)]
+    ascending = all(list(each) == sorted(each) for each in later) and max(used) < sizes["layer"]
+    if not ascending or len({*used}) < len(used) or len(param.also) not in (0, len(layers)):
+        raise ValueError(
+            f"{param.name}: also={param.also} are not later ones of the {sizes['layer']} layers, ascending and each "
+            f"once, for each of layers={layers}"
         )
 
 

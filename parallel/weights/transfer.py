@@ -152,6 +152,8 @@ def hugging_face(schema: Schema, where: Hashable = "hf", copies: bool = False) -
             for index in schema.indices(param, template):
                 box = {axis: (0, schema.sizes[axis]) for axis in sorted(pattern.axes)}
                 box |= {axis: (i, i + 1) for axis, i in index.items()}
+                if param.layers is not None and len(param.layers) == 1:  # theirs may not say it
+                    box["layer"] = param.layers[0], param.layers[0] + 1
                 for name in (template, *(param.hf_copies if copies else ())):
                     yield Stored(where, name.format(**index), param.name, tuple(labels), pattern, box)
 

@@ -82,6 +82,8 @@ def small(name: str, vocab: int) -> dict[str, Any]:
         own = drawn(name, seed, layers=SIZES["layer"], vocab=vocab, positions=1024) | sizes
         if "num_heads" in own and "expand" in own:  # of Mamba-2, whose heads are all that there is
             own["head_dim"] = own["expand"] * SIZES["embed"] // own["num_heads"]
+        if "num_mem_blocks" in own:  # whose heads are of twice the width
+            own["attention_head_dim"] = 2 * SIZES["head"]
         if own.get("sliding_window"):
             own["sliding_window"] = WINDOW
         try:
@@ -571,6 +573,11 @@ OF_STREAMS = [
     replace(STREAMS, mesh=MeshShape(tp=2), microbatches=1),
     replace(STREAMS, mesh=MeshShape(pp=2), layers=(2, 4), recompute="full"),
 ]
+SHARING: tuple[tuple[str, Any], ...] = (
+    *(("num_hidden_layers", 6), ("num_mem_blocks", 2), ("adapter_rank", 8)),
+    ("layers_block_type", ("linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid")),
+)
+OF_BLOCKS = [replace(KEYS, family="zamba2", fields=SHARING, mesh=MeshShape(pp=2), layers=(2, 4))]
 INDEXED = Case(family="deepseek_v32", vocab=64, length=512, fields=(("index_topk", 16),))
 INDEXED_OF_TWO = [
     replace(INDEXED, mesh=MeshShape(cp=2)),
@@ -639,6 +646,7 @@ COMPARED: list[tuple[str, int, list[Case], set[str], int]] = [
     ("keys-two", 2, OF_KEYS[1:], {STATE, PEAK}, 12),
     ("streams-one", 1, OF_STREAMS[:1], {STATE, PEAK}, 12),
     ("streams-two", 2, OF_STREAMS[1:], {STATE, PEAK, SENT}, 12),
+    ("blocks-two", 2, OF_BLOCKS, {STATE, PEAK}, 12),
     ("indexed-two", 2, INDEXED_OF_TWO, {STATE, PEAK, SENT}, 12),
     ("context-four", 4, OF_CONTEXT_OF_FOUR, {STATE, PEAK, SENT}, 12),
     *(

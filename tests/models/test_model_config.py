@@ -435,6 +435,7 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     """The linears to the last operation; attention as torch counts it, all but for windows and chunks."""
     # Of rows of experts that do nothing it counts a share.
     none = {"zero_expert_num": 0} if name == "longcat_flash" else {}
+    tied = tied or family(name).config.fixed.get("tie_word_embeddings", False)
     config = configure(drawn(name, positions=64, tie_word_embeddings=tied, **none))
     model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float32)
     model.parameters.initialise(0)
@@ -461,7 +462,9 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
         n for n in names if re.search(r"(attn|delta|lightning|ssm)\.", n) and not re.search(r"_a_norm|ssm\.\w+_norm", n)
     ]
     alone = [n for n in names if n.endswith("norm.weight") and n not in of_heads]
-    tokens = sum(config.schema.numel(names[n]) * ((names[n].at == "layers" and sizes["layer"]) or 1) for n in alone)
+    rows = [names[n] for n in alone]
+    uses = [len(p.owners or "1") / len(p.layers or "1") * ((p.at == "layers" and sizes["layer"]) or 1) for p in rows]
+    tokens = sum(config.schema.numel(row) * times for row, times in zip(rows, uses, strict=True))
     twice = sizes["layer"] * sizes["embed"] * (bool(streams) + 3 * sizes.get("ways", 0))
     heads = 0
     for kind, axis in (("attn", ""), ("local_attn", "local_")):
@@ -471,14 +474,15 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
             )
             heads += sizes.get(f"{axis}head", sizes["head"]) * of_kind * len(normed.values("layer", sizes))
     of_states = r"(delta|ssm|lru|short)\.conv\.weight|lightning\.norm"
-    mixed = {n.split(".")[2]: p for n, p in names.items() if re.search(of_states, n)}
+    mixed = {n: p for n, p in names.items() if re.search(of_states, n)}
+    mixers = {n.split(".")[-3] for n in mixed}
     with_state = [layer for param in mixed.values() for layer in param.values("layer", sizes)]
     values = len(with_state) * math.prod(
         sizes.get(axis, 1) for axis in ("channels", "state_heads", "each", "state_value")
     )
-    heads += values * (not mixed.keys().isdisjoint(("delta", "lightning", "ssm")))
+    heads += values * (not mixers.isdisjoint(("delta", "lightning", "ssm")))
     outs = [param for name, param in names.items() if name.endswith("attn.out.weight")]
-    attends = [layer for param in outs for layer in param.values("layer", sizes)]
+    attends = [layer for param in outs for layer in param.used_in(range(sizes["layer"]))]
     windows = [(config.anatomy.layers[layer].window, config.anatomy.layers[layer].chunk) for layer in attends]
     assert (sum(counted.values()) - linears) / (2 * length) - twice in {0, tokens, heads, tokens + heads}
     further = 0 if config.anatomy.alibi is None else 12 * sizes["heads"] * Distances.dimensions
@@ -493,7 +497,7 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     # Dimensions that hold positions do not count, nor what pads values that are narrower than keys.
     each -= further + 6 * count * (head - sizes.get("value", head))
     for mixer, products in (("delta", 3), ("lightning", 2), ("ssm", 2), ("lru", 1)):
-        linears += length * 6 * products * values * sizes.get("state_key", 1) * (mixer in mixed)
+        linears += length * 6 * products * values * sizes.get("state_key", 1) * (mixer in mixers)
     taps = (param for param in mixed.values() if "taps" in param.sentence.axes)
     linears += length * sum(6 * config.schema.numel(param) for param in taps)
     linears += more * sum(looked_at(length, config.anatomy.layers[layer].window) for layer in local)

@@ -130,6 +130,17 @@ def test_some_layers_have_a_parameter() -> None:
             Schema((Param("layers.{layer}.a", "embed", layers=layers),), SIZES)
 
 
+def test_later_layers_share_a_parameter() -> None:
+    shared = Param("layers.{layer}.a", "embed", "h.{layer}.w", layers=(0, 1), also=((2,), ()))
+    assert Schema((shared,), SIZES).numel(shared) == 16
+    assert shared.owners == {0: 0, 1: 1, 2: 0} and shared.held_in([1, 2]) == [1, 0] and shared.users(0) == (0, 2)
+    for also in (((2,),), ((2,), (2,)), ((3,), ()), ((1,), ()), ((), (0,))):
+        with pytest.raises(ValueError, match="are not later ones of the 3 layers, ascending and each once"):
+            Schema((Param("layers.{layer}.a", "embed", layers=(0, 1), also=also),), SIZES)
+    with pytest.raises(ValueError, match="layers=None are not some of the 3 layers"):
+        Schema((Param("layers.{layer}.a", "embed", also=((2,),)),), SIZES)
+
+
 def test_names_that_only_look_alike_are_taken() -> None:
     names = ("h.{layer}.w", "h.3.w", "h.4.w", "h.{layer}.{q,k}.w", "h{layer}.w", "", "")
     Schema(tuple(Param(str(i), "(q: embed + k: embed)", hf) for i, hf in enumerate(names)), SIZES)

@@ -685,6 +685,32 @@ OF_STREAMS: list[Pair] = [
     (STREAMS, Run(MeshShape(pp=2, tp=2), 2, "zb-v", (0, 1, 5, 0))),
 ]
 
+# -- and whose blocks several layers share, of one stage or of some
+
+BLOCKS = Case(
+    "shared-blocks",
+    drawn(
+        "zamba2",
+        3,
+        layers=6,
+        vocab=101,
+        layers_block_type=["hybrid", "linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+        num_mem_blocks=2,
+    ),
+    documents=True,
+)
+OF_BLOCKS: list[Pair] = [
+    (BLOCKS, Run(MeshShape(tp=2, cp=2), layers=(6,), micro=2, activations=Activations("full", mlp_chunk=3))),
+    (BLOCKS, Run(MeshShape(pp=4, dp=2), layers=(1, 2, 2, 1), shard="parameters", activations=Activations("selective"))),
+    (BLOCKS, Run(MeshShape(pp=3, tp=2), schedule="zb-h1", layers=(1, 1, 4), shard="optimizer")),
+    (by_muon(BLOCKS), Run(MeshShape(pp=4, dp=2), layers=(2, 1, 1, 2), shard="gradients")),
+    (BLOCKS, Run(MeshShape(pp=2, tp=2), 2, "zb-v", (0, 1, 5, 0))),
+    (
+        replace(BLOCKS, name="lora-shared-blocks", tuning=Tuning(Lora(3, 2.0, ("attn", "mlp", "join")))),
+        Run(MeshShape(pp=2, dp=2), layers=(3, 3), shard="parameters"),
+    ),
+]
+
 # -- forwards and backwards in turns
 
 
@@ -768,6 +794,7 @@ def table() -> Iterator[tuple[int, Iterable[Pair]]]:
     yield 6, OF_SHARED
     yield 5, OF_KEYS
     yield 5, OF_STREAMS
+    yield 5, OF_BLOCKS
     yield 24, BARE_ENDS
     yield 8, UNEVEN
     yield 12, BY_MUON

@@ -131,6 +131,7 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("bamba", MeshShape(cp=2, tp=2)),
         ("kimi_linear", MeshShape(cp=2, tp=2)),
         ("falcon_mamba", MeshShape(tp=2, pp=2)),
+        ("zamba2", MeshShape(tp=2, pp=2)),
         ("jamba", MeshShape(cp=2, tp=2)),
         ("minimax", MeshShape(cp=2, tp=2)),
         ("mimo_v2_flash", MeshShape(cp=2, tp=2)),

@@ -240,7 +240,7 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
         "mimo_v2_flash": "local_attn",
         "minimax": "lightning",
         "recurrent_gemma": "lru",
-        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), "ssm"),
+        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "zamba2"), "ssm"),
     }
     out = f"layers.3.{mixers.get(family, 'attn')}.out.weight"
     change(changed, out, swap)

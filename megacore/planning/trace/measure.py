@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from megacore.models.assemble import Model
 from megacore.models.attention import SharedKeysAttention
-from megacore.models.blocks import CHEAP, Block, may_round
+from megacore.models.blocks import CHEAP, Block, SharedBlock, may_round
 from megacore.models.config import ModelConfig, looks
 from megacore.models.context import Context, MaskedAttention
 from megacore.models.decoder import Ahead, FurtherTokens, Head, Losses, Microbatch
@@ -225,7 +225,7 @@ class FakeModel:
                 if isinstance(each, SharedKeysAttention):
                     of = len(batch.tokens), each.kv, each.head
                     context.keys[each.name] = _Entering.apply(leaf, of), _Entering.apply(leaf, of)
-                if isinstance(each, LayerInputs):
+                if isinstance(each, LayerInputs | SharedBlock):
                     of_embedding = len(batch.tokens) // self._mesh.shape.tp, self._chunk.told
                     context = replace(context, embedded=_Entering.apply(leaf, of_embedding))
             rotations = {rope: [*map(_key, tables)] for rope, tables in context.rotations.items()}
@@ -296,7 +296,8 @@ class _SomeLayers(Layout):
         return self.some
 
     def stages(self, param: Param, index: Mapping[str, int]) -> tuple[int, ...]:
-        return super().stages(param, index) if index.get("layer", self.some[0]) in self.some else ()
+        users = param.users(index["layer"]) if "layer" in index else self.some
+        return super().stages(param, index) if {*users} & {*self.some} else ()
 
 
 class _Entering(torch.autograd.Function):

@@ -124,8 +124,13 @@ def _axis(stored: Stored, shares: float) -> str | None:
 def _in_several_stages(layout: Layout) -> frozenset[str]:
     """Return parameters held in several stages: replicas must hold equal boxes, and stages would cut at different
     places."""
-    ends = (param for param in layout.schema.params if "layer" not in param.named_axes)
-    return frozenset(param.name for param in ends if len(layout.stages(param, {})) > 1)
+    params = layout.schema.params
+    return frozenset(
+        param.name
+        for param in params
+        if ("layer" not in param.named_axes or param.also)
+        and any(len(layout.stages(param, index)) > 1 for index in layout.schema.indices(param, param.name))
+    )
 
 
 def _whole(states: States, sizes: Mapping[str, int], replicas: int) -> list[dict[str, list[Stored]]]:

@@ -265,6 +265,7 @@ class Index:
                     "hf": p.hf,
                     "hf_pattern": p.hf_pattern or p.pattern,
                     **({"layers": _spelled_layers(p.layers)} if p.layers is not None else {}),
+                    **({"also": [_spelled_layers(others) for others in p.also]} if p.also else {}),
                 }
                 for p in schema.params
             ],
@@ -534,6 +535,15 @@ def _layers(tree: _Tree, version: int) -> tuple[int, ...] | None:
     return tuple(n for a, b in ends for n in range(a, b + 1))
 
 
+def _also(tree: _Tree, version: int) -> tuple[tuple[int, ...], ...]:
+    if "also" not in tree.tree or version == 1:
+        return ()
+    listed = tree.get("also", list)
+    if not all(isinstance(each, str) for each in listed):
+        raise tree.error(f"has also={short(listed)}, which are no numbers of layers")
+    return tuple(_layers(_Tree(tree.path, "also", {"layers": each}), version) or () if each else () for each in listed)
+
+
 def _split(tree: _Tree, version: int) -> Split:
     if "split" not in tree.tree or version == 1:
         return SPLIT
@@ -553,7 +563,7 @@ def _param(tree: _Tree, value: object, version: int) -> Param:
     if not _HUGGING_FACE.fullmatch(declared.get("hf", str)):
         raise declared.error(f"has hf={short(declared.tree['hf'])}, which names no tensors")
     texts = {key: declared.get(key, str) for key in ("name", "pattern", "hf", "hf_pattern", "at")}
-    return Param(**texts, layers=_layers(declared, version))
+    return Param(**texts, layers=_layers(declared, version), also=_also(declared, version))
 
 
 def _check_count(tree: _Tree, schema: Schema, records: Mapping[str, FileRecord]) -> None:
