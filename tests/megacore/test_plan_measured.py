@@ -43,7 +43,7 @@ from megacore.parallel.weights.layout import Coordinates, MeshShape
 from megacore.parallel.weights.schema import split_of
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.overheads import start_up
-from megacore.planning.peak_memory import TERMS, memory
+from megacore.planning.peak_memory import TERMS, _ForwardBeside, memory
 from megacore.planning.setting import SHARDS, Setting, Widths
 from megacore.planning.traffic import traffic
 from megacore.store.weight_folders.index import MASTER
@@ -666,6 +666,18 @@ def test_ranks_hold_and_send_what_the_plan_says(pool: Pool, world: int, cases: l
                 }
                 wrong += [f"{case}: {own}, planned {stage}: {fits}"] * (not all(fits.values()))
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_forward_has_what_it_waits_with_beside_a_backward(recompute: Recompute) -> None:
+    """And ends first where blocks are computed again, which has it have twice the turns; without rows it is no pair."""
+    act = ActivationMemory.of(replace(PAIRS_OF_TWO[-1], recompute=recompute).setting)
+    block, forward = act.chunks[0][0], _ForwardBeside.of(act, 0, act.kept[0])
+    assert forward.grown(0) == block.paused > block.kept
+    assert forward.grown(0.5) == (act.kept[0] if recompute == "full" else act.kept[0] // 2 + block.paused)
+    dense = ActivationMemory.of(IN_PAIRS.setting)
+    assert dense.chunks[0][0].paused == 0 and _ForwardBeside.of(dense, 0, dense.kept[0]) == _ForwardBeside()
 
 
 def sent_by_step(cases: list[Case]) -> list[int]:
