@@ -66,7 +66,7 @@ def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, st
 
 
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 64), st.sampled_from(CHUNKS), st.integers(1, 512))
-@settings(max_examples=12)
+@settings(max_examples=40)
 def test_large_sizes_do_too(name: str, stages: int, chunks: int, microbatches: int) -> None:
     chunks = next(each for each in (chunks, 1, 2) if takes(name, each))
     check_bounds(name, stages, chunks, min(microbatches, 6000 // (stages * chunks)))
