@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,6 +50,7 @@ class Published:
         tflops: The peak of its devices, where that is not the table's.
         precision: The precision of its products.
         shard, recompute, chunks: The keys of a recipe of these names.
+        schedule: The schedule, where it is neither 1F1B nor interleaved.
         widths: The widths of the training state, where it is not ours.
         repeated: The share of a block's products that its recomputation repeats beyond ours of the same name.
     """
@@ -68,6 +70,7 @@ class Published:
     shard: ZeroShard = "parameters"
     recompute: Recompute = "none"
     chunks: int = 1
+    schedule: str = ""
     repeated: float = 0.0
     widths: Widths | None = None
 
@@ -80,10 +83,11 @@ class Published:
             self.sequence_length,
             self.micro_size,
             self.microbatches,
-            "interleaved" if self.chunks > 1 else "1f1b",
+            self.schedule or ("interleaved" if self.chunks > 1 else "1f1b"),
             self.shard,
             recompute=self.recompute,
             fp8=self.precision == "fp8",
+            context=ContextParallel(self.mesh.cp),
         )
 
     def cluster(self) -> Cluster:
@@ -119,24 +123,73 @@ _MPT = (
 )
 
 
+# Chosen by hand before any was planned: of each size, device and kind of layout a few.
+_MPT_HELD_OUT = (
+    ("760m", 32, 67971, 1536, 24, 12, 2048, 24, 1),
+    ("1B", 8, 52275, 2048, 24, 16, 512, 56, 4),
+    ("1B", 8, 29157, 2048, 24, 16, 8192, 3, 4),
+    ("3B", 16, 24142, 2560, 32, 20, 2048, 10, 3),
+    ("3B", 8, 16578, 2560, 32, 20, 8192, 3, 6),
+    ("7B", 8, 6935, 4096, 32, 32, 8192, 8, 2, "full"),
+    ("7B", 8, 3318, 4096, 32, 32, 32768, 2, 2, "full"),
+    ("13B", 8, 4717, 5120, 40, 40, 4096, 10, 3, "full"),
+    ("13B", 8, 2985, 5120, 40, 40, 16384, 3, 3, "full"),
+    ("30B", 8, 2002, 7168, 48, 56, 2048, 3, 21, "full"),
+    ("30B", 8, 1384, 7168, 48, 56, 8192, 1, 21, "full"),
+    ("70B", 32, 882, 8192, 80, 64, 2048, 2, 16, "full"),
+    ("1B", 8, 20513, 2048, 24, 16, 2048, 14, 4, "none", "a100-80"),
+    ("3B", 8, 9457, 2560, 32, 20, 4096, 5, 6, "none", "a100-80"),
+    ("7B", 8, 4641, 4096, 32, 32, 2048, 6, 2, "none", "a100-80"),
+    ("7B", 8, 2453, 4096, 32, 32, 16384, 4, 2, "full", "a100-80"),
+    ("13B", 8, 1795, 5120, 40, 40, 8192, 5, 3, "full", "a100-80"),
+    ("30B", 8, 916, 7168, 48, 56, 2048, 3, 21, "full", "a100-80"),
+    ("70B", 64, 410, 8192, 80, 64, 2048, 8, 4, "full", "a100-80"),
+    ("3B", 64, 9736, 2560, 32, 20, 2048, 6, 1, "none", "a100-40"),
+    ("7B", 8, 2249, 4096, 32, 32, 16384, 1, 4, "full", "a100-40"),
+    ("13B", 128, 1972, 5120, 40, 40, 2048, 16, 1, "full", "a100-40"),
+    ("30B", 128, 865, 7168, 48, 56, 2048, 6, 1, "full", "a100-40"),
+    ("70B", 128, 376, 8192, 80, 64, 2048, 4, 1, "full", "a100-40"),
+)
+
+
+def _gpt(hidden: int, layers: int, heads: int, length: int, vocabulary: int = 51200) -> Mapping[str, Any]:
+    shape = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": length}
+    return {"family": "gpt2", "vocab_size": vocabulary, **shape}
+
+
 def _mpt(
     size: str, gpus: int, tokens: int, hidden: int, layers: int, heads: int, length: int,
-    micro_size: int, microbatches: int, recompute: Recompute = "none",
+    micro_size: int, microbatches: int, recompute: Recompute = "none", device: str = "h100-80",
 ) -> Published:  # fmt: skip
     """Return a run of MosaicML's MPT, which has the shape of a gpt2."""
-    shape = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": length}
     return Published(
-        f"MPT {size}, {gpus} H100, FSDP",
+        f"MPT {size}, {gpus} {device.upper().removesuffix('-80')}, {length:,} tokens, FSDP",
         _FOUNDRY,
         tokens,
-        {"family": "gpt2", "vocab_size": 50368, **shape},
+        _gpt(hidden, layers, heads, length, 50368),
         MeshShape(dp=gpus),
         length,
         micro_size,
         microbatches,
+        device,
         recompute=recompute,
         widths=ADAM_16,
     )
+
+
+def _nemo(
+    name: str, tokens: float, model: Mapping[str, Any], mesh: MeshShape, length: int, sequences: int,
+    micro_size: int = 1, chunks: int = 1, precision: Precision = "fp8", recompute: Recompute = "none",
+    schedule: str = "", shard: ZeroShard = "optimizer", source: str = "",
+) -> Published:  # fmt: skip
+    """Return a run of Megatron's on H100, of so many ``sequences`` a step."""
+    split = " x ".join(f"{dim.upper()} {mesh[dim]}" for dim in ("tp", "cp", "ep", "pp", "dp") if mesh[dim] > 1)
+    how = [f"{split} x {chunks} chunks" if chunks > 1 else split, precision, *([schedule] if schedule else [])]
+    return Published(
+        ", ".join([name, f"{mesh.world:,} H100", *how]),
+        source or _NEMO, tokens, model, mesh, length, micro_size, sequences // micro_size // mesh.data,
+        precision=precision, shard=shard, chunks=chunks, recompute=recompute, schedule=schedule,
+    )  # fmt: skip
 
 
 _TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
@@ -144,6 +197,8 @@ _ASYNC = "pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.
 _A100 = "pytorch/torchtitan, docs/performance.md of 2024 (Llama 3)"
 _LLAMA = "Llama 3 (arXiv 2407.21783), table 4"
 _FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+_NEMO = "NVIDIA/NeMo, docs/source/performance/performance_summary.md, 24.07"
+_QWEN = "yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3/readme.md"
 _NVIDIA = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, 25.11"
 
 # torchtitan's H100 have memory of 2.4 TB/s and a limit of 500 W, and reach something between the SXM's and the NVL's
@@ -185,6 +240,45 @@ PUBLISHED = (
         precision="fp8", shard="optimizer", chunks=5
     ),
 )
+_L27, _L213, _L270 = ({"preset": f"llama-2-{size}"} for size in ("7b", "13b", "70b"))
+_175B, _235B = _gpt(12288, 96, 96, 2048), {"preset": "qwen3-235b-a22b"}
+_STEP = 2048 * 4096 / 256
+"""The tokens of each device in a step of Qwen3's 235B."""
+_OF_QWEN: Mapping[str, Any] = {"precision": "bf16", "source": _QWEN}
+
+HELD_OUT = (
+    *(_mpt(*row) for row in _MPT_HELD_OUT),
+    _nemo("GPT 5B", 22521, _gpt(4096, 24, 32, 2048), MeshShape(dp=64), 2048, 2048, 4),
+    _nemo("GPT 20B", 5851, _gpt(6144, 44, 48, 2048), MeshShape(dp=32, tp=2), 2048, 256, 2),
+    _nemo("GPT 175B", 726, _175B, MeshShape(pp=8, dp=4, tp=4), 2048, 256, 1, 6),
+    _nemo("GPT 175B", 782, _175B, MeshShape(pp=8, dp=16, tp=4), 2048, 2048, 2, 6),
+    _nemo("Llama 2 7B", 16847, _L27, MeshShape(dp=8), 4096, 128),
+    _nemo("Llama 2 13B", 8646, _L213, MeshShape(pp=4, dp=4), 4096, 128, 1, 10),
+    _nemo("Llama 2 70B", 1707, _L270, MeshShape(pp=4, dp=4, tp=4), 4096, 128, 1, 20),
+    _nemo("Nemotron 340B", 322, {"preset": "nemotron-4-340b"}, MeshShape(pp=8, dp=2, tp=8), 4096, 32, 1, 12),
+    _nemo("8B", 12036, _8B, MeshShape(dp=4, cp=2), 8192, 128),
+    _nemo("70B", 1533, _70B, MeshShape(pp=4, dp=2, cp=2, tp=4), 8192, 128, 1, 5),
+    _nemo("405B", 292, _405B, MeshShape(pp=8, dp=8, cp=2, tp=8), 8192, 512, 1, 8, source=_NVIDIA),
+    _nemo("30B-A3B", 5275, {"preset": "qwen3-30b-a3b"}, MeshShape(pp=2, ep=8), 4096, 512, 2, 24, source=_NVIDIA),
+    _nemo(
+        "235B-A22B", _STEP / 19.7, _235B, MeshShape(pp=8, ep=16, tp=2), 4096, 2048, 1, 4, recompute="selective",
+        **_OF_QWEN
+    ),
+    _nemo(
+        "235B-A22B", _STEP / 17.6, _235B, MeshShape(pp=8, ep=16, tp=2), 4096, 2048, 1, 4, recompute="selective",
+        schedule="overlapped", **_OF_QWEN
+    ),
+    _nemo(
+        "235B-A22B", _STEP / 17.6, _235B, MeshShape(dp=32, ep=4, tp=2), 4096, 2048, 4, recompute="full",
+        shard="parameters", **_OF_QWEN
+    ),
+    _nemo(
+        "235B-A22B", _STEP / 24.2, _235B, MeshShape(pp=32, ep=4, tp=2), 4096, 2048, 1, 3, recompute="selective",
+        **_OF_QWEN
+    ),
+    _nemo("235B-A22B", _STEP / 29.0, _235B, MeshShape(pp=8, dp=4, ep=2, tp=4), 4096, 2048, 1, 4, **_OF_QWEN),
+)
+"""Runs that no number was fitted to; those of ``PUBLISHED`` all were used."""
 # fmt: on
 
 
@@ -273,13 +367,21 @@ def main() -> None:
     if parser.parse_args().fit:
         show_layouts()
         return
-    sources = list(dict.fromkeys(run.source for run in PUBLISHED))
+    runs = *PUBLISHED, *HELD_OUT
+    sources, planned = list(dict.fromkeys(run.source for run in runs)), [run.planned() for run in runs]
+    errors = [tokens / run.tokens - 1 for run, tokens in zip(runs, planned, strict=True)]
     rows = [
-        (run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{tokens / run.tokens - 1:+.1%}", f"[{number}]")
-        for run in PUBLISHED
-        for tokens, number in [(run.planned(), sources.index(run.source) + 1)]
-    ]
-    print(table(("run", "published", "planned", "error", "source"), rows))
+        (
+            run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{error:+.1%}", f"[{sources.index(run.source) + 1}]",
+            "fitted" if run in PUBLISHED else "held out",
+        )
+        for run, tokens, error in zip(runs, planned, errors, strict=True)
+    ]  # fmt: skip
+    print(table(("run", "published", "planned", "error", "source", "numbers"), rows))
+    for what, own in (("fitted", errors[: len(PUBLISHED)]), ("held out", errors[len(PUBLISHED) :])):
+        sizes = sorted(map(abs, own))
+        above = sum(size > 0.2 for size in sizes)
+        print(f"  {what}: median {median(sizes):.1%}, at most {sizes[-1]:.1%}, above 20%: {above} of {len(sizes)}")
     print("\n".join(f"  [{number}] {source}" for number, source in enumerate(sources, 1)))
 
 

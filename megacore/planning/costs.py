@@ -86,6 +86,7 @@ class LayerCost:
         tables: {rope: bytes} of the cos and sin that it keeps, which blocks share.
         peak: The most that is there at once beside what is kept, in its forward or in its backward.
         left: Whether what comes out has a gradient: whether there is a backward.
+        paused: The most that is there where its forward waits for rows of experts; 0 where it never does.
         backward: The operations of its backward, with all that is computed again.
         waiting: The bytes that its backward leaves where weight gradients come later.
         late: The most that is there at once beside these while they come.
@@ -100,6 +101,7 @@ class LayerCost:
     left: bool
     forward: OpCounts
     backward: OpCounts
+    paused: int = 0
     waiting: int = 0
     late: int = 0
     weights: OpCounts = field(default_factory=OpCounts)

@@ -254,6 +254,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
             moments.append(_Moment("backward of the head", held, logits + act.head.kept, working, gradients))
             logits += act.head.waiting
         tied = act.tied if virtual == last else 0
+        of_blocks = sum(block.kept for block in act.chunks[virtual])
         for visit in act.visits[virtual]:
             # At the first block all gradients are there; if they only come to be, less is there before.
             partly = learned + visit.learned * width if lazy and visit.which != "first" else None
@@ -263,7 +264,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
                     f"backward of a chunk's {visit.which} block",
                     visit.block.peak + tied + whole.get(visit.which, split.block) - split.filling * act.late,
                 )
-                held = others + own - visit.freed + visit.waiting + forward.grown(visit.freed / own)
+                held = others + own - visit.freed + visit.waiting + forward.grown(visit.freed / of_blocks)
                 moments.append(_Moment(what, held, logits, working, partly))
                 if forward.logits and visit.which == "first":
                     working = forward.head + split.head
@@ -285,12 +286,14 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
 
 @dataclass(frozen=True)
 class _ForwardBeside:
-    """A forward that runs beside a backward, block by block: what it has kept in the end, the most of a block, which
-    covers what it works with where it waits, and of the head where it has one. What it keeps grows as that of the
-    backward shrinks."""
+    """A forward that runs beside a backward, block by block: what it has kept in the end, the most of a block, what of
+    it there is more where it waits, and of the head where it has one. What it keeps grows as that of the backward
+    shrinks, or ``pace`` times as fast, where that computes blocks again and has as many turns more."""
 
     kept: int = 0
     block: int = 0
+    more: int = 0
+    pace: int = 1
     logits: int = 0
     head: int = 0
 
@@ -298,11 +301,17 @@ class _ForwardBeside:
     def of(cls, act: ActivationMemory, virtual: int, kept: int) -> _ForwardBeside:
         blocks, last = act.chunks[virtual], virtual == len(act.chunks) - 1
         most = max((block.kept for block in blocks), default=0)
-        return cls(kept, most, act.head.kept * last, act.head.peak * last)
+        paused = max((block.paused for block in blocks), default=0)
+        if not paused:  # it has ended before the backward begins
+            return cls()
+        pace = 2 if act.recompute[stage_of(virtual, act.stages, act.placement)] == "full" else 1
+        return cls(kept, most, max(0, paused - most), pace, act.head.kept * last, act.head.peak * last)
 
     def grown(self, done: float) -> int:
         """Return what it has kept when so much of the backward is done."""
-        return min(self.kept, int(self.kept * done) + self.block)
+        if self.pace * done >= 1:
+            return self.kept
+        return min(self.kept, int(self.kept * self.pace * done) + self.block) + self.more
 
 
 def _on_device(act: ActivationMemory, virtual: int) -> int:

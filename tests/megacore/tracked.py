@@ -1,9 +1,12 @@
 """How many bytes of tensors are alive: what an allocator would say, where there is none to ask."""
 
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +34,19 @@ class Tracked(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result
+
+    @contextmanager
+    def in_threads(self) -> Iterator[None]:
+        """Also count, in this block, in threads that begin: modes are each thread's own."""
+        run = threading.Thread.run
+
+        def tracked(thread: threading.Thread) -> None:
+            with self:
+                run(thread)
+
+        with self, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "run", tracked)
+            yield
 
     def _add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

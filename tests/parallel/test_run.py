@@ -215,7 +215,7 @@ def recorded(mesh: Mesh) -> Iterator[dict[str, list[Message]]]:
 COUNTS = (1, 2, 3, 5, 7)
 RUNS = [
     pytest.param(stages, chunks, name, id=f"{name}-{stages}x{chunks}", marks=[pytest.mark.quick] * (chunks == 2))
-    for stages in (2, 3)
+    for stages in (2, 3, 4)
     for name in SCHEDULES
     for chunks in (1, 2, 3)
     if takes(name, chunks) and not (name.endswith("interleaved") and chunks == 1)

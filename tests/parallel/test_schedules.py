@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from in_flight import in_flight, takes
 
 from megacore.parallel.enum_errors import OVERLAPPED, SPLIT_BACKWARD, V_SHAPED
@@ -60,31 +62,48 @@ def parse(text: str) -> tuple[Action, ...]:
 @pytest.mark.parametrize("stages", STAGES)
 def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, stages: int) -> None:
     for chunks, microbatches in sizes(name, stages):
-        case = f"{name}({stages}, {chunks}, {microbatches})"
-        schedule = SCHEDULES[name](stages, chunks, microbatches)
-        timeline = simulate(schedule, placement=placement_of(name))
-        kinds = "FIW" if name in SPLIT_BACKWARD else "BF"
-        everything = [(kind, c, m) for kind in kinds for c in range(chunks) for m in range(microbatches)]
-        for row in schedule:
-            assert sorted((a.kind, a.chunk, a.microbatch) for a in row) == everything, case
-        held = in_flight(name, stages, chunks, microbatches)
-        assert tuple(map(sum, timeline.peaks)) == held, case
-        # (p-1)/(v m) from p microbatches on; below, every chunk waits for the microbatches to come round
-        idle = stages - 1 + (chunks - 1) * max(0, stages - microbatches)
-        whole = idle / (chunks * microbatches)
-        if name in V_SHAPED:  # there and back, the first microbatch needs more than half of the stages' others
-            idle = max(stages - 1, 4 * stages - 2 - 2 * microbatches)
-            if name == "dualpipe-v":  # pairs need two for each stage, and of less wait as long again
-                idle = max(idle, min(2 * stages - 2, 5 * stages - 1 - 2 * microbatches))
-            assert timeline.bubble == pytest.approx(idle / (6 * microbatches)), case
-        elif name not in SPLIT_BACKWARD:
-            assert timeline.bubble == pytest.approx(whole), case
-        elif microbatches >= stages:  # a third: what is idle is as long as a forward
-            assert timeline.bubble == pytest.approx(whole / 3), case
-        else:
-            assert timeline.bubble < whole, case
-        if name in SPLIT_BACKWARD - OVERLAPPED:
-            assert max(held) <= in_flight("interleaved", stages, chunks, microbatches)[0], case
+        check_bounds(name, stages, chunks, microbatches)
+
+
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 64), st.sampled_from(CHUNKS), st.integers(1, 512))
+@settings(max_examples=40)
+def test_large_sizes_do_too(name: str, stages: int, chunks: int, microbatches: int) -> None:
+    chunks = next(each for each in (chunks, 1, 2) if takes(name, each))
+    check_bounds(name, stages, chunks, min(microbatches, 6000 // (stages * chunks)))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_largest_does_too(name: str) -> None:
+    check_bounds(name, 64, next(each for each in (3, 1, 2) if takes(name, each)), 512)
+
+
+def check_bounds(name: str, stages: int, chunks: int, microbatches: int) -> None:
+    case = f"{name}({stages}, {chunks}, {microbatches})"
+    schedule = SCHEDULES[name](stages, chunks, microbatches)
+    timeline = simulate(schedule, placement=placement_of(name))
+    kinds = "FIW" if name in SPLIT_BACKWARD else "BF"
+    everything = [(kind, c, m) for kind in kinds for c in range(chunks) for m in range(microbatches)]
+    for row in schedule:
+        assert sorted((a.kind, a.chunk, a.microbatch) for a in row) == everything, case
+    held = in_flight(name, stages, chunks, microbatches)
+    assert tuple(map(sum, timeline.peaks)) == held, case
+    # (p-1)/(v m) from p microbatches on; below, every chunk waits for the microbatches to come round
+    idle = stages - 1 + (chunks - 1) * max(0, stages - microbatches)
+    whole = idle / (chunks * microbatches)
+    if name in V_SHAPED:  # there and back, the first microbatch needs more than half of the stages' others
+        idle = max(stages - 1, 4 * stages - 2 - 2 * microbatches)
+        if name == "dualpipe-v":  # pairs need two for each stage, and of less wait as long again
+            idle = max(idle, min(2 * stages - 2, 5 * stages - 1 - 2 * microbatches))
+        assert timeline.bubble == pytest.approx(idle / (6 * microbatches)), case
+    elif name not in SPLIT_BACKWARD:
+        assert timeline.bubble == pytest.approx(whole), case
+    elif microbatches >= stages:  # a third: what is idle is as long as a forward
+        assert timeline.bubble == pytest.approx(whole / 3), case
+    else:
+        assert timeline.bubble < whole, case
+    if name in SPLIT_BACKWARD - OVERLAPPED:
+        assert max(held) <= in_flight("interleaved", stages, chunks, microbatches)[0], case
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

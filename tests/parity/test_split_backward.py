@@ -25,8 +25,8 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.pipeline.run import Pipeline
 from megacore.parallel.weights.layout import MeshShape
 
-WHOLE = {"zb-h1": "1f1b", "zb-interleaved": "interleaved", "dualpipe-v": "interleaved"}
-SCHEDULES = [("zb-h1", 1), ("zb-interleaved", 2), ("zb-interleaved", 3), ("dualpipe-v", 2)]
+WHOLE = {"zb-h1": "1f1b", "zb-interleaved": "interleaved", "zb-v": "interleaved", "dualpipe-v": "interleaved"}
+SCHEDULES = [("zb-h1", 1), ("zb-interleaved", 2), ("zb-interleaved", 3), ("zb-v", 2), ("dualpipe-v", 2)]
 DRAWN = (None, 1, 2)
 """Seeds of orders that are searched for; None: the schedule's own."""
 MESHES = [MeshShape(pp=2, **others) for others in ({"dp": 2}, {"tp": 2}, {"tp": 2, "dp": 2}, {"ep": 2, "tp": 2})]

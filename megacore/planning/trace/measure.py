@@ -40,6 +40,7 @@ from megacore.models.moe import MixtureOfExperts
 from megacore.models.stages import layout_of
 from megacore.models.tuning import Tuning
 from megacore.parallel import kernels
+from megacore.parallel.baton import Baton
 from megacore.parallel.kernels import documents, flash, grouped, norm
 from megacore.parallel.kernels.grouped import HostCounts
 from megacore.parallel.kernels.scoring import Scoring
@@ -233,6 +234,7 @@ class FakeModel:
             x: Tensor = _Entering.apply(leaf, batch.activation)
             y = call(x, batch, context)
             left, forward, most = bool(y.requires_grad), seen.work(), seen.peak - before
+            paused = max(0, seen.paused - before)
             end = _Leaving.apply(y) if left else None
             del x, y, context
             kept, tables = seen.live - before, seen.sized(rotations)
@@ -251,6 +253,7 @@ class FakeModel:
             left,
             forward,
             backward,
+            paused,
             waiting,
             late,
             seen.work(),
@@ -378,8 +381,9 @@ class _Watch(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         """{storage: bytes} of those that are alive."""
         self._alive: dict[int, weakref.KeyedRef[int, Any]] = {}
-        self.live = self.peak = self.started = 0
-        """Bytes now, and the most at the end of any operation; the number of products that were."""
+        self.live = self.peak = self.paused = self.started = 0
+        """Bytes now, the most at the end of any operation, and where rows of experts are waited for; the number of
+        products that were."""
         self._known, self._inside, self._ops = known, False, OpCounts()
 
     @classmethod
@@ -739,7 +743,20 @@ class _SilentMesh(Mesh):
             return super().group(ranks)
         if ranks not in self._silent:
             self._silent[ranks] = _SilentGroup(self, ranks)
-        return Group(ranks, ranks.index(self.rank), self._silent[ranks], pairwise=self.device.type == "cpu")
+        pairwise, baton = self.device.type == "cpu", _Pauses(self)
+        return Group(ranks, ranks.index(self.rank), self._silent[ranks], pairwise, baton=baton)
+
+
+class _Pauses(Baton):
+    """Notes what there is where another computation would have its turn."""
+
+    def __init__(self, mesh: _SilentMesh) -> None:
+        super().__init__(mesh.device, mesh.recorder)
+        self._mesh = mesh
+
+    def pass_on(self) -> None:
+        seen = self._mesh.seen
+        seen.paused = max(seen.paused, seen.live)
 
 
 class _SilentGroup:
