@@ -79,6 +79,7 @@ LORA = "lora.rank=4"
 EXPERTS = "model.preset=mixtral-tiny"
 DELTA = "model.preset=qwen3_5_text-tiny"
 FURTHER = "model.preset=glm4_moe-tiny model.num_nextn_predict_layers=1"
+IN_FP8 = f"{EXPERTS} model.intermediate_size=96 train.precision=fp8"  # of which there is a grouped product: by 16
 BALANCED = f"{EXPERTS} experts.sequence_balance=0.01 experts.z_loss=0.001"
 FEW = 0.1
 TEXTS = (20, 5, 7)
@@ -191,19 +192,15 @@ CASES: Mapping[str, Case] = {
     "experts, full": Case(f"{EXPERTS} memory.recompute=full"),
     "experts, fp32": Case(f"{EXPERTS} train.precision=fp32"),
     "experts, compiled": Case(f"{EXPERTS} train.compile=true"),
-    "experts, fp8": Case(f"{EXPERTS} train.precision=fp8", layers=2),
+    "experts, fp8": Case(IN_FP8, layers=2),
     "experts, balanced": Case(BALANCED),
     "experts, ep": Case(f"{EXPERTS} mesh.ep=2"),
     "experts, ep, full": Case(f"{EXPERTS} mesh.ep=2 memory.recompute=full"),
     "experts, ep, parameters": Case(f"{EXPERTS} mesh.ep=2 mesh.dp=2 zero.shard=parameters"),
     "experts, ep, tp, balanced": Case(f"{BALANCED} mesh.ep=2 mesh.tp=2"),
     "experts, ep, etp": Case(f"{EXPERTS} mesh.ep=2 mesh.tp=2 mesh.etp=2"),
-    "experts, ep, etp, fp8, full": Case(
-        f"{EXPERTS} mesh.ep=2 mesh.tp=2 mesh.etp=2 train.precision=fp8 memory.recompute=full", layers=2
-    ),
-    "experts, ep, parameters, fp8": Case(
-        f"{EXPERTS} mesh.ep=2 mesh.dp=2 zero.shard=parameters train.precision=fp8", layers=2
-    ),
+    "experts, ep, etp, fp8, full": Case(f"{IN_FP8} mesh.ep=2 mesh.tp=2 mesh.etp=2 memory.recompute=full", layers=2),
+    "experts, ep, parameters, fp8": Case(f"{IN_FP8} mesh.ep=2 mesh.dp=2 zero.shard=parameters", layers=2),
     "experts, ep, gpipe, batch": Case(
         f"{EXPERTS} mesh.ep=2 mesh.pp=2 pipeline.schedule=gpipe experts.batch_balance=0.01"
     ),

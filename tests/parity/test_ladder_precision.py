@@ -181,7 +181,7 @@ def counted() -> Iterator[list[str]]:
         return patch.object(kind, name, cast)
 
     with ExitStack() as on:
-        for kind, name in product((Fp8Weight, Fp8ExpertsWeight), ("cast", "narrowed")):
+        for kind, name in product((Fp8Weight, Fp8ExpertsWeight), ("cast", "fill")):
             on.enter_context(watched(kind, name))
         yield seen
 
