@@ -260,9 +260,9 @@ def wide_numbers() -> Iterator[None]:
     """Within this, numbers that float32 does not have make tensors of float64: of XGLM, the least one."""
     full = torch.full
 
-    def full_enough(size: Any, value: Any, **named: Any) -> Tensor:
-        beyond = isinstance(value, float) and abs(value) > torch.finfo(torch.float32).max
-        return full(size, value, **(named | {"dtype": torch.float64} if beyond else named))
+    def full_enough(size: Any, fill_value: Any, **named: Any) -> Tensor:
+        beyond = isinstance(fill_value, float) and abs(fill_value) > torch.finfo(torch.float32).max
+        return full(size, fill_value, **(named | {"dtype": torch.float64} if beyond else named))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "full", full_enough)
