@@ -5,9 +5,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+from extended_family import extended
 from families import drawn, one_in
-from layouts import BIASES, DROPOUT, GPT2, KEPT, LLAMA, MIXTRAL, OF_MEMORY, OF_STAGES, RUNGS, interleaved
-from oracle import GAP, TOLERANCE, Case, Measured, Run, deep, expected, measure, one_process, relative
+from layouts import BIASES, DROPOUT, FP8_EXPERTS, GPT2, KEPT, LLAMA, MIXTRAL, OF_MEMORY, OF_STAGES, RUNGS, interleaved
+from oracle import GAP, TOLERANCE, Case, Measured, Run, deep, expected, measure, measured, one_process, relative
 from pool import Pool
 from turns import ROTATION
 
@@ -55,7 +56,8 @@ def check_no_bit_changes(pool: Pool, case: Case, run: Run) -> None:
 
 MIXTURE = Case("mixtral", MIXTRAL, ignored=0.3)
 COMPRESSED, LOST = Activations(compress=True), 0.04
-"""The most that a gradient of the cases below may lose of its norm; it is about 1 %."""
+"""The most that a gradient of the cases below may lose of its norm; it is about 1 %. Twice that in fp8, whose rounding turns
+over where a gradient is a little off."""
 IN_8_BITS = [
     (CASES[0], Run(MeshShape(tp=2, dp=2), shard="optimizer", activations=COMPRESSED)),
     (CASES[0], Run(MeshShape(pp=2, dp=2), shard="gradients", activations=replace(COMPRESSED, recompute="selective"))),
@@ -63,18 +65,21 @@ IN_8_BITS = [
     (CASES[0], Run(MeshShape(cp=2), micro=2, activations=replace(COMPRESSED, mlp_chunk=5))),
     (MIXTURE, Run(MeshShape(tp=2, ep=2), shard="parameters", activations=COMPRESSED)),
     (MIXTURE, Run(MeshShape(ep=2, pp=2), schedule="zb-h1", activations=COMPRESSED)),
+    (FP8_EXPERTS, Run(MeshShape(tp=2, dp=2), micro=2, shard="parameters", activations=COMPRESSED)),
+    (FP8_EXPERTS, Run(MeshShape(ep=2, pp=2), micro=2, schedule="zb-h1", activations=COMPRESSED)),
 ]
 
 
-@pytest.mark.in_turn(6)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(
     ("case", "run"), IN_8_BITS, ids=lambda each: each.name if isinstance(each, Case) else str(each)
 )
+@extended()
 def test_in_8_bits_forwards_are_exact_and_gradients_about_right(pool: Pool, case: Case, run: Run) -> None:
     """Before an update. It repeats bitwise, and each layout rounds: its gradients are not those without."""
     case = deep(case, 3)
-    exact = one_process(pool, case)
-    first, again = (pool.run(run.mesh.world, measure, case, run) for _ in range(2))
+    exact = one_process(pool, case, run.micro if case.fp8 else case.sequences)
+    first, again = (pool.run(run.mesh.world, measured, case, run) for _ in range(2))
     for rank, (got, same) in enumerate(zip(first, again, strict=True)):
         assert min(got.gap, exact.gap) > GAP
         assert got.losses[0] == pytest.approx(exact.losses[0], rel=TOLERANCE) and got.losses == same.losses
@@ -82,7 +87,7 @@ def test_in_8_bits_forwards_are_exact_and_gradients_about_right(pool: Pool, case
         for name, want in expected(case, run, rank, exact.gradients).items():
             lost[name] = relative(got.gradients[name], want)
             assert np.array_equal(got.final[name], same.final[name]), f"rank {rank}: {name} differs the second time"
-        assert 1e-4 < max(lost.values()) < LOST, f"rank {rank}: {lost}"
+        assert 1e-4 < max(lost.values()) < LOST * (1 + case.fp8), f"rank {rank}: {lost}"
 
 
 @pytest.mark.parametrize("name", one_in(8))
