@@ -9,6 +9,7 @@ import engine
 import pytest
 from engine import RECIPE, path_of, train, trainer, write_recipe
 from pool import Pool
+from test_reads import cannot_read
 
 from megacore import checkpoints
 from megacore.inference.model_loader import model_from
@@ -79,6 +80,24 @@ def test_one_bit_is_found_on_any_layout(
     (message,) = said
     assert message.startswith(f"{path_of(out, 6)} is damaged:\n{file}: {TENSOR} (") and message.count("\n") == 1
     assert "when it was written" in message
+
+
+@pytest.mark.in_turn(2, 1)
+def test_what_ranks_of_tp_and_ep_read_for_each_other_is_found_by_all(pool: Pool, tmp_path: Path) -> None:
+    """A damaged norm, which all of them share, experts, and a rank that cannot read."""
+    recipe = write_recipe(tmp_path, RECIPE | {"model": {"preset": "mixtral-tiny", "num_hidden_layers": 1}})
+    common = ["mesh.tp=2", "mesh.ep=2", *STEPS, "checkpoint.every=6"]
+    pool.run(4, train, recipe, [f"out={tmp_path / 'run'}", *common])
+    at = path_of(tmp_path / "run", 6)
+    again = [f"out={tmp_path / 'new'}", f"checkpoint.resume={at}", *common]
+    for place, tensor in (("ep0-tp1", "attn_norm.weight"), ("ep1-tp0", "mlp.experts.up.weight")):
+        file = f"master/pp0-{place}.safetensors"
+        flip(at / file, f"layers.0.{tensor}")
+        (message,) = {*pool.run(4, refused, recipe, again)}
+        assert message.startswith(f"{at} is damaged:\n{file}: layers.0.{tensor} ") and message.count("\n") == 1
+        flip(at / file, f"layers.0.{tensor}")
+    (message,) = {*pool.run(4, cannot_read, recipe, again, 3)}
+    assert message.startswith("rank 3 (") and message.endswith("the disk is on fire")
 
 
 def test_one_bit_of_what_rounding_has_left_is_found(pool: Pool, recipe: str, tmp_path: Path) -> None:

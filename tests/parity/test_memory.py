@@ -56,8 +56,8 @@ def check_no_bit_changes(pool: Pool, case: Case, run: Run) -> None:
 
 MIXTURE = Case("mixtral", MIXTRAL, ignored=0.3)
 COMPRESSED, LOST = Activations(compress=True), 0.04
-"""The most that a gradient of the cases below may lose of its norm; it is about 1 %. Twice that in fp8, whose rounding turns
-over where a gradient is a little off."""
+"""The most that a gradient of the cases below may lose of its norm; it is about 1 %. Twice that in fp8, whose rounding
+turns over where a gradient is a little off."""
 IN_8_BITS = [
     (CASES[0], Run(MeshShape(tp=2, dp=2), shard="optimizer", activations=COMPRESSED)),
     (CASES[0], Run(MeshShape(pp=2, dp=2), shard="gradients", activations=replace(COMPRESSED, recompute="selective"))),
