@@ -653,7 +653,7 @@ class Decoder(nn.Module):
             documents = Documents.of(microbatch.parts, microbatch.tokens.device)
             of_tokens = documents, microbatch.sequences, microbatch.image_of
             masks = {
-                (window, looks): image_mask(*of_tokens, window, looks == "anywhere")
+                (window, looks): image_mask(*of_tokens, window, looks == "anywhere", self.dtype)
                 for window, looks in self._image_windows
             }
             whole = ImageAttention(whole, masks)

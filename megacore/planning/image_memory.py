@@ -30,17 +30,18 @@ def tower_forward(whole: Any, tokens: int, masked: bool) -> int:
     return _WIDE * (values + 3 * pixels + 3 * patches * part * masked)
 
 
-def image_scores(scores: int, heads: int, layers: int, softcap: bool) -> int:
-    """Return the most bytes of attention with a mask, at the last of some layers, which keep theirs for the backward.
+def image_scores(scores: int, heads: int, layers: int, masks: int, softcap: bool) -> int:
+    """Return the most bytes of attention with masks, at the last of some layers, which keep theirs for the backward.
 
     Args:
         scores: Those of a head, of the rows of a microbatch.
         heads: Those of a rank, which matter where there is a softcap: the formula makes all of their scores.
         layers: Those that look both ways.
+        masks: Those that they share: of each microbatch that waits for its backward, and of each window.
         softcap: Whether they have one.
     """
-    each, made = (11 * heads, 17 * heads) if softcap else (4, 16)
-    return scores * (each * max(layers - 1, 0) + made * bool(layers))
+    each, made = (11 * heads, 17 * heads) if softcap else (0, 16)
+    return scores * (each * max(layers - 1, 0) + made * bool(layers) + 4 * max(masks - 1, 0))
 
 
 def _patches(whole: Any, tokens: int) -> tuple[int, int]:

@@ -114,7 +114,8 @@ def _scores(setup: Setup, setting: Setting, stage: Memory) -> int:
     layers = min(len(looking), 1) if full else len(looking) * -(-stage.in_flight // layout.chunks)
     heads = max(setting.model.sizes["heads"] // (shape.tp * shape.cp), 1)
     length, rows = setup.config.data.sequence_length, setup.config.batch.micro_size
-    return image_scores(rows * length**2, heads, layers, anatomy.attention_softcap is not None)
+    masks = len({anatomy.layers[layer].window for layer in looking}) * stage.in_flight
+    return image_scores(rows * length**2, heads, layers, masks, anatomy.attention_softcap is not None)
 
 
 def _written(config: Config, setting: Setting, here: int) -> Iterator[tuple[str, str]]:

@@ -99,10 +99,13 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int
     return scaled_dot_product(q, k, v, scoring, mask).transpose(1, 2).flatten(0, 1)
 
 
-def image_mask(documents: Documents, sequences: int, image_of: Tensor, window: int | None, anywhere: bool) -> Tensor:
-    """Return whether each token looks at each of its sequence, [sequences, s, s]: at those before it in its document,
-    and those of its image there; what is far before a window hides, of an image too unless they look ``anywhere``.
-    image_of: [t], the number of each token's image, or below 0."""
+def image_mask(
+    documents: Documents, sequences: int, image_of: Tensor, window: int | None, anywhere: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return what is added to scores of attention in a dtype, [sequences, s, s]: 0 where a token looks, else minus
+    infinity. It looks at those before it in its document, and at those of its image there; what is far before a window
+    hides, of an image too unless they look ``anywhere``. image_of: [t], the number of each token's image, or below
+    0."""
     place = torch.arange(len(image_of), device=image_of.device)
     number = torch.bucketize(place, documents.device, right=True).view(sequences, -1, 1)
     image, place = image_of.view(sequences, -1, 1), place.view(sequences, -1, 1)
@@ -111,14 +114,17 @@ def image_mask(documents: Documents, sequences: int, image_of: Tensor, window: i
     if window is not None:
         seen &= before < window
         shown &= (before < window) | anywhere
-    return (number == number.mT) & (seen | shown)
+    seen = (number == number.mT) & (seen | shown)
+    # As torch's attention would make it of booleans, in each layer, which keep theirs for the backward.
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return (mask.float() if upcasts(mask) else mask).masked_fill_(~seen, float("-inf"))
 
 
-def both_ways(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Compute all scores of each of the sequences, of which those that ``seen`` of :func:`image_mask` has count."""
-    q, k, v = (x.unflatten(0, (len(seen), -1)).transpose(1, 2) for x in (q, k, v))
+def both_ways(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    """Compute all scores of each of the sequences, of which those count that :func:`image_mask` adds 0 to."""
+    q, k, v = (x.unflatten(0, (len(mask), -1)).transpose(1, 2) for x in (q, k, v))
     softcap = scoring.softcap is not None  # which torch's attention does not know
-    y = attend(q, k, v, seen, scoring) if softcap else scaled_dot_product(q, k, v, scoring, seen[:, None])
+    y = attend(q, k, v, mask == 0, scoring) if softcap else scaled_dot_product(q, k, v, scoring, mask[:, None])
     return y.transpose(1, 2).flatten(0, 1)
 
 

@@ -431,17 +431,26 @@ def test_any_layout_and_packing_train_alike(pool: Pool, folder: Path, layout: st
         np.testing.assert_allclose(made[0].values(key), alone.values(key), rtol=1e-9)
 
 
+GOING_ON = {
+    "all": ("llava_next", [], "mesh.pp=2"),
+    "lora": ("llava_next", ["lora.rank=2"], "mesh.pp=2"),
+    "projector": ("llava_next", TRAINED, "mesh.pp=2"),
+    "deep-projector": ("qwen3_vl", TRAINED, "mesh.tp=2"),
+}
+
+
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize("tuned", [[], ["lora.rank=2"], TRAINED], ids=["all", "lora", "projector"])
-def test_a_run_goes_on_on_another_layout(pool: Pool, folder: Path, tuned: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", GOING_ON)
+def test_a_run_goes_on_on_another_layout(pool: Pool, folder: Path, case: str, tmp_path: Path) -> None:
     """A checkpoint of all weights carries the tower; the order of the images is that of the samples."""
-    _alone(pool, folder)
-    recipe = str(folder / "llava_next" / "recipe.yaml")
+    name, tuned, layout = GOING_ON[case]
+    _alone(pool, folder, name)
+    recipe = str(folder / name / "recipe.yaml")
     common = [*tuned, *PACKED, "batch.global_size=1", "train.steps=4"]
     whole = pool.run(1, train, recipe, [f"out={tmp_path / 'whole'}", *common])[0]
     split = [f"out={tmp_path / 'split'}", *common, "checkpoint.every=2"]
     pool.run(1, stopped, recipe, split, 2)
-    last = pool.run(2, train, recipe, [*split, "mesh.pp=2", "checkpoint.resume=auto"])[0]
+    last = pool.run(2, train, recipe, [*split, layout, "checkpoint.resume=auto"])[0]
     np.testing.assert_allclose(last.values("loss"), whole.values("loss"), rtol=1e-9)
 
 
@@ -657,12 +666,12 @@ def test_the_tower_has_room_on_the_first_stage(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_dry_run_says_what_images_take(tmp_path: Path) -> None:
-    many = ["mesh.pp=2", "batch.micro_size=512", "batch.global_size=1024"]
+    many = ["mesh.pp=2", "batch.micro_size=768", "batch.global_size=1536"]
     setup = check(recipe(tmp_path, "gemma3"), [f"out={tmp_path / 'run'}", *many], 2, 2)
     said = next(line for line in outlook(setup, 2, 2).splitlines() if line.strip().startswith("images"))
     assert "of 4 tokens at most" in said
-    # Two layers of each stage, of two microbatches on the first.
-    most = image_scores(512 * LENGTH**2, 4, 2 * 2, softcap=False)
+    # Layers with a window and without one, of two microbatches on the first stage.
+    most = image_scores(768 * LENGTH**2, 4, 2 * 2, 2 * 2, softcap=False)
     assert f"up to {most / 1e9:,.2f} GB on each rank for attention both ways" in said and most > 1e9
 
 
@@ -684,17 +693,17 @@ def test_what_a_tower_takes_is_below_its_estimate(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_attention_both_ways_takes_is_below_its_estimate(softcap: float | None, dtype: torch.dtype) -> None:
-    """Of one layer and of two."""
+    """Of one layer and of six, which share the mask."""
     length, rows, heads = 256, 2, 4
-    q, k, v = (torch.randn(length * rows, n, 16, dtype=dtype, requires_grad=True) for n in (heads, 2, 2))
+    q, k, v = (torch.randn(length * rows, n, 4, dtype=dtype, requires_grad=True) for n in (heads, 2, 2))
     image_of, documents = torch.arange(len(q)) // 32, Documents.of([length] * rows, q.device)
     held, kept = [q, k, v, image_of, documents.host, documents.device], []
     scoring = Scoring(window=64, softcap=softcap, both_ways="in the window")
     with _Watch({each.untyped_storage()._cdata for each in held}, Packing(1, 1)) as seen:
-        mask = image_mask(documents, rows, image_of, scoring.window, anywhere=False)
-        for layers in (1, 2):
+        mask = image_mask(documents, rows, image_of, scoring.window, False, dtype)
+        for layers in range(1, 7):
             kept.append(both_ways(q, k, v, mask, scoring))
-            estimate = image_scores(rows * length**2, heads, layers, softcap is not None)
+            estimate = image_scores(rows * length**2, heads, layers, 1, softcap is not None)
             assert seen.peak < 1.1 * estimate < 2.5 * seen.peak
 
 
