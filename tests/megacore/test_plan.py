@@ -465,7 +465,7 @@ def test_published_runs_that_no_number_was_fitted_to_are_no_worse_than_told() ->
     """docs/memory.md tells it; the goal is a median of 8 %, and none above 20 %."""
     assert len(HELD_OUT) == 41 and not {run.name for run in HELD_OUT} & {run.name for run in PUBLISHED}
     errors = [abs(run.planned() / run.tokens - 1) for run in HELD_OUT]
-    assert sorted(errors)[20] < 0.081
+    assert sorted(errors)[20] < 0.08
     assert sum(error > 0.2 for error in errors) <= 5
 
 
