@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -19,18 +20,40 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.devices import DEVICES, Device
+from megacore.devices import DEVICES, Device, attention_share
 from megacore.models.config import flops_per_token
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import Precision, Recompute, ZeroShard
 from megacore.parallel.weights.layout import MeshShape
+from megacore.planning.costs import ALL_REDUCE, ALL_TO_ALL
 from megacore.planning.fit import fit
 from megacore.planning.peak_memory import peaks
 from megacore.planning.setting import ADAM_16, Setting, Widths
 from megacore.planning.step_time import Cluster, estimate
 from megacore.tools.tables import table
+
+
+@dataclass(frozen=True)
+class _Once(Cluster):
+    """Devices whose exchanges send a token once to each group of ranks that has some of its experts."""
+
+    experts: int = 1
+    top_k: int = 1
+
+    def sent(self, groups: int) -> float:
+        """Return what is sent to so many groups of experts, over the rows by themselves; routes are even."""
+        none = math.comb(self.experts - self.experts // groups, self.top_k) / math.comb(self.experts, self.top_k)
+        return groups * (1 - none) / self.top_k
+
+    def bandwidth(self, mesh: MeshShape, axis: str, kind: str = ALL_REDUCE, ranks: int | None = None) -> float:
+        found = super().bandwidth(mesh, axis, kind, ranks)
+        if kind != ALL_TO_ALL:
+            return found
+        places = mesh.ep * mesh.tp
+        nodes = max(1, places // self.device.per_node)
+        return min(self.device.link / self.sent(places), found / self.sent(nodes))
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,7 @@ class Published:
         shard, recompute, chunks: The keys of a recipe of these names.
         schedule: The schedule, where it is neither 1F1B nor interleaved.
         widths: The widths of the training state, where it is not ours.
+        once: Whether a token goes once to each node, and once to each rank, that has several of its experts (DeepEP).
         repeated: The share of a block's products that its recomputation repeats beyond ours of the same name.
     """
 
@@ -73,6 +97,7 @@ class Published:
     schedule: str = ""
     repeated: float = 0.0
     widths: Widths | None = None
+    once: bool = False
 
     def setting(self) -> Setting:
         model = configure(dict(self.model))
@@ -93,7 +118,12 @@ class Published:
     def cluster(self) -> Cluster:
         device: Device = replace(DEVICES[self.device], **self.changed)
         scale = 1.0 if self.tflops is None else self.tflops / device.tflops("bf16")
-        return Cluster(device, device.tflops(self.precision) * scale)
+        tflops = device.tflops(self.precision) * scale
+        if not self.once:
+            return Cluster(device, tflops)
+        routing = configure(dict(self.model)).anatomy.routing
+        assert routing is not None
+        return _Once(device, tflops, experts=routing.experts, top_k=routing.top_k)
 
     def planned(self) -> float:
         """Return the tokens per second of each device by the plan."""
@@ -110,6 +140,19 @@ def _of_tflops(tflops: float, preset: str, length: int) -> float:
     causal half."""
     return tflops * 1e12 / flops_per_token(configure({"preset": preset}), length)
 
+
+# cuDNN's attention, which NVIDIA's engines call: 529 and 518 TFLOP/s where FlashAttention-2 has 333 and 318 (arXiv
+# 2407.08608, figures 5 and 6). MosaicML's was the first FlashAttention in Triton (`submit_benchmarks.py`), than which
+# the second one is 1.3 to 1.5 times as fast in the forward and twice in the backward (arXiv 2307.08691): on an A100,
+# and on an H100 with the 335 TFLOP/s that this paper has.
+_CUDNN = {"attention": attention_share(529 / 989.4, 518 / 989.4)}
+_TRITON = {
+    "H100": {"attention": attention_share(335 / 989.4 / 1.4, 335 / 989.4 / 2)},
+    "A100": {"attention": attention_share(0.73 / 1.4, 0.63 / 2)},
+}
+# NVIDIA's launchers sum gradients in bf16 (`grad_sync_dtype`, `grad_reduce_in_fp32`). So must Qwen3's with FSDP: in
+# fp32 the gradients of each microbatch and both gatherings would take its adapters 17.7 of 17.6 seconds at full speed.
+_BF16_SUMS = replace(Widths.of("bf16"), gradient=2)
 
 _MPT = (
     ("1B", 8, 45455, 2048, 24, 16, 2048, 14, 1),
@@ -172,6 +215,7 @@ def _mpt(
         micro_size,
         microbatches,
         device,
+        _TRITON[DEVICES[device].peak],
         recompute=recompute,
         widths=ADAM_16,
     )
@@ -180,7 +224,8 @@ def _mpt(
 def _nemo(
     name: str, tokens: float, model: Mapping[str, Any], mesh: MeshShape, length: int, sequences: int,
     micro_size: int = 1, chunks: int = 1, precision: Precision = "fp8", recompute: Recompute = "none",
-    schedule: str = "", shard: ZeroShard = "optimizer", source: str = "",
+    schedule: str = "", shard: ZeroShard = "optimizer", source: str = "", widths: Widths = _BF16_SUMS,
+    once: bool = False,
 ) -> Published:  # fmt: skip
     """Return a run of Megatron's on H100, of so many ``sequences`` a step."""
     split = " x ".join(f"{dim.upper()} {mesh[dim]}" for dim in ("tp", "cp", "ep", "pp", "dp") if mesh[dim] > 1)
@@ -188,7 +233,8 @@ def _nemo(
     return Published(
         ", ".join([name, f"{mesh.world:,} H100", *how]),
         source or _NEMO, tokens, model, mesh, length, micro_size, sequences // micro_size // mesh.data,
-        precision=precision, shard=shard, chunks=chunks, recompute=recompute, schedule=schedule,
+        precision=precision, shard=shard, chunks=chunks, recompute=recompute, schedule=schedule, changed=_CUDNN,
+        widths=widths, once=once,
     )  # fmt: skip
 
 
@@ -234,17 +280,20 @@ PUBLISHED = (
         MeshShape(pp=16, dp=128, tp=8), 8192, microbatches=16, shard="optimizer", chunks=8
     ),
     *(_mpt(*row) for row in _MPT),
-    Published("8B, 8 H100, FSDP, fp8, NVIDIA", _NVIDIA, 14451, _8B, MeshShape(dp=8), 8192, 1, 16, precision="fp8"),
+    Published(
+        "8B, 8 H100, FSDP, fp8, NVIDIA", _NVIDIA, 14451, _8B, MeshShape(dp=8), 8192, 1, 16, changed=_CUDNN,
+        precision="fp8", widths=_BF16_SUMS
+    ),
     Published(
         "70B, 64 H100, TP 4 x PP 8 x DP 2, fp8", _NVIDIA, 1602, _70B, MeshShape(pp=8, dp=2, tp=4), 8192, 1, 64,
-        precision="fp8", shard="optimizer", chunks=5
+        changed=_CUDNN, precision="fp8", shard="optimizer", chunks=5, widths=_BF16_SUMS
     ),
 )
 _L27, _L213, _L270 = ({"preset": f"llama-2-{size}"} for size in ("7b", "13b", "70b"))
 _175B, _235B = _gpt(12288, 96, 96, 2048), {"preset": "qwen3-235b-a22b"}
 _STEP = 2048 * 4096 / 256
 """The tokens of each device in a step of Qwen3's 235B."""
-_OF_QWEN: Mapping[str, Any] = {"precision": "bf16", "source": _QWEN}
+_OF_QWEN: Mapping[str, Any] = {"precision": "bf16", "source": _QWEN, "widths": Widths.of("bf16"), "once": True}
 
 HELD_OUT = (
     *(_mpt(*row) for row in _MPT_HELD_OUT),
@@ -270,11 +319,11 @@ HELD_OUT = (
     ),
     _nemo(
         "235B-A22B", _STEP / 17.6, _235B, MeshShape(dp=32, ep=4, tp=2), 4096, 2048, 4, recompute="full",
-        shard="parameters", **_OF_QWEN
+        shard="parameters", **_OF_QWEN | {"widths": _BF16_SUMS}
     ),
     _nemo(
         "235B-A22B", _STEP / 24.2, _235B, MeshShape(pp=32, ep=4, tp=2), 4096, 2048, 1, 3, recompute="selective",
-        **_OF_QWEN
+        **_OF_QWEN | {"once": False}
     ),
     _nemo("235B-A22B", _STEP / 29.0, _235B, MeshShape(pp=8, dp=4, ep=2, tp=4), 4096, 2048, 1, 4, **_OF_QWEN),
 )

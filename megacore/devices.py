@@ -49,6 +49,7 @@ class Device:
         per_node: Devices of a node.
         reach: Share of its peak that large products reach.
         half: A product with a side as long as this reaches half of that: tiles and waves are not full.
+        attention: Share of its bf16 peak that the attention reaches, see :func:`attention_share`.
     """
 
     peak: str
@@ -66,8 +67,9 @@ class Device:
     disk: float = 4e9
     host_memory: float = 250e9
     # Fitted to runs on H100 (`benchmarks/published_runs.py`); nobody held the others but the A100 against any.
-    reach: float = 0.66
+    reach: float = 0.7
     half: float = 470
+    attention: float = 0.5
 
     def tflops(self, precision: str) -> float:
         """Return the peak of matrix products; that of fp8 where the device has it."""
@@ -77,16 +79,31 @@ class Device:
         return fp32 if precision in ("fp32", "fp64") else bf16
 
 
+def attention_share(forward: float, backward: float) -> float:
+    """Return the share of the peak that an attention reaches of what the plan counts, the causal half of two products
+    in the forward and of four in the backward, where its kernels reach these shares: their backward has five, for it
+    computes the scores again."""
+    return 3 / (1 / forward + 2.5 / backward)
+
+
+# FlashAttention-2's with heads of 128: 333 and 318 TFLOP/s on an H100 at 8,192 tokens (arXiv 2407.08608, figures 5 and
+# 6), and up to 73 % and 63 % on an A100 (arXiv 2307.08691).
+_HOPPER, _AMPERE = attention_share(333 / 989.4, 318 / 989.4), attention_share(0.73, 0.63)
+
 DEVICES: Mapping[str, Device] = {
     # As generally known; H100, H200 and B200 were compared with third-party pages, none with a vendor's sheet yet.
     # NVIDIA's data sheets state links in both directions together (H100: 900 GB/s) and fp8 with sparsity (H100: 3,958
     # TFLOP/s): half of both. The network is the usual one of such a node, which is not on the sheet: of H100, H200 and
     # B200 a 400 Gbit/s adapter each (DGX H100), of A100 200 Gbit/s (DGX A100), of L40S 100 Gbit/s.
-    "h100-80": Device("H100", 1978.9, 80e9, 3.35e12, 450e9, 50e9, 64e9),  # H100 SXM5: 80 GB HBM3
-    "h200": Device("H200", 1978.9, 141e9, 4.8e12, 450e9, 50e9, 64e9),  # H200 SXM: 141 GB HBM3e
+    "h100-80": Device("H100", 1978.9, 80e9, 3.35e12, 450e9, 50e9, 64e9, attention=_HOPPER),  # H100 SXM5: 80 GB HBM3
+    "h200": Device("H200", 1978.9, 141e9, 4.8e12, 450e9, 50e9, 64e9, attention=_HOPPER),  # H200 SXM: 141 GB HBM3e
     "b200": Device("B200", 4500.0, 180e9, 8.0e12, 900e9, 50e9, 64e9),  # HGX B200: 180 GB HBM3e usable, NVLink 5
-    "a100-80": Device("A100", None, 80e9, 2.039e12, 300e9, 25e9, 32e9, reach=0.8),  # A100 SXM4: 80 GB HBM2e
-    "a100-40": Device("A100", None, 40e9, 1.555e12, 300e9, 25e9, 32e9, reach=0.8),  # A100 SXM4: 40 GB HBM2
+    "a100-80": Device(
+        "A100", None, 80e9, 2.039e12, 300e9, 25e9, 32e9, reach=0.8, attention=_AMPERE
+    ),  # A100 SXM4: 80 GB HBM2e
+    "a100-40": Device(
+        "A100", None, 40e9, 1.555e12, 300e9, 25e9, 32e9, reach=0.8, attention=_AMPERE
+    ),  # A100 SXM4: 40 GB HBM2
     "l40s": Device("L40S", 733.0, 48e9, 0.864e12, 32e9, 12.5e9, 32e9),  # L40S: 48 GB GDDR6, PCIe 4 x16
     # AMD Instinct MI300X data sheet: 192 GB HBM3; seven links of 64 GB/s to the other seven in one direction.
     "mi300x": Device("MI300X", 2614.9, 192e9, 5.3e12, 448e9, 50e9, 64e9),

@@ -98,7 +98,7 @@ def _attention(machine: Machine) -> Iterator[Row]:
             try:
                 with sdpa_kernel(kernel):
                     share = flops / machine.seconds(call, 5) / machine.cluster("bf16").tflops / 1e12
-                yield Row(what, share, efficiency.ATTENTION, "of the bf16 peak")
+                yield Row(what, share, machine.known.attention, "of the bf16 peak")
             except RuntimeError as error:
                 yield failed(what, error)
 

@@ -7,9 +7,6 @@ import math
 
 from megacore.planning.costs import MatMul
 
-ATTENTION = 0.5
-"""Share of the bf16 peak that the attention reaches of its causal half, forward and backward; published are 35 % for
-FlashAttention-2 on an H100 and up to 75 % for the third one (arXiv 2407.08608)."""
 PASSES = 8.5
 """The number of times that what a block keeps of its forward passes through the device's memory, in a forward and a
 backward: norms, activation functions, rope and residual adds."""

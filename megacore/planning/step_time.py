@@ -80,7 +80,7 @@ class Cluster:
     def multiplied_s(self, product: MatMul, tflops: float) -> float:
         """Return the seconds of a product alone."""
         if product.attention:
-            return product.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION)
+            return product.flops / (self.wide_tflops * 1e12 * self.device.attention)
         reached = self.device.reach * efficiency.reached(product, self.device.half)
         return product.flops / (tflops * 1e12 * reached)
 
@@ -144,7 +144,7 @@ class Cluster:
         def beside(ahead: _Of, back: _Of) -> _Of:
             return np.hstack([ahead, nothing]) + np.hstack([nothing, nothing, back[:, :-1]])
 
-        busy = work.pairs * (exchange.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION))
+        busy = work.pairs * (exchange.flops / (self.wide_tflops * 1e12 * self.device.attention))
         shown = np.maximum(beside(ahead, back) - busy, beside(ahead * never, back * never)).sum(1) + back[:, -1]
         return float((busy.sum(1) + shown).max() - busy.sum(1).max())
 

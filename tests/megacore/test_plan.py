@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from in_flight import ONE_CHUNK, in_flight
 from operations import Flops
 
 import megacore
-from benchmarks.published_runs import HELD_OUT, PUBLISHED, PUBLISHED_LAYOUTS, PublishedLayout
+from benchmarks.published_runs import HELD_OUT, PUBLISHED, PUBLISHED_LAYOUTS, PublishedLayout, _Once
 from megacore.checks.rules import problems
 from megacore.devices import DEVICES, SMALL_CPU
 from megacore.models.config import flops_per_token
@@ -455,8 +456,8 @@ def test_published_runs_are_as_fast_as_planned() -> None:
     """20 runs of others, from 8 to 16,384 GPUs."""
     errors = {run.name: run.planned() / run.tokens - 1 for run in PUBLISHED}
     assert len(errors) == len(PUBLISHED) == 20
-    assert {name: error for name, error in errors.items() if abs(error) > 0.18} == {}
-    assert sorted(map(abs, errors.values()))[len(errors) // 2] < 0.08
+    assert {name: error for name, error in errors.items() if abs(error) > 0.15} == {}
+    assert sorted(map(abs, errors.values()))[len(errors) // 2] < 0.06
 
 
 @pytest.mark.in_turn(6)
@@ -464,8 +465,24 @@ def test_published_runs_that_no_number_was_fitted_to_are_no_worse_than_told() ->
     """docs/memory.md tells it; the goal is a median of 8 %, and none above 20 %."""
     assert len(HELD_OUT) == 41 and not {run.name for run in HELD_OUT} & {run.name for run in PUBLISHED}
     errors = [abs(run.planned() / run.tokens - 1) for run in HELD_OUT]
-    assert sorted(errors)[20] < 0.092
-    assert sum(error > 0.2 for error in errors) <= 11
+    assert sorted(errors)[20] < 0.08
+    assert sum(error > 0.2 for error in errors) <= 5
+
+
+def test_what_published_runs_do_in_another_way_explains_their_time() -> None:
+    """The attention of a kernel of 2023, and experts of the same node to which a token is sent once (DeepEP)."""
+    by_name = {run.name.partition(" FSDP")[0]: run for run in HELD_OUT}
+    long = by_name["MPT 7B, 8 H100, 32,768 tokens,"]
+    flash2 = replace(long, changed={})
+    assert abs(long.planned() / long.tokens - 1) < 0.1 and flash2.planned() > 1.3 * long.planned()
+    spread = next(run for run in HELD_OUT if run.once and run.mesh.ep == 16)
+    by_rows = replace(spread, once=False)
+    assert abs(spread.planned() / spread.tokens - 1) < 0.1 and by_rows.planned() < 0.8 * spread.planned()
+    once = _Once(H100.device, H100.tflops, experts=8, top_k=3)
+    choices = list(combinations(range(8), 3))
+    for groups in (1, 2, 4, 8):
+        met = sum(len({expert * groups // 8 for expert in chosen}) for chosen in choices) / len(choices)
+        assert once.sent(groups) == pytest.approx(met / 3)
 
 
 def turn(layout: PublishedLayout) -> pytest.MarkDecorator:
