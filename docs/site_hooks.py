@@ -27,8 +27,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return a page without links that lead out of the site."""
-    return _OUTSIDE.sub(r"\1", markdown)
+    """Return a page whose links stay on the site: those that lead out of it become what they are called."""
+    return _OUTSIDE.sub(r"\1", markdown.replace("](../README.md", "](index.md"))
 
 
 def _api() -> str:

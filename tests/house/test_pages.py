@@ -22,6 +22,17 @@ def test_the_site_has_all_pages() -> None:
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")} | {"index.md", "api.md"}
 
 
+def test_every_page_begins_with_what_it_is_for_and_a_command_or_code() -> None:
+    heads = {
+        page.name: page.read_text().partition("\n## ")[0]
+        for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    }
+    assert not [page for page, head in heads.items() if not re.match(r"# .+\n\n[A-Z`].+\n", head)]
+    assert not [
+        page for page, head in heads.items() if not re.search(r"^(```| {4}\S)|`(megacore|torchrun) ", head, re.M)
+    ]
+
+
 def test_the_walk_names_what_stands_in_each_file() -> None:
     links = [link for link in _LINK.finditer((ROOT / "docs/a_step.md").read_text()) if link["path"].endswith(".py")]
     for link in links:
