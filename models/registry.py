@@ -111,6 +111,7 @@ FAMILIES: Mapping[str, str] = {
     "olmo3": "megacore.models.families.olmo3.Olmo3Config",
     "olmo_hybrid": "megacore.models.families.olmo_hybrid.OlmoHybridConfig",
     "olmoe": "megacore.models.families.olmoe.OlmoeConfig",
+    "openai-gpt": "megacore.models.families.openai_gpt.OpenAiGptConfig",
     "opt": "megacore.models.families.opt.OptConfig",
     "persimmon": "megacore.models.families.persimmon.PersimmonConfig",
     "phi": "megacore.models.families.phi.PhiConfig",
