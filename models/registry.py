@@ -275,7 +275,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _agree(given: str | None, found: str | None, where: str) -> str | None:
     if given is not None and found is not None and given != found:
-        raise ModelConfigError("model", [f"family is {given!r}, but the {where} is of family {found!r}: model=null before it forgets the recipe's"])
+        way = "model=null before it forgets the recipe's"
+        raise ModelConfigError("model", [f"family is {given!r}, but the {where} is of family {found!r}: {way}"])
     return given if found is None else found
 
 
