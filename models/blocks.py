@@ -141,6 +141,17 @@ class NormedBlock(Block):
         return self.by_tokens(lambda x: self._add(x * of_mlp, mlp(x, context)), x)
 
 
+class PostNormBlock(Block):
+    """A residual block whose ``attn_out_norm`` and ``mlp_out_norm`` are of the sums of x and what the branches give
+    (post-norm, Vaswani et al. 2017, arXiv 1706.03762). It has no others."""
+
+    def branches(self, x: Tensor, context: Context) -> Tensor:
+        attn, mlp = self.attn, self.mlp
+        assert attn is not None and mlp is not None
+        x = self.attn_out_norm(self._add(x, attn(x, context)))
+        return self.by_tokens(lambda x: self.mlp_out_norm(self._add(x, mlp(x, context))), x)
+
+
 class ShortcutBlock(Block):
     """Two residual blocks one after the other, and experts that are given what the network of the first one is, and
     whose outputs are added behind the second (LongCat-Flash, arXiv 2509.01322).

@@ -30,6 +30,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
+    from torch import nn
+
     from megacore.models.adapt import with_adapter
     from megacore.models.alt_up import AltUpBlock, Mean, Spread
     from megacore.models.attention import MultiHeadAttention
@@ -39,6 +41,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         LowRank,
         NormedBlock,
         ParallelBlock,
+        PostNormBlock,
         SharedBlock,
         ShortcutBlock,
         SideBySide,
@@ -65,8 +68,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             return shared(layer)
         name = name or f"layers.{layer}"
         norms = {
-            place: norm(anatomy, p, f"{name}.{place}")
-            for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+            place.replace("sum", "out"): norm(anatomy, p, f"{name}.{place}")
+            for place in NORMS
             if f"{name}.{place}.weight" in p or place in anatomy.plain_norms
         }
         # Every branch has a linear that ends it.
@@ -91,7 +94,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
         if streams is not None:
             of_router = norm(anatomy, p, f"{name}.streams.norm")
             return AltUpBlock(*branches, norms, p, f"{name}.streams", streams, of_router, **others)
-        kind: Any = ParallelBlock if anatomy.parallel else Block
+        summed = f"{name}.attn_sum_norm.weight" in p
+        kind: Any = ParallelBlock if anatomy.parallel else PostNormBlock if summed else Block
         factors = (anatomy.factors.get(each, Factors()) for each in (*mixers, *feeds, "experts"))
         if past := [each.past for each in factors if each.past is not None]:  # of a mixture ``experts`` says it
             kind = partial(NormedBlock, past=past)
@@ -160,7 +164,7 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
             depth += 1
 
     def before_head() -> nn.Module:
-        last = norm(anatomy, p, "norm")
+        last = norm(anatomy, p, "norm") if has_norm("norm") else nn.Identity()
         if isinstance(streams, AltUp):
             return Mean(p["last_streams.proj"], last)
         if streams is not None:
@@ -199,6 +203,8 @@ def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, ch
 
 _AROUND = "attn", "mlp"
 """The branches that streams stand around."""
+NORMS = ("attn_norm", "attn_out_norm", "attn_sum_norm", "mlp_norm", "mlp_out_norm", "mlp_sum_norm")
+"""The names that norms have in a block."""
 MIXERS = ("attn", "local_attn", "delta", "lightning", "ssm", "lru", "short")
 """The names that what mixes tokens has in a block: those that a layer has stand side by side."""
 FEEDS = ("mlp", "wide_mlp")

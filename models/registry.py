@@ -111,6 +111,7 @@ FAMILIES: Mapping[str, str] = {
     "olmo3": "megacore.models.families.olmo3.Olmo3Config",
     "olmo_hybrid": "megacore.models.families.olmo_hybrid.OlmoHybridConfig",
     "olmoe": "megacore.models.families.olmoe.OlmoeConfig",
+    "openai-gpt": "megacore.models.families.openai_gpt.OpenAiGptConfig",
     "opt": "megacore.models.families.opt.OptConfig",
     "persimmon": "megacore.models.families.persimmon.PersimmonConfig",
     "phi": "megacore.models.families.phi.PhiConfig",
@@ -274,7 +275,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _agree(given: str | None, found: str | None, where: str) -> str | None:
     if given is not None and found is not None and given != found:
-        raise ModelConfigError("model", [f"family is {given!r}, but the {where} is of family {found!r}"])
+        way = "model=null before it forgets the recipe's"
+        raise ModelConfigError("model", [f"family is {given!r}, but the {where} is of family {found!r}: {way}"])
     return given if found is None else found
 
 

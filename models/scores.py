@@ -18,8 +18,8 @@ FAMILIES = frozenset(
         "arcee", "axk1", "biogpt", "bloom", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma2",
         "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "helium",
         "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "llama", "minicpm3", "minimax", "ministral", "ministral3",
-        "mistral", "mistral4", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi",
-        "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
+        "mistral", "mistral4", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "openai-gpt", "opt", "persimmon",
+        "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
         "smollm3", "stablelm", "starcoder2", "zamba2",
     }
 )  # fmt: skip

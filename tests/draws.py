@@ -264,6 +264,7 @@ CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "OlmoConfig": {"clip_qkv": (None, 0.3, 1.2)},
     "OlmoeConfig": {"clip_qkv": (None, 0.3, 1.2)},
+    "OpenAiGptConfig": {"hidden_act": ("gelu", "relu", "silu")},
     "PhimoeConfig": {"router_jitter_noise": (0.4, 0.7)},
     "RecurrentGemmaConfig": {"conv1d_width": (2, 4), "logits_soft_cap": (30.0, 3.0)},
     "Qwen2MoeConfig": {"shared_expert_intermediate_size": (10, 13)},

@@ -161,6 +161,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "heads of two numbers"
     if "attn_norm.weight" not in names and "attn_out_norm.weight" in names:
         yield "norms after the branches"
+    elif "attn_sum_norm.weight" in names:
+        yield "norms of the sums behind the branches"
     elif "attn_out_norm.weight" in names:
         yield "norms before and after the branches"
     if "attn.q_norm.weight" in names:

@@ -106,6 +106,7 @@ SAME: list[tuple[str, Fields]] = [
     ("recurrent_gemma", {"embeddings_scale_by_sqrt_dim": True, "final_w_init_variance_scale": 0.1}),
     ("bailing_hybrid", {"rope_theta": 5.0, "mtp_loss_scaling_factor": 0.3}),  # which has rope_parameters
     ("ctrl", {"n_ctx": 512, "from_tf": False}),
+    ("openai-gpt", {"n_ctx": 512, "n_special": 0, "predict_special_tokens": True, "summary_activation": None}),
     ("minimax", {"postnorm": True, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "rotary_dim": 4}),
     ("mimo_v2_flash", {"layer_types": None, "hybrid_layer_pattern": [0, 1, 1], "sliding_window_size": 4}),
     ("mimo_v2_flash", {"mlp_layer_types": None, "moe_layer_freq": [0, 1, 1], "n_shared_experts": None}),
@@ -600,6 +601,7 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound is 0.5: it must be below 0"),
     ("xglm", {"pad_token_id": -1}, "pad_token_id is -1: it must be at least 0, or null"),
     ("ctrl", {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon=1e-05 would change the maths"),
+    ("openai-gpt", {"afn": "gelu_new"}, "hidden_act 'gelu_new' is not one of gelu, relu, silu, swish"),
     ("laguna", {"num_attention_heads_per_layer": [4, 8, 12]}, "has 8, 12 beside num_attention_heads (4)"),
     ("laguna", {"num_attention_heads_per_layer": [4, 7, 4]}, "has 7: give multiples of num_key_value_heads (2)"),
     ("laguna", {"gating": "x"}, "gating is 'x': it must be true, 'per-head' or 'per-element'"),

@@ -29,8 +29,8 @@ from megacore.parallel.weights.transfer import hugging_face, native
 LENGTH, VOCAB = 13, 37
 DOCUMENTS = [[3, 1, 4, 2], [6, 7]]
 """The lengths of the documents of each row, a chosen and a rejected one by turns; the second row is full."""
-OTHERWISE_NAMED = ("modernbert-decoder",)
-"""Whose class has other names for such a head, and for what stands before it."""
+OTHERWISE_NAMED = ("ctrl", "modernbert-decoder")
+"""Whose class has another name for such a head, or for what stands before it."""
 CASES = [pytest.param(name, marks=pytest.mark.in_turn(15, -n)) for n, name in enumerate(sorted(scores.FAMILIES))]
 
 

@@ -176,7 +176,7 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
         elif a in adapters:
             used |= {a, b}
             delta = adapters[b].double() @ adapters[a].double() * made.lora.scale
-            want = weight.double() + (delta.T if family == "gpt2" and ".c_" in name else delta)
+            want = weight.double() + (delta.T if family in ("gpt2", "openai-gpt") and ".c_" in name else delta)
             torch.testing.assert_close(merged[name].double(), want, rtol=1e-6, atol=1e-6)
         else:
             assert torch.equal(merged[name], weight), name
