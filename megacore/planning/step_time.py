@@ -11,7 +11,7 @@ from functools import lru_cache, reduce
 import numpy as np
 import numpy.typing as npt
 
-from megacore.devices import PEAK_TFLOPS, Device
+from megacore.devices import CPU_TFLOPS, PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
 from megacore.parallel.budgets import BLOCK
 from megacore.parallel.enum_errors import OVERLAPPED
@@ -64,6 +64,14 @@ class Cluster:
     def wide_tflops(self) -> float:
         """The speed of what is never in fp8: the attention and the head."""
         return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])
+
+    @property
+    def peak(self) -> str:
+        """The speed of which a MFU is a share, and where it is from."""
+        bf16, fp32 = PEAK_TFLOPS[self.device.peak]
+        kind = {bf16: "dense bf16", fp32: "fp32 without TF32", self.device.fp8: "dense fp8"}.get(self.tflops)
+        assumed = "a round number for CPUs" if self.tflops == CPU_TFLOPS else "as given"
+        return f"{self.tflops:,.1f} TFLOP/s, {f'{kind} on the data sheet of {self.device.peak}' if kind else assumed}"
 
     @property
     def narrow(self) -> bool:
@@ -204,12 +212,34 @@ class Estimate:
         """The TFLOP/s of the model's own operations, recomputation not counted."""
         return self.model_tflop / self.total
 
-    def as_data(self, cluster: Cluster) -> Mapping[str, float]:
+    @property
+    def spent(self) -> Mapping[str, float]:
+        """{what a step is spent on: its seconds}, which add up to it."""
+        return {
+            "products": self.compute,
+            "recomputation": self.recompute,
+            "bubble": self.bubble,
+            "messages of tp": self.tensor,
+            "messages of ep": self.experts,
+            "messages of cp": self.context,
+            "messages of dp": self.data,
+            "offload": self.offload,
+            "optimizer": self.optimizer,
+        }
+
+    def behind(self, faster: Estimate) -> str:
+        """Return how much longer this takes than a step that is no slower, and what most of it is spent on."""
+        more = {what: seconds - faster.spent[what] for what, seconds in self.spent.items()}
+        what = max(more, key=lambda each: more[each])
+        return f"takes {self.total / faster.total - 1:.1%} longer, above all for {what} ({more[what]:+,.3f} s)"
+
+    def as_data(self, cluster: Cluster) -> Mapping[str, object]:
         return asdict(self) | {
             "total": self.total,
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_device": self.tflops_per_device,
             "mfu": self.tflops_per_device / cluster.tflops,
+            "peak": cluster.peak,
         }
 
 

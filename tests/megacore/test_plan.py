@@ -33,7 +33,16 @@ from megacore.planning import capacity
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
 from megacore.planning.efficiency import CAST_BYTES
-from megacore.planning.fit import _choices, _chunks, _keeping, _keeping_most, _kept, fit, with_other_schedules
+from megacore.planning.fit import (
+    Candidate,
+    _choices,
+    _chunks,
+    _keeping,
+    _keeping_most,
+    _kept,
+    fit,
+    with_other_schedules,
+)
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, stage_memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of, plan
@@ -412,6 +421,12 @@ def test_the_plan_warns_of_blank_sequences(capsys: pytest.CaptureFixture[str]) -
     assert any("a step computes 129 sequences, 1 of them blank (1%); none is with 126" in w for w in found["warnings"])
 
 
+def test_a_peak_says_where_it_is_from() -> None:
+    peaks = {989.4: "dense bf16 on", 66.9: "fp32 without TF32 on", 1978.9: "dense fp8 on", 500.0: "as given"}
+    for tflops, said in peaks.items():
+        assert f"{tflops:,.1f} TFLOP/s, {said}" in Cluster(H100.device, tflops).peak
+
+
 def test_fp8_is_of_the_products_of_blocks() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192, microbatches=1)
     narrow = Cluster(H100.device, H100.device.tflops("fp8"))
@@ -785,6 +800,32 @@ def test_fit_says_when_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nothing fits 8 x a100-40" in capsys.readouterr().out
 
 
+def test_fit_says_what_the_next_best_loses_and_of_which_peak_the_mfu_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"preset": "llama-3.1-8b"}
+    ways = (MeshShape(dp=8), 1), (MeshShape(tp=8), 8)
+    settings = [setting(model, mesh, microbatches=m, sequence_length=8192) for mesh, m in ways]
+    fast, slow = (Candidate(each, memory(each), estimate(each, H100)) for each in settings)
+    monkeypatch.setattr("megacore.tools.plan.fit", lambda *_: (fast, slow))
+    arguments = ["plan", str(RECIPES / "llama-3.1-8b.yaml"), "--fit", "GPU=h100-80", "--best", "1"]
+    assert main(arguments) == 0
+    *_, row, said = capsys.readouterr().out.splitlines()
+    longer, more = slow.time.total / fast.time.total - 1, slow.time.tensor - fast.time.tensor
+    assert longer > 0.05 and more > 0.1
+    assert row.split()[1] == f"{fast.time.model_tflop / fast.time.total / 989.4:.1%}"
+    assert said == (
+        f"tp=1 pp=1 dp=8 cp=1 is estimated the fastest that fits: the next best, with mesh.tp=8 mesh.dp=1, takes "
+        f"{longer:.1%} longer, above all for messages of tp ({more:+.3f} s); the MFU of {row.split()[1]} is of 989.4 "
+        f"TFLOP/s, dense bf16 on the data sheet of H100."
+    )
+    assert main([*arguments, "--json"]) == 0
+    (first,) = json.loads(capsys.readouterr().out)
+    assert first["behind"] is None and first["time"]["peak"] == "989.4 TFLOP/s, dense bf16 on the data sheet of H100"
+    for each in (fast, slow):
+        assert sum(each.time.spent.values()) == pytest.approx(each.time.total)
+
+
 def test_the_function_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     recipe, overrides = str(RECIPES / "llama-3.2-1b.yaml"), ["zero.shard=parameters", "batch.micro_size=2"]
     given = ["--world", "8", "--gpu", "h200", "--memory-gb", "20", "--storage", "3", "--imbalance", "1.5", "--json"]
@@ -805,6 +846,12 @@ def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "Memory at the peak" in out and "A step is estimated" in out
     assert ("NCCL takes about" in out) == (gpu != "cpu")
+    of = (
+        "0.5 TFLOP/s, a round number for CPUs"
+        if gpu == "cpu"
+        else "989.4 TFLOP/s, dense bf16 on the data sheet of H200"
+    )
+    assert f"% is of {of}: " in out.splitlines()[-1]
 
 
 def test_the_plan_of_adapters_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
