@@ -157,6 +157,10 @@ class PipelineConfig:
     chunks: Annotated[Int, COUNTED] = 1
     """Virtual stages of each rank, for `interleaved`, `overlapped` and `zb-interleaved` (and `gpipe`); `zb-v` and
     `dualpipe-v` have 2."""
+    group: Annotated[Int, COUNTED] | None = None
+    """The most microbatches that go through all chunks of a stage before the next ones do, pp or more, for
+    `interleaved`, `overlapped` and `zb-interleaved`: groups of more are held longer, and their messages have longer to
+    arrive. null takes pp, or as few more as leave none over; an `order` has its own."""
     order: str | None = None
     """The file of another order in which the actions of the schedule are run, for this recipe's sizes: `megacore
     schedule --search` makes it of times and memory (docs/pipelines.md)."""

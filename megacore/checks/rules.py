@@ -19,6 +19,7 @@ from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.stages import source_apart, together
 from megacore.models.tuning import EVERYTHING
+from megacore.parallel.pipeline.schedules import IN_GROUPS
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
 GROUPS, MULTIPLE = 1024, 16
@@ -144,6 +145,23 @@ def _chunks(facts: RuleContext) -> Iterator[str]:
         yield (
             f"pipeline.schedule {pipeline.schedule} runs two chunks per stage, there and back, not pipeline.chunks="
             f"{pipeline.chunks}: set pipeline.chunks=2, or pipeline.schedule=zb-interleaved"
+        )
+
+
+def _group(facts: RuleContext) -> Iterator[str]:
+    pipeline, pp = facts.config.pipeline, facts.config.mesh.pp
+    if pipeline.group is None:
+        return
+    if pipeline.schedule not in IN_GROUPS or pipeline.chunks == 1:
+        yield (
+            f"pipeline.group ({pipeline.group}) is of microbatches that go through several chunks in turn, and "
+            f"pipeline.schedule {pipeline.schedule} with pipeline.chunks={pipeline.chunks} has no such groups: set "
+            f"pipeline.group=null, or more chunks with pipeline.schedule={' or '.join(IN_GROUPS)}"
+        )
+    elif pipeline.group < pp:
+        yield (
+            f"pipeline.group ({pipeline.group}) microbatches come round before mesh.pp ({pp}) stages have had them: "
+            f"set pipeline.group={pp} or more, or null"
         )
 
 
@@ -866,7 +884,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
+    _world, _parts, _stages, _chunks, _group, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
     _labels, _mtp, _indexers, _choices, _mlp_chunk, _each_stage, _offload, _compressed_activations, _positions,
     _tokens, _context, _context_of_model, _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16,
     _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _grouped, _ramp, _batch_balance,

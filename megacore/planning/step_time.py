@@ -15,7 +15,7 @@ from megacore.devices import CPU_TFLOPS, PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
 from megacore.parallel.budgets import BLOCK
 from megacore.parallel.enum_errors import OVERLAPPED
-from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
+from megacore.parallel.pipeline.schedules import Cost, Costs, builder, simulate
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
@@ -373,19 +373,20 @@ def virtual_costs(setting: Setting, cluster: Cluster) -> Sequence[Cost]:
 
 def _simulated(setting: Setting, costs: Costs) -> float:
     """Return the seconds of all microbatches in a pipeline; of many, those of few and what a group of others takes."""
-    build, placement, m = SCHEDULES[setting.schedule], setting.layout.placement, setting.microbatches
-    stages, chunks = len(costs), len(costs[0])
+    placement, m = setting.layout.placement, setting.microbatches
+    build, stages, chunks = builder(setting.schedule, setting.group), len(costs), len(costs[0])
+    group = setting.group or stages
 
     def seconds(m: int) -> float:
         return simulate(build(stages, chunks, m), costs, placement).total
 
     if setting.order is not None:
         return simulate(setting.order, costs, placement).total
-    few = 5 * stages + m % stages
+    few = 5 * group + m % group
     if 2 * chunks * m <= PRECISE or m <= few:
         return seconds(m)
-    less, more = seconds(few - stages), seconds(few)
-    return more + (m - few) / stages * (more - less)
+    less, more = seconds(few - group), seconds(few)
+    return more + (m - few) / group * (more - less)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megacore.models.registry import configure
 from megacore.models.stages import default_layers, layout_of, source_apart, together
 from megacore.models.tuning import EVERYTHING, Tuning
 from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload, Recompute
-from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
+from megacore.parallel.pipeline.schedules import IN_GROUPS, SCHEDULES, Cost, simulate
 from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of
@@ -542,20 +542,33 @@ def test_one_microbatch_takes_the_same_time_however_layers_are_cut(layers: tuple
     assert working(made) == pytest.approx(working(whole) + 2 * hops * sent, rel=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "group"),
+    [("1f1b", 1, None), ("interleaved", 3, None), ("zb-interleaved", 2, 7), ("zb-v", 2, None)],
+)
 def test_many_microbatches_take_what_a_simulation_of_all_of_them_says(
-    schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, chunks: int, group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of some, and what a group of others takes: where stages and chunks are unequal too."""
     model = configure({"preset": "llama-3.1-8b"})
     layout = layout_of(model, MeshShape(pp=4), chunks, placement=placement_of(schedule))
-    base = Setting(model, layout, Widths.of("bf16"), 4096, 1, 1, schedule)
+    base = Setting(model, layout, Widths.of("bf16"), 4096, 1, 1, schedule, group=group)
     for microbatches in (96, 203):
         made, totals = replace(base, microbatches=microbatches), []
         for precise in (0, 1 << 20):
             monkeypatch.setattr("megacore.planning.step_time.PRECISE", precise)
             totals.append(estimate(made, H100).total)
         assert totals[0] == pytest.approx(totals[1], rel=5e-3) and totals[0] != totals[1]
+
+
+@pytest.mark.parametrize("schedule", IN_GROUPS)
+def test_larger_groups_are_held_longer(schedule: str) -> None:
+    """By (v - 1) chunks of microbatches for each one more; messages that take long have more time for it."""
+    small, large = (setting(SMALL, MeshShape(pp=2), 3, 12, schedule=schedule, group=group) for group in (None, 6))
+    for before, after in zip(memory(small), memory(large), strict=True):
+        assert after.in_flight == before.in_flight + 2 * (6 - 2) and after.peak > before.peak
+    slow = Cluster(replace(H100.device, link=2e6), H100.tflops)
+    assert estimate(large, slow).total < 0.99 * estimate(small, slow).total
 
 
 @pytest.mark.parametrize(("chunks", "microbatches"), [(1, 3), (1, 16), (2, 12)])
@@ -819,8 +832,10 @@ def test_fit_says_what_the_next_best_loses_and_of_which_peak_the_mfu_is(
         f"{longer:.1%} longer, above all for messages of tp ({more:+.3f} s); the MFU of {row.split()[1]} is of 989.4 "
         f"TFLOP/s, dense bf16 on the data sheet of H100."
     )
-    assert main([*arguments, "--json"]) == 0
+    grouped = ["pipeline.schedule=interleaved", "pipeline.chunks=2", "pipeline.group=3"]
+    assert main([*arguments, *grouped, "--json"]) == 0
     (first,) = json.loads(capsys.readouterr().out)
+    assert first["overrides"]["pipeline.group"] == "null"
     assert first["behind"] is None and first["time"]["peak"] == "989.4 TFLOP/s, dense bf16 on the data sheet of H100"
     for each in (fast, slow):
         assert sum(each.time.spent.values()) == pytest.approx(each.time.total)
