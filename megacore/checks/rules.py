@@ -19,7 +19,7 @@ from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.stages import source_apart, together
 from megacore.models.tuning import EVERYTHING
-from megacore.parallel.pipeline.schedules import IN_GROUPS
+from megacore.parallel.enum_errors import IN_GROUPS
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
 GROUPS, MULTIPLE = 1024, 16

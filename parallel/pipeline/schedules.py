@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from megacore.parallel.enum_errors import Placement
+from megacore.parallel.enum_errors import IN_GROUPS, Placement
 from megacore.parallel.virtual_stages import stage_of, virtual_stage
 
 Kind = Literal["F", "B", "I", "W"]
@@ -192,14 +192,6 @@ SCHEDULES: dict[str, Builder] = {
 }
 
 
-IN_GROUPS: dict[str, Callable[..., Schedule]] = {
-    "interleaved": interleaved,
-    "overlapped": overlapped,
-    "zb-interleaved": zb_interleaved,
-}
-"""The schedules whose microbatches go through all chunks group by group, of at most so many as one says."""
-
-
 def builder(name: str, group: int | None) -> Builder:
     """Return one of ``SCHEDULES``, with groups of at most so many microbatches. Raises ValueError: it has none."""
     if group is None:
@@ -208,7 +200,7 @@ def builder(name: str, group: int | None) -> Builder:
         raise ValueError(
             f"{name} has no groups of microbatches: leave out group={group}, or choose {', '.join(IN_GROUPS)}"
         )
-    return partial(IN_GROUPS[name], group=group)
+    return partial(SCHEDULES[name], group=group)  # type: ignore[call-arg]
 
 
 def ordered(order: Schedule) -> Builder:

@@ -24,8 +24,8 @@ from megacore.models.lora import Lora
 from megacore.models.registry import configure
 from megacore.models.stages import default_layers, layout_of, source_apart, together
 from megacore.models.tuning import EVERYTHING, Tuning
-from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload, Recompute
-from megacore.parallel.pipeline.schedules import IN_GROUPS, SCHEDULES, Cost, simulate
+from megacore.parallel.enum_errors import IN_GROUPS, SPLIT_BACKWARD, OptimizerOffload, Recompute
+from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
 from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 from megacore.parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, split_of

@@ -446,4 +446,4 @@ def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_pipeline_has_the_groups_of_its_recipe(recipe: str) -> None:
     made = trainer(recipe, ["pipeline.schedule=interleaved", "pipeline.chunks=2", "pipeline.group=3"])
-    assert made.train_step.pipeline.group == 3  # type: ignore[attr-defined]
+    assert made.train_step.pipeline.group == 3

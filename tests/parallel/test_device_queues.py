@@ -28,10 +28,11 @@ from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.baton import Baton
+from megacore.parallel.enum_errors import IN_GROUPS
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.run import Pipeline, _Run
-from megacore.parallel.pipeline.schedules import IN_GROUPS, SCHEDULES, Schedule
+from megacore.parallel.pipeline.schedules import SCHEDULES, Schedule
 from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 

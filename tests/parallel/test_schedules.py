@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_flight import in_flight, takes
 
-from megacore.parallel.enum_errors import OVERLAPPED, SPLIT_BACKWARD, V_SHAPED
+from megacore.parallel.enum_errors import IN_GROUPS, OVERLAPPED, SPLIT_BACKWARD, V_SHAPED
 from megacore.parallel.pipeline.schedules import (
-    IN_GROUPS,
     SCHEDULES,
     Action,
     B,
