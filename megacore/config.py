@@ -21,6 +21,7 @@ from megacore.models.lora import Lora
 from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
+    IN_GROUPS,
     OF_SCORES,
     OVERLAPPED,
     SPLIT_BACKWARD,
@@ -172,6 +173,11 @@ class PipelineConfig:
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed by themselves, not with input gradients."""
         return self.schedule in SPLIT_BACKWARD
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether microbatches go through several chunks group by group."""
+        return self.schedule in IN_GROUPS and self.chunks > 1
 
     @property
     def overlaps(self) -> bool:

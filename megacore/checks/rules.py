@@ -19,7 +19,6 @@ from megacore.models import lora, names
 from megacore.models.config import ModelConfig
 from megacore.models.stages import source_apart, together
 from megacore.models.tuning import EVERYTHING
-from megacore.parallel.enum_errors import IN_GROUPS
 from megacore.parallel.weights.layout import MeshShape, heads_problem, layers_problems, mesh_problems
 
 GROUPS, MULTIPLE = 1024, 16
@@ -152,11 +151,11 @@ def _group(facts: RuleContext) -> Iterator[str]:
     pipeline, pp = facts.config.pipeline, facts.config.mesh.pp
     if pipeline.group is None:
         return
-    if pipeline.schedule not in IN_GROUPS or pipeline.chunks == 1:
+    if not pipeline.in_groups:
         yield (
             f"pipeline.group ({pipeline.group}) is of microbatches that go through several chunks in turn, and "
             f"pipeline.schedule {pipeline.schedule} with pipeline.chunks={pipeline.chunks} has no such groups: set "
-            f"pipeline.group=null, or more chunks with pipeline.schedule={' or '.join(IN_GROUPS)}"
+            f"pipeline.group=null, or more chunks with pipeline.schedule=interleaved, overlapped or zb-interleaved"
         )
     elif pipeline.group < pp:
         yield (
