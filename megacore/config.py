@@ -21,6 +21,7 @@ from megacore.models.lora import Lora
 from megacore.models.tuning import Tuning
 from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import (
+    IN_GROUPS,
     OF_SCORES,
     OVERLAPPED,
     SPLIT_BACKWARD,
@@ -157,6 +158,10 @@ class PipelineConfig:
     chunks: Annotated[Int, COUNTED] = 1
     """Virtual stages of each rank, for `interleaved`, `overlapped` and `zb-interleaved` (and `gpipe`); `zb-v` and
     `dualpipe-v` have 2."""
+    group: Annotated[Int, COUNTED] | None = None
+    """The most microbatches that go through all chunks of a stage before the next ones do, pp or more, for
+    `interleaved`, `overlapped` and `zb-interleaved`: groups of more are held longer, and their messages have longer to
+    arrive. null takes pp, or as few more as leave none over; an `order` has its own."""
     order: str | None = None
     """The file of another order in which the actions of the schedule are run, for this recipe's sizes: `megacore
     schedule --search` makes it of times and memory (docs/pipelines.md)."""
@@ -168,6 +173,11 @@ class PipelineConfig:
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed by themselves, not with input gradients."""
         return self.schedule in SPLIT_BACKWARD
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether microbatches go through several chunks group by group."""
+        return self.schedule in IN_GROUPS and self.chunks > 1
 
     @property
     def overlaps(self) -> bool:

@@ -23,6 +23,8 @@ OVERLAPPED = frozenset({"overlapped", "dualpipe-v"})
 """The schedules whose forwards and backwards run two by two, so that one computes where the other waits for experts."""
 V_SHAPED = frozenset({"zb-v", "dualpipe-v"})
 """The schedules for which odd chunks run back through the stages."""
+IN_GROUPS = ("interleaved", "overlapped", "zb-interleaved")
+"""The schedules whose microbatches go through all chunks group by group, of at most so many as one says."""
 Placement = Literal["loop", "v"]
 """The way in which chunk after chunk goes through the stages: from the first one each time, or there and back."""
 OptimizerOffload = Literal["none", "host", "file"]

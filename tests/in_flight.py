@@ -11,9 +11,9 @@ def takes(name: str, chunks: int) -> bool:
     return chunks == 1 if name in ONE_CHUNK else chunks == 2 if name in V_SHAPED else True
 
 
-def in_flight(name: str, stages: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+def in_flight(name: str, stages: int, chunks: int, microbatches: int, group: int | None = None) -> tuple[int, ...]:
     """Of each stage; the numbers are reached. Where the backward is split, stage s is s weight gradients behind."""
-    total, groups = chunks * microbatches, max(1, microbatches // stages)
+    total, groups = chunks * microbatches, max(1, min(microbatches // stages, -(-microbatches // (group or stages))))
     largest = -(-microbatches // groups)
     if name == "gpipe":
         return (total,) * stages

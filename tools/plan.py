@@ -134,7 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
             setting_of(alone(config), configure(config.model, config.scores), 1, "cuda"), imbalance=arguments.imbalance
         )
         base, _ = with_documents(base, arguments.documents, config.data.seed)
-        _show_fit(fit(base, world, cluster, arguments.best), config, world, name, cluster, arguments.json)
+        found = fit(base, world, cluster, max(2, arguments.best))  # what the next best loses is told
+        _show_fit(found, arguments.best, config, world, name, cluster, arguments.json)
         return 0
     total, per_node = (each and each * 1e9 for each in (arguments.storage, arguments.storage_per_node))
     beside = (total, per_node), arguments.imbalance, arguments.documents, arguments.mtbf and arguments.mtbf * DAY_S
@@ -190,6 +191,7 @@ def show(plan: Plan, name: str) -> str:
         _beside(plan.overheads),
         _survival(plan.survival),
         (f"Warning: {each}" for each in plan.warnings()),
+        (plan.in_a_sentence,),
     )
     return "\n\n".join(text for section in sections if (text := "\n".join(section)))
 
@@ -395,7 +397,7 @@ def _mb(size: float) -> str:
 
 
 def _show_fit(
-    candidates: Sequence[Candidate], config: Config, world: int, name: str, cluster: Cluster, as_json: bool
+    candidates: Sequence[Candidate], best: int, config: Config, world: int, name: str, cluster: Cluster, as_json: bool
 ) -> None:
     if as_json:
         data = [
@@ -403,8 +405,9 @@ def _show_fit(
                 "overrides": overrides(each, config),
                 "memory": [asdict(m) | {"peak": m.peak} for m in each.memory],
                 "time": each.time.as_data(cluster),
+                "behind": each.time.behind(candidates[0].time) if each is not candidates[0] else None,
             }
-            for each in candidates
+            for each in candidates[:best]
         ]
         say_data(data, indent=2)
         return
@@ -420,6 +423,23 @@ def _show_fit(
             *(each.time.total, each.time.tflops_per_device / cluster.tflops, each.fullest.peak / 1e9),
             " ".join(f"{key}={value}" for key, value in overrides(each, config).items()),
         )
-        for each in candidates
+        for each in candidates[:best]
     ]
     say(table({"s": ",.2f", "MFU": ".1%", "GB": ",.2f", "overrides": ""}, rows))
+    say(_why(candidates, config, cluster))
+
+
+def _why(candidates: Sequence[Candidate], config: Config, cluster: Cluster) -> str:
+    """Return why the first one, what the next best loses, and of which peak the MFU is."""
+    found, *others = candidates
+    own = overrides(found, config)
+    sizes = " ".join(f"{key}={own[f'mesh.{key}']}" for key in ("tp", "pp", "dp", "cp", "ep") if f"mesh.{key}" in own)
+    next_best = "no other was found"
+    if others:
+        keys = {key: value for key, value in overrides(others[0], config).items() if value != own.get(key)}
+        spelled_out = " ".join(f"{key}={value}" for key, value in keys.items())
+        next_best = f"the next best, with {spelled_out}, {others[0].time.behind(found.time)}"
+    return (
+        f"{sizes} is estimated the fastest that fits: {next_best}; the MFU of "
+        f"{found.time.tflops_per_device / cluster.tflops:.1%} is of {cluster.peak}."
+    )

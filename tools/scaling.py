@@ -71,21 +71,21 @@ def _rows(plans: Sequence[Plan]) -> Iterator[tuple[str, ...]]:
     batch = _other(plans, "microbatches"), _other(plans, "tokens of a microbatch")
     yield "ms", *(f"{1e3 * time.total:,.1f}" for time in times), ""
     yield "MFU", *(f"{x.time.tflops_per_device / x.cluster.tflops:.1%}" for x in plans), ""
-    parts = {
-        "products": ([time.compute for time in times], batch),
-        "recomputation": ([time.recompute for time in times], batch),
-        "bubble": ([time.bubble for time in times], batch[:1]),
-        "messages of tp": ([time.tensor for time in times], (_groups(plans, "tp"), *batch)),
-        "messages of ep": ([time.experts for time in times], (_groups(plans, "ep"), *batch)),
-        "messages of cp": ([time.context for time in times], (_groups(plans, "cp"), *batch)),
-        "messages of dp": ([time.data for time in times], (_groups(plans, "dp"), *batch[:1])),
-        "offload": ([time.offload for time in times], ()),
-        "optimizer": ([time.optimizer for time in times], (_groups(plans, "dp"),)),
+    reasons = {
+        "products": batch,
+        "recomputation": batch,
+        "bubble": batch[:1],
+        "messages of tp": (_groups(plans, "tp"), *batch),
+        "messages of ep": (_groups(plans, "ep"), *batch),
+        "messages of cp": (_groups(plans, "cp"), *batch),
+        "messages of dp": (_groups(plans, "dp"), *batch[:1]),
+        "optimizer": (_groups(plans, "dp"),),
     }
-    for part, (seconds, reasons) in parts.items():
+    for part in times[0].spent:
+        seconds = [time.spent[part] for time in times]
         if any(seconds):
             shown = (f"{1e3 * each:,.1f} ({each / time.total:.0%})" for each, time in zip(seconds, times, strict=True))
-            yield part, *shown, "; ".join(filter(None, reasons))
+            yield part, *shown, "; ".join(filter(None, reasons.get(part, ())))
     yield "GB at the peak", *(f"{each.fullest.peak / 1e9:,.2f}" for each in plans), ""
 
 

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Kind, Schedule, Timeline, draw, simulate
+from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Kind, Schedule, Timeline, builder, draw, simulate
 from megacore.parallel.virtual_stages import placement_of
 from megacore.pictures import FORMATS, pyplot, save
 from megacore.say import err, say
@@ -35,6 +35,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--stages", type=count, metavar="P", help="pipeline stages")
     parser.add_argument("--microbatches", type=count, metavar="M", help="of a step")
     parser.add_argument("--chunks", type=count, default=1, metavar="V", help="of each stage (1)")
+    parser.add_argument(
+        "--group", type=count, metavar="G", help="microbatches at most that take all chunks in turn (P)"
+    )
     parser.add_argument(
         "--times",
         type=_times,
@@ -62,8 +65,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if (arguments.search is None) != (arguments.to is None):
         raise ValueError("--search RECIPE and --to FILE go together: give both")
     if arguments.search is not None:
-        if arguments.stages or arguments.microbatches or arguments.picture:
-            raise ValueError("--search has the sizes of its recipe: leave out --stages, --microbatches and --picture")
+        if arguments.stages or arguments.microbatches or arguments.group or arguments.picture:
+            raise ValueError(
+                "--search has the sizes of its recipe: leave out --stages, --microbatches, --group and --picture"
+            )
         schedule_search.run(arguments)
         return 0
     if arguments.trace is not None:
@@ -76,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
     made, refused = dict[str, Schedule](), list[str]()
     for name in arguments.names or SCHEDULES:
         try:
-            made[name] = SCHEDULES[name](stages, chunks, microbatches)
+            made[name] = builder(name, arguments.group)(stages, chunks, microbatches)
         except ValueError as error:
             refused.append(str(error))
     if arguments.names and refused:
@@ -101,8 +106,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     """Say what became of the schedule of a traced step."""
-    if arguments.names or arguments.stages or arguments.microbatches:
-        raise ValueError("--trace has its own schedule: leave out names, --stages and --microbatches")
+    if arguments.names or arguments.stages or arguments.microbatches or arguments.group:
+        raise ValueError("--trace has its own schedule: leave out names, --stages, --microbatches and --group")
     traced = read_trace(arguments.trace)
     found = ComparedSchedule.last(traced)
     planned, real = found.planned, found.real

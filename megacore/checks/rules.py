@@ -147,6 +147,23 @@ def _chunks(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _group(facts: RuleContext) -> Iterator[str]:
+    pipeline, pp = facts.config.pipeline, facts.config.mesh.pp
+    if pipeline.group is None:
+        return
+    if not pipeline.in_groups:
+        yield (
+            f"pipeline.group ({pipeline.group}) is of microbatches that go through several chunks in turn, and "
+            f"pipeline.schedule {pipeline.schedule} with pipeline.chunks={pipeline.chunks} has no such groups: set "
+            f"pipeline.group=null, or more chunks with pipeline.schedule=interleaved, overlapped or zb-interleaved"
+        )
+    elif pipeline.group < pp:
+        yield (
+            f"pipeline.group ({pipeline.group}) microbatches come round before mesh.pp ({pp}) stages have had them: "
+            f"set pipeline.group={pp} or more, or null"
+        )
+
+
 def _split_backward(facts: RuleContext) -> Iterator[str]:
     config, schedule = facts.config, facts.config.pipeline.schedule
     if not config.pipeline.splits_backward:
@@ -866,7 +883,7 @@ def _export(facts: RuleContext) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
-    _world, _parts, _stages, _chunks, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
+    _world, _parts, _stages, _chunks, _group, _split_backward, _order, _overlapped, _loss_chunk, _own_loss, _preference,
     _labels, _mtp, _indexers, _choices, _mlp_chunk, _each_stage, _offload, _compressed_activations, _positions,
     _tokens, _context, _context_of_model, _corpora, _keys, _shards, _sync, _compression, _lengths, _device, _fp16,
     _moments, _muon, _ema, _fp8, _async_tp, _held_out, _tuning, _balances, _experts, _grouped, _ramp, _batch_balance,

@@ -207,6 +207,13 @@ def _layers_of_chunk(value: Any, config: ForeignConfig) -> Verdict:
     return _chunks(layers // (stages * value), config)
 
 
+def _group(value: Any, config: ForeignConfig) -> Verdict:
+    virtual = ("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank")
+    if all(config.given.get(each) is None for each in virtual):
+        return Verdict(remark="one chunk of layers a stage: nothing to group")
+    return Verdict({"pipeline.group": value}, "at most so many, as even as can be; theirs leave a smaller one for last")
+
+
 def _recompute(value: Any, config: ForeignConfig) -> Verdict:
     remark = "other parts of a block than theirs; numbers are the same" if value == "selective" else ""
     return Verdict({"memory.recompute": value}, remark)
@@ -291,6 +298,7 @@ _RULES: dict[str, Rule] = {
     "cp-comm-type": to("context.exchange", {"p2p": "ring", "all_gather": "gather", "a2a": "heads"}),
     "num-layers-per-virtual-pipeline-stage": _layers_of_chunk,
     "num-virtual-stages-per-pipeline-rank": _chunks,
+    "microbatch-group-size-per-virtual-pipeline-stage": _group,
     "sequence-parallel": without("tokens are always split over tp between layers"),
     "use-distributed-optimizer": where({True: {"zero.shard": "optimizer"}}, "is a flag"),
     "data-parallel-sharding-strategy": to(

@@ -24,7 +24,7 @@ from megacore.resources import gpus, memory_of_gpus
 KEYS = (
     *(f"mesh.{dim}" for dim in ("pp", "dp", "cp", "ep", "tp", "etp")),
     *(f"context.{key}" for key in ("exchange", "balance", "heads")),
-    *(f"pipeline.{key}" for key in ("schedule", "order", "chunks", "layers_per_stage")),
+    *(f"pipeline.{key}" for key in ("schedule", "order", "chunks", "group", "layers_per_stage")),
     *("zero.shard", "zero.replicas", "batch.micro_size"),
     *(f"memory.{key}" for key in ("recompute", "offload_activations", "mlp_chunk")),
 )
@@ -106,10 +106,10 @@ def _planned(config: Config, model: ModelConfig, world: int, processes: int) -> 
 
 def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
     """Return what makes a candidate of a recipe; one without cp takes back what the recipe says of its context, and all
-    the order of its pipeline."""
+    the order and the groups of its pipeline."""
     plain = ContextConfig()
     asked = {f"context.{key}": value for key, value in vars(plain).items()} if config.context != plain else {}
-    order = {} if config.pipeline.order is None else {"pipeline.order": "null"}
+    order = {f"pipeline.{key}": "null" for key in ("order", "group") if getattr(config.pipeline, key) is not None}
     offload = {"memory.offload_activations": spelled(each.setting.offload_activations)}
     return {**asked, **order, **each.overrides, **(offload if config.memory.offload_activations else {})}
 

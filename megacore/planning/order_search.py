@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megacore.parallel.enum_errors import SPLIT_BACKWARD
-from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, Schedule, Timeline, simulate
+from megacore.parallel.pipeline.schedules import Cost, Costs, Schedule, Timeline, builder, simulate
 from megacore.parallel.pipeline.search import search
 from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.planning.peak_memory import memory
@@ -36,7 +36,8 @@ class OrderedPipeline:
     @classmethod
     def of(cls, setting: Setting, costs: Costs) -> OrderedPipeline:
         layout = setting.layout
-        schedule = setting.order or SCHEDULES[setting.schedule](layout.mesh.pp, layout.chunks, setting.microbatches)
+        build = builder(setting.schedule, setting.group)
+        schedule = setting.order or build(layout.mesh.pp, layout.chunks, setting.microbatches)
         timeline = simulate(schedule, costs, layout.placement)
         return cls(setting, schedule, timeline, tuple(each.peak for each in memory(setting)))
 

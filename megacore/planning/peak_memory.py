@@ -10,7 +10,7 @@ from operator import ge
 from typing import NamedTuple
 
 from megacore.parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
-from megacore.parallel.pipeline.schedules import SCHEDULES, Schedule
+from megacore.parallel.pipeline.schedules import Schedule, builder
 from megacore.parallel.virtual_stages import stage_of
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.setting import SHARDS, Setting
@@ -99,13 +99,16 @@ def _flying(setting: Setting) -> tuple[frozenset[Crowd], ...]:
     """Return the crowds of each stage of a run."""
     if setting.order is not None:
         return crowds_of(setting.order)
-    return crowds(setting.schedule, setting.layout.mesh.pp, setting.layout.chunks, setting.microbatches)
+    layout = setting.layout
+    return crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches, setting.group)
 
 
 @cache
-def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[frozenset[Crowd], ...]:
+def crowds(
+    schedule: str, stages: int, chunks: int, microbatches: int, group: int | None = None
+) -> tuple[frozenset[Crowd], ...]:
     """Return the crowds of each stage, but for those of which another covers."""
-    return crowds_of(SCHEDULES[schedule](stages, chunks, microbatches))
+    return crowds_of(builder(schedule, group)(stages, chunks, microbatches))
 
 
 @lru_cache(maxsize=16)

@@ -42,6 +42,7 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         blank=computed - config.batch.global_size,
         schedule=config.pipeline.schedule,
         order=order_of(config, world),
+        group=config.pipeline.group,
         shard=config.zero.shard,
         replicas=config.zero.replicas * config.sync.replicas_of(mesh.dp),
         compress=config.zero.compress,
@@ -73,7 +74,7 @@ def alone(config: Config) -> Config:
         sync=SyncConfig(),
         context=ContextConfig(),
         mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
-        pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, order=None, layers_per_stage=None),
+        pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, group=None, order=None, layers_per_stage=None),
         batch=replace(config.batch, micro_size=1),
         memory=replace(config.memory, recompute="none", offload_activations=offload),
     )

@@ -186,6 +186,18 @@ class Plan:
         """The most bytes of host memory that a rank takes."""
         return max(each.host for each in self.memory)
 
+    @property
+    def in_a_sentence(self) -> str:
+        """Of which peak the MFU is, and what most of a step is spent on."""
+        time, spent = self.time, dict(self.time.spent)
+        products = spent.pop("products") / time.total
+        most = max(spent, key=lambda each: spent[each])
+        mfu = time.tflops_per_device / self.cluster.tflops
+        return (
+            f"The MFU of {mfu:.1%} is of {self.cluster.peak}: {products:.0%} of a step are products, and of the rest "
+            f"most is {most} ({spent[most] / time.total:.0%})."
+        )
+
     def warnings(self) -> Iterator[str]:
         share = self.cluster.device.host_memory / 1e9
         if self.host > self.cluster.host_room:
@@ -233,6 +245,7 @@ class Plan:
             "beside": asdict(self.overheads),
             "survival": asdict(self.survival),
             "warnings": list(self.warnings()),
+            "in_a_sentence": self.in_a_sentence,
         }
 
 

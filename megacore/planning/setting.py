@@ -211,6 +211,7 @@ class Setting:
         fp8: Whether linears multiply in fp8.
         recompute, offload_activations: One of all stages, or of each.
         order: The actions of each stage, where that is not the schedule's own order of them.
+        group: The most microbatches of a group of the schedule, where a recipe says how many.
         alone: The replicas that take steps alone, parts of dp.
         round_steps: The steps that these take before they are brought together; 0: there are none.
         muon_steps: Steps of Newton and Schulz that update matrices as wholes; 0: none are.
@@ -246,6 +247,7 @@ class Setting:
     compress: Compression = "none"
     fp8: bool = False
     order: Schedule | None = None
+    group: int | None = None
     alone: int = 1
     round_steps: int = 0
     tower: int = 0

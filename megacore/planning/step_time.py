@@ -11,11 +11,11 @@ from functools import lru_cache, reduce
 import numpy as np
 import numpy.typing as npt
 
-from megacore.devices import PEAK_TFLOPS, Device
+from megacore.devices import CPU_TFLOPS, PEAK_TFLOPS, Device
 from megacore.models.config import flops_per_token
 from megacore.parallel.budgets import BLOCK
 from megacore.parallel.enum_errors import OVERLAPPED
-from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Costs, simulate
+from megacore.parallel.pipeline.schedules import Cost, Costs, builder, simulate
 from megacore.parallel.weights.layout import MeshShape
 from megacore.planning import efficiency
 from megacore.planning.activations import ActivationMemory
@@ -64,6 +64,14 @@ class Cluster:
     def wide_tflops(self) -> float:
         """The speed of what is never in fp8: the attention and the head."""
         return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])
+
+    @property
+    def peak(self) -> str:
+        """The speed of which a MFU is a share, and where it is from."""
+        bf16, fp32 = PEAK_TFLOPS[self.device.peak]
+        kind = {bf16: "dense bf16", fp32: "fp32 without TF32", self.device.fp8: "dense fp8"}.get(self.tflops)
+        assumed = "a round number for CPUs" if self.tflops == CPU_TFLOPS else "as given"
+        return f"{self.tflops:,.1f} TFLOP/s, {f'{kind} on the data sheet of {self.device.peak}' if kind else assumed}"
 
     @property
     def narrow(self) -> bool:
@@ -204,12 +212,34 @@ class Estimate:
         """The TFLOP/s of the model's own operations, recomputation not counted."""
         return self.model_tflop / self.total
 
-    def as_data(self, cluster: Cluster) -> Mapping[str, float]:
+    @property
+    def spent(self) -> Mapping[str, float]:
+        """{what a step is spent on: its seconds}, which add up to it."""
+        return {
+            "products": self.compute,
+            "recomputation": self.recompute,
+            "bubble": self.bubble,
+            "messages of tp": self.tensor,
+            "messages of ep": self.experts,
+            "messages of cp": self.context,
+            "messages of dp": self.data,
+            "offload": self.offload,
+            "optimizer": self.optimizer,
+        }
+
+    def behind(self, faster: Estimate) -> str:
+        """Return how much longer this takes than a step that is no slower, and what most of it is spent on."""
+        more = {what: seconds - faster.spent[what] for what, seconds in self.spent.items()}
+        what = max(more, key=lambda each: more[each])
+        return f"takes {self.total / faster.total - 1:.1%} longer, above all for {what} ({more[what]:+,.3f} s)"
+
+    def as_data(self, cluster: Cluster) -> Mapping[str, object]:
         return asdict(self) | {
             "total": self.total,
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_device": self.tflops_per_device,
             "mfu": self.tflops_per_device / cluster.tflops,
+            "peak": cluster.peak,
         }
 
 
@@ -343,19 +373,20 @@ def virtual_costs(setting: Setting, cluster: Cluster) -> Sequence[Cost]:
 
 def _simulated(setting: Setting, costs: Costs) -> float:
     """Return the seconds of all microbatches in a pipeline; of many, those of few and what a group of others takes."""
-    build, placement, m = SCHEDULES[setting.schedule], setting.layout.placement, setting.microbatches
-    stages, chunks = len(costs), len(costs[0])
+    placement, m = setting.layout.placement, setting.microbatches
+    build, stages, chunks = builder(setting.schedule, setting.group), len(costs), len(costs[0])
+    group = setting.group or stages
 
     def seconds(m: int) -> float:
         return simulate(build(stages, chunks, m), costs, placement).total
 
     if setting.order is not None:
         return simulate(setting.order, costs, placement).total
-    few = 5 * stages + m % stages
+    few = 5 * group + m % group
     if 2 * chunks * m <= PRECISE or m <= few:
         return seconds(m)
-    less, more = seconds(few - stages), seconds(few)
-    return more + (m - few) / stages * (more - less)
+    less, more = seconds(few - group), seconds(few)
+    return more + (m - few) / group * (more - less)
 
 
 @dataclass(frozen=True)

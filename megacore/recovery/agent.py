@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server import RunResult, SimpleElasticAgent
 
 from megacore import exits, rank
 from megacore.background import unnamed_main
+from megacore.gpus import GpuErrors
 from megacore.incidents import Action, Incident, IncidentWriter, Kind
 from megacore.launcher.node import Job
 from megacore.launcher.signals import ENDS
@@ -37,7 +38,6 @@ from megacore.outcome import PAUSE, RankOutcome, rank_file
 from megacore.places import listed
 from megacore.recipe import ConfigError
 from megacore.recovery.beats import read
-from megacore.recovery.gpus import GpuErrors
 from megacore.recovery.hang_report import HangReport
 from megacore.recovery.rendezvous import OneNode, RunEndedError
 from megacore.say import brief, err

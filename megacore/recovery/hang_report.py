@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from megacore.background import Result, in_background
+from megacore.gpus import gpu_in_words
 from megacore.incidents import Incident
 from megacore.outcome import rank_file
 from megacore.parallel.weights.layout import MeshShape
@@ -28,7 +29,6 @@ from megacore.places import along, listed, place
 from megacore.recovery import flight_recorder
 from megacore.recovery.beats import UNBORN, UPDATED, Place, Reading, done_at, read
 from megacore.recovery.flight_recorder import RECEIVE, SEND, GroupLog
-from megacore.recovery.gpus import gpu_in_words
 from megacore.recovery.standing import Witness, doing, judge, where
 from megacore.recovery.stragglers import Stragglers
 from megacore.say import err

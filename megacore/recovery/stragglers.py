@@ -13,10 +13,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from megacore.gpus import gpu_in_words
 from megacore.incidents import Incident
 from megacore.parallel.weights.layout import MeshShape
 from megacore.recovery.beats import Phase, Reading
-from megacore.recovery.gpus import gpu_in_words
 
 CAUSES: Mapping[Phase, str] = {
     "data": "data",

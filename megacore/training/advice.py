@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megacore.config import Config
-from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Schedule, simulate
+from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, Schedule, builder, simulate
 from megacore.parallel.virtual_stages import of_stage, placement_of
 from megacore.training.diagnosis import EVALUATE, PRODUCTS, RECOMPUTATION, SAVE, WAITING, StepSplit, axes_of
 from megacore.training.planned_parts import StepPlan
@@ -104,7 +104,8 @@ def _of_pipelines(step: TracedStep, config: Config, found: StepSplit, plan: Step
         two = gain(SCHEDULES["interleaved"](stages, 2, microbatches), lambda _, x: [_scaled(x, 0.5)] * 2)
         yield Advice("pipeline.schedule=interleaved pipeline.chunks=2", two)
     if m % 2 == 0:
-        smaller = gain(SCHEDULES[name](stages, chunks, 2 * microbatches), lambda _, x: [_scaled(x, 0.5)])
+        build = builder(name, config.pipeline.group)
+        smaller = gain(build(stages, chunks, 2 * microbatches), lambda _, x: [_scaled(x, 0.5)])
         yield Advice(f"batch.micro_size={m // 2}", smaller)
     layers = [len(plan.setting.layout.chunk_layers(stage, 0)) for stage in range(stages)] if plan else []
     if chunks == 1 and layers and all(layers):

@@ -96,7 +96,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     loss = () if config.preference is None else (TOLD,)
     loss = (2,) if config.mtp_factor(schema) else loss  # of the next token, and of those further on
     dtype, schedule = DTYPES[config.train.precision], config.pipeline.schedule
-    pipeline = Pipeline(own, model.chunks, dtype, schedule, gradients, loss, setup.order)
+    pipeline = Pipeline(own, model.chunks, dtype, schedule, gradients, loss, setup.order, config.pipeline.group)
     parts = pipeline, gradients, optimizer, _scaling(config), model.balance, model.alignment
     step = TrainStep(own, *parts, replicas=mesh if own is not mesh else None)
     step.scaler.load(start.progress.scaler)

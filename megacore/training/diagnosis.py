@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from statistics import fmean, median
 from typing import NamedTuple
 
 from megacore.config import Config
+from megacore.gpus import SLOWED
 from megacore.parallel.pipeline.schedules import RECEIVE, SEND, Action, Cost, Kind, dependencies, simulate
 from megacore.parallel.recorder import RECOMPUTE
 from megacore.parallel.virtual_stages import placement_of
@@ -161,6 +162,7 @@ class _Split:
         about = {name: self._about(name, ranks) for name, ranks in counts.items() if name != PRODUCTS}
         about |= {BUBBLE: f"of {self.step.schedule}, with stages that are all alike", WAITING: self._culprit[0]}
         about |= {QUEUED: "for cores that others had"}
+        about |= {PRODUCTS: slowed} if (slowed := self._slowed(range(self.mesh.world))) else {}
         return {**seconds, BUBBLE: even, WAITING: (pooled + waited) * unit - even}, about
 
     def _about(self, name: str, ranks: Counter[int]) -> str:
@@ -178,6 +180,14 @@ class _Split:
         """Return the rank that most of a part is due to, if there is one."""
         ((rank, count),) = ranks.most_common(1)
         return f"due to rank {rank}" if self.mesh.world > 2 and count > _MOSTLY * ranks.total() else ""
+
+    def _slowed(self, ranks: Iterable[int]) -> str:
+        """Return the first of some ranks whose GPU something slowed down, with its clock, and how many more there
+        are."""
+        there = dict(enumerate(self.step.gpus))
+        found = [(rank, there[rank]) for rank in ranks if SLOWED in there.get(rank, "")]
+        others = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        return "rank {}: {}".format(*found[0]) + others if found else ""
 
     @cached_property
     def compared(self) -> list[ComparedSchedule]:
@@ -220,6 +230,7 @@ class _Split:
         about = f"for {whose}, whose actions take {here / there:.2f} times the others'"
         if (queued := fmean(self.work[rank].queued for rank in own)) > (1 - _ALIKE) * here:
             about += f"; others had the core for {queued / here:.0%} of them"
+        about = "; ".join(filter(None, (about, self._slowed(own))))
         # A rank can be as fast as those that do the same; what stages and experts do is only shared out otherwise.
         even = there if whose == f"rank {slow}" else fmean(busy[rank] for rank in (*own, *others))
         return about, here - even

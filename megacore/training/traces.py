@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megacore.parallel.pipeline.schedules import Kind
 from megacore.parallel.weights.layout import MeshShape
+from megacore.say import brief
 from megacore.store.io.strict_json import StoreError, parse_json, short
 from megacore.store.tensor_files.publish import replace_file
 
@@ -61,7 +62,7 @@ class TracedStep:
     """A step as its ranks have recorded it. ``errors``: the most seconds that the clock of each rank may be off that of
     rank 0; ``ranks``: of each rank, the intervals of each of its tracks: of its host, and on GPUs of its device;
     ``per_node``: the successive ranks that share a node; 0 for all of them; ``device``: what the driver calls the
-    device of rank 0."""
+    device of rank 0; ``gpus``: of each rank, its GPU's clock at the end and what holds it down, where NVML says."""
 
     step: int
     mesh: MeshShape
@@ -70,6 +71,7 @@ class TracedStep:
     ranks: tuple[Mapping[str, tuple[TracedInterval, ...]], ...]
     per_node: int = 0
     device: str = CPU
+    gpus: tuple[str, ...] = ()
 
     def of(self, rank: int) -> tuple[TracedInterval, ...]:
         """Return what a rank has done: on its device, if it has one."""
@@ -105,6 +107,7 @@ def write_trace(folder: Path, traced: TracedStep) -> Path:
         "clock_error_us": [round(error * 1e6, 1) for error in traced.errors],
         "ranks_of_a_node": traced.per_node,
         "device": traced.device,
+        "gpus": traced.gpus if any(traced.gpus) else [],
     }
     document = {"traceEvents": [*_events(traced)], "displayTimeUnit": "ms", "otherData": other}
     replace_file(path, json.dumps(document, separators=(",", ":")).encode())
@@ -175,7 +178,10 @@ def read_trace(path: Path) -> TracedStep:
         if not all(each.get("host") for each in rows):
             raise StoreError(f"{path}: a rank has recorded nothing")
         per_node, device = max(0, int(other.get("ranks_of_a_node", 0))), str(other.get("device", CPU))
-        return TracedStep(int(other["step"]), mesh, str(other["schedule"]), errors, rows, per_node, device)
+        gpus = tuple(brief(each) if each else "" for each in other.get("gpus", ()))
+        if len(gpus) not in (0, mesh.world):
+            raise ValueError(f"its mesh has {mesh.world} ranks, and it has the GPUs of {len(gpus)}")
+        return TracedStep(int(other["step"]), mesh, str(other["schedule"]), errors, rows, per_node, device, gpus)
     except StoreError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

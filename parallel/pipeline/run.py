@@ -28,6 +28,7 @@ from megacore.parallel.pipeline.schedules import (
     Message,
     Request,
     Schedule,
+    builder,
     forward_only,
     ordered,
     requests,
@@ -155,9 +156,10 @@ class Pipeline:
         gradients: Lets weight gradients wait; needed by schedules whose backward is split.
         loss: The shape of the loss.
         order: The actions of each stage, in place of the schedule's own order of them.
+        group: The most microbatches that go through all chunks before the next ones do; None for as few as can be.
 
     Raises:
-        ValueError: there is no such schedule, or nobody to let weight gradients wait.
+        ValueError: there is no such schedule, or nobody to let weight gradients wait; or it has no such groups.
     """
 
     mesh: Mesh
@@ -167,13 +169,14 @@ class Pipeline:
     gradients: WeightGradients | None = None
     loss: tuple[int, ...] = ()
     order: Schedule | None = None
+    group: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
         if self.schedule in SPLIT_BACKWARD and self.gradients is None:
             raise ValueError(f"schedule {self.schedule} splits the backward: give the `gradients` that wait")
         self.placement = placement_of(self.schedule)
-        self._build = SCHEDULES[self.schedule] if self.order is None else ordered(self.order)
+        self._build = builder(self.schedule, self.group) if self.order is None else ordered(self.order)
         self.on: Any = torch.get_device_module(self.mesh.device)
         self.receiving = self.on.Stream()
 

@@ -9,10 +9,11 @@ so gradients are summed in the same order whichever schedule is chosen.
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from megacore.parallel.enum_errors import Placement
+from megacore.parallel.enum_errors import IN_GROUPS, Placement
 from megacore.parallel.virtual_stages import stage_of, virtual_stage
 
 Kind = Literal["F", "B", "I", "W"]
@@ -96,19 +97,20 @@ def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Schedule:
     return interleaved(stages, chunks, microbatches)
 
 
-def interleaved(stages: int, chunks: int, microbatches: int) -> Schedule:
+def interleaved(stages: int, chunks: int, microbatches: int, group: int | None = None) -> Schedule:
     """Return interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473) for any number of microbatches.
 
     The stages take the microbatches in groups; a group goes through all chunks before the next one starts. A group
     smaller than ``stages`` would leave stages waiting for the group to come round (and can even deadlock a 1F1B order),
     so the microbatches are spread over microbatches // stages groups that differ by at most one: exactly ``stages``
     each when that divides, and never fewer unless there are fewer in all. The bubble is then (stages - 1) / (chunks *
-    microbatches) from ``stages`` microbatches on, divisible or not.
+    microbatches) from ``stages`` microbatches on, divisible or not. With larger groups, of at most ``group``, a message
+    has more time until it is used, and a stage holds (chunks - 1) microbatches more for each one more of a group.
     """
-    return _in_groups(stages, chunks, microbatches, _warmups(stages, chunks, microbatches))
+    return _in_groups(stages, chunks, microbatches, _warmups(stages, chunks, microbatches, group), group)
 
 
-def overlapped(stages: int, chunks: int, microbatches: int) -> Schedule:
+def overlapped(stages: int, chunks: int, microbatches: int, group: int | None = None) -> Schedule:
     """Return interleaved 1F1B whose forwards and backwards run two by two, each pair of different microbatches: where
     one waits for messages of experts, the other computes (as in DualPipe, DeepSeek-AI 2024, arXiv 2412.19437).
 
@@ -116,10 +118,10 @@ def overlapped(stages: int, chunks: int, microbatches: int) -> Schedule:
     a backward is never paired with what it waits for: stage s keeps one microbatch of a chunk more than in
     ``interleaved``, and of one chunk stages - s more than in ``1f1b``. The bubble is theirs.
     """
-    warmups = _warmups(stages, chunks, microbatches, ahead=1)
+    warmups = _warmups(stages, chunks, microbatches, group, ahead=1)
     return tuple(
         tuple(replace(action, beside=action.kind == "F" and at >= warmup) for at, action in enumerate(row))
-        for row, warmup in zip(_in_groups(stages, chunks, microbatches, warmups), warmups, strict=True)
+        for row, warmup in zip(_in_groups(stages, chunks, microbatches, warmups, group), warmups, strict=True)
     )
 
 
@@ -141,13 +143,14 @@ def zb_h1(stages: int, chunks: int, microbatches: int) -> Schedule:
     return zb_interleaved(stages, chunks, microbatches)
 
 
-def zb_interleaved(stages: int, chunks: int, microbatches: int) -> Schedule:
+def zb_interleaved(stages: int, chunks: int, microbatches: int, group: int | None = None) -> Schedule:
     """Return interleaved 1F1B whose backward is split: stage s is s chunks behind with weight gradients.
 
     No stage holds more than the first one of ``interleaved`` does. Bubble (stages - 1) / (3 chunks * microbatches) from
     ``stages`` microbatches on, where input and weight gradients take as long as a forward.
     """
-    return tuple(_weights_behind(row, stage) for stage, row in enumerate(interleaved(stages, chunks, microbatches)))
+    whole = interleaved(stages, chunks, microbatches, group)
+    return tuple(_weights_behind(row, stage) for stage, row in enumerate(whole))
 
 
 def zb_v(stages: int, chunks: int, microbatches: int) -> Schedule:
@@ -176,7 +179,8 @@ def dualpipe_v(stages: int, chunks: int, microbatches: int) -> Schedule:
     return tuple(_in_pairs(stages, stage, microbatches) for stage in range(stages))
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+Builder = Callable[[int, int, int], Schedule]
+SCHEDULES: dict[str, Builder] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -188,7 +192,18 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 
 
-def ordered(order: Schedule) -> Callable[[int, int, int], Schedule]:
+def builder(name: str, group: int | None) -> Builder:
+    """Return one of ``SCHEDULES``, with groups of at most so many microbatches. Raises ValueError: it has none."""
+    if group is None:
+        return SCHEDULES[name]
+    if name not in IN_GROUPS:
+        raise ValueError(
+            f"{name} has no groups of microbatches: leave out group={group}, or choose {', '.join(IN_GROUPS)}"
+        )
+    return partial(SCHEDULES[name], group=group)  # type: ignore[call-arg]
+
+
+def ordered(order: Schedule) -> Builder:
     """Return what gives a schedule in place of one of ``SCHEDULES``, for its own sizes alone."""
 
     def build(stages: int, chunks: int, microbatches: int) -> Schedule:
@@ -289,9 +304,9 @@ def _weights_behind(row: tuple[Action, ...], behind: int) -> tuple[Action, ...]:
     return (*split, *waiting)
 
 
-def _in_groups(stages: int, chunks: int, microbatches: int, warmups: list[int]) -> Schedule:
+def _in_groups(stages: int, chunks: int, microbatches: int, warmups: list[int], group: int | None) -> Schedule:
     """Return 1F1B whose stages start with so many forwards; microbatches go through all chunks group by group."""
-    groups = _groups(stages, microbatches)
+    groups = _groups(stages, microbatches, group)
     forwards = [F(chunk, m) for group in groups for chunk in range(chunks) for m in group]
     backwards = [B(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
     return tuple(_alternate(forwards, backwards, warmup) for warmup in warmups)
@@ -306,14 +321,20 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
     return tuple(row + backwards[len(forwards) - warmup :])
 
 
-def _groups(stages: int, microbatches: int) -> list[range]:
-    """Return consecutive microbatches in as many groups of at least ``stages`` as there can be, as even as can be."""
-    count = max(1, microbatches // stages)
+def _groups(stages: int, microbatches: int, group: int | None = None) -> list[range]:
+    """Return consecutive microbatches in groups of at least ``stages``, as even as can be: as many as there can be, or
+    as few of at most ``group`` as there can be."""
+    if group is not None and group < stages:
+        raise ValueError(
+            f"a group of {group} microbatches comes round before {stages} stages have had it: choose group={stages} or "
+            "more"
+        )
+    count = max(1, min(microbatches // stages, -(-microbatches // (group or stages))))
     bounds = [-(-microbatches * group // count) for group in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _warmups(stages: int, chunks: int, microbatches: int, ahead: int = 0) -> list[int]:
+def _warmups(stages: int, chunks: int, microbatches: int, group: int | None, ahead: int = 0) -> list[int]:
     """Return the number of forwards before the first pair of a forward and a backward of each stage in 1F1B.
 
     With one chunk: one for each stage behind it. With several, the last stage needs a whole group through all chunks
@@ -322,7 +343,7 @@ def _warmups(stages: int, chunks: int, microbatches: int, ahead: int = 0) -> lis
     two for one chunk too, and all stages are so many ahead.
     """
     _check_sizes(stages, chunks, microbatches)
-    largest = max(len(group) for group in _groups(stages, microbatches))
+    largest = max(map(len, _groups(stages, microbatches, group)))
     hops = 1 if chunks == 1 and not ahead else 2
     return [(chunks - 1) * largest + hops * (stages - 1 - stage) + ahead for stage in range(stages)]
 

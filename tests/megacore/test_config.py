@@ -260,6 +260,12 @@ BAD = [
     bad("pipeline.layers_per_stage=8x,8", "pipeline.layers_per_stage: Value error, '8x' is no number of layers"),
     bad("pipeline.chunks=2", "1f1b", "pipeline.chunks=2", "pipeline.schedule=interleaved"),
     bad("pipeline.chunks=2 pipeline.schedule=zb-h1", "pipeline.chunks=2", "pipeline.schedule=zb-interleaved"),
+    bad("pipeline.group=4", "pipeline.group (4) is of microbatches that go through several", "pipeline.chunks=1 has"),
+    bad("pipeline.group=4 pipeline.schedule=zb-v pipeline.chunks=2", "zb-v with pipeline.chunks=2", "group=null"),
+    bad(
+        "pipeline.group=1 pipeline.schedule=interleaved pipeline.chunks=2",
+        *("pipeline.group (1) microbatches come round before mesh.pp (2) stages", "set pipeline.group=2 or more"),
+    ),
     bad("pipeline.order=x.json pipeline.schedule=gpipe", "pipeline.order (x.json) has an order of its own", "=1f1b or"),
     bad(
         "pipeline.order=x.json batch.ramp=[8,8,64] batch.global_size=64",
@@ -520,6 +526,7 @@ GOOD = [
     bad("", ranks=4),
     bad("mesh.dp=2 pipeline.schedule=interleaved pipeline.chunks=4"),
     bad("pipeline.schedule=gpipe pipeline.chunks=8"),
+    bad("pipeline.schedule=zb-interleaved pipeline.chunks=2 pipeline.group=3"),
     bad("pipeline.schedule=zb-h1 memory.loss_chunk=512 memory.mlp_chunk=512 zero.shard=optimizer"),
     bad("pipeline.schedule=overlapped memory.recompute=full train.compile=true", sizes=MIXTRAL),
     bad("pipeline.schedule=zb-interleaved pipeline.chunks=2 zero.shard=parameters"),

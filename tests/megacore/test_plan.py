@@ -25,7 +25,7 @@ from megacore.models.lora import Lora
 from megacore.models.registry import configure
 from megacore.models.stages import default_layers, layout_of, source_apart, together
 from megacore.models.tuning import EVERYTHING, Tuning
-from megacore.parallel.enum_errors import SPLIT_BACKWARD, OptimizerOffload, Recompute
+from megacore.parallel.enum_errors import IN_GROUPS, SPLIT_BACKWARD, OptimizerOffload, Recompute
 from megacore.parallel.pipeline.schedules import SCHEDULES, Cost, simulate
 from megacore.parallel.virtual_stages import placement_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
@@ -34,7 +34,16 @@ from megacore.planning import capacity
 from megacore.planning.activations import ActivationMemory
 from megacore.planning.costs import ALL_TO_ALL
 from megacore.planning.efficiency import CAST_BYTES
-from megacore.planning.fit import _choices, _chunks, _keeping, _keeping_most, _kept, fit, with_other_schedules
+from megacore.planning.fit import (
+    Candidate,
+    _choices,
+    _chunks,
+    _keeping,
+    _keeping_most,
+    _kept,
+    fit,
+    with_other_schedules,
+)
 from megacore.planning.peak_memory import TERMS, crowds, loads, memory, peaks, stage_memory
 from megacore.planning.recipe_setting import setting_of
 from megacore.planning.run_plan import cluster_of, plan
@@ -413,6 +422,12 @@ def test_the_plan_warns_of_blank_sequences(capsys: pytest.CaptureFixture[str]) -
     assert any("a step computes 129 sequences, 1 of them blank (1%); none is with 126" in w for w in found["warnings"])
 
 
+def test_a_peak_says_where_it_is_from() -> None:
+    peaks = {989.4: "dense bf16 on", 66.9: "fp32 without TF32 on", 1978.9: "dense fp8 on", 500.0: "as given"}
+    for tflops, said in peaks.items():
+        assert f"{tflops:,.1f} TFLOP/s, {said}" in Cluster(H100.device, tflops).peak
+
+
 def test_fp8_is_of_the_products_of_blocks() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192, microbatches=1)
     narrow = Cluster(H100.device, H100.device.tflops("fp8"))
@@ -544,20 +559,33 @@ def test_one_microbatch_takes_the_same_time_however_layers_are_cut(layers: tuple
     assert working(made) == pytest.approx(working(whole) + 2 * hops * sent, rel=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "group"),
+    [("1f1b", 1, None), ("interleaved", 3, None), ("zb-interleaved", 2, 7), ("zb-v", 2, None)],
+)
 def test_many_microbatches_take_what_a_simulation_of_all_of_them_says(
-    schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, chunks: int, group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of some, and what a group of others takes: where stages and chunks are unequal too."""
     model = configure({"preset": "llama-3.1-8b"})
     layout = layout_of(model, MeshShape(pp=4), chunks, placement=placement_of(schedule))
-    base = Setting(model, layout, Widths.of("bf16"), 4096, 1, 1, schedule)
+    base = Setting(model, layout, Widths.of("bf16"), 4096, 1, 1, schedule, group=group)
     for microbatches in (96, 203):
         made, totals = replace(base, microbatches=microbatches), []
         for precise in (0, 1 << 20):
             monkeypatch.setattr("megacore.planning.step_time.PRECISE", precise)
             totals.append(estimate(made, H100).total)
         assert totals[0] == pytest.approx(totals[1], rel=5e-3) and totals[0] != totals[1]
+
+
+@pytest.mark.parametrize("schedule", IN_GROUPS)
+def test_larger_groups_are_held_longer(schedule: str) -> None:
+    """By (v - 1) chunks of microbatches for each one more; messages that take long have more time for it."""
+    small, large = (setting(SMALL, MeshShape(pp=2), 3, 12, schedule=schedule, group=group) for group in (None, 6))
+    for before, after in zip(memory(small), memory(large), strict=True):
+        assert after.in_flight == before.in_flight + 2 * (6 - 2) and after.peak > before.peak
+    slow = Cluster(replace(H100.device, link=2e6), H100.tflops)
+    assert estimate(large, slow).total < 0.99 * estimate(small, slow).total
 
 
 @pytest.mark.parametrize(("chunks", "microbatches"), [(1, 3), (1, 16), (2, 12)])
@@ -802,6 +830,34 @@ def test_fit_says_when_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nothing fits 8 x a100-40" in capsys.readouterr().out
 
 
+def test_fit_says_what_the_next_best_loses_and_of_which_peak_the_mfu_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"preset": "llama-3.1-8b"}
+    ways = (MeshShape(dp=8), 1), (MeshShape(tp=8), 8)
+    settings = [setting(model, mesh, microbatches=m, sequence_length=8192) for mesh, m in ways]
+    fast, slow = (Candidate(each, memory(each), estimate(each, H100)) for each in settings)
+    monkeypatch.setattr("megacore.tools.plan.fit", lambda *_: (fast, slow))
+    arguments = ["plan", str(RECIPES / "llama-3.1-8b.yaml"), "--fit", "GPU=h100-80", "--best", "1"]
+    assert main(arguments) == 0
+    *_, row, said = capsys.readouterr().out.splitlines()
+    longer, more = slow.time.total / fast.time.total - 1, slow.time.tensor - fast.time.tensor
+    assert longer > 0.05 and more > 0.1
+    assert row.split()[1] == f"{fast.time.model_tflop / fast.time.total / 989.4:.1%}"
+    assert said == (
+        f"tp=1 pp=1 dp=8 cp=1 is estimated the fastest that fits: the next best, with mesh.tp=8 mesh.dp=1, takes "
+        f"{longer:.1%} longer, above all for messages of tp ({more:+.3f} s); the MFU of {row.split()[1]} is of 989.4 "
+        f"TFLOP/s, dense bf16 on the data sheet of H100."
+    )
+    grouped = ["pipeline.schedule=interleaved", "pipeline.chunks=2", "pipeline.group=3"]
+    assert main([*arguments, *grouped, "--json"]) == 0
+    (first,) = json.loads(capsys.readouterr().out)
+    assert first["overrides"]["pipeline.group"] == "null"
+    assert first["behind"] is None and first["time"]["peak"] == "989.4 TFLOP/s, dense bf16 on the data sheet of H100"
+    for each in (fast, slow):
+        assert sum(each.time.spent.values()) == pytest.approx(each.time.total)
+
+
 def test_the_function_returns_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     recipe, overrides = str(RECIPES / "llama-3.2-1b.yaml"), ["zero.shard=parameters", "batch.micro_size=2"]
     given = ["--world", "8", "--gpu", "h200", "--memory-gb", "20", "--storage", "3", "--imbalance", "1.5", "--json"]
@@ -822,6 +878,12 @@ def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "Memory at the peak" in out and "A step is estimated" in out
     assert ("NCCL takes about" in out) == (gpu != "cpu")
+    of = (
+        "0.5 TFLOP/s, a round number for CPUs"
+        if gpu == "cpu"
+        else "989.4 TFLOP/s, dense bf16 on the data sheet of H200"
+    )
+    assert f"% is of {of}: " in out.splitlines()[-1]
 
 
 def test_the_plan_of_adapters_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:

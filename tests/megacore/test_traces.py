@@ -20,6 +20,7 @@ from megacore.parallel.pipeline.schedules import SCHEDULES
 from megacore.parallel.recorder import Recorder
 from megacore.store.io.strict_json import StoreError
 from megacore.training import traces
+from megacore.training.callbacks import trace
 from megacore.training.traces import ACTIONS, COLLECTIVES, COMPUTE, TracedStep, align, read_trace
 
 LAYOUT = ["mesh.pp=2", "mesh.tp=2", "batch.global_size=8", "evaluate.every=0", "pipeline.schedule=zb-h1"]
@@ -33,7 +34,8 @@ def run_of_skewed_clocks(recipe: str, out: str, every: int) -> engine.Result:
     def skewed() -> float:
         return clock() + AHEAD_S * rank
 
-    with mock.patch.object(time, "perf_counter", skewed):
+    there = mock.patch.object(trace, "_gpu", lambda device: f"GPU {rank}, slowed down by heat")
+    with mock.patch.object(time, "perf_counter", skewed), there:
         return engine.train(recipe, [f"out={out}", *LAYOUT, f"log.trace={every}", "log.every=3", "train.steps=4"])
 
 
@@ -48,6 +50,7 @@ def test_a_run_is_recorded_and_unchanged(pool: Pool, recipe: str, tmp_path: Path
     assert [(x.step, x.schedule, x.mesh.pp, x.mesh.tp) for x in found] == [(n, "zb-h1", 2, 2) for n in (1, 2, 3, 4)]
     for each in found:
         check(each)
+        assert each.gpus == tuple(f"GPU {rank}, slowed down by heat" for rank in range(4))
 
 
 def check(traced: TracedStep) -> None:
@@ -182,6 +185,7 @@ def test_a_run_that_goes_back_keeps_what_it_records_then(tmp_path: Path) -> None
 
 DAMAGES: dict[str, Callable[[Any, Any], object]] = {
     "a mesh of more ranks": lambda other, _: other["mesh"].update(dp=10**9),
+    "GPUs of fewer ranks": lambda other, _: other.update(gpus=["GPU 0"] * 7),
     "a mesh of fewer ranks": lambda other, _: other["mesh"].update(dp=0),
     "clocks of others": lambda other, _: other.update(clock_error_us=[0, 0]),
     "a chunk beyond what a file can name": lambda _, event: event["args"].update(chunk=10**9),

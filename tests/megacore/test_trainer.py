@@ -442,3 +442,8 @@ def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatc
     made.model.compile()
     assert compiled == [block for chunk in made.model.chunks for block in chunk.layers.values()]
     assert (len(made.model.chunks), len(compiled)) == (2, 4)
+
+
+def test_a_pipeline_has_the_groups_of_its_recipe(recipe: str) -> None:
+    made = trainer(recipe, ["pipeline.schedule=interleaved", "pipeline.chunks=2", "pipeline.group=3"])
+    assert made.train_step.pipeline.group == 3

@@ -28,6 +28,7 @@ from megacore.models.decoder import Microbatch
 from megacore.models.registry import configure
 from megacore.models.stages import layout_of
 from megacore.parallel.baton import Baton
+from megacore.parallel.enum_errors import IN_GROUPS
 from megacore.parallel.gradients.reduce import Gradients
 from megacore.parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from megacore.parallel.pipeline.run import Pipeline, _Run
@@ -126,7 +127,13 @@ def _compute(program: Program, baton: Baton) -> None:
 
 
 def programs(
-    schedule: str, stages: int, chunks: int, microbatches: int, trains: bool = True, order: Schedule | None = None
+    schedule: str,
+    stages: int,
+    chunks: int,
+    microbatches: int,
+    trains: bool = True,
+    order: Schedule | None = None,
+    group: int | None = None,
 ) -> list[Program]:
     """What the executor has the host of each stage call."""
     found: list[Program] = []
@@ -139,7 +146,7 @@ def programs(
         launch, last = partial(_compute, program, mesh.baton), chunks * stages - 1
         placed = (virtual_stage(stage, chunk, stages, placement_of(schedule)) for chunk in range(chunks))
         modules = [Chunk(launch, virtual == last) for virtual in placed]
-        pipeline = Pipeline(mesh, modules, torch.float32, schedule, Weights(launch), order=order)
+        pipeline = Pipeline(mesh, modules, torch.float32, schedule, Weights(launch), order=order, group=group)
         with recorded(program):
             (pipeline.train if trains else pipeline.evaluate)([Tokens()] * microbatches, torch.ones(()))
         found.append(program)
@@ -240,6 +247,15 @@ def test_hosts_may_wait_for_their_devices(schedule: str, stages: int, chunks: in
         assert stuck(hosts) == stuck(hosts, waits=False) == [], f"{microbatches} microbatches"
         anywhere = [[each for call in program for each in (call, Call(ALLOCATE))] for program in hosts]
         assert stuck(anywhere) == [], f"{microbatches} microbatches"
+
+
+@pytest.mark.in_turn(6)
+@pytest.mark.parametrize(("schedule", "stages", "chunks"), [each for each in SIZES if each[0] in IN_GROUPS])
+def test_hosts_may_wait_with_groups_of_any_size(schedule: str, stages: int, chunks: int) -> None:
+    for microbatches in (3, 5, 8):
+        for group in (stages, stages + 1, 8):
+            hosts = programs(schedule, stages, chunks, microbatches, group=group)
+            assert stuck(hosts) == stuck(hosts, waits=False) == [], f"{microbatches} microbatches in groups of {group}"
 
 
 @pytest.mark.in_turn(6)

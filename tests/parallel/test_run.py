@@ -17,10 +17,11 @@ from in_flight import in_flight, takes
 from pool import Pool
 from torch import Tensor, nn
 
+from megacore.parallel.enum_errors import IN_GROUPS
 from megacore.parallel.mesh import BACKWARD, FORWARD, Mesh
 from megacore.parallel.pipeline import run
 from megacore.parallel.pipeline.run import Pipeline
-from megacore.parallel.pipeline.schedules import SCHEDULES, Message, Schedule, arrivals, simulate
+from megacore.parallel.pipeline.schedules import SCHEDULES, Message, Schedule, arrivals, builder, simulate
 from megacore.parallel.virtual_stages import placement_of, stage_of, virtual_stage
 from megacore.parallel.weights.layout import MeshShape
 
@@ -151,19 +152,28 @@ class Seen:
     sent: dict[str, list[Message]]
 
 
-def train(chunks: int, counts: Sequence[int], schedule: str, orders: Sequence[Schedule | None] = ()) -> list[Seen]:
+def train(
+    chunks: int, counts: Sequence[int], schedule: str, orders: Sequence[Schedule | None] = (), group: int | None = None
+) -> list[Seen]:
     """As on NCCL: a first message waits for its receiver to ask for it, and a step has no first messages."""
     stages = torch.distributed.get_world_size()
     with connecting_at_first_use() as connected:
         mesh = Mesh.create(MeshShape(pp=stages))
         before = len(connected)
         each = zip_longest(counts, orders)
-        seen = [step(mesh, chunks, microbatches, schedule, order) for microbatches, order in each]
+        seen = [step(mesh, chunks, microbatches, schedule, order, group) for microbatches, order in each]
         assert len(connected) == before > 0, connected
     return seen
 
 
-def step(mesh: Mesh, chunks: int, microbatches: int, schedule: str, order: Schedule | None = None) -> Seen:
+def step(
+    mesh: Mesh,
+    chunks: int,
+    microbatches: int,
+    schedule: str,
+    order: Schedule | None = None,
+    group: int | None = None,
+) -> Seen:
     stages = mesh.shape.pp
     placed = (virtual_stage(mesh.place.pp, chunk, stages, placement_of(schedule)) for chunk in range(chunks))
     modules = [Chunk(virtual, chunks * stages) for virtual in placed]
@@ -177,7 +187,7 @@ def step(mesh: Mesh, chunks: int, microbatches: int, schedule: str, order: Sched
     weights = Weights()
     for module in modules:
         module.observe, module.weights = observe, weights
-    pipeline = Pipeline(mesh, modules, torch.float64, schedule, weights, order=order)
+    pipeline = Pipeline(mesh, modules, torch.float64, schedule, weights, order=order, group=group)
     batch, scale = [Tokens(m) for m in range(microbatches)], torch.tensor(0.5, dtype=torch.float64)
     gc.disable()  # what is freed must go by itself
     try:
@@ -225,8 +235,19 @@ RUNS = [
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("stages", "chunks", "schedule"), RUNS)
 def test_any_number_of_microbatches(pool: Pool, stages: int, chunks: int, schedule: str) -> None:
+    check_any_number(pool, stages, chunks, schedule, None)
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize(("stages", "chunks", "group"), [(2, 3, 3), (3, 2, 5)])
+@pytest.mark.parametrize("schedule", IN_GROUPS)
+def test_any_number_in_groups(pool: Pool, stages: int, chunks: int, schedule: str, group: int) -> None:
+    check_any_number(pool, stages, chunks, schedule, group)
+
+
+def check_any_number(pool: Pool, stages: int, chunks: int, schedule: str, group: int | None) -> None:
     """It ends, computes what one process computes, keeps what the schedule needs and sends in the order expected."""
-    results = pool.run(stages, train, chunks, COUNTS, schedule)
+    results = pool.run(stages, train, chunks, COUNTS, schedule, (), group)
     for i, microbatches in enumerate(COUNTS):
         seen = [result[i] for result in results]
         loss, gradients = alone(chunks * stages, microbatches, 0.5)
@@ -238,8 +259,8 @@ def test_any_number_of_microbatches(pool: Pool, stages: int, chunks: int, schedu
         for virtual, want in enumerate(gradients):
             chunk, stage = virtual // stages, stage_of(virtual, stages, placement)
             torch.testing.assert_close(seen[stage].gradients[chunk], want, rtol=1e-12, atol=0)
-        plan = SCHEDULES[schedule](stages, chunks, microbatches)
-        bounds = in_flight(schedule, stages, chunks, microbatches)
+        plan = builder(schedule, group)(stages, chunks, microbatches)
+        bounds = in_flight(schedule, stages, chunks, microbatches, group)
         for stage, found in enumerate(seen):
             assert found.most_kept == bounds[stage], "activations in flight"
             assert found.most_outputs == 1, "an output outlives its sending"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_flight import in_flight, takes
 
-from megacore.parallel.enum_errors import OVERLAPPED, SPLIT_BACKWARD, V_SHAPED
+from megacore.parallel.enum_errors import IN_GROUPS, OVERLAPPED, SPLIT_BACKWARD, V_SHAPED
 from megacore.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -24,6 +24,7 @@ from megacore.parallel.pipeline.schedules import (
     ScheduleError,
     W,
     arrivals,
+    builder,
     draw,
     dualpipe_v,
     forward_only,
@@ -65,11 +66,21 @@ def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, st
         check_bounds(name, stages, chunks, microbatches)
 
 
-@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 64), st.sampled_from(CHUNKS), st.integers(1, 512))
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("name", IN_GROUPS)
+@pytest.mark.parametrize("stages", STAGES)
+def test_groups_of_any_size_do_too(name: str, stages: int) -> None:
+    for chunks, microbatches in sizes(name, stages):
+        for group in (stages, stages + 1, 2 * stages + 1, 24):
+            check_bounds(name, stages, chunks, microbatches, group)
+
+
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 64), st.sampled_from(CHUNKS), st.integers(1, 512), st.data())
 @settings(max_examples=40)
-def test_large_sizes_do_too(name: str, stages: int, chunks: int, microbatches: int) -> None:
+def test_large_sizes_do_too(name: str, stages: int, chunks: int, microbatches: int, data: st.DataObject) -> None:
     chunks = next(each for each in (chunks, 1, 2) if takes(name, each))
-    check_bounds(name, stages, chunks, min(microbatches, 6000 // (stages * chunks)))
+    group = data.draw(st.none() | st.integers(stages, 512)) if name in IN_GROUPS else None
+    check_bounds(name, stages, chunks, min(microbatches, 6000 // (stages * chunks)), group)
 
 
 @pytest.mark.grid
@@ -78,15 +89,15 @@ def test_the_largest_does_too(name: str) -> None:
     check_bounds(name, 64, next(each for each in (3, 1, 2) if takes(name, each)), 512)
 
 
-def check_bounds(name: str, stages: int, chunks: int, microbatches: int) -> None:
-    case = f"{name}({stages}, {chunks}, {microbatches})"
-    schedule = SCHEDULES[name](stages, chunks, microbatches)
+def check_bounds(name: str, stages: int, chunks: int, microbatches: int, group: int | None = None) -> None:
+    case = f"{name}({stages}, {chunks}, {microbatches}, {group})"
+    schedule = builder(name, group)(stages, chunks, microbatches)
     timeline = simulate(schedule, placement=placement_of(name))
     kinds = "FIW" if name in SPLIT_BACKWARD else "BF"
     everything = [(kind, c, m) for kind in kinds for c in range(chunks) for m in range(microbatches)]
     for row in schedule:
         assert sorted((a.kind, a.chunk, a.microbatch) for a in row) == everything, case
-    held = in_flight(name, stages, chunks, microbatches)
+    held = in_flight(name, stages, chunks, microbatches, group)
     assert tuple(map(sum, timeline.peaks)) == held, case
     # (p-1)/(v m) from p microbatches on; below, every chunk waits for the microbatches to come round
     idle = stages - 1 + (chunks - 1) * max(0, stages - microbatches)
@@ -103,7 +114,7 @@ def check_bounds(name: str, stages: int, chunks: int, microbatches: int) -> None
     else:
         assert timeline.bubble < whole, case
     if name in SPLIT_BACKWARD - OVERLAPPED:
-        assert max(held) <= in_flight("interleaved", stages, chunks, microbatches)[0], case
+        assert max(held) <= in_flight("interleaved", stages, chunks, microbatches, group)[0], case
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -307,6 +318,17 @@ def test_interleaved_is_that_of_the_paper_where_stages_divide_microbatches(
             if (j := k - warmup) >= 0:
                 expected.append(B(chunks - 1 - j % turn // stages, j // turn * stages + j % stages))
         assert row == tuple(expected)
+
+
+def test_groups_by_hand() -> None:
+    """Of 10 microbatches in groups of at most 6 there are two of 5; no group has fewer than there are stages."""
+    row = interleaved(2, 2, 10, 6)[1]
+    assert [a.microbatch for a in row if a.kind == "F"] == [*range(5), *range(5), *range(5, 10), *range(5, 10)]
+    assert row[:8] == parse("F0a F1a F2a F3a F4a F0b B0b F1b")
+    assert interleaved(4, 2, 9, 5) == interleaved(4, 2, 9, 8) == interleaved(4, 2, 9)  # three of 5 would have fewer
+    assert interleaved(4, 2, 9, 9)[0][:16] == interleaved(4, 2, 9, 12)[0][:16] == gpipe(4, 2, 9)[0][:16]
+    with pytest.raises(ValueError, match="a group of 3 microbatches comes round before 4 stages have had it"):
+        interleaved(4, 2, 9, 3)
 
 
 def test_interleaved_with_one_chunk_is_one_f_one_b() -> None:

@@ -127,8 +127,10 @@ SPLIT = [
     Run(MeshShape(pp=2, dp=2), 2, "dualpipe-v", activations=Activations("full"), shard="parameters"),
     Run(MeshShape(pp=4), 2, "dualpipe-v", shard="gradients"),
 ]
-# Orders that are searched for.
+# Orders that are searched for, and groups of other sizes than the schedule's own.
 ORDERS = [
+    interleaved(MeshShape(tp=2, pp=2), group=4),
+    Run(MeshShape(tp=2, pp=2), 2, "zb-interleaved", shard="gradients", group=4),
     Run(MeshShape(pp=4), drawn=1),
     Run(MeshShape(pp=3, dp=2), 3, "interleaved", shard="gradients", drawn=2),
     Run(MeshShape(pp=4), schedule="zb-h1", activations=Activations("full"), drawn=3),

@@ -138,6 +138,7 @@ class Run:
         offload_parameters: Whether slices of parameters live in host memory.
         etp: Whether tp splits the features of experts, not the experts.
         exchange, balance, heads: Of :class:`~parallel.context_split.ContextParallel`.
+        group: The most microbatches of a group of the schedule; None: its own.
         drawn: The seed of costs that another order of the schedule's actions is searched for; None: it has its own.
     """
 
@@ -157,6 +158,7 @@ class Run:
     balance: ContextBalance = "documents"
     heads: int = 1
     drawn: int | None = None
+    group: int | None = None
 
     @property
     def context(self) -> ContextParallel:
@@ -185,6 +187,7 @@ class Run:
             + (f"-{self.exchange}-{self.balance}-{self.heads}" if m.cp > 1 else "")
             + chunks
             + (f"-{self.schedule}" if self.schedule not in ("1f1b", "interleaved") else "")
+            + (f"-groups{self.group}" if self.group else "")
             + (f"-drawn{self.drawn}" if self.drawn is not None else "")
             + (("-uneven" if all(self.layers) else "-bare") if self.layers else "")
             + "-then".join(map(told, self.activations if isinstance(self.activations, tuple) else [self.activations]))
@@ -355,7 +358,8 @@ def measure(case: Case, run: Run) -> Measured:
         model.hand_weight_gradients(gradients.receive, late=True)
     optimizer = Recorded(gradients, lr=1e-2, clip=0.5, muon=case.muon, offload=run.offload)
     order = run.order(len(microbatches(case, run, 0, mesh)))
-    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients, (2,) if case.mtp else (), order)
+    loss = (2,) if case.mtp else ()
+    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule, gradients, loss, order, run.group)
     step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance, alignment=model.alignment)
     initial = snapshot(gradients)
     losses, norms, loads, buffers, apart = [], [], list[Loads](), [], list[Tensor]()

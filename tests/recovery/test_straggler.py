@@ -10,13 +10,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from megacore.gpus import GpuErrors, gpu_in_words
 from megacore.incidents import Incident
 from megacore.parallel.weights.layout import MeshShape
 from megacore.recovery.beats import Beat, Phase, Reading, read
-from megacore.recovery.gpus import GpuErrors, gpu_in_words
 from megacore.recovery.stragglers import STEPS, Stragglers
 from megacore.resources import queued_s
+from megacore.training.callbacks.trace import _gpu
 
 USUAL: dict[Phase, float] = {"data": 0.001, "forward": 0.1, "backward": 0.2, "update": 0.03, "save": 0.0}
 
@@ -158,6 +160,7 @@ def test_the_sentence_has_the_clock_and_the_heat(nvml: SimpleNamespace, monkeypa
     (incident,) = told(shape, 200, busy)
     assert incident.detail.endswith("ranks 0, 1; GPU 1 at 1,005 of 1,980 MHz and 87 C, slowed down by heat")
     assert gpu_in_words(0) == "GPU 0 at 1,980 of 1,980 MHz and 55 C"
+    assert [_gpu(torch.device(each)) for each in ("cpu", "cuda:1")] == ["", gpu_in_words(1)]  # of a trace of a step
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-7")
     assert gpu_in_words(0).startswith("GPU 1 at 1,005")
     slowed = "GPU GPU-7 at 900 of 1,980 MHz and 60 C, slowed down by its power limit and the power supply"

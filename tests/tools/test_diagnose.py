@@ -212,6 +212,19 @@ def wrote(out: Path, step: TracedStep, more: str = "") -> Path:
     return out
 
 
+def test_a_gpu_that_is_slowed_down_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the products, and with the rank for which others wait; not one that is slow only because it is idle."""
+    capped = "GPU 0 at 1,095 of 1,980 MHz and 70 C, slowed down by its power limit"
+    idle, fine = "GPU 1 at 345 of 1,980 MHz and 30 C", "GPU 2 at 1,980 of 1,980 MHz and 60 C"
+    step = replace(lockstep(DP, "dp", twice), gpus=(capped, idle, fine, ""))
+    assert main([str(wrote(tmp_path, step, "mesh: {dp: 4}"))]) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"products .*  rank 0: {capped}\n", said) and idle not in said and fine not in said
+    assert f"waiting for rank 0, whose actions take 2.00 times the others'; rank 0: {capped}  (without" in said
+    both = split([replace(step, gpus=(capped, idle, capped, ""))], Config())
+    assert both.parts[0].about == f"rank 0: {capped}, and 1 more"
+
+
 def table_of(said: str, head: str) -> dict[str, list[str]]:
     """The rows of a table that is told, by their first cells."""
     lines = said.splitlines()

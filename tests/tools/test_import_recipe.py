@@ -109,6 +109,7 @@ torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} --bf16 --tensor-mod
 GPT2 = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024
 --micro-batch-size 4 --global-batch-size 32 --lr 0.00015 --train-iters 500000 --lr-decay-iters 320000 --vocab-size 50257
 --lr-warmup-fraction .01 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --data-path my-gpt2
+--microbatch-group-size-per-virtual-pipeline-stage 6
 """
 CASES: Mapping[str, tuple[str, str, list[str], Mapping[str, Any]]] = {
     "deepspeed, ZeRO-3 offloaded": (
@@ -225,7 +226,7 @@ CASES: Mapping[str, tuple[str, str, list[str], Mapping[str, Any]]] = {
             "train": {"steps": 500000, "precision": "fp32"},
             "schedule": {"name": "linear", "decay_steps": 316800, "warmup_steps": 3200, "min_ratio": 0.0},
             "mesh": {"pp": 4},
-            "pipeline": {"chunks": 3, "schedule": "interleaved"},
+            "pipeline": {"chunks": 3, "schedule": "interleaved", "group": 6},
         },
     ),
 }

@@ -30,6 +30,8 @@ def test_all_that_fit_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         "dualpipe-v": ["25.50", "6.2%", "4.50", "4.50", "2.00"],
     }
     assert "1f1b runs one chunk per stage, not chunks=2" in said
+    assert main(["interleaved", *SIZES, "--chunks", "2", "--group", "8"]) == 0  # four more of each chunk but the last
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:4] == ["28.50", "18.8%", "7.50"]
 
 
 def test_one_is_drawn_and_times_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +91,11 @@ def test_a_step_is_laid_on_its_schedule(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--trace", "a.json"], "--trace has its own schedule: leave out names, --stages and --microbatches"),
+        (["--trace", "a.json"], "--trace has its own schedule: leave out names, --stages, --microbatches and --group"),
         (["zbh"], "there is no schedule zbh: choose from gpipe, 1f1b"),
         (["zb-h1", "--chunks", "2"], "zb-h1 runs one chunk per stage, not chunks=2: choose zb-interleaved"),
+        (["zb-v", "--chunks", "2", "--group", "4"], "zb-v has no groups of microbatches: leave out group=4, or choose"),
+        (["interleaved", "--chunks", "2", "--group", "2"], "a group of 2 microbatches comes round before 4 stages"),
         (["--times", "1,0,1"], "'1,0,1' is not F,I,W, three numbers above 0"),
         (["--send", "x"], "'x' is not a number from 0 on"),
         (["--picture", "a.gif"], "'a.gif' is no name that ends in .png or .svg"),
@@ -143,7 +147,7 @@ def test_an_order_is_searched_for_within_the_memory(
         (SEARCH[2:], "--search RECIPE and --to FILE go together"),
         ([*SEARCH, "--to", "."], "--to .: give the name of a file in a folder that is there"),
         ([*SEARCH, "--to", "nowhere/order.json"], "--to nowhere/order.json: give the name"),
-        ([*SEARCH, "--stages", "4"], "leave out --stages, --microbatches and --picture"),
+        ([*SEARCH, "--stages", "4"], "leave out --stages, --microbatches, --group and --picture"),
         ([*SEARCH, "mesh.pp=1"], "mesh.pp is 1: an order is one of the stages of a pipeline"),
         ([*SEARCH, "mesh.tp=5"], "tp"),
     ],

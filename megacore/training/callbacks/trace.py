@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megacore.control import Control
+from megacore.gpus import gpu_in_words
 from megacore.parallel.recorder import Mark, NotedInterval, Timed
 from megacore.parallel.weights.layout import MeshShape
 from megacore.places import differ_in
@@ -49,7 +50,7 @@ class Trace(Callback):
         self._phase: tuple[str, Mark] | None = None
         """The phase that is being recorded, and its begin."""
         self._asked: Mark | None = None
-        self._done = deque[tuple[int, list[NotedInterval]]](maxlen=KEPT)
+        self._done = deque[tuple[int, list[NotedInterval], str]](maxlen=KEPT)
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
         recorder = run.mesh.recorder
@@ -91,7 +92,7 @@ class Trace(Callback):
         self._write(run)
 
     def _end(self, run: Trainer) -> None:
-        self._done.append((run.step, run.mesh.recorder.end()))
+        self._done.append((run.step, run.mesh.recorder.end(), _gpu(run.mesh.device)))
         self._phase = None
 
     def _drop(self, run: Trainer) -> None:
@@ -104,15 +105,15 @@ class Trace(Callback):
             return
         rounds = _rounds(run.control)
         while self._done:
-            step, noted = self._done.popleft()
-            found = run.control.gather([rounds, _packed(run.mesh.recorder.read(noted))])
+            step, noted, gpu = self._done.popleft()
+            found = run.control.gather([rounds, _packed(run.mesh.recorder.read(noted)), gpu])
             if found:  # on the first rank
                 self._put(run, step, found)
 
     def _put(self, run: Trainer, step: int, found: list[Any]) -> None:
         shape, here = run.mesh.shape, RankPlace.of_environment()
-        clocks = align([rounds for rounds, _ in found])
-        rows = [_unpacked(packed, ahead) for (_, packed), (ahead, _) in zip(found, clocks, strict=True)]
+        clocks = align([rounds for rounds, *_ in found])
+        rows = [_unpacked(packed, ahead) for (_, packed, _), (ahead, _) in zip(found, clocks, strict=True)]
         first = min(each.start for row in rows for each in row)
         ranks = [
             {
@@ -125,10 +126,16 @@ class Trace(Callback):
         try:
             per_node = here.local_world if here.launched else shape.world
             device = torch.cuda.get_device_name(run.mesh.device) if run.mesh.device.type == "cuda" else CPU
-            traced = TracedStep(step, shape, run.config.pipeline.schedule, errors, tuple(ranks), per_node, device)
+            schedule, gpus = run.config.pipeline.schedule, tuple(gpu for *_, gpu in found)
+            traced = TracedStep(step, shape, schedule, errors, tuple(ranks), per_node, device, gpus)
             write_trace(Path(run.config.out), traced)
         except (OSError, StoreError) as error:  # on a full disk, say; the run goes on
             run.tell(f"the trace of step {step} could not be written: {error}")
+
+
+def _gpu(device: torch.device) -> str:
+    """Return the clock of a GPU and what holds it down, while it still works on the step that has been launched."""
+    return gpu_in_words(device.index or 0) if device.type == "cuda" else ""
 
 
 def _interval(each: Timed, first: float, shape: MeshShape) -> TracedInterval:

@@ -11,6 +11,8 @@ from typing import Any
 
 LATELY_S = 600.0
 """The seconds for which an error of a GPU is told together with what befalls a rank."""
+SLOWED = "slowed down by"
+"""What :func:`gpu_in_words` says of a GPU whose clock something holds down."""
 _SLOWED: Mapping[int, str] = {
     0x04: "its power limit",
     0x08: "the hardware",
@@ -63,7 +65,7 @@ def gpu_in_words(number: int) -> str:
     except nvml.NVMLError:
         return ""
     slowed = dict.fromkeys(what for bit, what in _SLOWED.items() if why & bit)
-    by_what = f", slowed down by {' and '.join(slowed)}" if slowed else ""
+    by_what = f", {SLOWED} {' and '.join(slowed)}" if slowed else ""
     return f"GPU {name} at {clock:,} of {most:,} MHz and {heat} C{by_what}"
 
 
