@@ -620,6 +620,8 @@ class EvaluateConfig:
     """Global batches of one evaluation."""
     patience: Annotated[Int, AT_LEAST_1] | None = None
     """Evaluations in a row without a lower loss that end the run, as if all its steps were done; null: none do."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness (the extra `lm-eval`) that each evaluation asks too."""
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -34,7 +34,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.parameters import CastWeight, Parameters, WeightGradient
 from megacore.parallel.pipeline.run import forward
 from megacore.parallel.rank_sets import of_context
-from megacore.parallel.weights.layout import Layout
+from megacore.parallel.weights.layout import Coordinates, Layout
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,12 @@ class Model:
         """Switch dropout on or off."""
         for chunk in self.chunks:
             chunk.train(mode)
+
+    @property
+    def end(self) -> int:
+        """The first rank of the last stage."""
+        layout = self.parameters.layout
+        return self.parameters.mesh.shape.rank(Coordinates(pp=layout.last_stage))
 
     @torch.no_grad()
     def logits(self, microbatch: Microbatch) -> Tensor | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Self
+from functools import cached_property, partial, wraps
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -336,6 +336,23 @@ class Ahead:
     run: Runner
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def within_hooks(method: Method) -> Method:
+    """Have a method of a module run as its forward does: hooks of that bring weights that ranks split."""
+
+    @wraps(method)
+    def run(self: nn.Module, *arguments: Any) -> Any:
+        self.forward = partial(method, self)
+        try:
+            return self(*arguments)
+        finally:
+            del self.forward
+
+    return cast(Method, run)
+
+
 class Head(nn.Module):
     """The final norm, the projection to the vocabulary and the loss; or to the scores of a sequence, whose labels stand
     for the tokens of a vocabulary.
@@ -407,10 +424,12 @@ class Head(nn.Module):
             return self.losses.of_pairs(values, self._how[0].own(places), pairs)
         return head_loss(self.norm(x), self.weight, labels, *self._how)
 
+    @within_hooks
     def hidden(self, x: Tensor, wanted: Tensor) -> Tensor:
         """x: [tokens/tp, embed], wanted: [n] -> [n, embed], normalised for the head, on all ranks of tp."""
         return all_gather(self.norm(x), self.group)[wanted]
 
+    @within_hooks
     def logits_of(self, hidden: Tensor) -> Tensor:
         """hidden: [n, embed], normalised, the same on all ranks of tp -> [n, padded vocab/tp]."""
         return self.finish(column_linear(hidden, self.weight, self.bias, self.group, sequence=False))
@@ -452,6 +471,7 @@ class Head(nn.Module):
         own = wanted.chunk(self.group.size)[self.group.index]
         return all_gather(x, self.group).index_select(0, own), labels[wanted]
 
+    @within_hooks
     def scores(self, x: Tensor, labels: Tensor, score: Score) -> Tensor:
         """x: [tokens/tp, embed], labels: [tokens] -> what ``score`` says of this rank's tokens: [tokens/tp]."""
         objective = Objective(self.group, self.vocab, finish=self.finish)

@@ -88,14 +88,14 @@ def run_tasks(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             raise StoreError("--dp is of --data: all ranks are asked the same questions, leave it out")
         # Also brings data sets of the hub here, which the ranks then find.
         folder.check_predicts()
-        return Texts.of(folder), harness.load(arguments.tasks, arguments.tasks_folder)
+        return Texts.of(folder), harness.load(arguments.tasks, arguments.tasks_folder, arguments.shots)
 
-    job, (texts, manager) = processes.check(arguments, prepare)
+    job, (texts, tasks) = processes.check(arguments, prepare)
     if job.lacks_ranks:
         return processes.start("megacore.tools.main", ["evaluate", *given], job.shape.world)
     with processes.loaded(job, arguments) as model:
         asked = harness.HarnessModel(model, texts, arguments.tokens)
-        found = harness.measure(asked, arguments.tasks, manager, arguments.shots, arguments.limit)
+        found = harness.measure(asked, tasks, arguments.limit)
     if job.here.rank == 0:
         if arguments.json:
             say_data({key: found[key] for key in ("results", "versions", "n-shot", "n-samples")}, indent=1)

@@ -17,6 +17,7 @@ from megacore.models.config import active_parameters
 from megacore.parallel.weights.fingerprint import spell
 from megacore.parallel.weights.layout import Layout, MeshShape, spelled_layers
 from megacore.parallel.weights.transfer import Stored, by_layer, hugging_face, native, whole_name
+from megacore.pictures import bars, pyplot, save
 from megacore.progress_bar import progress_bar
 from megacore.say import brief, say, say_data
 from megacore.store.io.strict_json import StoreError
@@ -30,7 +31,7 @@ from megacore.store.weight_folders.compare import Differences
 from megacore.store.weight_folders.folder import SafetensorsFolder
 from megacore.store.weight_folders.foreign import ForeignFolder
 from megacore.store.weight_folders.hugging_face import CONFIG, HuggingFace
-from megacore.store.weight_folders.index import INDEX, Adapters
+from megacore.store.weight_folders.index import EMA, INDEX, MASTER, MOMENTS, Adapters, file_name, kind_of
 from megacore.tools import folders
 from megacore.tools.options import command_parser
 from megacore.tools.tables import table
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         help="compare all tensors of a checkpoint with their fingerprints; the exit status is 1 if they differ",
     )
     folders.add_jobs(parser)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw what each rank of a checkpoint holds: a PNG")
     parser.add_argument("--json", action="store_true", help="print data instead")
     return folders.program(run, parser.parse_args(argv))
 
@@ -66,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{folder.path} is {folder.kind}, and those have no fingerprints to check it by: compare it with "
             "another by --diff"
         )
+    if arguments.picture and folder.format != Checkpoint.format:
+        raise StoreError(f"{folder.path} is {folder.kind}, and --picture draws the ranks of a checkpoint: leave it out")
     facts = summary(folder)
     facts["tensors"] = tensors(folder) if arguments.tensors else None
     damage = differences = None
@@ -78,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
     if other is not None:
         differences = _compared(folder, other, folders.jobs(arguments))
         facts["diff"] = _differences(differences, other)
+    if arguments.picture:
+        draw(folder, arguments.picture)
+        folders.drawn(arguments.picture)
     if arguments.json:
         say_data(facts, indent=1)
     else:
@@ -107,8 +114,8 @@ _PAIR = (".bin", ".idx")
 
 
 def _show_tokens(prefixes: Sequence[Path], arguments: argparse.Namespace) -> int:
-    if arguments.tensors or arguments.diff or arguments.check:
-        raise StoreError(f"{arguments.folder} has tokens: --tensors, --diff and --check are for weights")
+    if arguments.tensors or arguments.diff or arguments.check or arguments.picture:
+        raise StoreError(f"{arguments.folder} has tokens: --tensors, --diff, --check and --picture are for weights")
     facts = [tokens(prefix) for prefix in prefixes]
     if arguments.json:
         say_data({"format": "tokens", "files": facts}, indent=1)
@@ -311,6 +318,40 @@ def _sizes(side: Any) -> str:
 
 
 # -- for people
+
+
+_DRAWN = {"weights": "weights", MASTER: "masters", **dict.fromkeys(MOMENTS, "moments"), EMA: "averages"}
+"""{kind of states: what its bytes are drawn as}, of those that are not drawn by their own names."""
+
+
+def draw(folder: SafetensorsFolder, picture: Path) -> None:
+    """Draw the bytes that a checkpoint has of each rank, and the layers that the rank holds."""
+    index, layout = folder.index, folder.layout
+    mesh, rows = layout.mesh, range(layout.mesh.world)
+    places, split = [mesh.place(rank) for rank in rows], [dim for dim in ("pp", "ep", "tp") if mesh[dim] > 1]
+    names = [" ".join(f"{dim}={getattr(at, dim)}" for dim in split) or "the one rank" for at in places]
+    sizes = {name: [0.0] * len(rows) for name in _DRAWN.values()}
+    for (state, at), parts in index.parts.items():
+        kind = kind_of(state)[0]
+        row = sizes.setdefault(_DRAWN.get(kind, kind), [0.0] * len(rows))
+        row[places.index(at)] += sum(index.files[file_name(state, at, part)].size for part in parts)
+    held = [[math.nan] * folder.schema.sizes["layer"] for _ in rows]
+    for rank, at in enumerate(places):
+        for chunk in range(layout.chunks):
+            for layer in layout.chunk_layers(at.pp, chunk):
+                held[rank][layer] = chunk
+    height = 1.6 + 0.32 * len(rows)
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)
+    unit, word = (1e9, "GB") if max(map(sum, zip(*sizes.values(), strict=True))) >= 1e9 else (1e6, "MB")
+    bars(left, names, sizes, unit)
+    left.set(xlabel=f"{word} on disk")
+    across, down = ([at - 0.5 for at in range(size + 1)] for size in (len(held[0]), len(rows)))
+    right.pcolormesh(across, down, held, cmap="Set3", vmin=0, vmax=11, edgecolors="white")
+    axes_of = {dim: [axis for axis in folder.schema.sizes if dim in layout.split.get(axis, ())] for dim in split}
+    told = [f"{dim} splits {', '.join(axes)}" for dim, axes in axes_of.items() if axes and dim != "pp"]
+    right.set(xlabel="layers, of each chunk in a colour", title="; ".join(told))
+    figure.legend(loc="outside upper left", ncols=4, fontsize=8)
+    save(figure, picture)
 
 
 def _text(facts: Mapping[str, Any]) -> Iterator[str]:

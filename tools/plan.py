@@ -17,7 +17,7 @@ from megacore.config import Config
 from megacore.devices import DEVICES
 from megacore.models.config import ModelConfigError, parameters_in_words
 from megacore.models.registry import configure
-from megacore.pictures import pyplot, save
+from megacore.pictures import bars, pyplot, save
 from megacore.planning.fit import Candidate, fit, spelled
 from megacore.planning.layout_choice import overrides
 from megacore.planning.overheads import COMMUNICATOR, Overheads
@@ -199,15 +199,10 @@ def show(plan: Plan, name: str) -> str:
 def draw(plan: Plan, name: str, picture: Path) -> None:
     """Draw the memory of a rank of each stage at its peak, beside that of the device."""
     figure, axes = pyplot().subplots(figsize=(7, 1.6 + 0.32 * len(plan.memory)), layout="constrained")
-    stages, before = [f"stage {m.stage}" for m in plan.memory], [0.0] * len(plan.memory)
-    for term in TERMS:
-        sizes = [m.terms[term] / 1e9 for m in plan.memory]
-        if any(sizes):
-            axes.barh(stages, sizes, left=before, label=term)
-            before = [a + b for a, b in zip(before, sizes, strict=True)]
+    terms = {term: [m.terms[term] for m in plan.memory] for term in TERMS}
+    bars(axes, [f"stage {m.stage}" for m in plan.memory], terms, 1e9)
     axes.axvline(plan.cluster.device.memory / 1e9, color="black", label=name)
     axes.axvline(plan.cluster.room / 1e9, color="black", linestyle="--", label=f"less {MARGIN:.0%}")
-    axes.invert_yaxis()
     axes.set(xlabel="GB of a rank at the peak of a step")
     figure.legend(loc="outside upper center", ncols=4, fontsize=8)
     save(figure, picture)

@@ -112,7 +112,7 @@ def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int)
     except (InputError, OSError, ValueError) as error:
         raise StoreError(f"{path}: the tokenizer cannot be used: {error}") from error
     given = map(Prompt, texts, cut)
-    if problems := [problem for prompt in given for problem in problems_of(prompt, folder)]:
+    if problems := [problem for prompt in given for problem in problems_of(prompt, folder.path, folder.config)]:
         raise StoreError("\n".join(problems))
     return [[ids[i % len(ids)] for i in range(-(-len(ids) // multiple) * multiple)] for ids in cut]
 

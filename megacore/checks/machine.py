@@ -232,6 +232,8 @@ def _missing_packages(config: Config) -> Iterator[str]:
     for name, is_wanted in wanted.items():
         if is_wanted and importlib.util.find_spec(name) is None:
             yield f"log.{name} needs the package {name}: pip install 'megacore[{name}]', or leave log.{name} out"
+    if config.evaluate.tasks and importlib.util.find_spec("lm_eval") is None:
+        yield "evaluate.tasks needs the package lm_eval: pip install 'megacore[lm-eval]', or leave evaluate.tasks out"
     tables = [each.path for each in (*config.data.train, *config.data.validation) if each.path.endswith(_OF_PYARROW)]
     if tables and importlib.util.find_spec("pyarrow") is None:
         yield f"data: {', '.join(tables)}: such files need the package pyarrow: pip install 'megacore[data]'"

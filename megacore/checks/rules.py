@@ -706,6 +706,10 @@ def _held_out(facts: RuleContext) -> Iterator[str]:
         asked = {"evaluate.patience": facts.config.evaluate.patience, "checkpoint.best": facts.config.checkpoint.best}
         for key in (key for key, value in asked.items() if value):
             yield f"{key} looks at the losses of evaluations, and evaluate.every is 0: set it, or leave {key} out"
+        if facts.config.evaluate.tasks:
+            yield "evaluate.tasks are asked at evaluations, and evaluate.every is 0: set it, or leave the tasks out"
+    if facts.config.evaluate.tasks and facts.model.labels:
+        yield "evaluate.tasks are of models of text, and this one scores sequences: leave them out"
     if every and not data.validation and not data.validation_fraction:
         yield (
             f"evaluate.every ({every}) has nothing to evaluate: name data.validation, set data.validation_fraction "

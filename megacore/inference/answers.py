@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
+from megacore.models.config import ModelConfig
 from megacore.store.io.errors import StoreError, below_1
 from megacore.store.io.strict_json import short
 from megacore.store.weight_folders.folder import WeightFolder
@@ -51,7 +53,7 @@ class Prompts:
             Prompt(text, texts.chat([*first, {"role": "user", "content": text}]) if chat else texts.encode(text))
             for text in given
         ]
-        if wrong := [problem for prompt in prompts for problem in problems_of(prompt, folder)]:
+        if wrong := [problem for prompt in prompts for problem in problems_of(prompt, folder.path, folder.config)]:
             raise StoreError("\n".join(wrong))
         return cls(texts, tuple(prompts), texts.stops())
 
@@ -60,14 +62,14 @@ class Prompts:
         return [Answer(prompt, Stream(self.texts.decode, prompt.ids), self.stops) for prompt in self.given]
 
 
-def problems_of(prompt: Prompt, folder: WeightFolder) -> Iterator[str]:
+def problems_of(prompt: Prompt, path: Path, config: ModelConfig) -> Iterator[str]:
     """Yield why a model cannot read a prompt."""
-    shown, longest, vocabulary = repr(prompt.text[:40]), folder.config.max_positions, folder.config.vocab_size
+    shown, longest, vocabulary = repr(prompt.text[:40]), config.max_positions, config.vocab_size
     if not prompt.ids:
         yield f"the prompt {shown} has no tokens"
     elif max(prompt.ids) >= vocabulary:
         yield (
-            f"{folder.path}: the tokenizer makes {max(prompt.ids)} of a token of {shown}, and the model's vocabulary "
+            f"{path}: the tokenizer makes {max(prompt.ids)} of a token of {shown}, and the model's vocabulary "
             f"has {vocabulary}: the tokenizer is another model's"
         )
     if longest is not None and len(prompt.ids) > longest:
@@ -117,7 +119,7 @@ class Conversation:
         has ended. Raises StoreError: the model has no chat template, or too few positions for all of it."""
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = Prompt(text, self.texts.chat(asked))
-        if wrong := [*problems_of(prompt, self.texts.folder)]:
+        if wrong := [*problems_of(prompt, self.texts.path, model.config)]:
             raise StoreError("\n".join(wrong))
         answer = Answer(prompt, Stream(self.texts.decode, prompt.ids), self.texts.stops())
         # Random numbers go by the seed and the prompt, which is the first one in each turn.

@@ -17,7 +17,7 @@ from megacore.data.formats import FORMATS, PREFERENCES, BadExample, Format, form
 from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import Fault, FileRange, InputError
-from megacore.inference.texts import Texts, files_of
+from megacore.inference.texts import Texts
 from megacore.store.io.strict_json import StoreError
 
 _IMAGES = "has images, and text alone is evaluated: leave them out, or have a run evaluate them (data.validation)"
@@ -117,7 +117,7 @@ class DocumentFiles:
     def _rows(self, pieces: Sequence[FileRange], count: TrainOn | None) -> Iterator[list[Document]]:
         """Yield the documents of each row, of which so much counts; None: those of a pair."""
         assert self.texts is not None
-        with files_of(self.texts.folder).folder() as folder:
+        with self.texts.files.folder() as folder:
             tokenizer = GuardedTokenizer(folder)
         for row in (row for piece in pieces for row in text.rows(piece)):
             if isinstance(row, Fault):

@@ -5,12 +5,16 @@ Every rank evaluates all of a task: the requests are the same everywhere, and so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate, utils
+import numpy as np
+import torch
+from lm_eval import evaluate, utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -24,6 +28,8 @@ from megacore.inference.texts import Texts
 from megacore.models.assemble import Model
 from megacore.store.io.errors import StoreError
 
+Tasks = dict[str, Any]
+"""Tasks and groups of them as the harness has loaded them, with their data."""
 _SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature"}
 
 
@@ -34,9 +40,10 @@ class HarnessModel(TemplateLM):
 
     def __init__(self, model: Model, texts: Texts, tokens: int = 4096, batch: int = 8) -> None:
         if texts.end is None:
-            raise StoreError(f"the tokenizer of {texts.folder.path} has no token that ends a text: tasks need one")
+            raise StoreError(f"the tokenizer of {texts.path} has no token that ends a text: tasks need one")
         super().__init__()
         self._model, self._texts, self._tokens, self._batch = model, texts, tokens, batch
+        self.device = model.parameters.mesh.device
         self.max_length = model.config.max_positions or LONGEST
 
     @property
@@ -83,20 +90,33 @@ class HarnessModel(TemplateLM):
             numbers = [number for _, number in alike]
             for at in range(0, len(numbers), self._batch):
                 together = numbers[at : at + self._batch]
-                settings = normalize_gen_kwargs(requests[together[0]].args[1])
+                settings = self._settings(requests[together[0]].args[1])
                 made = self._greedy([requests[number].args[0] for number in together], settings)
                 for number, text in zip(together, made, strict=True):
                     found[number] = text
         return found
 
-    def _greedy(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
-        """Return the texts behind contexts, up to the first of the stops."""
+    def check(self, tasks: Tasks) -> None:
+        """Raise StoreError: a task asks for what the model is not asked for."""
+        for name, task in tasks["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                raise StoreError(f"task {name} runs code that the model writes, or shows it images: leave it out")
+            if task.get_config("output_type") == "generate_until":
+                self._settings(task.get_config("generation_kwargs"))
+
+    def _settings(self, given: Any) -> dict[str, Any]:
+        """Return how a task wants texts. Raises StoreError: not as they are generated."""
+        settings: dict[str, Any] = normalize_gen_kwargs(given)
         if settings["do_sample"] or settings.keys() - _SETTINGS:
             raise StoreError(f"texts are generated greedily, and a task asks for {settings}")
+        if (most := settings["max_gen_toks"]) >= self.max_length:
+            raise StoreError(f"a task asks for texts of {most} tokens, and the model has {self.max_length} positions")
+        return settings
+
+    def _greedy(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
+        """Return the texts behind contexts, up to the first of the stops."""
         most, stops = settings["max_gen_toks"], [each for each in settings["until"] if each]
         room = self.max_length - most
-        if room < 1:
-            raise StoreError(f"a task asks for texts of {most} tokens, and the model has {self.max_length} positions")
         prompts, made = [self.tok_encode(each)[-room:] for each in contexts], [list[int]() for _ in contexts]
         ending = Ending(frozenset({self.eot_token_id}), most, self._model.config.max_positions)
         done = set[int]()
@@ -113,25 +133,60 @@ class HarnessModel(TemplateLM):
         return [postprocess_generated_text(self._texts.decode(each), stops, None) for each in made]
 
 
-def load(tasks: Sequence[str], folder: Path | None) -> TaskManager:
-    """Return what knows the tasks, once their data are there. Raises StoreError: some are not known."""
+def load(tasks: Sequence[str], folder: Path | None = None, shots: int | None = None) -> Tasks:
+    """Load tasks and their data. ``shots``: examples before each question; None for the tasks' own number. Raises
+    StoreError: some are not known, or cannot be loaded."""
     manager = _manager(tasks, folder)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         where = "" if folder is None else f", nor is it in {folder}"
         raise StoreError(f"lm_eval has no task {', '.join(unknown)}{where}: `lm_eval ls tasks` lists them")
-    manager.load(list(tasks))
-    return manager
+    try:
+        loaded: Tasks = manager.load(list(tasks))
+    except Exception as error:  # of a network, or of code that is not ours
+        raise StoreError(f"{', '.join(tasks)} cannot be loaded: {type(error).__name__}: {error}") from error
+    for task in loaded["tasks"].values():  # of those that want none, there are none
+        own = task.get_config("num_fewshot")
+        task.set_config("num_fewshot", (own if shots is None or own == 0 else shots) or 0)
+    return loaded
 
 
-def measure(
-    model: HarnessModel, tasks: Sequence[str], manager: TaskManager, shots: int | None, limit: int | None
-) -> dict[str, Any]:
-    """Return what the harness says of a model on some tasks, the same on all ranks, which all call this. ``shots``:
-    examples before each question; None for the tasks' own number; ``limit``: the most questions of each task; None for
-    all."""
-    return simple_evaluate(
-        model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False
-    )
+def measure(model: HarnessModel, tasks: Tasks, limit: int | None = None, bootstraps: int = 100_000) -> dict[str, Any]:
+    """Return what the harness says of a model on some tasks, the same on all ranks, which all call this. ``limit``: the
+    most questions of each task; None for all; ``bootstraps``: samples that errors without a formula come from."""
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(_SEED)
+    with _seeded(model.device):
+        return evaluate(model, tasks, limit=limit, bootstrap_iters=bootstraps, log_samples=False)
+
+
+def scores(model: HarnessModel, tasks: Tasks) -> dict[str, float]:
+    """Return {"tasks/NAME/METRIC": value} of all questions; ranks are as of :func:`measure`."""
+    found = measure(model, tasks, bootstraps=0)["results"]
+    return {
+        f"tasks/{name}/{metric.removesuffix(',none')}": float(value)
+        for name, metrics in found.items()
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and "," in metric and "_stderr," not in metric
+    }
+
+
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """Seed what tasks may draw from as the harness's own command does, and leave all of it as it was."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        random.seed(0)
+        np.random.seed(_SEED)
+        torch.manual_seed(_SEED)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+_SEED = 1234
+"""The harness's own."""
 
 
 def table(found: dict[str, Any]) -> str:

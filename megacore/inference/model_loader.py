@@ -18,7 +18,6 @@ from megacore.parallel.context_split import ContextParallel
 from megacore.parallel.enum_errors import ContextExchange
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.mesh import Mesh
-from megacore.parallel.weights.layout import Coordinates
 from megacore.parallel.weights.schema import SPLIT, Split
 from megacore.store.conversions.adapters import check_fingerprint
 from megacore.store.io.strict_json import StoreError
@@ -99,8 +98,7 @@ def logits_of(model: Model, tokens: Sequence[int]) -> Tensor:
     if found is None:
         size = count, model.config.vocab_size
         found = torch.empty(size, dtype=model.parameters.dtype, device=mesh.device)
-    source = mesh.shape.rank(Coordinates(mesh.shape.pp - 1, 0, 0, 0, 0))
-    return broadcast_(found[:count].contiguous(), mesh.world, source)
+    return broadcast_(found[:count].contiguous(), mesh.world, model.end)
 
 
 def dtype_of(whole: WeightFolder) -> torch.dtype:

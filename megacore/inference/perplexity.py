@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.control import Control
 from megacore.data.batches import Batch
 from megacore.data.grouping import fitting
 from megacore.inference.evaluation_data import Document
 from megacore.inference.model_loader import microbatch_of
 from megacore.models.assemble import Model
 from megacore.models.decoder import Decoder, Microbatch
+from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.enum_errors import Score
 from megacore.parallel.labels import IGNORE
 from megacore.parallel.pipeline.run import Pipeline
@@ -173,12 +173,20 @@ def of_pairs(model: Model, pairs: Iterable[Sequence[Document]], together: int) -
 def summed(model: Model, packs: Iterator[Pack], score: Score) -> list[float]:
     """Return the sums, over all labels, of what a score says of them; packs: the windows of each microbatch. Ranks are
     as of :func:`evaluate`."""
-    mesh, found = model.parameters.mesh, list[Tensor]()
+    mesh, found, size = model.parameters.mesh, list[Tensor](), 0
+
+    def sized() -> Iterator[Pack]:
+        nonlocal size
+        for pack in packs:
+            size = max(size, *(int(window.sums.max(initial=-1)) + 1 for window in pack))
+            yield pack
+
     # Every chunk but the last hands on activations; what the last one gives is kept here, and its sum is of no use.
     pipeline = Pipeline(mesh, [partial(_scored, chunk, score, found) for chunk in model.chunks], model.parameters.dtype)
+    pipeline.placement = model.parameters.layout.placement
     one = torch.ones((), device=mesh.device)
     total = torch.zeros(0, dtype=torch.float64, device=mesh.device)
-    own = _dealt(packs, mesh.shape.data, mesh.data_rank)
+    own = _dealt(sized(), mesh.shape.data, mesh.data_rank)
     while group := [_microbatch(model, pack) for pack in islice(own, AT_ONCE * mesh.shape.pp)]:
         pipeline.evaluate([microbatch for microbatch, _ in group], one)
         ends = max(int(sums.max()) for _, sums in group) + 1
@@ -186,11 +194,7 @@ def summed(model: Model, packs: Iterator[Pack], score: Score) -> list[float]:
         for (_, sums), each in zip(group, found, strict=False):
             total.index_add_(0, torch.from_numpy(sums).to(mesh.device), each.double())
         found.clear()
-    parts = [np.array(part) for part in Control.create(mesh).exchange(total.tolist())]
-    whole = np.zeros(max(map(len, parts)))
-    for part in parts:
-        whole[: len(part)] += part
-    return whole.tolist()
+    return all_reduce_(F.pad(total, (0, size - len(total))), mesh.world).tolist()
 
 
 def _scored(chunk: Decoder, score: Score, found: list[Tensor], x: Tensor | None, microbatch: Microbatch) -> Tensor:

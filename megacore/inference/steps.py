@@ -17,7 +17,6 @@ from megacore.models.cached_steps import Cache, prefill_step
 from megacore.models.decoder import Microbatch
 from megacore.parallel.collectives import all_reduce_, broadcast_
 from megacore.parallel.context_split import ContextParallel
-from megacore.parallel.weights.layout import Coordinates
 
 
 @dataclass
@@ -38,9 +37,8 @@ class Growing:
 def on_all_ranks(model: Model, count: int, made: Callable[[], Tensor]) -> list[int]:
     """Return so many integers that the first rank of the last stage makes, on all ranks."""
     mesh = model.parameters.mesh
-    source = mesh.shape.rank(Coordinates(mesh.shape.pp - 1, 0, 0, 0, 0))
-    numbers = made() if mesh.rank == source else torch.empty(count, dtype=torch.int64, device=mesh.device)
-    return broadcast_(numbers, mesh.world, source).tolist()
+    numbers = made() if mesh.rank == model.end else torch.empty(count, dtype=torch.int64, device=mesh.device)
+    return broadcast_(numbers, mesh.world, model.end).tolist()
 
 
 def prefill(

@@ -21,32 +21,39 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokenizer of a folder, which another process holds (`megacore.data.guard`); begin, end: the tokens that begin
-    and end a text, as the tokenizer says it."""
+    """The tokenizer among a model's files, which another process holds (`megacore.data.guard`); path: where they are;
+    begin, end: the tokens that begin and end a text, as the tokenizer says it."""
 
-    folder: WeightFolder
+    path: Path
+    files: ModelFiles
     guard: Guard
     begin: Any
     end: Any
 
     @classmethod
     def of(cls, folder: WeightFolder) -> Texts:
-        """Load it. Raises StoreError: there is none, or it cannot be used."""
-        import_transformers()
+        """Load that of a folder. Raises StoreError: there is none, or it cannot be used."""
         try:
-            with files_of(folder).folder() as files:
-                guard = Guard(lambda: _TransformersTokenizer(files))
-                return cls(folder, guard, *guard.call("ends"))
+            return cls.among(files_of(folder), folder.path)
         except InputError as error:
             raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
+
+    @classmethod
+    def among(cls, files: ModelFiles, path: Path) -> Texts:
+        """Load it. Raises InputError: there is none; StoreError: it cannot be used."""
+        import_transformers()
+        try:
+            with files.folder() as folder:
+                guard = Guard(lambda: _TransformersTokenizer(folder))
+                return cls(path, files, guard, *guard.call("ends"))
         except GuardError as error:
-            raise StoreError(f"{folder.path}: the tokenizer cannot be used: {error}") from error
+            raise StoreError(f"{path}: the tokenizer cannot be used: {error}") from error
 
     def _ask(self, method: str, *arguments: object, fails: str = "the tokenizer fails") -> Any:
         try:
             return self.guard.call(method, *arguments)
         except GuardError as error:
-            raise StoreError(f"{self.folder.path}: {fails}: {error}") from error
+            raise StoreError(f"{self.path}: {fails}: {error}") from error
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the tokens of a text, with the special ones that the tokenizer adds if there are to be some; a very
@@ -63,7 +70,7 @@ class Texts:
         ids: list[int] | None = self._ask("chat", messages, fails="the chat template does not take the messages")
         if ids is None:
             without = "it is no chat model, and megacore generate goes on with a text without --chat"
-            raise StoreError(f"{self.folder.path} has no chat template: {without}")
+            raise StoreError(f"{self.path} has no chat template: {without}")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -73,17 +80,16 @@ class Texts:
     def stops(self) -> frozenset[int]:
         """Return the tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
         Raises StoreError: they are no ids of the model's tokens."""
-        file = self.folder.companions().get(GENERATION)
+        file = self.files.files.get(GENERATION)
         given = parse_json(file.read(), file.path) if file else {}
-        raw = files_of(self.folder).config
-        key, vocabulary = "eos_token_id", self.folder.config.vocab_size
+        key, vocabulary = "eos_token_id", self.files.vocabulary
         of_config = given.get(key) if isinstance(given, dict) else None
-        said = {GENERATION: of_config, "config.json": raw.get(key), "the tokenizer": self.end}
+        said = {GENERATION: of_config, "config.json": self.files.config.get(key), "the tokenizer": self.end}
         where, found = next(((where, ids) for where, ids in said.items() if ids is not None), ("", []))
         ids: list[Any] = found if isinstance(found, list) else [found]
         if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
             raise StoreError(
-                f"{self.folder.path}: {key} of {where} is {short(found)}, and must be a token id from 0 to "
+                f"{self.path}: {key} of {where} is {short(found)}, and must be a token id from 0 to "
                 f"{vocabulary - 1} or a list of them"
             )
         return frozenset(ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,11 @@ from megacore.config import Config
 from megacore.control import Control, Made
 from megacore.data.batches import Batch, Batches
 from megacore.data.corpora import end_of_text, packed_of
+from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.samples import Source
+from megacore.data.text import InputError
 from megacore.hardware import peak_tflops
+from megacore.inference.texts import Texts
 from megacore.models.assemble import Model
 from megacore.models.decoder import Losses
 from megacore.models.stages import layout_of
@@ -133,7 +136,10 @@ def _callbacks(
     what shows the step, what keeps it."""
     config, optimizer = setup.config, setup.config.optimizer
     held_out = setup.corpora.validation
-    evaluation = Evaluation(_batches(setup, held_out, mesh, model, image_reader)) if held_out else None
+    evaluation = None
+    if held_out:
+        tasks = _on_all(control, "evaluate.tasks", lambda: _tasks(setup, model))
+        evaluation = Evaluation(_batches(setup, held_out, mesh, model, image_reader), tasks)
     checkpoints_on_disk = Checkpoints(_saver(config, contents, control), setup.corpora.identities, evaluation)
     spikes = TellSpikes()
     bad: Callback = BadSteps(optimizer.max_skipped if optimizer.non_finite == "skip" else 0)
@@ -151,6 +157,24 @@ def _callbacks(
     keeping = keeping[::-1] if decides(config) else keeping
     # Signals are heeded until all else has ended: the last save may take long.
     return [*made, *keeping, Garbage(), Profile(), FinalReport(), Signals()]
+
+
+def _tasks(setup: Setup, model: Model) -> Callable[[], Mapping[str, float]] | None:
+    """Return what asks the model the tasks of evaluations. Raises StoreError: one is not known, or there is no
+    tokenizer."""
+    config = setup.config
+    if not config.evaluate.tasks:
+        return None
+    from megacore.inference import harness  # which an extra brings
+
+    files = ModelFiles(setup.companions, raw_of(setup.model, setup.start.source), setup.model.vocab_size)
+    try:
+        texts = Texts.among(files, Path(config.checkpoint.init or config.out))
+    except InputError as error:
+        raise StoreError(str(error)) from error
+    asked = harness.HarnessModel(model, texts, config.batch.micro_size * config.data.sequence_length)
+    asked.check(tasks := harness.load(config.evaluate.tasks))
+    return partial(harness.scores, asked, tasks)
 
 
 def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:

@@ -136,6 +136,7 @@ class ProgressBar:
         if "validation_loss" in record:
             perplexity = record.get("validation_perplexity")
             said = "" if perplexity is None else f", perplexity {perplexity:.4g}"
+            said += "".join(f", {key[6:]} {value:.4g}" for key, value in record.items() if key.startswith("tasks/"))
             with self._bar.external_write_mode():
                 say(f"step {step}: validation loss {record['validation_loss']:.4f}{said}")
             return

@@ -168,7 +168,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _charts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
     legend = {"orient": "bottom", "symbolOpacity": 1} if len(runs) > 1 else None
-    for key, chart in CHARTS.items():
+    tasks = sorted({key for run in runs for record in run.records for key in record if "tasks/" in key})
+    for key, chart in {**CHARTS, **{key: Chart(key) for key in tasks}}.items():
         curves = {run.name: run.curve(key) for run in runs}
         values = [point for name, curve in curves.items() for point in _points(name, curve)]
         if not values:

@@ -484,7 +484,15 @@ BAD = [
     bad("checkpoint.export=corpus/text.bin/hf", "checkpoint.export", "corpus/text.bin is not a folder"),
     bad("checkpoint.export=fresh out=fresh/run", "checkpoint.export (fresh) holds out (fresh/run)", "beside it"),
     bad("log.wandb=megacore", "log.wandb", "pip install 'megacore[wandb]'"),
+    bad(
+        "evaluate.every=1 data.validation_fraction=0.1 evaluate.tasks=[piqa]",
+        "evaluate.tasks",
+        "pip install 'megacore[lm-eval]'",
+    ),
 ]
+
+
+ABSENT = "wandb", "lm_eval"
 
 
 @pytest.fixture
@@ -495,7 +503,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megacore.checks.machine.importlib.util.find_spec", lambda name: None if name == "wandb" else 1)
+    monkeypatch.setattr("megacore.checks.machine.importlib.util.find_spec", lambda name: None if name in ABSENT else 1)
     return tmp_path
 
 

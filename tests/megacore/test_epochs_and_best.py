@@ -94,6 +94,7 @@ def test_steps_come_from_the_epochs_everywhere(tmp_path: Path, capsys: pytest.Ca
         ("train.epochs=0", "train.epochs (0.0): must be above 0"),
         ("evaluate.patience=2", "evaluate.patience looks at the losses of evaluations"),
         ("checkpoint.best=true", "checkpoint.best looks at the losses of evaluations"),
+        ("evaluate.tasks=[piqa]", "evaluate.tasks are asked at evaluations"),
     ],
 )
 def test_what_does_not_fit_is_said(tmp_path: Path, given: str, said: str) -> None:

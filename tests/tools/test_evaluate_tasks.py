@@ -4,26 +4,38 @@ import json
 import random
 import subprocess
 import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import engine
+import numpy as np
 import pytest
 import torch
+from engine import RECIPE
 from families import loaded
 from hub import save
 from pool import Pool
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+import megacore.inference
 from megacore.data import tokenizer
 from megacore.inference.model_loader import model_from
 from megacore.inference.perplexity import log_likelihoods
 from megacore.inference.texts import Texts
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.weights.layout import MeshShape
+from megacore.recipe import ConfigError
 from megacore.store.conversions.formats import open_folder
 from megacore.tools import evaluate as command
+from megacore.training import main
 
 with_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
 TEXTS = ["The sun rose over the quiet harbour. ", "a b c d e f g " * 4]
@@ -171,3 +183,149 @@ def test_data_or_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     else:
         assert command.main([str(folder), "--tasks", "piqa", "--dp", "2"]) == 1
         assert "--dp is of --data" in capsys.readouterr().err
+
+
+# -- in a run, where a double stands for the harness: it is installed in few places
+
+
+def double(lm: Any, tasks: Any, **_: Any) -> dict[str, Any]:
+    """Ask a model, and leave random numbers behind."""
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    asked = [
+        (None, lm.tok_encode(context) or [lm.prefix_token_id], lm.tok_encode(more, False)) for context, more in PAIRS
+    ]
+    requests = [SimpleNamespace(args=(text, {"max_gen_toks": 5})) for text, _ in PAIRS if text]
+    scores, made = lm._loglikelihood_tokens(asked), lm.generate_until(requests)
+    told = {"alias": "own", "sum,none": sum(each for each, _ in scores), "sum_stderr,none": "N/A"}
+    return {"results": {"own": told | {"made,strict": zlib.crc32("|".join(made).encode()), "made_stderr,strict": 0.5}}}
+
+
+class DoubleManager:
+    def __init__(self, include_path: str | None = None) -> None:
+        pass
+
+    def match_tasks(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name != "other"]
+
+    def load(self, names: Sequence[str]) -> dict[str, Any]:
+        asks = {"output_type": "generate_until", "generation_kwargs": {"max_gen_toks": 32 if "long" in names else 5}}
+        task = mock.Mock(UNSAFE_CODE="code" in names, MULTIMODAL=False, get_config=asks.get)
+        return {"tasks": dict.fromkeys(names, task)}
+
+
+@contextmanager
+def doubled() -> Iterator[None]:
+    """Have lm_eval be its double."""
+
+    def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {"until": [], "do_sample": False, **settings}
+
+    parts: dict[str, dict[str, Any]] = {
+        "lm_eval": {"evaluate": double, "utils": None},
+        "lm_eval.api": {},
+        "lm_eval.api.instance": {"Instance": SimpleNamespace},
+        "lm_eval.api.model": {"TemplateLM": object},
+        "lm_eval.models": {},
+        "lm_eval.models.utils": {
+            "normalize_gen_kwargs": plain,
+            "postprocess_generated_text": lambda text, stops, _: text,
+        },
+        "lm_eval.tasks": {"TaskManager": DoubleManager},
+    }
+    made = {name: ModuleType(name) for name in parts}
+    for name, module in made.items():
+        vars(module).update(parts[name], __spec__=ModuleSpec(name, None))
+    ours = "megacore.inference.harness"
+    with mock.patch.dict(sys.modules, made):
+        sys.modules.pop(ours, None)
+        known = vars(megacore.inference).pop("harness", None)
+        try:
+            yield
+        finally:
+            vars(megacore.inference).pop("harness", None)
+            if known is not None:
+                vars(megacore.inference)["harness"] = known
+
+
+def trained(recipe: str, overrides: Sequence[str]) -> tuple[engine.Result, list[float]]:
+    """A run on this rank, and random numbers behind it."""
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with doubled():
+        found = engine.train(recipe, overrides)
+    return found, [random.random(), np.random.random(), torch.rand(()).item()]
+
+
+def of_tasks(found: engine.Result) -> list[dict[str, float | None]]:
+    told = [{key: value for key, value in record.items() if "tasks/" in key} for record in found.records]
+    return [each for each in told if each]
+
+
+Run = Callable[..., tuple[str, list[str]]]
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> Run:
+    """The recipe of a run that goes on with a model of transformers, and its overrides."""
+    save("llama", folder, vocab_size=290, max_position_embeddings=32, num_hidden_layers=4)
+    recipe = engine.write_recipe(tmp_path, {key: value for key, value in RECIPE.items() if key != "model"})
+
+    def made(name: str, *more: str) -> tuple[str, list[str]]:
+        return recipe, [f"out={tmp_path / name}", f"checkpoint.init={folder}", *more]
+
+    return made
+
+
+ASKED = "evaluate.tasks=[own]"
+
+
+def test_evaluations_ask_tasks_and_change_nothing(run: Run, tmp_path: Path) -> None:
+    averaged = ["ema.decay=0.7", "ema.evaluate=true"]
+    plain, drawn = trained(*run("plain", *averaged))
+    found, others = trained(*run("asked", ASKED, *averaged))
+    assert drawn == others and engine.same(plain.weights, found.weights)
+    assert plain.values("loss") == found.values("loss") and not of_tasks(plain)
+    told = of_tasks(found)
+    assert [record["step"] for record in found.records if "tasks/own/sum" in record] == [2, 4, 5]
+    for each in told:
+        assert {*each} == {f"{kind}tasks/own/{name}" for kind in ("", "ema_") for name in ("sum", "made,strict")}
+        assert each["tasks/own/sum"] != each["ema_tasks/own/sum"]
+    recipe, overrides = run("exported", "checkpoint.at_end=true", f"checkpoint.export={tmp_path / 'hf'}")
+    main.main([recipe, *overrides])
+    model: Any = loaded(tmp_path / "hf")
+    texts = Texts.of(open_folder(tmp_path / "hf"))
+    want = sum(theirs(model, texts.encode(x) or [texts.begin], texts.encode(y, False))[0] for x, y in PAIRS)
+    assert told[-1]["tasks/own/sum"] == pytest.approx(want, rel=1e-7)
+
+
+LAYOUTS = [
+    pytest.param(4, ["mesh.tp=2", "mesh.pp=2"], id="tp2-pp2"),
+    pytest.param(2, ["zero.shard=parameters"], id="dp2-parameters"),
+    pytest.param(2, ["mesh.pp=2", "pipeline.schedule=zb-v", "pipeline.chunks=2"], id="zb-v"),
+    pytest.param(2, ["mesh.pp=2", "pipeline.schedule=interleaved", "pipeline.chunks=2"], id="interleaved"),
+    pytest.param(2, ["mesh.cp=2"], id="cp2"),
+]
+
+
+@pytest.mark.in_turn(5)
+@pytest.mark.parametrize(("world", "overrides"), LAYOUTS)
+def test_every_layout_answers_the_same(pool: Pool, run: Run, world: int, overrides: list[str]) -> None:
+    want = of_tasks(trained(*run("one", ASKED))[0])
+    ranks = pool.run(world, trained, *run("split", ASKED, *overrides))
+    found = of_tasks(ranks[0][0])
+    assert [each["tasks/own/made,strict"] for each in found] == [each["tasks/own/made,strict"] for each in want]
+    for one, other in zip(found, want, strict=True):
+        assert one["tasks/own/sum"] == pytest.approx(other["tasks/own/sum"], rel=1e-9)
+    plain = pool.run(world, trained, *run("plain", *overrides))
+    assert all(engine.same(one.weights, other.weights) for (one, _), (other, _) in zip(ranks, plain, strict=True))
+
+
+def test_what_cannot_be_asked_is_said_before_the_first_step(run: Run, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.tasks: lm_eval has no task other: `lm_eval ls tasks` lists"):
+        trained(*run("unknown", "evaluate.tasks=[own,other]"))
+    for name, words in (("code", "code that the model writes"), ("long", "texts of 32 tokens, and the model has 32")):
+        with pytest.raises(ConfigError, match=rf"evaluate\.tasks: .*{words}"):
+            trained(*run(name, f"evaluate.tasks=[{name}]"))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"evaluate\.tasks: .*name one by data\.tokenizer"):
+        trained(*run("without", ASKED))

@@ -14,6 +14,7 @@ from families import one_in, random_model, small
 from hub import change, converted, flip, of_a_run, save
 from safetensors.torch import load_file, save_file
 
+from megacore import pictures
 from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedWriter
 from megacore.models.config import active_parameters
@@ -75,6 +76,40 @@ def test_the_facts_of_a_run(left: Path, capsys: Capture) -> None:
     _, shown = text(capsys, left)
     for word in ("pp=3 x ep=1 x tp=2", "consumed samples", "0.125", "exp_avg", "float32", *on_disk):
         assert word in shown
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_picture_shows_what_each_rank_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, chunks: int
+) -> None:
+    states = ("weights", "master", "exp_avg", "exp_avg_sq")
+    made = {state: save("llama", tmp_path / state, n, num_hidden_layers=4) for n, state in enumerate(states)}
+    split = of_a_run(made, tmp_path / "run", tp=2, pp=2)
+    given = [split, tmp_path / "made", "--pp", 2, "--tp", 2, "--chunks", chunks]
+    assert reshard.main([*map(str, given)]) == 0
+    figures, picture = list[Any](), tmp_path / "ranks.svg"
+
+    def keep(figure: Any, path: Path) -> None:
+        figures.append(figure)
+        pictures.save(figure, path)
+
+    monkeypatch.setattr(inspect, "save", keep)
+    assert text(capsys, tmp_path / "made", "--picture", picture)[0] == 0
+    assert all(word in picture.read_text() for word in ("<svg", "pp=1 tp=0", "MB on disk", "tp splits"))
+    bars, layers = figures[0].axes
+    names = [f"pp{pp}-ep0-tp{tp}" for pp in range(2) for tp in range(2)]
+    found = {each.get_label(): [bar.get_width() * 1e6 for bar in each] for each in bars.containers}
+    size = {state: [(tmp_path / f"made/{state}/{name}.safetensors").stat().st_size for name in names] for state in made}
+    moments = [sum(both) for both in zip(size["exp_avg"], size["exp_avg_sq"], strict=True)]
+    want = {"weights": size["weights"], "masters": size["master"], "moments": moments}
+    assert {name: pytest.approx(each) for name, each in want.items()} == found
+    (drawn,) = layers.collections
+    first, second = (
+        ([0, 0, None, None], [None, None, 0, 0]) if chunks == 1 else ([0, None, 1, None], [None, 0, None, 1])
+    )
+    assert drawn.get_array().tolist() == [first, first, second, second]
+    assert inspect.main([str(made["weights"]), "--picture", str(picture)]) == 1
+    assert "--picture draws the ranks of a checkpoint" in capsys.readouterr().err
 
 
 def test_it_says_how_virtual_stages_are_placed(tmp_path: Path, capsys: Capture) -> None:

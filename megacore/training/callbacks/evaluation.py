@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from operator import itemgetter
 from typing import Any
 
@@ -34,10 +35,11 @@ def decides(config: Config) -> bool:
 
 class Evaluation(Callback):
     """Evaluates after every ``evaluate.every`` steps and after the last one, not when a signal interrupts; ends the run
-    where ``evaluate.patience`` is at its end. Where that comes before the save, a signal does not wait for it."""
+    where ``evaluate.patience`` is at its end. Where that comes before the save, a signal does not wait for it.
+    ``tasks``: asks the model those of ``evaluate.tasks`` -> what is recorded of them, the same on every rank."""
 
-    def __init__(self, held_out: Batches) -> None:
-        self._held_out = held_out
+    def __init__(self, held_out: Batches, tasks: Callable[[], Mapping[str, float]] | None = None) -> None:
+        self._held_out, self._tasks = held_out, tasks
         self._known: list[tuple[int, float]] = []
         """(step, loss) of the evaluations that count, from the best of those before this process on."""
 
@@ -72,32 +74,48 @@ class Evaluation(Callback):
             loss, *told = self.losses(run)
             told = told if run.config.preference else []
             self._known.append((run.step, loss if math.isfinite(loss) else math.inf))
-            averaged = dict[str, float]()
+            beside = self._asked(run)
             if run.config.ema.evaluate:
                 with run.train_step.optimizer.averaged():
-                    averaged["ema_validation_loss"] = self.losses(run)[0]
+                    beside |= {"ema_validation_loss": self.losses(run)[0]}
+                    beside |= {f"ema_{key}": value for key, value in self._asked(run).items()}
             run.enter("log")
             record: dict[str, Any] = {"validation_loss": loss, "evaluations_since_best": len(self._since_best()) - 1}
             if run.config.has_cross_entropy:  # another loss has no perplexity
                 record["validation_perplexity"] = perplexity(loss)
-            run.call("on_log", record | averaged | rewards(told, "validation_"))
+            run.call("on_log", record | beside | rewards(told, "validation_"))
             self._end_without_better(run)
 
     def losses(self, run: Trainer) -> list[float]:
         """Return the mean loss over the first ``evaluate.batches`` global batches held out, and what else it says of
         pairs; the same on every rank."""
-        run.model.train(False)
         losses, counts = [], []
-        with run.train_step.optimizer.common():
+        with self._evaluating(run):
             for i in range(run.config.evaluate.batches):
                 run.enter("evaluate")
                 microbatches = run.upload(self._held_out.microbatches(i), 0)
                 loss, tokens = evaluate(run.mesh, run.train_step.pipeline, microbatches)
                 losses.append(loss * tokens)
                 counts.append(tokens)
-        run.model.train()
         mean = torch.stack(losses).sum(0) / torch.stack(counts).sum()
         return mean.reshape(-1).tolist()
+
+    def _asked(self, run: Trainer) -> dict[str, float]:
+        """Return what the tasks come to, if there are some."""
+        if self._tasks is None:
+            return {}
+        # Their lengths are many: compiled for each of them, blocks would have no room left for those of training.
+        plain = torch.compiler.set_stance("force_eager") if run.config.train.compile else nullcontext()
+        run.enter("evaluate")
+        with self._evaluating(run), plain:
+            return {**self._tasks()}
+
+    @contextmanager
+    def _evaluating(self, run: Trainer) -> Iterator[None]:
+        run.model.train(False)
+        with run.train_step.optimizer.common():
+            yield
+        run.model.train()
 
     @staticmethod
     def is_due(run: Trainer) -> bool:
