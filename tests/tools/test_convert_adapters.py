@@ -266,7 +266,7 @@ WRONG = {
     "afmoe": ("attn.qkv", "peft takes those of self_attn.gate_proj for those of afmoe's experts"),
     "falcon_h1": ("ssm.out", "peft refuses adapters of out_proj of falcon_h1"),
     "mamba2": ("ssm.out", "peft refuses adapters of out_proj of mamba2"),
-    "zamba2": ("mlp.down", "several layers of zamba2 share shared_transformer.feed_forward.down_proj, and peft adapts"),
+    "zamba2": ("mlp.down", "several layers of zamba2 share shared_transformer.feed_forward.down_proj, "),
     "longcat_flash": ("router", "transformers' longcat_flash multiplies by the weight of classifier itself, past its"),
     "jamba": ("ssm.dt", "transformers' jamba multiplies by the weight of dt_proj itself, past its adapters"),
 }
