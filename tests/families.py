@@ -238,7 +238,9 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     others = {"kda_lower_bound", "zero_expert_num"}  # whose head_dim does not follow
     known -= {"head_dim"} if {"kv_lora_rank", *others} & known == {"kv_lora_rank"} else set()
     known |= {"num_hash_layers"} if "hc_mult" in known else set()
-    return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | told(name, fields))
+    return kind(
+        **{field: value for field, value in (SMALL | wide | own).items() if field in known} | told(name, fields)
+    )
 
 
 def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:

@@ -250,7 +250,7 @@ class Schema:
         They need not agree on how it is stored.
         """
         pairs = ((param, label) for param in self.params for label in param.sentence.labels)
-        return {(p.name, label): (frozenset(p.sentence.piece_axes(label)), p.layers, p.also) for p, label in pairs}
+        return {(p.name, each): (frozenset(p.sentence.piece_axes(each)), p.layers, p.also) for p, each in pairs}
 
     def numel(self, param: Param) -> int:
         """Return the number of elements of a parameter over all its layers (and every other axis in its name),

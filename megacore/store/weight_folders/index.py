@@ -32,8 +32,8 @@ INDEX = "index.json"
 FORMAT, VERSIONS = "megacore", (1, 2, 3, 4, 5, 6, 7)
 """Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
 there may be experts; since version 3 tensors may be carried, since version 4 virtual stages be placed in a V, since
-version 5 replicas have states of their own, since version 6 a projector be among the weights, and since version 7 layers
-use the tensors of others. Where nothing of this is so, it is version 1."""
+version 5 replicas have states of their own, since version 6 a projector be among the weights, and since version 7
+layers use the tensors of others. Where nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 STATES = ("weights", MASTER, *MOMENTS, EMA)
