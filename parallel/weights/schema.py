@@ -245,7 +245,7 @@ class Schema:
 
     @cached_property
     def pieces(self) -> Mapping[tuple[str, str], tuple[object, ...]]:
-        """{(parameter, label): its axes, its layers, those that use it too}: what two declarations of a model must agree on.
+        """{(parameter, label): its axes, its layers, those that use it too}: what two declarations must agree on.
 
         They need not agree on how it is stored.
         """
