@@ -185,6 +185,8 @@ def peft_problems(family: str, chosen: Sequence[LinearTarget], whole: str | None
         yield f"peft refuses adapters of {refused} of {family}"
     if family in UNKNOWN_TO_PEFT:
         yield f"modules of {family} have other names in memory than in its files, and peft would not find them"
+    if shared := sorted({linear.hf_name for linear in chosen if linear.param.also}):
+        yield f"several layers of {family} share {', '.join(shared)}, and peft adapts those of each layer by themselves"
     if whole is not None:
         inside = "and peft would find no linear of these names in it"
         yield f"{whole} is a larger model of which {family} is a part, {inside}"

@@ -145,6 +145,8 @@ ALWAYS_PADDED = ("modernbert-decoder",)
 """Whose class of transformers takes no null for a token."""
 NEVER_TIED = ("bailing_hybrid", "kimi_linear", "nemotron_h")
 """Whose class of transformers ties nothing, whatever a file says."""
+ALWAYS_TIED = "zamba2"
+"""Which is read only where it is: transformers' class shares no blocks otherwise."""
 
 
 def rotated(cases: Iterable[T], few: int = 1) -> list[ParameterSet]:
@@ -168,12 +170,17 @@ def one_in(few: int) -> list[ParameterSet]:
     return [pytest.param(name, marks=pytest.mark.in_turn(few, -number)) for number, name in enumerate(FAMILIES)]
 
 
+def told(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, but for what of ties is not said of all families."""
+    return {field: value for field, value in fields.items() if field != "tie_word_embeddings" or name != ALWAYS_TIED}
+
+
 def drawn(
     name: str, seed: int = 0, *, layers: int = 5, vocab: int = 13, positions: int = 16, tp: int = 4, **fields: Any
 ) -> dict[str, Any]:
     """A recipe's section of a random model of the family, but for these fields."""
     sizes = {"layers": layers, "vocab": vocab, "positions": positions, "tp": tp}
-    made = {"family": name, **draw(family(name).config, Random(seed), **sizes), **fields}
+    made = {"family": name, **draw(family(name).config, Random(seed), **sizes), **told(name, fields)}
     return made | ({"pad_token_id": 5} if name in ALWAYS_PADDED and made["pad_token_id"] is None else {})
 
 
@@ -231,7 +238,9 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     others = {"kda_lower_bound", "zero_expert_num"}  # whose head_dim does not follow
     known -= {"head_dim"} if {"kv_lora_rank", *others} & known == {"kv_lora_rank"} else set()
     known |= {"num_hash_layers"} if "hc_mult" in known else set()
-    return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
+    return kind(
+        **{field: value for field, value in (SMALL | wide | own).items() if field in known} | told(name, fields)
+    )
 
 
 def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -270,11 +279,12 @@ def wide_numbers() -> Iterator[None]:
 
 
 def saved(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors that ``save_pretrained`` writes, under their names on disk: a tied head is the embedding."""
-    head = family(model.config.model_type).config.tied[1]
+    """The tensors that ``save_pretrained`` writes, under their names on disk: a tied head is the embedding, a shared
+    block the first of them."""
+    again = {family(model.config.model_type).config.tied[1], *model.all_tied_weights_keys}
     tensors = revert_weight_conversion(model, model.state_dict())
-    tied = model.config.tie_word_embeddings and model.config.model_type not in NEVER_TIED
-    return {name: t for name, t in tensors.items() if name != head or not tied}
+    are_tied = model.config.tie_word_embeddings and model.config.model_type not in NEVER_TIED
+    return {name: t for name, t in tensors.items() if name not in again or not are_tied}
 
 
 @contextmanager

@@ -141,7 +141,9 @@ class Zamba2Config(StateSpaceConfig):
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read(config)
-        hybrid = [layer for layer, kind in enumerate(values.get("layer_types") or ()) if kind == HYBRID]
+        kinds = values.get("layer_types")
+        listed = kinds if isinstance(kinds, list | tuple) else ()
+        hybrid = [layer for layer, kind in enumerate(listed) if kind == HYBRID]
         hidden = values.get("hidden_size")
         pair = 2 * hidden if isinstance(hidden, int) else None
         for name, value in (("attention_hidden_size", pair), ("hybrid_layer_ids", hybrid)):

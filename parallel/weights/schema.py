@@ -244,13 +244,13 @@ class Schema:
         return {param.name: param for param in self.params}
 
     @cached_property
-    def pieces(self) -> Mapping[tuple[str, str], tuple[frozenset[str], tuple[int, ...] | None]]:
-        """{(parameter, label): its axes, its layers}: what two declarations of a model must agree on.
+    def pieces(self) -> Mapping[tuple[str, str], tuple[object, ...]]:
+        """{(parameter, label): its axes, its layers, those that use it too}: what two declarations must agree on.
 
         They need not agree on how it is stored.
         """
         pairs = ((param, label) for param in self.params for label in param.sentence.labels)
-        return {(p.name, label): (frozenset(p.sentence.piece_axes(label)), p.layers) for p, label in pairs}
+        return {(p.name, each): (frozenset(p.sentence.piece_axes(each)), p.layers, p.also) for p, each in pairs}
 
     def numel(self, param: Param) -> int:
         """Return the number of elements of a parameter over all its layers (and every other axis in its name),

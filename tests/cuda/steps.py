@@ -119,6 +119,8 @@ CASES: Mapping[str, Case] = {
     "delta rule, channels, tp": Case("model.preset=kimi_linear-tiny mesh.tp=2"),
     "state space, tp": Case("model.preset=bamba-tiny mesh.tp=2"),
     "selective scan, tp": Case("model.preset=mamba-tiny mesh.tp=2"),
+    "linear recurrence, tp": Case("model.preset=recurrent_gemma-tiny mesh.tp=2"),
+    "linear recurrence, documents, cp": Case("model.preset=recurrent_gemma-tiny mesh.cp=2", rank=1, documents=TEXTS),
     "blocks, tp": Case("model.preset=deepseek_v4-tiny mesh.tp=2", layers=4),
     "blocks, documents, full": Case("model.preset=deepseek_v4-tiny memory.recompute=full", layers=4, documents=TEXTS),
     "short convolution": Case("model.preset=lfm2-tiny"),

@@ -142,6 +142,17 @@ for name, weight_map in {
 
 # -- index.json and trainer.json of checkpoints
 
+
+def shared(times: int, layers: str, *also: str) -> Change:
+    """So many parameters of these layers, whose tensors others use."""
+
+    def change(tree: Any) -> None:
+        one = next(each for each in tree["parameters"] if "{layer}" in each["name"])
+        tree.update(version=7, parameters=[one | {"layers": layers, "also": [*also]}] * times)
+
+    return edit("ckpt/index.json", change)
+
+
 INDEX: Mapping[str, tuple[Change, str]] = {
     "deep": (write("ckpt/index.json", DEEP), "not JSON"),
     "large": (write("ckpt/index.json", LARGE), "more than 33,554,432 bytes"),
@@ -156,6 +167,10 @@ INDEX: Mapping[str, tuple[Change, str]] = {
     "hub-name-format": (put("ckpt/index.json", "{layer.__class__.__init__}", "parameters", 1, "hf"), ""),
     "hub-name-escapes": (put("ckpt/index.json", ESCAPE, "parameters", 0, "hf"), ""),
     "file-outside": (edit("ckpt/index.json", lambda t: t["files"].update({"../../outside": {}})), "index.json"),
+    "shared-beyond": (shared(1, "0", "9"), "are not later ones of the 2 layers, ascending"),
+    "shared-back": (shared(1, "0-1", "", "0"), "are not later ones of the 2 layers, ascending"),
+    "shared-10^6": (shared(1, "0", *["0-999999"] * 1000), "are 1000000000 numbers: there may be 65536"),
+    "layers-10^9": (shared(20_000, "0-65535"), "more than 1048576 numbers of layers"),
     "states-escapes": (put("ckpt/index.json", ["weights", ESCAPE], "states"), "states"),
     "frozen-long": (put("ckpt/index.json", [LONG], "frozen"), "frozen"),
     "adapters": (put("ckpt/index.json", {"rank": 1, "base": {"path": "/etc"}}, "adapters"), "adapters"),

@@ -259,7 +259,7 @@ def test_nothing_is_begun_anew_where_all_are_damaged(
 def test_another_version_is_not_damage(recipe: str, out: Path) -> None:
     index = path_of(out, 6) / "index.json"
     index.write_text(index.read_text().replace('"version": 1', '"version": 9'))
-    with pytest.raises(ConfigError, match="version 9, and this release reads 1, 2, 3, 4, 5 and 6: use the one that"):
+    with pytest.raises(ConfigError, match="version 9, and this release reads 1, 2, 3, 4, 5, 6 and 7: use the one"):
         check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
 
 

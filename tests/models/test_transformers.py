@@ -338,6 +338,7 @@ SPREAD = {
     "jamba": ContextParallel(2, "ring", "documents"),
     "minimax": ContextParallel(4, "ring", "rows"),
     "recurrent_gemma": ContextParallel(4, "ring", "rows"),
+    "zamba2": ContextParallel(4, "ring", "rows"),
     "qwen3_next": ContextParallel(),
     "qwen3_5_text": ContextParallel(4, "ring", "rows", 2),
 }

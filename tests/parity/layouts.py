@@ -706,7 +706,7 @@ OF_BLOCKS: list[Pair] = [
     (BLOCKS, Run(MeshShape(pp=4, dp=2), layers=(1, 2, 2, 1), shard="parameters", activations=Activations("selective"))),
     (BLOCKS, Run(MeshShape(pp=3, tp=2), schedule="zb-h1", layers=(1, 1, 4), shard="optimizer")),
     (by_muon(BLOCKS), Run(MeshShape(pp=4, dp=2), layers=(2, 1, 1, 2), shard="gradients")),
-    (BLOCKS, Run(MeshShape(pp=2, tp=2), 2, "zb-v", (0, 1, 5, 0))),
+    (BLOCKS, Run(MeshShape(pp=2, tp=2), 2, "zb-v", (1, 2, 2, 1))),
     (
         replace(BLOCKS, name="lora-shared-blocks", tuning=Tuning(Lora(3, 2.0, ("attn", "mlp", "join")))),
         Run(MeshShape(pp=2, dp=2), layers=(3, 3), shard="parameters"),

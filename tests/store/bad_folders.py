@@ -149,7 +149,7 @@ refused(
         "folder": (instead(INDEX, os.mkdir), "index.json"),
         "other-format": (index("megatron", "format"), "format", "megatron"),
         "format-not-text": (index(1, "format"), "format"),
-        "later-version": (index(7, "version"), "version 7", "reads 1, 2, 3, 4, 5 and 6"),
+        "later-version": (index(8, "version"), "version 8", "reads 1, 2, 3, 4, 5, 6 and 7"),
         "version-true": (index(True, "version"), "version"),
         "version-text": (index("1", "version"), "version"),
         **{f"no-{key}": (drop(INDEX, key), key) for key in ("format", "version", "step", *FIELDS)},

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import drawn
 from tiny import LAYERS, LLAMA, assert_holds, edit_index, layout_of, run_checkpoint, whole
 
 from megacore.models import lora
@@ -13,6 +14,7 @@ from megacore.models.families.llama import LlamaConfig
 from megacore.models.lora import Lora
 from megacore.models.registry import configure
 from megacore.models.stages import default_layers
+from megacore.parallel.limits import LAYERS as MOST_LAYERS
 from megacore.parallel.weights.layout import Layout, MeshShape
 from megacore.parallel.weights.schema import SPLIT, Param
 from megacore.store.io.strict_json import StoreError
@@ -71,11 +73,59 @@ def test_an_axis_over_a_product_of_dimensions_goes_to_disk_and_back(mesh: Mappin
     assert whole(made, "master").keys() == held["master"].keys()
 
 
-def first_layers(text: object) -> Any:
-    def change(tree: dict[str, Any]) -> None:
-        next(each for each in tree["parameters"] if "layers" in each)["layers"] = text
+def first(**fields: object) -> Any:
+    """A change of the first parameter that some layers have; that others use, where what is changed is `also`."""
+    key = "also" if "also" in fields else "layers"
+    return lambda tree: next(each for each in tree["parameters"] if key in each).update(fields)
 
-    return change
+
+def first_layers(text: object) -> Any:
+    return first(layers=text)
+
+
+KINDS = ["hybrid", "linear_attention", "hybrid", "hybrid", "hybrid"]
+BLOCKS: Mapping[str, Any] = drawn("zamba2", 3, layers_block_type=KINDS, num_mem_blocks=2)
+"""Layers 0 and 3, and 2 and 4, share blocks."""
+
+
+def test_layers_that_share_tensors_go_to_disk_and_back(tmp_path: Path) -> None:
+    """Each stage that has one of them holds them; another release must refuse what it would read wrongly."""
+    layout = layout_of(BLOCKS, (2, 1, 2), pp=3)
+    held = run_checkpoint(tmp_path / "a", BLOCKS, layout)
+    made = assert_holds(tmp_path / "a", held, DTYPES)
+    assert made.index.version == 7 and made.layout.schema["layers.{layer}.attn.qkv.weight"].also == ((3,), (4,))
+    for layer in (0, 2):
+        assert len({s.where for s in made.stored() if s.name == f"layers.{layer}.mlp.up.weight"}) == 2
+    assert reshard.main([str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "2", "--pp", "2"]) == 0
+    assert_holds(tmp_path / "b", held, DTYPES)
+    assert inspect.main([str(tmp_path / "b"), "--check"]) == 0
+
+
+def many(tree: dict[str, Any]) -> None:
+    """Parameters of 150 bytes, each of which takes two megabytes."""
+    one = next(each for each in tree["parameters"] if "layers" in each)
+    tree.update(parameters=[one | {"layers": f"0-{MOST_LAYERS - 1}"}] * 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (first(also=["3", "9"]), "are not later ones of the 5 layers, ascending"),
+        (first(also=["3", "1"]), "are not later ones of the 5 layers, ascending"),
+        (first(also=["3", "3"]), "are not later ones of the 5 layers, ascending"),
+        (first(also=["3"]), "for each of layers=(0, 2)"),
+        (first(also=["4-3", ""]), "which do not ascend"),
+        (first(also=["3", 4]), "has also=4, which are no numbers of layers"),
+        (first(also="3,4"), "not of type list"),
+        (first(also=["0-999999"] * 9), "which are 9000000 numbers: there may be 65536"),
+        (many, "has parameters of more than 1048576 numbers of layers"),
+        (first(also=["4", "3"]), "declares other pieces"),
+        (lambda tree: tree.update(version=6), "declares other pieces"),
+    ],
+)
+def test_an_index_that_says_nonsense_of_what_is_shared(change: Any, words: str, tmp_path: Path) -> None:
+    run_checkpoint(tmp_path / "a", BLOCKS, layout_of(BLOCKS, (2, 3), pp=2))
+    refused(tmp_path / "a", change, words)
 
 
 @pytest.mark.usefixtures("some")
@@ -99,9 +149,13 @@ def first_layers(text: object) -> Any:
 )
 def test_an_index_that_says_nonsense_of_them_ends_in_a_sentence(change: Any, words: str, tmp_path: Path) -> None:
     run_checkpoint(tmp_path / "a", LLAMA, layout_of(LLAMA, (2, 3), pp=2))
-    edit_index(tmp_path / "a", change)
+    refused(tmp_path / "a", change, words)
+
+
+def refused(folder: Path, change: Any, words: str) -> None:
+    edit_index(folder, change)
     with pytest.raises(StoreError) as caught:
-        Checkpoint.open(tmp_path / "a")
+        Checkpoint.open(folder)
     assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 2000
 
 

@@ -54,6 +54,7 @@ CASES = {
         f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("ssm.inner", *scans)))
         for name, scans in (("falcon_mamba", ["ssm.select"]), ("mamba", ["ssm.select"]), ("mamba2", []))
     },
+    "zamba2-all": (drawn("zamba2", 3, layers=4, vocab=61), Lora(2, 1.0, ("ssm.*", "then.*", "join"))),
     "falcon_h1-all": (drawn("falcon_h1", 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "ssm.inner", "mlp"))),
     "gpt2": (GPT2, Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"))),
 }
@@ -265,6 +266,7 @@ WRONG = {
     "afmoe": ("attn.qkv", "peft takes those of self_attn.gate_proj for those of afmoe's experts"),
     "falcon_h1": ("ssm.out", "peft refuses adapters of out_proj of falcon_h1"),
     "mamba2": ("ssm.out", "peft refuses adapters of out_proj of mamba2"),
+    "zamba2": ("mlp.down", "several layers of zamba2 share shared_transformer.feed_forward.down_proj, "),
     "longcat_flash": ("router", "transformers' longcat_flash multiplies by the weight of classifier itself, past its"),
     "jamba": ("ssm.dt", "transformers' jamba multiplies by the weight of dt_proj itself, past its adapters"),
 }

@@ -237,7 +237,7 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
             torch.testing.assert_close(torch.tensor(logits), wanted.detach(), rtol=0, atol=rounding)
     changed = target / f"weights/pp{stages - 1}-ep0-tp{tp - 1}.safetensors"
     mixers = {
-        "mimo_v2_flash": "local_attn",
+        **dict.fromkeys(("laguna", "mimo_v2_flash"), "local_attn"),
         "minimax": "lightning",
         "recurrent_gemma": "lru",
         **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "zamba2"), "ssm"),

@@ -18,6 +18,7 @@ from megacore.models.lora import Lora
 from megacore.models.registry import family
 from megacore.models.tuning import Tuning
 from megacore.models.wrappers import Naming, unwrapped
+from megacore.parallel import limits
 from megacore.parallel.enum_errors import Placement
 from megacore.parallel.rank_sets import runs
 from megacore.parallel.weights.block_formats import BLOCK_BYTES
@@ -28,11 +29,11 @@ from megacore.parallel.weights.transfer import Cut, Stored, native
 from megacore.store.io.strict_json import StoreError, read_json, short
 
 INDEX = "index.json"
-FORMAT, VERSIONS = "megacore", (1, 2, 3, 4, 5, 6)
+FORMAT, VERSIONS = "megacore", (1, 2, 3, 4, 5, 6, 7)
 """Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
 there may be experts; since version 3 tensors may be carried, since version 4 virtual stages be placed in a V, since
-version 5 replicas have states of their own, and since version 6 a projector be among the weights. Where
-nothing of this is so, it is version 1."""
+version 5 replicas have states of their own, since version 6 a projector be among the weights, and since version 7
+layers use the tensors of others. Where nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 EMA = "ema"
 STATES = ("weights", MASTER, *MOMENTS, EMA)
@@ -48,7 +49,8 @@ CARRIED = "carried/tensors.safetensors"
 """The file of a checkpoint that has the tensors of other parts of the model."""
 
 _LONGEST_SENTENCE, _MOST_SUMS, _MOST_PLACES = 200, 8, 1 << 16
-_LONGEST_NAME, _MOST_TARGETS = 200, 1000
+_LONGEST_NAME, _MOST_TARGETS, _MOST_NUMBERS = 200, 1000, 16 * limits.LAYERS
+_RUNS = r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*"
 # What is in braces is an axis, or a word for each piece: no attribute, index or width of Python's format strings.
 _HUGGING_FACE = re.compile(r"(?:[\w.-]|\{\w+(?:,\w+)*\})*", re.ASCII)
 
@@ -211,6 +213,8 @@ class Index:
         schema = self.layout.schema
         some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
+        if any(param.also for param in schema.params):
+            return 7
         if self.carried is not None and any(param.name.startswith(names.PROJECTOR) for param in schema.params):
             return 6
         if any(kind_of(state)[1] is not None for state in self.states):
@@ -377,8 +381,7 @@ def read_index(path: Path) -> Index:
     if set(mesh) != {"pp", "ep", "tp"} or ranks > _MOST_PLACES or not least <= len(records) <= most:
         raise tree.error(f"has mesh={short(mesh)} and {len(states)} states, but {len(records)} files")
     try:
-        params = (_param(tree, p, version) for p in tree.get("parameters", list))
-        schema = Schema(tuple(params), tree.child("sizes").numbers())
+        schema = Schema(tuple(_params(tree, version)), tree.child("sizes").numbers())
         split = _split(tree, version)
         spread = (schema.sizes[axis] for axis, dims in split.items() if "ep" in dims and axis in schema.sizes)
         if mesh["ep"] > max(spread, default=1):
@@ -522,26 +525,20 @@ def _spelled_layers(layers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs(layers))
 
 
-def _layers(tree: _Tree, version: int) -> tuple[int, ...] | None:
-    if "layers" not in tree.tree or version == 1:
-        return None
-    text = tree.get("layers", str)
-    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text, re.ASCII):
-        raise tree.error(f"has layers={short(text)}, which are no numbers of layers such as 0-2,5")
-    ends = [(int(run.partition("-")[0]), int(run.rpartition("-")[2])) for run in text.split(",")]
-    # Before they are counted out: runs that overlap could be any number of times as long as the text.
-    if any(a > b for a, b in ends) or any(b >= a for (_, b), (a, _) in itertools.pairwise(ends)):
-        raise tree.error(f"has layers={short(text)}, which do not ascend")
-    return tuple(n for a, b in ends for n in range(a, b + 1))
-
-
-def _also(tree: _Tree, version: int) -> tuple[tuple[int, ...], ...]:
-    if "also" not in tree.tree or version == 1:
-        return ()
-    listed = tree.get("also", list)
-    if not all(isinstance(each, str) for each in listed):
-        raise tree.error(f"has also={short(listed)}, which are no numbers of layers")
-    return tuple(_layers(_Tree(tree.path, "also", {"layers": each}), version) or () if each else () for each in listed)
+def _layers(tree: _Tree, key: str, texts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of each text; none in an empty one of ``also``."""
+    found = []
+    for text in texts:
+        if not isinstance(text, str) or not re.fullmatch(_RUNS if key == "layers" else f"({_RUNS})?", text, re.ASCII):
+            raise tree.error(f"has {key}={short(text)}, which are no numbers of layers such as 0-2,5")
+        ends = [(int(run.partition("-")[0]), int(run.rpartition("-")[2])) for run in text.split(",") if run]
+        if any(a > b for a, b in ends) or any(b >= a for (_, b), (a, _) in itertools.pairwise(ends)):
+            raise tree.error(f"has {key}={short(text)}, which do not ascend")
+        found.append(ends)
+    # Before they are counted out, which could be any number of times as long as the texts.
+    if (count := sum(b - a + 1 for ends in found for a, b in ends)) > limits.LAYERS:
+        raise tree.error(f"has {key}={short([*texts])}, which are {count} numbers: there may be {limits.LAYERS}")
+    return tuple(tuple(n for a, b in ends for n in range(a, b + 1)) for ends in found)
 
 
 def _split(tree: _Tree, version: int) -> Split:
@@ -554,6 +551,15 @@ def _split(tree: _Tree, version: int) -> Split:
     return {**SPLIT, **{axis: tuple(dims) for axis, dims in said.tree.items()}}
 
 
+def _params(tree: _Tree, version: int) -> Iterator[Param]:
+    room = _MOST_NUMBERS
+    for value in tree.get("parameters", list):
+        yield (param := _param(tree, value, version))
+        room -= len(param.layers or ()) + sum(map(len, param.also))
+        if room < 0:
+            raise tree.error(f"has parameters of more than {_MOST_NUMBERS} numbers of layers")
+
+
 def _param(tree: _Tree, value: object, version: int) -> Param:
     declared = _Tree(tree.path, "a parameter", value)
     for sentence in (declared.get("pattern", str), declared.get("hf_pattern", str)):
@@ -563,7 +569,10 @@ def _param(tree: _Tree, value: object, version: int) -> Param:
     if not _HUGGING_FACE.fullmatch(declared.get("hf", str)):
         raise declared.error(f"has hf={short(declared.tree['hf'])}, which names no tensors")
     texts = {key: declared.get(key, str) for key in ("name", "pattern", "hf", "hf_pattern", "at")}
-    return Param(**texts, layers=_layers(declared, version), also=_also(declared, version))
+    some = {key for key, since in (("layers", 2), ("also", 7)) if key in declared.tree and version >= since}
+    layers = _layers(declared, "layers", [declared.get("layers", str)])[0] if "layers" in some else None
+    also = _layers(declared, "also", declared.get("also", list)) if "also" in some else ()
+    return Param(**texts, layers=layers, also=also)
 
 
 def _check_count(tree: _Tree, schema: Schema, records: Mapping[str, FileRecord]) -> None:
