@@ -319,11 +319,11 @@ HELD_OUT = (
     ),
     _nemo(
         "235B-A22B", _STEP / 17.6, _235B, MeshShape(dp=32, ep=4, tp=2), 4096, 2048, 4, recompute="full",
-        shard="parameters", **_OF_QWEN | {"widths": _BF16_SUMS}
+        shard="parameters", **{**_OF_QWEN, "widths": _BF16_SUMS}
     ),
     _nemo(
         "235B-A22B", _STEP / 24.2, _235B, MeshShape(pp=32, ep=4, tp=2), 4096, 2048, 1, 3, recompute="selective",
-        **_OF_QWEN | {"once": False}
+        **{**_OF_QWEN, "once": False}
     ),
     _nemo("235B-A22B", _STEP / 29.0, _235B, MeshShape(pp=8, dp=4, ep=2, tp=4), 4096, 2048, 1, 4, **_OF_QWEN),
 )

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megacore.say import err
 from megacore.store.io.objects import ObjectPath, place
@@ -79,6 +80,11 @@ def named(folder: Path) -> dict[int, Path]:
 def complete(folder: Path) -> dict[int, Path]:
     """Return {step: checkpoint} in ascending order. A folder is given its name only when all of it is there."""
     return {step: path for step, path in named(folder).items() if (path / INDEX).exists()}
+
+
+def step_of(path: Path) -> Any:
+    """Return the step that the index of a checkpoint says. Raises StoreError, LookupError: it says none."""
+    return read_json(path / INDEX, path)["step"]
 
 
 def set_aside(path: Path) -> Path:

@@ -95,7 +95,7 @@ def assumed(cluster: Cluster) -> str:
     device = cluster.device
     return (
         f"Assumed: large products reach {device.reach:.0%} of {cluster.tflops:,.0f} TFLOP/s, attention "
-        f"{efficiency.ATTENTION:.0%},\n  memory {efficiency.MEMORY:.0%} of {device.bandwidth / 1e12:.2f} TB/s, links "
+        f"{device.attention:.0%},\n  memory {efficiency.MEMORY:.0%} of {device.bandwidth / 1e12:.2f} TB/s, links "
         f"{efficiency.LINKS:.0%}; kernels beside messages run at {cluster.overlap:.0%} in a node, "
         f"{cluster.overlap_between:.0%}\n  between nodes; a launch of eager Python takes "
         f"{efficiency.LAUNCH_S * 1e6:.0f} us.\n  In compiled code successive operators that multiply nothing are one "

@@ -17,8 +17,7 @@ from megacore.store.io import hub
 from megacore.store.io.files import leaves
 from megacore.store.io.hub import HubName
 from megacore.store.io.objects import ObjectPath, place
-from megacore.store.io.strict_json import StoreError, read_json
-from megacore.store.weight_folders.index import INDEX
+from megacore.store.io.strict_json import StoreError
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
 """The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes
@@ -215,7 +214,7 @@ def _follow(out: Path, resume: Path) -> bool:
     try:
         with (out / "metrics.jsonl").open("rb") as file:
             first = json.loads(file.readline() or "null")
-        return first is None or first["step"] > read_json(resume / INDEX, resume)["step"]
+        return first is None or first["step"] > checkpoints.step_of(resume)
     except FileNotFoundError:
         return True
     except (OSError, ValueError, LookupError, TypeError, StoreError):
