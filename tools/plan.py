@@ -318,7 +318,7 @@ def _time(plan: Plan) -> Iterator[str]:
     parts = ("compute", "recompute", "tensor", "experts", "context", "bubble", "data", "offload", "optimizer")
     yield (
         f"A step is estimated at {time.total:,.3f} s, if large products reach {cluster.device.reach:.0%} of "
-        f"{cluster.tflops:,.1f} TFLOP/s, attention {cluster.device.attention:.0%} of {cluster.wide_tflops:,.1f}, and if "
+        f"{cluster.tflops:,.1f} TFLOP/s, attention {cluster.device.attention:.0%} of {cluster.wide_tflops:,.1f}, and "
         f"{cluster.overlap:.0%} of what can be hidden in a node is, and {cluster.overlap_between:.0%} between nodes"
     )
     taken = [(part, each) for part, each in asdict(time).items() if part in parts and each]
