@@ -40,7 +40,6 @@ NOT_CARRIED = {
     "layers that are passed through more than once": "hrm_text",
     "weights of three values, which every step rounds": "bitnet",
     "patches of bytes": "blt",
-    "norms of the sums behind branches": "openai-gpt",
     "biases of scores by distance, which are learned": "cpmant",
     "a rope that transformers does not read where published files say it": "dbrx",
     "text that looks at tokens after it": "xlnet",

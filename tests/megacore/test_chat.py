@@ -9,7 +9,6 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -357,8 +356,6 @@ def test_chats_that_are_several_examples_are_counted_and_said(tmp_path: Path) ->
     short = Preparation(source, tmp_path / "examples", drop, 99, files).examples()
     assert short.facts.dropped == 1 and short.chats.tolist() == [0, 0, 1]
     # An evaluation reads all of them, too.
-    config = SimpleNamespace(vocab_size=400)
-    weights: Any = SimpleNamespace(companions=lambda: companions(folder, folder), raw={}, config=config)
     path = write_jsonl(tmp_path / "thoughts.jsonl", ROWS["thoughts"])
-    read = DocumentFiles([path], 400, SimpleNamespace(folder=weights), "text", "assistant").documents()  # type: ignore[arg-type]
+    read = DocumentFiles([path], 400, SimpleNamespace(files=files), "text", "assistant").documents()  # type: ignore[arg-type]
     assert marked(tokenizer, [(each.tokens, each.counted) for each in read]) == made.cases["thoughts"]
