@@ -177,11 +177,16 @@ def _within(later: str, turn: Passage, template: Template) -> list[Span] | None:
     """Return what the assistant generates in a turn, in a text that goes on after it; None if it reads otherwise there.
     A template may write a turn otherwise once messages follow (without its thoughts), or what is before it (the words
     of the system in the last message of the user). What the assistant does not generate it must not learn."""
+    # At the end of a chat a template may put a token of the end after the one that ends the turn.
     if template.marks:
-        return turn.spans if later.startswith(turn.text[: turn.spans[-1][1] if turn.spans else 0]) else None
+        spans = turn.spans
+        if not spans or later.startswith(turn.text[: spans[-1][1]]):
+            return spans
+        *spans, (start, stop) = spans
+        text = turn.text[: spans[-1][1]] if spans and turn.text[start:stop] == template.end else ""
+        return spans if _closed(text, 0, template) is not None and later.startswith(text) else None
     ((start, _),) = turn.spans
     text = turn.text.rstrip()
-    # At the end of a chat a template may put a token of the end after the one that ends the turn.
     for until in (text, text.removesuffix(template.end)):
         stop = _closed(until, start, template)
         if stop is not None and later.startswith(until[:stop]):

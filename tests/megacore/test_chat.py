@@ -134,6 +134,24 @@ def test_a_marked_turn_may_have_several_parts_and_the_last_turn_keeps_all_of_its
     assert learned(tokenizer, row, "last") == [re.sub("[⟦⟧]", "", first) + last]
 
 
+def test_a_marked_token_behind_the_last_turn_makes_no_examples_of_the_turns(tmp_path: Path) -> None:
+    """As of TRL's template for Phi-3. Where it is all that ends a turn, the turns before the last one lack it."""
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + '<|end|>\n' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}{% if messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}"
+        "{% endif %}"
+    )
+    row = {"messages": chat("hi", "a", "and", "b")}
+    first, last = "<|user|>hi<|assistant|>⟦a<|end|>\n⟧", "<|user|>and<|assistant|>⟦b<|end|>\n</s>⟧"
+    assert learned(ModelTokenizer(write_tokenizer(tmp_path / "two", template)), row) == [first + last]
+    bare = ModelTokenizer(write_tokenizer(tmp_path / "one", template.replace("<|end|>\n", "")))
+    assert learned(bare, row) == [
+        "<|user|>hi<|assistant|>⟦a</s>⟧",
+        "<|user|>hi<|assistant|>a<|user|>and<|assistant|>⟦b</s>⟧",
+    ]
+
+
 def test_a_template_that_writes_parts_alone_is_given_texts_as_parts(tmp_path: Path) -> None:
     """As those of models that also see, which leave a text out that is all of a content."""
     template = (

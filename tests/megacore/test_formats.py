@@ -1,7 +1,10 @@
-"""Examples in the formats that people have, beside what transformers makes of the same chats, written out by hand."""
+"""Examples in the formats that people have, beside what transformers makes of the same chats, written out by hand, and
+TRL of drawn ones."""
 
 import gzip
 import json
+import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import FAMILIES, Message, Row, write_jsonl
-from transformers import AutoTokenizer
+from chats import FAMILIES, Message, Row, write_jsonl, write_tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megacore.config import EXAMPLE_KEYS, ChatConfig, Config, CorpusConfig, DataConfig
 from megacore.data import text
@@ -426,3 +429,101 @@ def test_a_folder_that_datasets_saved(folders: Mapping[str, Path], tmp_path: Pat
 def test_overrides_of_the_command_line() -> None:
     config = load({}, ["data.map={prompt: question, completion: answer}", "data.split=train_sft"])
     assert config.data.map == {"prompt": "question", "completion": "answer"} and config.data.split == "train_sft"
+
+
+# -- beside TRL, where it is installed
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a template of TRL's folder takes. end: the token that ends a turn; own: whether the model's own one, which
+    marks nothing, is compared too; header: whether TRL counts the line's end before an answer; asks: whether chats may
+    end with the user."""
+
+    end: str
+    system: bool = True
+    calls: bool = False
+    tools: bool = False
+    own: bool = True
+    header: bool = False
+    asks: bool = True
+
+
+TRL: Mapping[str, Written] = {
+    "qwen3": Written("<|im_end|>", calls=True, tools=True, own=False),
+    "qwen2_5": Written("<|im_end|>", calls=True, tools=True, header=True),
+    "llama3": Written("<|eot_id|>"),
+    "gemma": Written("<end_of_turn>", system=False),
+    "gemma3": Written("<end_of_turn>"),
+    "deepseekv3": Written("<\uff5cend▁of▁sentence\uff5c>", calls=True, own=False),
+    "phi3": Written("<|endoftext|>", own=False, asks=False),
+    "cohere": Written("<|END_OF_TURN_TOKEN|>"),
+    "lfm2": Written("<|im_end|>"),
+}
+"""Not `own`: TRL's Qwen3 keeps the thoughts of all turns, which the model's drops; DeepSeek-V3's prompts with <think>,
+and answers without; Phi-3's ends a chat with a second token of the end, which counts in TRL's if no user is last."""
+PIECES = (" weights", "axes of a mesh", "ünïcode 🙂", "  two  blanks ", "a\nb\n\n", "\n", "\ttab", "日本語", "{{ x }}")
+
+
+def drawn(rng: random.Random, takes: Written) -> Row:
+    """One to four turns, half with a system, some with calls, some unanswered; what the user says may be empty."""
+
+    def said() -> str:
+        return "".join(rng.choices(PIECES, k=rng.randint(0, 4)))
+
+    messages: list[Message] = [{"role": "system", "content": said()}] if takes.system and rng.random() < 0.5 else []
+    row: Row = {"messages": messages}
+    for _ in range(rng.randint(1, 4)):
+        messages.append({"role": "user", "content": said()})
+        if takes.calls and rng.random() < 0.3:
+            call = {"type": "function", "function": {"name": "warmth", "arguments": {"city": said()}}}
+            before = said() if takes.tools else ""  # DeepSeek's writes no text beside a later call
+            messages.append({"role": "assistant", "content": before, "tool_calls": [call]})
+            messages.append({"role": "tool", "content": said()})
+            row |= {"tools": TOOLS} if takes.tools else {}
+        messages.append({"role": "assistant", "content": said() + "so" + said()})
+    if takes.asks and rng.random() < 0.2:
+        messages.append({"role": "user", "content": said()})
+    return row
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_tokens_and_masks_are_those_of_trls_trainer(tmp_path: Path, name: str) -> None:
+    """200 chats, as its SFTTrainer prepares them for `assistant_only_loss`, cut at the same length: by the template
+    that it takes for training, and by the model's own, of which the end of a line around an answer, which no model
+    generates, does not count here. Its versions change what they call: 1.16 has been seen to agree."""
+    trl = pytest.importorskip("trl", minversion="1.16")
+    datasets = pytest.importorskip("datasets")
+    takes, rng = TRL[name], random.Random(name)
+    rows = [drawn(rng, takes) for _ in range(200)]
+    path = write_jsonl(tmp_path / "a.jsonl", *rows)
+    kept = Path(trl.__file__).parent / "chat_templates"
+    own, marking = ((kept / f"{name}{kind}.jinja").read_text("utf-8") for kind in ("", "_training"))
+    special = sorted({"<s>", takes.end, *re.findall(r"<[|\uff5c]?[\w▁]+[|\uff5c]?>", own)})
+    folder = write_tokenizer(tmp_path / "own", own, takes.end, special=special)
+    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token=takes.end)
+    args = trl.SFTConfig(
+        str(tmp_path), assistant_only_loss=True, max_length=901, max_steps=1, report_to=[], use_cpu=True, bf16=False
+    )  # fmt: skip
+    sizes = {"vocab_size": 500, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    theirs = trl.SFTTrainer(
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)),
+        args=args,
+        train_dataset=datasets.IterableDataset.from_generator(lambda: iter(rows)),
+        processing_class=tokenizer,
+    )
+    made = [(np.array(each["input_ids"]), np.array(each["labels"]) >= 0) for each in theirs.train_dataset]
+    assert len(made) == len(rows)
+    folders = [write_tokenizer(tmp_path / "marking", marking, takes.end, special=special), *[folder] * takes.own]
+    end, line = tokenizer.convert_tokens_to_ids([takes.end, *tokenizer.tokenize("\n")])
+    for folder in folders:
+        found = prepared(ExampleFiles(str(path), [path]), folder, tmp_path / f"{folder.name}-examples")
+        assert found.count == len(rows)
+        for index, (ids, counted) in enumerate(made):
+            mask = counted
+            if folder.name == "own":
+                before, last = np.roll(counted, 1), np.roll(ids, 1)
+                mask = counted & ~((ids == line) & np.where(before, last == end, takes.header))
+            size = np.flatnonzero(mask)[-1] + 1
+            got = [each.tolist() for each in found.example(index)]
+            assert got == [ids[:size].tolist(), mask[:size].tolist()], (folder.name, rows[index])
