@@ -182,8 +182,8 @@ def _within(later: str, turn: Passage, template: Template) -> list[Span] | None:
         spans = turn.spans
         if not spans or later.startswith(turn.text[: spans[-1][1]]):
             return spans
-        *spans, (start, stop) = spans
-        text = turn.text[: spans[-1][1]] if spans and turn.text[start:stop] == template.end else ""
+        *spans, last = spans
+        text = turn.text[: spans[-1][1]] if spans and turn.text[slice(*last)] == template.end else ""
         return spans if _closed(text, 0, template) is not None and later.startswith(text) else None
     ((start, _),) = turn.spans
     text = turn.text.rstrip()

@@ -29,8 +29,10 @@ def write_tokenizer(
     special: Sequence[str] = SPECIAL,
     begin: str | None = "<s>",
     stops: Sequence[str] = (),
+    text: str = TEXT,
 ) -> Path:
-    """A byte-level BPE that begins bare texts with `begin`. With `trim` a token's characters are without blanks."""
+    """A byte-level BPE of `text` that begins bare texts with `begin`. With `trim` a token's characters are without
+    blanks."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     fast = Tokenizer(models.BPE())
@@ -38,7 +40,7 @@ def write_tokenizer(
     fast.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
-    fast.train_from_iterator([TEXT], trainer)
+    fast.train_from_iterator([text], trainer)
     fast.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     first = []
     if begin is not None:

@@ -7,12 +7,13 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from chats import FAMILIES, Message, Row, write_jsonl, write_tokenizer
+from chats import FAMILIES, TEXT, Message, Row, write_jsonl, write_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megacore.config import EXAMPLE_KEYS, ChatConfig, Config, CorpusConfig, DataConfig
@@ -500,12 +501,14 @@ def test_tokens_and_masks_are_those_of_trls_trainer(tmp_path: Path, name: str) -
     kept = Path(trl.__file__).parent / "chat_templates"
     own, marking = ((kept / f"{name}{kind}.jinja").read_text("utf-8") for kind in ("", "_training"))
     special = sorted({"<s>", takes.end, *re.findall(r"<[|\uff5c]?[\w▁]+[|\uff5c]?>", own)})
-    folder = write_tokenizer(tmp_path / "own", own, takes.end, special=special)
-    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token=takes.end)
+    # With tokens that a prompt's end shares with an answer's start.
+    write = partial(write_tokenizer, end=takes.end, special=special, text="\n\n\t" * 9 + TEXT)
+    folder = write(tmp_path / "own", own)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, pad_token=takes.end)
     args = trl.SFTConfig(
         str(tmp_path), assistant_only_loss=True, max_length=901, max_steps=1, report_to=[], use_cpu=True, bf16=False
     )  # fmt: skip
-    sizes = {"vocab_size": 500, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes: Any = {"vocab_size": 500, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     theirs = trl.SFTTrainer(
         LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)),
         args=args,
@@ -514,7 +517,7 @@ def test_tokens_and_masks_are_those_of_trls_trainer(tmp_path: Path, name: str) -
     )
     made = [(np.array(each["input_ids"]), np.array(each["labels"]) >= 0) for each in theirs.train_dataset]
     assert len(made) == len(rows)
-    folders = [write_tokenizer(tmp_path / "marking", marking, takes.end, special=special), *[folder] * takes.own]
+    folders = [write(tmp_path / "marking", marking), *[folder] * takes.own]
     end, line = tokenizer.convert_tokens_to_ids([takes.end, *tokenizer.tokenize("\n")])
     for folder in folders:
         found = prepared(ExampleFiles(str(path), [path]), folder, tmp_path / f"{folder.name}-examples")
