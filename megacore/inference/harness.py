@@ -43,8 +43,12 @@ class HarnessModel(TemplateLM):
             raise StoreError(f"the tokenizer of {texts.path} has no token that ends a text: tasks need one")
         super().__init__()
         self._model, self._texts, self._tokens, self._batch = model, texts, tokens, batch
-        self.device = model.parameters.mesh.device
         self.max_length = model.config.max_positions or LONGEST
+
+    @property
+    def device(self) -> torch.device:
+        """That of the weights."""
+        return self._model.parameters.mesh.device
 
     @property
     def eot_token_id(self) -> int:

@@ -200,6 +200,12 @@ def double(lm: Any, tasks: Any, **_: Any) -> dict[str, Any]:
     return {"results": {"own": told | {"made,strict": zlib.crc32("|".join(made).encode()), "made_stderr,strict": 0.5}}}
 
 
+class DoubleLM:
+    @property
+    def device(self) -> None:
+        """As theirs, which nobody sets."""
+
+
 class DoubleManager:
     def __init__(self, include_path: str | None = None) -> None:
         pass
@@ -224,7 +230,7 @@ def doubled() -> Iterator[None]:
         "lm_eval": {"evaluate": double, "utils": None},
         "lm_eval.api": {},
         "lm_eval.api.instance": {"Instance": SimpleNamespace},
-        "lm_eval.api.model": {"TemplateLM": object},
+        "lm_eval.api.model": {"TemplateLM": DoubleLM},
         "lm_eval.models": {},
         "lm_eval.models.utils": {
             "normalize_gen_kwargs": plain,
